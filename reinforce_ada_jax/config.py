@@ -1,0 +1,231 @@
+"""Every default, once; and every check that needs no device.
+
+A file in `configs/` starts from `defaults()` and changes what it means to change. `validate` runs before any device
+work and names the rule, the values and the remedy. Numbers without a note are those of the paper's runs
+(arXiv 2510.04996) and its reference program.
+"""
+
+import json
+import math
+import pathlib
+from typing import Any
+
+from ml_collections import config_dict
+
+STRATEGIES = ("grpo", "positive", "balance")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+DTYPES = ("float32", "bfloat16")
+REWARDS = ("cipher", "math")
+TEMPLATES = ("plain", "qwen_math")
+# A resume may change these; any other difference is another run.
+RESUMABLE = ("iterations", "checkpoint", "evaluation")
+
+
+def defaults() -> config_dict.ConfigDict:
+    """The whole configuration, every key with its default."""
+    config = config_dict.create(
+        seed=0,
+        iterations=400,  # the reference script; the paper's text says 600
+        model=dict(
+            path="",  # a Hugging Face folder: config.json, safetensors, tokenizer.json
+            compute_dtype="bfloat16",
+            parameter_dtype="float32",  # master weights and what the optimiser sees
+        ),
+        data=dict(
+            prompts="",  # a JSONL file {"id", "problem", "answer"}, or "cipher:train" for the built-in task
+            template="qwen_math",
+            max_prompt_tokens=1024,  # a longer prompt is an error: it is never cut
+        ),
+        reward=dict(
+            kind="math",
+            workers=2,  # grading processes; 0 grades in this process (for checkers that can neither hang nor crash)
+            time_limit_s=6.0,  # wall clock for one grading, enforced by killing the worker
+        ),
+        collection=dict(
+            strategy="balance",
+            group_size=4,  # n: rows of one prompt that reach the update
+            samples_per_round=8,  # M
+            max_rounds=4,  # N: at most M * N draws for a prompt
+            prompts_per_iteration=512,
+            normalize_by_std=False,
+        ),
+        sampling=dict(
+            temperature=1.0,
+            max_response_tokens=2048,
+            slots=256,  # responses decoded side by side
+            window=32,  # tokens decoded for all slots in one dispatch
+            page_size=64,  # tokens a page of the key/value cache holds
+            pages=0,  # pages of the cache; 0: enough for every slot and `open_prompts`
+            open_prompts=0,  # prompts whose pages are held at a time; 0: as many as slots
+            prefill_rows=16,  # prompts prefilled in one dispatch
+        ),
+        learning=dict(
+            prompts_per_update=128,  # 4 updates an iteration
+            micro_batches=1,  # the minibatch is split into this many; changes memory, not results
+            learning_rate=1e-6,
+            warmup_updates=10,
+            b1=0.9,
+            b2=0.999,
+            epsilon=1e-8,
+            weight_decay=0.0,
+            clip_norm=1.0,
+            clip_low=0.2,
+            clip_high=0.28,
+            dual_clip=10.0,
+            aggregation="token-mean",
+            entropy_coefficient=0.0,  # the reference script; the paper's text says 1e-4
+            truncated_is_cap=config_dict.placeholder(float),  # cap of the sampler/learner importance weight; off
+            logprob_chunk=512,  # tokens whose logits exist at a time
+        ),
+        mesh=dict(data=1, fsdp=1, tensor=1),
+        checkpoint=dict(
+            every=50,
+            keep=2,  # the newest ones
+        ),
+        evaluation=dict(
+            every=50,
+            benchmarks=(),  # JSONL files, or "cipher:heldout"
+            samples=32,
+            max_response_tokens=4096,
+        ),
+        logging=dict(tensorboard=True),
+    )
+    return config
+
+
+def _multiple(name: str, value: int, of_name: str, of: int) -> None:
+    if value % of:
+        lower, upper = value - value % of, value + of - value % of
+        raise ValueError(
+            f"{name} must be a multiple of {of_name}: {value} is not one of {of}. Use {lower or upper} or {upper}."
+        )
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+
+
+def pages_per_response(config: config_dict.ConfigDict) -> int:
+    """Pages that the longest prompt with the longest response occupies, training or evaluation."""
+    response = config.sampling.max_response_tokens
+    if config.evaluation.benchmarks:
+        response = max(response, config.evaluation.max_response_tokens)
+    return math.ceil((config.data.max_prompt_tokens + response) / config.sampling.page_size)
+
+
+def validate(config: config_dict.ConfigDict) -> None:
+    """Raises ValueError for the first rule broken. Touches no device and no file."""
+    collection, sampling, learning = config.collection, config.sampling, config.learning
+    if not config.model.path:
+        raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
+    if not config.data.prompts:
+        raise ValueError("data.prompts is empty: name a JSONL file of problems, --config.data.prompts=FILE.")
+    _choice("collection.strategy", collection.strategy, STRATEGIES)
+    _choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
+    _choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
+    _choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
+    _choice("reward.kind", config.reward.kind, REWARDS)
+    _choice("data.template", config.data.template, TEMPLATES)
+    at_least_one = {
+        "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "evaluation.samples": config.evaluation.samples,
+        "evaluation.max_response_tokens": config.evaluation.max_response_tokens,
+        "checkpoint.keep": config.checkpoint.keep,
+        **{f"collection.{key}": collection[key]
+           for key in ("group_size", "samples_per_round", "max_rounds", "prompts_per_iteration")},
+        **{f"sampling.{key}": sampling[key]
+           for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")},
+        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "logprob_chunk")},
+        **{f"mesh.{axis}": size for axis, size in config.mesh.items()},
+    }
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1.")
+    at_least_zero = {
+        "iterations": config.iterations,
+        "reward.workers": config.reward.workers,
+        "sampling.pages": sampling.pages,
+        "sampling.open_prompts": sampling.open_prompts,
+        "learning.warmup_updates": learning.warmup_updates,
+        "checkpoint.every": config.checkpoint.every,
+        "evaluation.every": config.evaluation.every,
+    }
+    for name, value in at_least_zero.items():
+        if value < 0:
+            raise ValueError(f"{name} is {value}; it must not be negative.")
+    positive = {
+        "sampling.temperature": sampling.temperature,
+        "learning.learning_rate": learning.learning_rate,
+        "learning.clip_norm": learning.clip_norm,
+        "reward.time_limit_s": config.reward.time_limit_s,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0.")
+    if collection.strategy != "grpo" and collection.group_size > collection.samples_per_round:
+        raise ValueError(
+            f"collection.group_size is {collection.group_size}, collection.samples_per_round is "
+            f"{collection.samples_per_round}: {collection.strategy} keeps group_size responses of a prompt that may "
+            "stop after one round, so group_size must not exceed samples_per_round. Lower the one or raise the other."
+        )
+    if collection.group_size < 2:
+        raise ValueError(
+            f"collection.group_size is {collection.group_size}: a group of one has no baseline to differ from. Use at "
+            "least 2."
+        )
+    if collection.strategy == "balance" and collection.max_rounds * collection.samples_per_round < 2:
+        raise ValueError("balance needs at least 2 draws for a prompt: raise collection.max_rounds.")
+    _multiple("collection.prompts_per_iteration", collection.prompts_per_iteration,
+              "learning.prompts_per_update", learning.prompts_per_update)
+    rows = learning.prompts_per_update * collection.group_size
+    _multiple("learning.prompts_per_update * collection.group_size", rows,
+              "learning.micro_batches * mesh.data * mesh.fsdp",
+              learning.micro_batches * config.mesh.data * config.mesh.fsdp)
+    needed = pages_per_response(config)
+    # One page of the pool is never handed out: it takes the writes of idle slots and of padding.
+    if sampling.pages and sampling.pages - 1 < needed:
+        raise ValueError(
+            f"sampling.pages is {sampling.pages}, of which one is reserved: one response of data.max_prompt_tokens + "
+            f"max_response_tokens needs {needed} pages of {sampling.page_size} tokens. Use at least {needed + 1} "
+            "pages, or 0 to have them counted for you."
+        )
+
+
+def to_json(config: config_dict.ConfigDict) -> str:
+    """The resolved configuration as indented JSON text."""
+    return json.dumps(json.loads(config.to_json_best_effort()), indent=2, sort_keys=True) + "\n"
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def differences(config: config_dict.ConfigDict, saved: dict[str, Any]) -> list[str]:
+    """Lines "key: saved -> now" for the keys that make `config` another run than the one `saved` describes."""
+    now, then = _flatten(json.loads(to_json(config))), _flatten(saved)
+    return [
+        f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in sorted(now.keys() | then.keys())
+        if key.split(".")[0] not in RESUMABLE and now.get(key, KeyError) != then.get(key, KeyError)
+    ]
+
+
+def check_workdir(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None:
+    """Raises ValueError when `workdir` holds a run of another configuration."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    different = differences(config, json.loads(file.read_text()))
+    if different:
+        lines = "\n  ".join(different)
+        raise ValueError(
+            f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nResume it with its own "
+            "values (iterations, checkpoint.* and evaluation.* may change), or choose another --workdir."
+        )

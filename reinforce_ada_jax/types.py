@@ -1,0 +1,121 @@
+"""The records that travel between the stages: prompts, requests, responses, verdicts, pools.
+
+Numpy and the standard library only, so that every stage (and every verifier process) may import them.
+What is computed from them lives with the stage that computes it.
+
+Axis letters, used in every shape annotation and einsum of this project:
+
+    P prompts    B rows (responses in a batch)    T tokens    S slots    L layers
+    D model      F feed-forward    N query heads    K key/value heads    H head size    V vocabulary
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prompt:
+    """One problem, tokenised.
+
+    Attributes:
+      id: stable name, unique in its data set; part of the address of every sample drawn for it.
+      problem: the text that a person would read.
+      answer: the reference answer that the verifier compares with.
+      tokens: int32[T], the rendered template, ready for the policy (BOS included where the model has one).
+      pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
+    """
+
+    id: str
+    problem: str
+    answer: str
+    tokens: np.ndarray
+    pass_rate: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """One response wanted: draw number `draw` (from 0, in the order of the pool) of `prompt`."""
+
+    prompt: Prompt
+    draw: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Response:
+    """One finished draw.
+
+    Attributes:
+      prompt_id: `Prompt.id`.
+      draw: `Request.draw`.
+      tokens: int32[T], T >= 1; a stop token that ended it is included (sampled, kept, scored, trained).
+      logprobs: float32[T], of each token under the distribution it was sampled from: the behaviour policy at the
+        sampling temperature, untruncated.
+      truncated: True when the length limit ended it, not a stop token.
+    """
+
+    prompt_id: str
+    draw: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    truncated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the verifier says of one response.
+
+    Attributes:
+      correct: what stopping rules and pass rates look at.
+      reward: what advantages look at, in [0, 1].
+      reason: one word when something other than a comparison decided ("no_answer", "timeout", "crash", "error",
+        ...), empty otherwise.
+    """
+
+    correct: bool
+    reward: float
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+    """Every response drawn for one prompt in one iteration, in draw order, with its verdicts.
+
+    Attributes:
+      prompt: whose pool this is.
+      responses: N responses, `responses[i].draw == i`.
+      verdicts: N verdicts, aligned with `responses`.
+      rounds: how many rounds were drawn.
+      met: whether the strategy's stopping rule was met (False: the round limit ended it).
+    """
+
+    prompt: Prompt
+    responses: tuple[Response, ...]
+    verdicts: tuple[Verdict, ...]
+    rounds: int
+    met: bool
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float64[N], rewards in draw order."""
+        return np.array([verdict.reward for verdict in self.verdicts], np.float64)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """bool[N], verdicts in draw order."""
+        return np.array([verdict.correct for verdict in self.verdicts], bool)
+
+
+class RequestQueue(Protocol):
+    """What a sampler sees of the collection: requests to take, and prompts that need nothing more.
+
+    A `sample_fn(queue)` is a generator: it takes requests, and yields lists of finished responses, in any order,
+    until `take` gives nothing while none of its own are in flight.
+    """
+
+    def take(self, limit: int) -> list[Request]:
+        """Up to `limit` requests, most urgent first; empty when none is waiting now."""
+
+    def closed(self) -> list[str]:
+        """Ids of the prompts closed since the last call: no further request will name them."""
