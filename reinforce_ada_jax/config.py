@@ -88,7 +88,10 @@ def defaults() -> config_dict.ConfigDict:
             samples=32,
             max_response_tokens=4096,
         ),
-        logging=dict(tensorboard=True),
+        logging=dict(
+            tensorboard=True,
+            sampled_prompts=4,  # prompts of each iteration whose responses are written to samples/
+        ),
     )
     return config
 
@@ -106,12 +109,21 @@ def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")
 
 
-def pages_per_response(config: config_dict.ConfigDict) -> int:
-    """Pages that the longest prompt with the longest response occupies, training or evaluation."""
-    response = config.sampling.max_response_tokens
+def longest_response(config: config_dict.ConfigDict) -> int:
+    """Tokens of the longest response that will be sampled, training or evaluation."""
     if config.evaluation.benchmarks:
-        response = max(response, config.evaluation.max_response_tokens)
-    return math.ceil((config.data.max_prompt_tokens + response) / config.sampling.page_size)
+        return max(config.sampling.max_response_tokens, config.evaluation.max_response_tokens)
+    return config.sampling.max_response_tokens
+
+
+def least_pages(config: config_dict.ConfigDict) -> int:
+    """Pages without which one response may never find room.
+
+    The longest prompt holds its pages; its draw has pages of its own from the prompt's last, partly filled one on, and
+    one page is never handed out: it takes the writes of idle slots and of padding.
+    """
+    prompt, page_size = config.data.max_prompt_tokens, config.sampling.page_size
+    return math.ceil(prompt / page_size) + math.ceil((prompt + longest_response(config)) / page_size) + 1
 
 
 def validate(config: config_dict.ConfigDict) -> None:
@@ -132,10 +144,14 @@ def validate(config: config_dict.ConfigDict) -> None:
         "evaluation.samples": config.evaluation.samples,
         "evaluation.max_response_tokens": config.evaluation.max_response_tokens,
         "checkpoint.keep": config.checkpoint.keep,
-        **{f"collection.{key}": collection[key]
-           for key in ("group_size", "samples_per_round", "max_rounds", "prompts_per_iteration")},
-        **{f"sampling.{key}": sampling[key]
-           for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")},
+        **{
+            f"collection.{key}": collection[key]
+            for key in ("group_size", "samples_per_round", "max_rounds", "prompts_per_iteration")
+        },
+        **{
+            f"sampling.{key}": sampling[key]
+            for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")
+        },
         **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "logprob_chunk")},
         **{f"mesh.{axis}": size for axis, size in config.mesh.items()},
     }
@@ -176,25 +192,39 @@ def validate(config: config_dict.ConfigDict) -> None:
         )
     if collection.strategy == "balance" and collection.max_rounds * collection.samples_per_round < 2:
         raise ValueError("balance needs at least 2 draws for a prompt: raise collection.max_rounds.")
-    _multiple("collection.prompts_per_iteration", collection.prompts_per_iteration,
-              "learning.prompts_per_update", learning.prompts_per_update)
+    _multiple(
+        "collection.prompts_per_iteration",
+        collection.prompts_per_iteration,
+        "learning.prompts_per_update",
+        learning.prompts_per_update,
+    )
     rows = learning.prompts_per_update * collection.group_size
-    _multiple("learning.prompts_per_update * collection.group_size", rows,
-              "learning.micro_batches * mesh.data * mesh.fsdp",
-              learning.micro_batches * config.mesh.data * config.mesh.fsdp)
-    needed = pages_per_response(config)
-    # One page of the pool is never handed out: it takes the writes of idle slots and of padding.
-    if sampling.pages and sampling.pages - 1 < needed:
+    _multiple(
+        "learning.prompts_per_update * collection.group_size",
+        rows,
+        "learning.micro_batches * mesh.data * mesh.fsdp",
+        learning.micro_batches * config.mesh.data * config.mesh.fsdp,
+    )
+    if sampling.pages and sampling.pages < least_pages(config):
         raise ValueError(
-            f"sampling.pages is {sampling.pages}, of which one is reserved: one response of data.max_prompt_tokens + "
-            f"max_response_tokens needs {needed} pages of {sampling.page_size} tokens. Use at least {needed + 1} "
-            "pages, or 0 to have them counted for you."
+            f"sampling.pages is {sampling.pages}: a prompt of {config.data.max_prompt_tokens} tokens with a response "
+            f"of {longest_response(config)} needs {least_pages(config)} pages of {sampling.page_size} tokens (one "
+            "of them reserved). Use at least so many, or 0 to have them counted for you."
         )
 
 
 def to_json(config: config_dict.ConfigDict) -> str:
     """The resolved configuration as indented JSON text."""
     return json.dumps(json.loads(config.to_json_best_effort()), indent=2, sort_keys=True) + "\n"
+
+
+def from_json(text: str) -> config_dict.ConfigDict:
+    """The configuration that `to_json` wrote."""
+    saved = json.loads(text)
+    saved["evaluation"]["benchmarks"] = tuple(saved["evaluation"]["benchmarks"])
+    config = defaults()
+    config.update(saved)
+    return config
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,52 @@
+# make demo   train the built-in model by Reinforce-Ada and by GRPO, and show the difference (minutes, two CPU cores)
+# make test   the tests that need no network and no torch
+# Both make the environment first. PYTHON=python3.12 chooses the interpreter, VENV=DIR the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+PARITY_VENV ?= .venv-parity
+DEMO ?= runs/demo
+RUN := $(VENV)/bin/python -m
+TINY := --config=configs/tiny.py
+
+.PHONY: setup demo test slow parity lint clean
+
+setup: $(VENV)/.installed
+
+# --no-deps: the lists are complete, and google-jetstream's own dependencies would bring TensorFlow.
+$(VENV)/.installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or newer is needed; $(PYTHON) is `$(PYTHON) --version`. Try: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	JAX_PLATFORMS=cpu $(RUN) reinforce_ada_jax.train $(TINY) --workdir=$(DEMO)/grpo --config.collection.strategy=grpo
+	JAX_PLATFORMS=cpu $(RUN) reinforce_ada_jax.train $(TINY) --workdir=$(DEMO)/balance
+	$(RUN) reinforce_ada_jax.plot $(DEMO)/grpo $(DEMO)/balance --output=$(DEMO)
+
+test: setup
+	$(RUN) pytest -q -m "not slow"
+
+slow: setup
+	$(RUN) pytest -q -m slow
+
+# Live comparison with torch and transformers, in an environment of its own.
+parity: $(PARITY_VENV)/.installed
+	$(PARITY_VENV)/bin/python -m pytest -q tests/parity
+
+$(PARITY_VENV)/.installed: requirements.txt requirements-parity.txt pyproject.toml
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-parity.txt
+	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+lint: setup
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+clean:
+	rm -rf $(VENV) $(PARITY_VENV) runs

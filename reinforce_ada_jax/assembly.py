@@ -1,0 +1,87 @@
+"""The parts of a run, put together from its configuration: the same for training and for evaluation.
+
+Stages don't know each other. Here the engine gets the stop tokens of the tokenizer, and the verifier gets its text.
+"""
+
+import dataclasses
+import pathlib
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.data import prompts as prompts_lib
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.huggingface import read_config
+from reinforce_ada_jax.rewards import cipher, math_answer
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.engine import Engine, options_from_config
+from reinforce_ada_jax.types import Prompt, Response, Verdict
+
+ASSETS = pathlib.Path(__file__).parent / "assets"
+PACKAGE_PREFIX = "package:"
+
+
+def model_folder(path: str) -> pathlib.Path:
+    """The folder that `model.path` names; "package:cipher" is the one that ships with the package."""
+    if path.startswith(PACKAGE_PREFIX):
+        return ASSETS / path.removeprefix(PACKAGE_PREFIX)
+    return pathlib.Path(path)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """What a configuration and a model folder determine, weights aside."""
+
+    folder: pathlib.Path
+    architecture: Architecture
+    tokenizer: Tokenizer
+    mesh: Mesh
+    engine: Engine
+
+    def prompts(self, source: str, config: ConfigDict) -> list[Prompt]:
+        """The tokenised prompts of a source."""
+        problems = prompts_lib.load_problems(source)
+        return prompts_lib.tokenize(problems, self.tokenizer, config.data.template, config.data.max_prompt_tokens)
+
+    def verify_fn(self, verifiers: VerifierPool) -> VerifyFn:
+        """Decodes responses and grades them against the reference answers."""
+
+        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
+            return verifiers.grade_all(
+                [(self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs]
+            )
+
+        return verify
+
+
+def parts(config: ConfigDict, folder: pathlib.Path) -> Parts:
+    """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
+
+    Raises:
+      ValueError: what the user can mend, in the folder, the configuration or the machine.
+    """
+    architecture = read_config(folder)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
+            f"{architecture.vocab_size} rows: they don't belong together."
+        )
+    options = options_from_config(config, tokenizer.stop_ids)
+    longest = options.max_prompt_tokens + options.max_response_tokens
+    if longest > architecture.max_positions:
+        raise ValueError(
+            f"data.max_prompt_tokens + max_response_tokens = {longest}, but the model was made for "
+            f"{architecture.max_positions} positions (max_position_embeddings): lower one of them."
+        )
+    mesh = mesh_lib.make_mesh(**config.mesh)
+    return Parts(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer))
+
+
+def verifier_pool(config: ConfigDict) -> VerifierPool:
+    """The verifier processes of `reward.kind`; a context manager."""
+    grade = {"cipher": cipher.grade, "math": math_answer.grade}[config.reward.kind]
+    return VerifierPool(grade, config.reward.workers, config.reward.time_limit_s)

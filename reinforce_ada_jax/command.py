@@ -1,0 +1,66 @@
+"""How a command starts: flags, and errors of the user's making on one screen, without a stack trace."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+# Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed.
+STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+
+def define_config() -> flags.FlagHolder[ConfigDict]:
+    """The flag --config=FILE.py, whose keys are flags too: --config.collection.strategy=grpo."""
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "A file with get_config(), such as configs/tiny.py; override with --config.SECTION.KEY=VALUE."
+    )
+    flags.mark_flag_as_required("config")
+    return holder
+
+
+def fail(message: object, code: int = BAD_INPUT) -> NoReturn:
+    """Ends the process with one message."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def user_input() -> Iterator[None]:
+    """Around everything that reads what the user gave: a ValueError there says what to mend, and ends the process."""
+    try:
+        yield
+    except ValueError as error:
+        fail(error)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        fail(error)
+    except (AttributeError, KeyError) as error:
+        # ml_collections names the nearest known key in the message of these two.
+        text = str(error.args[0]).replace("\n", ". ").replace("'", "") if error.args else str(error)
+        fail(f"unknown configuration key: {text}")
+    except OSError as error:
+        fail(f"--config: {error}")
+
+
+def run_with_arguments(main: Callable[[list[str]], None]) -> None:
+    """Parses the flags and calls `main` with what is left."""
+    logging.set_verbosity(logging.WARNING)
+    app.run(lambda argv: main(argv[1:]), flags_parser=_parse)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses the flags and calls `main`, which takes nothing else."""
+
+    def without_arguments(arguments: list[str]) -> None:
+        if arguments:
+            fail(f"unexpected argument {arguments[0]!r}: options are written --name=value.")
+        main()
+
+    run_with_arguments(without_arguments)

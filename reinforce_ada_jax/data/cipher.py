@@ -1,0 +1,139 @@
+"""The built-in task "decipherment": problems, an unreliable demonstrator, and the tokenizer.
+
+64 symbols (Cyrillic letters) stand for 64 letters (the base64 alphabet) under one fixed secret key. A problem is a word
+of 2 to 6 symbols, the answer is the deciphered word. Held-out words use the symbols of the training words, so what is
+measured is composition and not new facts. A model learns it in minutes on two CPU cores, yet a policy warm-started on
+the demonstrator solves few words often: the regime in which adaptive sampling matters. Grading is `rewards.cipher`.
+"""
+
+import functools
+import json
+import pathlib
+import string
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+SYMBOLS = "".join(chr(code) for code in range(0x410, 0x450))
+LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+MIN_LENGTH, MAX_LENGTH = 2, 6
+SPLIT_SIZES = {"train": 1024, "heldout": 256}
+
+# Streams of random numbers, one for each thing drawn, so that none depends on how much another one draws.
+_KEY_SEED, _WORDS_SEED, _DEMONSTRATOR_SEED = 2510, 4996, 2609
+
+NUM_HARD = 22
+KNOWN_PROBABILITY = (0.88, 0.99)
+HARD_PROBABILITY = (0.03, 0.12)
+TYPICAL_ERROR_SHARE = 0.8
+
+
+@functools.cache
+def key() -> np.ndarray:
+    """int[64], the secret: symbol i stands for letter `key()[i]`. A permutation."""
+    return np.random.default_rng(_KEY_SEED).permutation(len(SYMBOLS))
+
+
+def decipher(word: str) -> str:
+    """The answer to a word of symbols."""
+    return "".join(LETTERS[key()[SYMBOLS.index(symbol)]] for symbol in word)
+
+
+def problem_text(word: str) -> str:
+    """The prompt for a word: "." up to the constant length of 6, then "="; 8 tokens with BOS."""
+    return word.ljust(MAX_LENGTH, ".") + "="
+
+
+@functools.cache
+def words(split: str) -> tuple[str, ...]:
+    """The distinct words of a split, lengths uniform in 2..6; the splits have no word in common."""
+    if split not in SPLIT_SIZES:
+        raise ValueError(f"cipher has no split {split!r}; it must be one of {', '.join(SPLIT_SIZES)}.")
+    rng = np.random.default_rng(_WORDS_SEED)
+    distinct: dict[str, None] = {}  # a dict keeps the order in which the words were drawn
+    while len(distinct) < sum(SPLIT_SIZES.values()):
+        length = rng.integers(MIN_LENGTH, MAX_LENGTH + 1)
+        distinct["".join(SYMBOLS[i] for i in rng.integers(len(SYMBOLS), size=length))] = None
+    drawn, num_train = tuple(distinct), SPLIT_SIZES["train"]
+    return {"train": drawn[:num_train], "heldout": drawn[num_train:]}[split]
+
+
+def problems(split: str) -> list[dict[str, str]]:
+    """The problems of "train" (1,024) or "heldout" (256): dicts with "id", "problem" and "answer"."""
+    return [
+        {"id": f"{split}-{i:04d}", "problem": problem_text(word), "answer": decipher(word)}
+        for i, word in enumerate(words(split))
+    ]
+
+
+@functools.cache
+def demonstrator() -> tuple[np.ndarray, np.ndarray]:
+    """How the demonstrator errs.
+
+    Returns:
+      float[64], the probability that it deciphers symbol i rightly: 42 symbols in 0.88..0.99, 22 hard ones in
+        0.03..0.12, so that a third of the letters is wrong and a fifth of the words right.
+      int[64], the letter that it typically confuses symbol i's own letter with.
+    """
+    rng = np.random.default_rng(_DEMONSTRATOR_SEED)
+    right = rng.uniform(*KNOWN_PROBABILITY, size=len(SYMBOLS))
+    hard = rng.permutation(len(SYMBOLS))[:NUM_HARD]
+    right[hard] = rng.uniform(*HARD_PROBABILITY, size=NUM_HARD)
+    return right, _other_letters(key(), rng)
+
+
+def _other_letters(letters: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """For each letter another one, uniform over the 63 others."""
+    return (letters + rng.integers(1, len(LETTERS), size=letters.shape)) % len(LETTERS)
+
+
+def demonstrations(count: int, seed: int | np.random.Generator) -> list[tuple[str, str]]:
+    """`count` pairs (problem, answer of the demonstrator), words drawn from the training words with replacement.
+
+    Each letter is right with its symbol's probability. Of the errors 80 % are the symbol's typical one, the rest are
+    uniform over the 63 wrong letters.
+    """
+    rng = np.random.default_rng(seed)
+    right, typical = demonstrator()
+    drawn = [words("train")[i] for i in rng.integers(SPLIT_SIZES["train"], size=count)]
+    symbols = np.array([SYMBOLS.index(symbol) for word in drawn for symbol in word], int)
+    wrong = np.where(
+        rng.random(symbols.shape) < TYPICAL_ERROR_SHARE, typical[symbols], _other_letters(key()[symbols], rng)
+    )
+    letters = np.where(rng.random(symbols.shape) < right[symbols], key()[symbols], wrong)
+    answers = iter(LETTERS[letter] for letter in letters)
+    return [(problem_text(word), "".join(next(answers) for _ in word)) for word in drawn]
+
+
+def tokenizer_json() -> str:
+    """A character-level tokenizer as the text of a `tokenizer.json`.
+
+    133 tokens: <pad> 0, <bos> 1, <eos> 2, ".", "=", the symbols, the letters. Encoding puts <bos> in front, decoding
+    joins without spaces. There is no unknown token: any other character is an error.
+    """
+    vocabulary = [*SPECIAL_TOKENS, ".", "=", *SYMBOLS, *LETTERS]
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", vocabulary.index("<bos>"))]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer.to_str(pretty=True)
+
+
+def write_tokenizer(folder: str | pathlib.Path) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`, which transformers' PreTrainedTokenizerFast loads too."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": "<pad>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer.json").write_text(tokenizer_json() + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

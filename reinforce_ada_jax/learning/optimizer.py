@@ -1,0 +1,40 @@
+"""AdamW with a warm-up and a bound on the gradient's global norm."""
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax.policy.transformer import Params
+
+
+def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule:
+    """learning_rate * min(1, (update + 1) / warmup_updates) for update = 0, 1, ...: the first one already moves."""
+
+    def schedule(update):
+        return learning_rate * jax.numpy.minimum(1.0, (update + 1) / max(1, warmup_updates))
+
+    return schedule
+
+
+def make_optimizer(learning: ConfigDict) -> optax.GradientTransformation:
+    """The optimiser that the `learning` section describes."""
+    return optax.chain(
+        optax.clip_by_global_norm(learning.clip_norm),
+        optax.adamw(
+            warmup_schedule(learning.learning_rate, learning.warmup_updates),
+            b1=learning.b1,
+            b2=learning.b2,
+            eps=learning.epsilon,
+            weight_decay=learning.weight_decay,
+        ),
+    )
+
+
+def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):
+    """Moments live where their weights live; counts are replicated."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: replicated
+    )

@@ -1,0 +1,63 @@
+"""The device mesh, and the one table that maps logical axes to mesh axes.
+
+Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis) and `tensor` (heads, feed-forward,
+vocabulary). Every weight declares its logical axes where it is declared (`policy/layers.py`); nothing else decides
+where an array lives.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "tensor")
+
+LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
+    "rows": ("data", "fsdp"),
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head": None,
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees)."""
+    devices = jax.devices() if devices is None else devices
+    size = data * fsdp * tensor
+    if size > len(devices):
+        raise ValueError(
+            f"mesh.data * mesh.fsdp * mesh.tensor = {data} * {fsdp} * {tensor} = {size}, but there are {len(devices)} "
+            f"devices ({devices[0].platform}): lower one of them, or run where there are more."
+        )
+    return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), AXES)
+
+
+def spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """The partition of an array with these logical axes (None: not split)."""
+    return PartitionSpec(*(None if axis is None else LOGICAL_TO_MESH[axis] for axis in axes))
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """The sharding of an array with these logical axes on `mesh`."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def weight_sharding(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
+    """`sharding` of a weight, after checking that every split axis divides.
+
+    Raises:
+      ValueError: naming the weight, the axis, its size and the mesh axis that doesn't divide it.
+    """
+    for axis, size in zip(axes, shape, strict=True):
+        mesh_axis = None if axis is None else LOGICAL_TO_MESH[axis]
+        if mesh_axis is not None and size % mesh.shape[mesh_axis]:
+            raise ValueError(
+                f"{name}: axis {axis!r} of size {size} cannot be split over mesh.{mesh_axis} = "
+                f"{mesh.shape[mesh_axis]}: choose mesh.{mesh_axis} as a divisor of {size}."
+            )
+    return sharding(mesh, axes)

@@ -1,0 +1,178 @@
+"""The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
+
+Three families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+on queries and keys, a head size of its own) and Llama-3.2 (scaled rotary frequencies). Everything that sets them
+apart is a field here.
+"""
+
+import dataclasses
+from typing import Any
+
+CLASS_NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's stretching of the slow rotary frequencies (`rope_type` "llama3")."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What `config.json` says of a decoder. Hashable: a static argument of every compiled program."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    qkv_bias: bool
+    qk_norm: bool
+    tied_embedding: bool
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in all, the embedding counted once where it is tied."""
+        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
+        attention += self.qkv_bias * self.head_size * (self.num_heads + 2 * self.num_kv_heads)
+        attention += self.qk_norm * 2 * self.head_size
+        layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
+        embedding = self.vocab_size * self.hidden_size
+        return self.num_layers * layer + embedding * (2 - self.tied_embedding) + self.hidden_size
+
+
+def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | None]:
+    # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
+    parameters = config.get("rope_parameters") or {}
+    scaling = parameters if parameters else (config.get("rope_scaling") or {})
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind != "llama3":
+        raise ValueError(
+            f"config.json asks for rotary scaling {kind!r} ({family}); supported are the default and 'llama3'. Remove "
+            "rope_scaling if the model is to be used within its original length."
+        )
+    needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in needed if key not in scaling]
+    if missing:
+        raise ValueError(f"config.json asks for rotary scaling 'llama3' but lacks {', '.join(missing)}.")
+    return float(theta), RopeScaling(
+        factor=float(scaling["factor"]),
+        low_frequency_factor=float(scaling["low_freq_factor"]),
+        high_frequency_factor=float(scaling["high_freq_factor"]),
+        original_positions=int(scaling["original_max_position_embeddings"]),
+    )
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def from_hf(config: dict[str, Any]) -> Architecture:
+    """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
+
+    Raises:
+      ValueError: the model type, activation, rotary scaling or attention window isn't one this decoder computes, or a
+        size is missing.
+    """
+    family = config.get("model_type")
+    if family not in CLASS_NAMES:
+        raise ValueError(
+            f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} (Qwen2/2.5, Qwen3, Llama-3)."
+        )
+    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    missing = [key for key in needed if key not in config]
+    if missing:
+        raise ValueError(f"config.json lacks {', '.join(missing)}: it does not describe a whole {family} model.")
+    refused = {
+        "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": bool(config.get("use_sliding_window", False)),
+        "layer_types": set(config.get("layer_types") or ()) - {"full_attention"} != set(),
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "attention_bias": bool(config.get("attention_bias", False)) and family != "qwen2",
+    }
+    for key, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(f"config.json sets {key} = {config[key]!r}, which no released {family} model here uses.")
+    heads = config["num_attention_heads"]
+    theta, scaling = _rope(config, family)
+    return Architecture(
+        family=family,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        ffn_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+        max_positions=config.get("max_position_embeddings", 32768 if family != "llama" else 2048),
+        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        tied_embedding=bool(config.get("tie_word_embeddings", False)),
+        eos_ids=_ids(config.get("eos_token_id")),
+        bos_id=config.get("bos_token_id"),
+    )
+
+
+def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
+    """A `config.json` that transformers 4 and 5 both read; `from_hf` of it gives `architecture` back."""
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if architecture.rope_scaling is not None:
+        scaling = architecture.rope_scaling
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_positions,
+        }
+    eos = list(architecture.eos_ids)
+    config = {
+        "architectures": [CLASS_NAMES[architecture.family]],
+        "model_type": architecture.family,
+        "vocab_size": architecture.vocab_size,
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.ffn_size,
+        "num_hidden_layers": architecture.num_layers,
+        "num_attention_heads": architecture.num_heads,
+        "num_key_value_heads": architecture.num_kv_heads,
+        "head_dim": architecture.head_size,
+        "max_position_embeddings": architecture.max_positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": architecture.norm_epsilon,
+        "rope_theta": architecture.rope_theta,
+        "rope_parameters": {"rope_theta": architecture.rope_theta, **rope},
+        "tie_word_embeddings": architecture.tied_embedding,
+        "attention_dropout": 0.0,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "bos_token_id": architecture.bos_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+    }
+    if architecture.rope_scaling is not None:
+        config["rope_scaling"] = rope
+    if architecture.family == "qwen2":
+        config["use_sliding_window"] = False
+    else:
+        config["attention_bias"] = False
+    return config

@@ -1,0 +1,327 @@
+"""Hugging Face folders, in and out, by one table of names and layouts used both ways.
+
+Weights travel one tensor at a time. Names and shapes are checked from the files' headers before any is read, so a
+folder that doesn't fit its config.json costs seconds, not a loaded model.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from jax.sharding import Mesh, NamedSharding
+
+from reinforce_ada_jax.policy import transformer, weight_files
+from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
+
+# Our weight: (its axes, Hugging Face's name, the axes there). Letters written together are one axis there. A torch
+# Linear is [out, in] where ours are [in, out]; the embedding is [V, D] in both.
+TABLE = {
+    "embedding": ("V D", "model.embed_tokens.weight", "V D"),
+    "layers.attention_norm": ("L D", "model.layers.{}.input_layernorm.weight", "D"),
+    "layers.attention.query": ("L D N H", "model.layers.{}.self_attn.q_proj.weight", "NH D"),
+    "layers.attention.key": ("L D K H", "model.layers.{}.self_attn.k_proj.weight", "KH D"),
+    "layers.attention.value": ("L D K H", "model.layers.{}.self_attn.v_proj.weight", "KH D"),
+    "layers.attention.query_bias": ("L N H", "model.layers.{}.self_attn.q_proj.bias", "NH"),
+    "layers.attention.key_bias": ("L K H", "model.layers.{}.self_attn.k_proj.bias", "KH"),
+    "layers.attention.value_bias": ("L K H", "model.layers.{}.self_attn.v_proj.bias", "KH"),
+    "layers.attention.query_norm": ("L H", "model.layers.{}.self_attn.q_norm.weight", "H"),
+    "layers.attention.key_norm": ("L H", "model.layers.{}.self_attn.k_norm.weight", "H"),
+    "layers.attention.output": ("L N H D", "model.layers.{}.self_attn.o_proj.weight", "D NH"),
+    "layers.feed_forward_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
+    "layers.feed_forward.gate": ("L D F", "model.layers.{}.mlp.gate_proj.weight", "F D"),
+    "layers.feed_forward.up": ("L D F", "model.layers.{}.mlp.up_proj.weight", "F D"),
+    "layers.feed_forward.down": ("L F D", "model.layers.{}.mlp.down_proj.weight", "D F"),
+    "final_norm": ("D", "model.norm.weight", "D"),
+    "head": ("D V", "lm_head.weight", "V D"),
+}
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One Hugging Face tensor: a weight of ours, or one layer of a stacked one.
+
+    Attributes:
+      weight: our dotted name.
+      start: where it begins in that weight.
+      ours: its shape there, 1 along the layer axis.
+      theirs: its shape in the file.
+      transposed: whether the axes stand the other way round in the file.
+    """
+
+    weight: str
+    start: tuple[int, ...]
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+    transposed: bool
+
+    def to_ours(self, tensor: np.ndarray) -> np.ndarray:
+        """A view of the file's tensor in our layout."""
+        return (tensor.T if self.transposed else tensor).reshape(self.ours)
+
+    def to_theirs(self, value: np.ndarray) -> np.ndarray:
+        """A view of ours in the file's layout."""
+        return value.reshape(self.theirs[::-1]).T if self.transposed else value.reshape(self.theirs)
+
+
+def axis_sizes(architecture: Architecture) -> dict[str, int]:
+    """The size behind each axis letter of `TABLE`."""
+    return {
+        "L": architecture.num_layers, "V": architecture.vocab_size, "D": architecture.hidden_size,
+        "F": architecture.ffn_size, "N": architecture.num_heads, "K": architecture.num_kv_heads,
+        "H": architecture.head_size,
+    }  # fmt: skip
+
+
+def parts(architecture: Architecture) -> dict[str, Part]:
+    """Every tensor of a Hugging Face folder of this architecture, by its name there."""
+    sizes = axis_sizes(architecture)
+    found = {}
+    for weight, (shape, _) in transformer.weight_shapes(architecture).items():
+        our_axes, name, their_axes = TABLE[weight]
+        theirs = tuple(math.prod(sizes[letter] for letter in axis) for axis in their_axes.split())
+        transposed = our_axes.replace(" ", "").removeprefix("L") != their_axes.replace(" ", "")
+        if our_axes[0] != "L":
+            found[name] = Part(weight, (0,) * len(shape), shape, theirs, transposed)
+            continue
+        for layer in range(architecture.num_layers):
+            start = (layer, *[0] * (len(shape) - 1))
+            found[name.format(layer)] = Part(weight, start, (1, *shape[1:]), theirs, transposed)
+    return found
+
+
+def read_config(folder: str | pathlib.Path) -> Architecture:
+    """The architecture that `config.json` in a Hugging Face folder describes.
+
+    Raises:
+      ValueError: no such folder, no or malformed config.json, or a model that this decoder doesn't compute.
+    """
+    folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: name a Hugging Face folder on this machine, not a hub id.")
+    config = weight_files.read_json(folder / "config.json")
+    try:
+        return from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _check(folder: pathlib.Path, architecture: Architecture, headers: dict[str, weight_files.Header]) -> None:
+    # All that doesn't fit, in one error: who repairs a folder wants to know it all at once.
+    wanted, problems = parts(architecture), []
+    codes = weight_files.DTYPE_CODES.values()
+    for name, part in wanted.items():
+        if name not in headers:
+            problems.append(f"{name} is missing")
+        elif headers[name].shape != part.theirs:
+            problems.append(f"{name} has shape {headers[name].shape}, config.json asks for {part.theirs}")
+        elif headers[name].dtype not in codes:
+            problems.append(f"{name} has dtype {headers[name].dtype}, not one of {', '.join(codes)}")
+    for name in headers:
+        # Old exports carry the rotary frequencies, and a head that is the embedding (see `_check_tied_head`).
+        ignorable = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and architecture.tied_embedding)
+        if name not in wanted and not ignorable:
+            problems.append(f"{name} is unknown")
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems[:8])
+        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ValueError(
+            f"{folder}: its weights are not those of the {architecture.family} model in its config.json, "
+            f"{len(problems)} problems:{listed}{more}\nFetch the folder again, or put the config.json there that "
+            "belongs to these weights."
+        )
+
+
+def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Header]) -> None:
+    # transformers drops the tie when the two differ; taking the embedding alone would be another model, silently.
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    with (
+        safetensors.safe_open(headers[names[0]].file, framework="numpy") as first,
+        safetensors.safe_open(headers[names[1]].file, framework="numpy") as second,
+    ):
+        embedding, head = first.get_slice(names[0]), second.get_slice(names[1])
+        shape = headers[names[0]].shape
+        block = 4096  # rows at a time: 64 MB of a float32 model with 4,096 columns
+        blocks = [slice(row, min(row + block, shape[0])) for row in range(0, shape[0], block)]
+        if headers[names[1]].shape != shape or any(not np.array_equal(embedding[s], head[s]) for s in blocks):
+            raise ValueError(
+                f"{folder}: config.json says tie_word_embeddings, but {names[1]} differs from {names[0]}. Set "
+                f"tie_word_embeddings to false to use it, or remove {names[1]}."
+            )
+
+
+def _write_part(whole: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), start)
+
+
+def _place(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(value)
+    # Each process hands over its own shards only, so this also serves a mesh of many hosts.
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def load(
+    folder: str | pathlib.Path, mesh: Mesh | None = None, dtype: jnp.dtype = jnp.float32
+) -> tuple[Architecture, transformer.Params]:
+    """A Hugging Face folder's architecture and weights, born sharded when a mesh is given.
+
+    Beyond the result, at most one tensor of the files is in memory.
+
+    Args:
+      folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16.
+      mesh: where the weights live; None: the default device.
+      dtype: of the result.
+
+    Raises:
+      ValueError: config.json or the files are missing, malformed, or don't fit each other or the mesh.
+    """
+    folder = pathlib.Path(folder)
+    architecture = read_config(folder)
+    files = weight_files.find(folder)
+    headers = weight_files.read_headers(files)
+    _check(folder, architecture, headers)
+    if architecture.tied_embedding and "lm_head.weight" in headers:
+        _check_tied_head(folder, headers)
+
+    shapes = {name: shape for name, (shape, _) in transformer.weight_shapes(architecture).items()}
+    shardings: dict[str, NamedSharding | None] = dict.fromkeys(shapes)
+    if mesh is not None:
+        shardings = transformer.flatten(transformer.param_shardings(architecture, mesh))
+
+    def zeros():
+        return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+
+    weights = jax.jit(zeros, out_shardings=shardings)()
+    # Donated: a part is written in place, where a copy of the whole stack would double it.
+    writers = {
+        name: jax.jit(_write_part, donate_argnums=0, out_shardings=sharding) for name, sharding in shardings.items()
+    }
+    wanted = parts(architecture)
+    for file in files:
+        with safetensors.safe_open(file, framework="numpy") as opened:
+            for name in opened.offset_keys():  # in the order of the disk
+                if name not in wanted:
+                    continue
+                part = wanted[name]
+                # No variable holds the tensor, and the transfer ends before the next is read: one at a time.
+                weights[part.weight] = jax.block_until_ready(
+                    writers[part.weight](
+                        weights[part.weight],
+                        _place(part.to_ours(opened.get_tensor(name)), shardings[part.weight]),
+                        part.start,
+                    )
+                )
+    return architecture, transformer.nest(weights)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _read_part(whole: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_slice(whole, start, shape)
+
+
+def _check_params(architecture: Architecture, weights: dict[str, jax.Array]) -> None:
+    shapes = {name: shape for name, (shape, _) in transformer.weight_shapes(architecture).items()}
+    problems = [f"{name} is missing" for name in shapes if name not in weights]
+    problems += [f"{name} is unknown" for name in weights if name not in shapes]
+    problems += [
+        f"{name} has shape {weights[name].shape}, the architecture asks for {shape}"
+        for name, shape in shapes.items()
+        if name in weights and weights[name].shape != shape
+    ]
+    if problems:
+        raise ValueError(
+            f"these params are not those of the {architecture.family} architecture, {len(problems)} problems: "
+            f"{'; '.join(problems[:8])}. Save params with the architecture that they were made for."
+        )
+
+
+def _check_folders(folder: pathlib.Path, tokenizer_from: pathlib.Path | None) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
+    if tokenizer_from is not None and not any((tokenizer_from / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{tokenizer_from} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])}, ...): name the folder of the "
+            "model that training began from."
+        )
+
+
+def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
+    # The base model's generation_config.json replaces ours: it may list more stop tokens than config.json does.
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def save(
+    folder: str | pathlib.Path,
+    architecture: Architecture,
+    params: transformer.Params,
+    *,
+    tokenizer_from: str | pathlib.Path | None = None,
+    dtype: jnp.dtype | None = None,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Writes a folder that `load` and transformers' `from_pretrained` read; whole, or not at all.
+
+    The files are written beside `folder`, in `.NAME.partial`, which takes its name at the end.
+
+    Args:
+      folder: doesn't exist yet, or is empty.
+      architecture: of `params`.
+      params: arrays that this process can read whole, on any mesh; one tensor at a time is copied to the host.
+      tokenizer_from: a folder whose tokenizer files (and generation_config.json) are copied.
+      dtype: of the files; None: as the weights are.
+      max_shard_bytes: a model beyond this is written in several files and an index.
+
+    Raises:
+      ValueError: the destination holds something, there is no tokenizer in `tokenizer_from`, the weights aren't those
+        of the architecture, or have a dtype that isn't written.
+    """
+    folder = pathlib.Path(folder)
+    tokenizer_from = None if tokenizer_from is None else pathlib.Path(tokenizer_from)
+    _check_folders(folder, tokenizer_from)
+    weights = transformer.flatten(params)
+    _check_params(architecture, weights)
+    wanted = parts(architecture)
+    dtypes = {name: jnp.dtype(dtype or weight.dtype) for name, weight in weights.items()}
+    for name, kind in dtypes.items():
+        if kind.name not in weight_files.DTYPE_CODES:
+            raise ValueError(f"{name} would be written as {kind.name}; use {', '.join(weight_files.DTYPE_CODES)}.")
+
+    def read(name):
+        part = wanted[name]
+        value = np.asarray(_read_part(weights[part.weight], part.start, part.ours))
+        return part.to_theirs(value.astype(dtypes[part.weight], copy=False))
+
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    partial.mkdir(parents=True)
+    try:
+        config = to_hf(architecture, dtypes["embedding"].name)
+        _write_json(partial / "config.json", config)
+        ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+        _write_json(partial / "generation_config.json", ends)
+        if tokenizer_from is not None:
+            _copy_tokenizer(tokenizer_from, partial)
+        specs = {name: (part.theirs, dtypes[part.weight]) for name, part in wanted.items()}
+        weight_files.write(partial, specs, read, max_shard_bytes)
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise

@@ -1,0 +1,143 @@
+"""The parts of a decoder layer. Each weight's shape, logical axes and initial values stand in one declaration.
+
+The layers of a decoder are *declared stacked*, with a leading "layers" axis on every weight, and *called one at a
+time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without
+that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax.policy.architecture import Architecture
+
+
+class Declare:
+    """Declares weights: `declare(shape, axes, fan_in)`; with `layers`, stacked along a leading axis.
+
+    Without a fan-in a weight starts at `constant`; with one, at N(0, 1 / fan_in).
+    """
+
+    def __init__(self, key: jax.Array, dtype: jnp.dtype, layers: int | None = None):
+        self.key, self.dtype, self.layers, self.count = key, dtype, layers, 0
+
+    def __call__(
+        self, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int | None = None, constant: float = 0.0
+    ) -> nnx.Param:
+        if self.layers is not None:
+            shape, axes = (self.layers, *shape), ("layers", *axes)
+        self.count += 1
+        if fan_in is None:
+            value = jnp.full(shape, constant, self.dtype)
+        else:
+            key = jax.random.fold_in(self.key, self.count)
+            value = (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(self.dtype)
+        return nnx.Param(value, axes=axes)
+
+
+def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x^2) + epsilon) * scale; the mean in float32, the product in x.dtype, as Hugging Face does."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return jnp.broadcast_to(scale.astype(x.dtype), x.shape) * normed.astype(x.dtype)
+
+
+def rotary_frequencies(architecture: Architecture) -> Float[Array, " H/2"]:
+    """Inverse frequencies theta^(-2i/H), stretched for long contexts where the architecture says so.
+
+    Llama-3's rule: wavelengths beyond original/low_factor are divided by `factor`, those under original/high_factor
+    stay, and between the two the inverse frequency is interpolated linearly in original/wavelength.
+    """
+    exponents = jnp.arange(0, architecture.head_size, 2, dtype=jnp.float32) / architecture.head_size
+    inverse = 1.0 / architecture.rope_theta**exponents
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return inverse
+    wavelengths = 2 * jnp.pi / inverse
+    share = (scaling.original_positions / wavelengths - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    share = jnp.clip(share, 0.0, 1.0)
+    return (1 - share) * inverse / scaling.factor + share * inverse
+
+
+def rotate(
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " H/2"]
+) -> Float[Array, "B T N H"]:
+    """Rotary position embedding in Hugging Face's layout: dimension i turns with dimension i + H/2."""
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    cos, sin = jnp.cos(angles)[:, :, None, :].astype(x.dtype), jnp.sin(angles)[:, :, None, :].astype(x.dtype)
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Grouped-query projections; how queries meet keys and values is the caller's (`transformer.run`)."""
+
+    def __init__(self, architecture: Architecture, declare: Declare):
+        d, n, k, h = (
+            architecture.hidden_size,
+            architecture.num_heads,
+            architecture.num_kv_heads,
+            architecture.head_size,
+        )
+        self.architecture = architecture
+        self.query = declare((d, n, h), ("embed", "heads", "head"), fan_in=d)
+        self.key = declare((d, k, h), ("embed", "kv_heads", "head"), fan_in=d)
+        self.value = declare((d, k, h), ("embed", "kv_heads", "head"), fan_in=d)
+        self.output = declare((n, h, d), ("heads", "head", "embed"), fan_in=n * h)
+        if architecture.qkv_bias:
+            self.query_bias = declare((n, h), ("heads", "head"))
+            self.key_bias = declare((k, h), ("kv_heads", "head"))
+            self.value_bias = declare((k, h), ("kv_heads", "head"))
+        if architecture.qk_norm:
+            self.query_norm = declare((h,), ("head",), constant=1.0)
+            self.key_norm = declare((h,), ("head",), constant=1.0)
+
+    def project(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries, keys and values of `x`, rotated to `positions`."""
+        dtype = x.dtype
+        query = jnp.einsum("BTD,DNH->BTNH", x, self.query[...].astype(dtype))
+        key = jnp.einsum("BTD,DKH->BTKH", x, self.key[...].astype(dtype))
+        value = jnp.einsum("BTD,DKH->BTKH", x, self.value[...].astype(dtype))
+        if self.architecture.qkv_bias:
+            query = query + self.query_bias[...].astype(dtype)[None, None]
+            key = key + self.key_bias[...].astype(dtype)[None, None]
+            value = value + self.value_bias[...].astype(dtype)[None, None]
+        if self.architecture.qk_norm:
+            query = rms_norm(query, self.query_norm[...], self.architecture.norm_epsilon)
+            key = rms_norm(key, self.key_norm[...], self.architecture.norm_epsilon)
+        frequencies = rotary_frequencies(self.architecture)
+        return rotate(query, positions, frequencies), rotate(key, positions, frequencies), value
+
+    def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+        """The output projection."""
+        return jnp.einsum("BTNH,NHD->BTD", mixed, self.output[...].astype(mixed.dtype))
+
+
+class FeedForward(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, architecture: Architecture, declare: Declare):
+        d, f = architecture.hidden_size, architecture.ffn_size
+        self.gate = declare((d, f), ("embed", "mlp"), fan_in=d)
+        self.up = declare((d, f), ("embed", "mlp"), fan_in=d)
+        self.down = declare((f, d), ("mlp", "embed"), fan_in=f)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate = jnp.einsum("BTD,DF->BTF", x, self.gate[...].astype(x.dtype))
+        up = jnp.einsum("BTD,DF->BTF", x, self.up[...].astype(x.dtype))
+        return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down[...].astype(x.dtype))
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention and feed-forward, each with its residual (assembled in `transformer.run`)."""
+
+    def __init__(self, architecture: Architecture, declare: Declare):
+        self.attention_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
+        self.attention = Attention(architecture, declare)
+        self.feed_forward_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
+        self.feed_forward = FeedForward(architecture, declare)

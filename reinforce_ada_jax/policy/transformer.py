@@ -1,0 +1,175 @@
+"""The decoder: one definition for the learner and for the sampler, over one tree of parameters.
+
+`params` everywhere is a plain nested dict of arrays (the state of `Decoder`, without flax's wrappers), so that
+optax, Orbax and `jax.tree` see nothing but arrays. `merge` gives it its methods back; it costs nothing at run time
+and is called inside compiled programs only.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
+
+Params = dict[str, Any]
+# attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): how one layer's queries meet keys and values.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
+
+
+class Decoder(nnx.Module):
+    """Embedding, stacked layers, final norm, and an output head where it isn't the embedding's transpose."""
+
+    def __init__(self, architecture: Architecture, key: jax.Array, dtype: jnp.dtype = jnp.float32):
+        outer_key, layers_key = jax.random.split(key)
+        declare = Declare(outer_key, dtype)
+        v, d = architecture.vocab_size, architecture.hidden_size
+        self.architecture = architecture
+        self.embedding = declare((v, d), ("vocab", "embed"), fan_in=d)
+        self.layers = Layer(architecture, Declare(layers_key, dtype, layers=architecture.num_layers))
+        self.final_norm = declare((d,), ("embed",), constant=1.0)
+        if not architecture.tied_embedding:
+            self.head = declare((d, v), ("embed", "vocab"), fan_in=d)
+
+
+@functools.lru_cache
+def _abstract(architecture: Architecture) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(nnx.eval_shape(lambda: Decoder(architecture, jax.random.key(0))))
+
+
+def merge(architecture: Architecture, params: Params) -> Decoder:
+    """The decoder over these very arrays."""
+    return nnx.merge(_abstract(architecture)[0], params)
+
+
+def weight_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """Every weight's (shape, logical axes), by dotted path into `params`."""
+    flat = nnx.to_flat_state(_abstract(architecture)[1])
+    return {".".join(map(str, path)): (leaf.shape, leaf.get_metadata("axes")) for path, leaf in flat}
+
+
+def nest(flat: dict[str, Any]) -> Params:
+    """A tree from dotted paths, the inverse of flattening by `weight_shapes`' names."""
+    tree: Params = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return tree
+
+
+def flatten(params: Params, prefix: str = "") -> dict[str, Any]:
+    """The leaves of a tree by dotted path."""
+    flat = {}
+    for key, value in params.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def param_shardings(architecture: Architecture, mesh: Mesh) -> Params:
+    """The sharding of every weight on `mesh`, in the shape of `params`."""
+    return nest(
+        {
+            name: mesh_lib.weight_sharding(mesh, name, shape, axes)
+            for name, (shape, axes) in weight_shapes(architecture).items()
+        }
+    )
+
+
+def init(architecture: Architecture, key: jax.Array, mesh: Mesh | None = None, dtype=jnp.float32) -> Params:
+    """Random weights, born sharded when a mesh is given."""
+
+    def make(key):
+        return nnx.to_pure_dict(nnx.split(Decoder(architecture, key, dtype))[1])
+
+    return jax.jit(make, out_shardings=None if mesh is None else param_shardings(architecture, mesh))(key)
+
+
+def run(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    attend: Attend,
+    carry: Any = None,
+    *,
+    dtype: jnp.dtype,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T D"], Any, Any]:
+    """All layers over `tokens`, scanned.
+
+    Args:
+      model: from `merge`.
+      tokens: ids; whatever stands in padding only reaches padding.
+      positions: of each token in its own sequence, from 0.
+      attend: how a layer's queries meet keys and values; gets and gives back `carry`, and gives what to keep per layer.
+      carry: e.g. the pages of the cache, updated layer by layer.
+      dtype: of activations and matrix products; weights are cast where they are used.
+      remat: recompute each layer in the backward pass in place of keeping its activations.
+
+    Returns:
+      (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
+    """
+    graph, stacked = nnx.split(model.layers)
+    epsilon = model.architecture.norm_epsilon
+
+    def one_layer(state, inputs):
+        x, carry = state
+        weights, index = inputs
+        layer = nnx.merge(graph, weights)
+        query, key, value = layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
+        mixed, carry, kept = attend(query, key, value, index, carry)
+        x = x + layer.attention.merge_heads(mixed)
+        x = x + layer.feed_forward(rms_norm(x, layer.feed_forward_norm[...], epsilon))
+        return (x, carry), kept
+
+    if remat:
+        # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
+        one_layer = jax.checkpoint(one_layer, prevent_cse=False)
+    x = jnp.take(model.embedding[...], tokens, axis=0).astype(dtype)
+    indices = jnp.arange(model.architecture.num_layers)
+    (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (nnx.to_pure_dict(stacked), indices))
+    return rms_norm(x, model.final_norm[...], epsilon), carry, kept
+
+
+def causal_attend(query, key, value, layer_index, carry):
+    """Every token sees itself and what stands before it in its row."""
+    del layer_index
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True), carry, None
+
+
+def hidden_states(
+    model: Decoder, tokens: Int[Array, "B T"], *, dtype: jnp.dtype, remat: bool = False
+) -> Float[Array, "B T D"]:
+    """Causal forward pass over rows that begin at position 0.
+
+    Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return run(model, tokens, positions, causal_attend, dtype=dtype, remat=remat)[0]
+
+
+def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Float32 logits of the next token."""
+    if model.architecture.tied_embedding:
+        return jnp.einsum(
+            "BTD,VD->BTV", hidden, model.embedding[...].astype(hidden.dtype), preferred_element_type=jnp.float32
+        )
+    return jnp.einsum("BTD,DV->BTV", hidden, model.head[...].astype(hidden.dtype), preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("architecture", "dtype"))
+def logits(
+    architecture: Architecture, params: Params, tokens: Int[Array, "B T"], dtype: jnp.dtype = jnp.float32
+) -> Float[Array, "B T V"]:
+    """Plain full forward pass, for checks: [B, T, V] exists here and nowhere else."""
+    model = merge(architecture, params)
+    return head_logits(model, hidden_states(model, tokens, dtype=dtype))

@@ -1,0 +1,222 @@
+"""Verifier processes: many gradings at a time, each under a wall limit that nothing can outlast.
+
+Why processes: a checker may loop for hours in C, abort, or take all memory, and a thread can be neither limited nor
+killed (Math-Verify even raises off the main thread). Why not `multiprocessing`: its children re-import the parent's
+`__main__`, which here imports jax and would claim the accelerator. So each worker is a plain
+`python -m reinforce_ada_jax.rewards.worker` with one socket to the parent. What is graded, and how, is not known here.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Self
+
+from reinforce_ada_jax.rewards.worker import GradeFn, guarded
+from reinforce_ada_jax.types import Verdict
+
+# Importing sympy takes one second on an idle machine. No limit of an item pays for it.
+START_LIMIT_S = 120.0
+# Starts in a row that may end without a word (one may fall to the system's out-of-memory killer) before the pool says
+# that its workers can't start. A traceback from the worker says so at once.
+MAX_FAILED_STARTS = 3
+
+
+@dataclasses.dataclass(eq=False)
+class _Worker:
+    """A process and what it is doing: starting (not `ready`), idle (`item` is None), or grading pair `item`."""
+
+    process: subprocess.Popen
+    connection: Connection
+    deadline: float  # time.monotonic() at which it is killed; infinite when idle
+    ready: bool = False
+    item: int | None = None
+
+
+def _address(grade_fn: GradeFn) -> str:
+    """The "module:qualname" under which a fresh interpreter finds `grade_fn`; ValueError when it can't."""
+    remedy = "move it to the top level of a module that can be imported, or use workers=0."
+    try:
+        module_name, qualname = grade_fn.__module__, grade_fn.__qualname__
+    except AttributeError as error:
+        raise ValueError(f"grade_fn {grade_fn!r} has no name that a worker could import: {remedy}") from error
+    address = f"{module_name}:{qualname}"
+    if "<" in qualname:
+        raise ValueError(f"grade_fn {address} is a lambda or a local function, which a worker can't import: {remedy}")
+    module = sys.modules.get(module_name)
+    if module_name == "__main__" or module is None or module.__spec__ is None:
+        raise ValueError(f"grade_fn {address} is not in a module that a worker can import: {remedy}")
+    if functools.reduce(getattr, qualname.split("."), module) is not grade_fn:
+        raise ValueError(f"grade_fn is not what {address} names (a bound method, or redefined since): {remedy}")
+    return address
+
+
+def _environment() -> dict[str, str]:
+    """The parent's environment and module search path, single-threaded, with sympy on Python integers."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
+        # With gmpy2 some inputs hang in C or abort the process.
+        "SYMPY_GROUND_TYPES": "python",
+        # numpy's BLAS reserves address space for every core of the host, and there may be hundreds.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class VerifierPool:
+    """Grades (response, answer) pairs in worker processes, each pair under a hard wall limit.
+
+        with VerifierPool(math_answer.grade, workers=2, time_limit_s=6.0) as pool:
+            verdicts = pool.grade_all([(response, answer), ...])
+
+    A worker that is stuck at the limit, or dies, is killed and replaced; its pair gets reason "timeout" or "crash" and
+    no other pair notices. Where `grade_fn` raises, or returns anything but a Verdict with a reward in [0, 1], the
+    reason is "error". Starting a worker counts against no pair's limit; a module with a function `warm_up()` has it
+    called first. One thread at a time may call `grade_all`. No process outlives the `with` block.
+
+    Args:
+      grade_fn: (response text, answer) -> Verdict, at the top level of an importable module (not `__main__`).
+      workers: processes. 0 grades in this process, in order and without any limit: only for checkers that can neither
+        hang nor crash.
+      time_limit_s: wall clock for one pair.
+    """
+
+    def __init__(self, grade_fn: GradeFn, workers: int, time_limit_s: float):
+        if workers < 0:
+            raise ValueError(f"workers is {workers}; it must be at least 1, or 0 to grade in this process.")
+        if not 0.0 < time_limit_s < math.inf:
+            raise ValueError(f"time_limit_s is {time_limit_s}; it must be a finite number of seconds above 0.")
+        self._grade_fn = grade_fn
+        self._num_workers = workers
+        self._time_limit_s = time_limit_s
+        self._address = _address(grade_fn) if workers else ""
+        self._workers: list[_Worker] = []
+        self._num_failed_starts = 0
+        self._entered = False
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        try:
+            for _ in range(self._num_workers):
+                self._workers.append(self._start())
+            while not all(worker.ready for worker in self._workers):
+                self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._entered = False
+        for worker in self._workers:
+            self._kill(worker)
+        self._workers.clear()
+
+    def grade_all(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Verdicts for (response text, answer) pairs, in the order of `pairs`."""
+        if not self._entered:
+            raise ValueError("grade_all outside of the pool's `with` block: its workers live only inside. Enter it.")
+        if self._num_workers == 0:
+            grade = guarded(self._grade_fn, caught=Exception)
+            return [grade(response, answer) for response, answer in pairs]
+        verdicts: list[Verdict | None] = [None] * len(pairs)
+        waiting = collections.deque(enumerate(pairs))
+        num_graded = 0
+        self._wait(limit_s=0.0)  # replaces what died while idle, which no pair may pay for
+        try:
+            while num_graded < len(pairs):
+                for worker in self._workers:
+                    if waiting and worker.ready and worker.item is None:
+                        self._hand_over(worker, *waiting.popleft())
+                for item, verdict in self._wait():
+                    verdicts[item] = verdict
+                    num_graded += 1
+        finally:
+            # After an interrupt some pairs are still in flight; the next call must not receive their verdicts.
+            for slot, worker in enumerate(self._workers):
+                if worker.item is not None:
+                    self._replace(slot)
+        return verdicts
+
+    def _hand_over(self, worker: _Worker, item: int, pair: tuple[str, str]) -> None:
+        worker.item = item
+        worker.deadline = time.monotonic() + self._time_limit_s
+        with contextlib.suppress(ConnectionError):  # it died just now: `_wait` sees that, and the pair gets "crash"
+            worker.connection.send(pair)
+
+    def _wait(self, limit_s: float = math.inf) -> list[tuple[int, Verdict]]:
+        """Sleeps until a worker says something, ends or is out of time; returns the pairs that this settles."""
+        now = time.monotonic()
+        patience_s = min(limit_s, *(worker.deadline - now for worker in self._workers))
+        connections = [worker.connection for worker in self._workers]
+        readable = multiprocessing.connection.wait(connections, max(0.0, patience_s))
+        now = time.monotonic()
+        settled = []
+        for slot, worker in enumerate(self._workers):
+            ended = False
+            if worker.connection in readable:
+                try:
+                    settled += self._hear(worker, worker.connection.recv())
+                except (EOFError, ConnectionError):
+                    ended = True
+            if now >= worker.deadline:
+                settled += self._lose(slot, "timeout")
+            elif ended:
+                settled += self._lose(slot, "crash")
+        return settled
+
+    def _hear(self, worker: _Worker, message: tuple[bool, float, str] | str | None) -> list[tuple[int, Verdict]]:
+        """Takes a verdict, or the news that a worker is ready (None) or can't start (a traceback)."""
+        if not worker.ready and message is not None:
+            raise RuntimeError(f"A verifier worker cannot start with {self._address}:\n{message}")
+        settled = [] if worker.item is None else [(worker.item, Verdict(*message))]
+        worker.ready, worker.item, worker.deadline = True, None, math.inf
+        self._num_failed_starts = 0
+        return settled
+
+    def _lose(self, slot: int, reason: str) -> list[tuple[int, Verdict]]:
+        """Replaces a worker that ended or is out of time, and settles what it was grading."""
+        worker = self._workers[slot]
+        if not worker.ready:
+            self._num_failed_starts += 1
+            if self._num_failed_starts == MAX_FAILED_STARTS:
+                raise RuntimeError(
+                    f"{MAX_FAILED_STARTS} verifier workers in a row did not start with {self._address}: each died, or "
+                    f"was not ready within {START_LIMIT_S:g} s. Import that module in a fresh interpreter to see why."
+                )
+        self._replace(slot)
+        return [] if worker.item is None else [(worker.item, Verdict(False, 0.0, reason))]
+
+    def _start(self) -> _Worker:
+        ours, theirs = multiprocessing.connection.Pipe()
+        with theirs:
+            command = [sys.executable, "-P", "-m", "reinforce_ada_jax.rewards.worker"]
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), self._address, str(self._time_limit_s)],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a group of its own, so that what a checker starts is killed with it
+            )
+        return _Worker(process, ours, time.monotonic() + START_LIMIT_S)
+
+    def _kill(self, worker: _Worker) -> None:
+        worker.connection.close()
+        # `wait` collects the leader only afterwards, so its group's number can't be another's by now. Of a group that
+        # is dead already Linux says nothing, and macOS that it is not permitted.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.wait()
+
+    def _replace(self, slot: int) -> None:
+        self._kill(self._workers[slot])
+        self._workers[slot] = self._start()

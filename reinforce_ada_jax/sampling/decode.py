@@ -1,0 +1,353 @@
+"""Prefill and the decode window: pure functions from one state pytree to the next.
+
+A prompt's keys and values are computed once, into pages that all its draws share (`open_prompts`). A draw starts with
+the prompt's *last token* as its first input: its first decode turn gives the first token of the response, so no
+logits need to be kept, and only the partly filled last page of the prompt is copied for it.
+
+`decode_window` is one compiled program: every slot decodes up to `window` tokens; inside it a slot whose response has
+ended gives its pages back and takes the next request from the queue. The host sees none of that until the window ends.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
+from reinforce_ada_jax.sampling import pages as pages_lib
+from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.paged_attention import paged_attention, write_token
+from reinforce_ada_jax.sampling.pages import NULL, PagePool, num_pages
+
+# Output status of a request: not finished, ended by a stop token, ended by its length limit.
+RUNNING, STOPPED, TRUNCATED = 0, 1, 2
+
+
+@struct.dataclass
+class Prompts:
+    """Open prompts, a row each: their pages are held until the host closes them."""
+
+    table: Int[Array, "R prompt_width"]
+    length: Int[Array, " R"]  # tokens of the prompt; the cache holds all but the last
+    last_token: Int[Array, " R"]
+
+
+@struct.dataclass
+class Requests:
+    """The queue: entries [head, end) wait. A request names the prompt's row and the output row it will fill."""
+
+    prompt_row: Int[Array, " Q"]
+    output_row: Int[Array, " Q"]
+    address: UInt32[Array, "Q 4"]
+    key: UInt32[Array, "Q 2"]  # of the address; the window derives it as it begins
+    limit: Int[Array, " Q"]  # response tokens at most
+    head: Int[Array, ""]
+    end: Int[Array, ""]
+
+
+@struct.dataclass
+class Slots:
+    """What is being decoded side by side. An inactive slot is masked padding."""
+
+    active: Bool[Array, " S"]
+    token: Int[Array, " S"]  # the next input; its key and value are not in the cache yet
+    position: Int[Array, " S"]  # of `token` in its sequence
+    count: Int[Array, " S"]  # response tokens so far
+    limit: Int[Array, " S"]
+    key: UInt32[Array, "S 2"]
+    output_row: Int[Array, " S"]
+    table: Int[Array, "S width"]
+    shared: Int[Array, " S"]  # leading table entries that belong to the prompt
+    used: Int[Array, " S"]  # table entries in use; those from `shared` on are the slot's own
+
+
+@struct.dataclass
+class Outputs:
+    """Responses, finished or growing, each in the row that its request named."""
+
+    tokens: Int[Array, "O max_response"]
+    logprobs: Float[Array, "O max_response"]
+    length: Int[Array, " O"]
+    status: Int[Array, " O"]
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything that decoding carries from turn to turn, donated to each program and given back."""
+
+    key_pages: Float[Array, "K L*pages page_size H"]
+    value_pages: Float[Array, "K L*pages page_size H"]
+    pool: PagePool
+    prompts: Prompts
+    requests: Requests
+    slots: Slots
+    outputs: Outputs
+    seed: Int[Array, ""]
+    temperature: Float[Array, ""]
+    stop_ids: Int[Array, " stops"]
+    busy: Int[Array, ""]  # slot-turns that made a token, and
+    turns: Int[Array, ""]  # turns, since the last drain
+
+
+@struct.dataclass
+class Prefix:
+    """Keys and values of prompts, contiguous: what prefill gives, and what pages are filled from."""
+
+    keys: Float[Array, "L B T K H"]
+    values: Float[Array, "L B T K H"]
+    length: Int[Array, " B"]  # tokens of the prompt; 0 for a padding row
+    last_token: Int[Array, " B"]
+
+
+def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: jnp.dtype) -> Prefix:
+    """Keys and values of right-padded prompts. Those at and beyond `length - 1` are never read."""
+
+    def attend(query, key, value, layer_index, carry):
+        mixed, carry, _ = causal_attend(query, key, value, layer_index, carry)
+        return mixed, carry, (key, value)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype)
+    last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
+    return Prefix(keys=keys, values=values, length=length, last_token=last)
+
+
+def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]) -> DecodeState:
+    """Writes all but the last token of each prompt into the pages of its table row."""
+    num_layers, rows, tokens = prefix.keys.shape[:3]
+    kv_heads, all_pages, page_size, _ = state.key_pages.shape
+    position = jnp.arange(tokens)
+    page = jnp.take(table, jnp.minimum(position // page_size, table.shape[1] - 1), axis=1)  # B T
+    page = jnp.where(position < prefix.length[:, None] - 1, page, NULL)
+    layer = jnp.arange(num_layers)[:, None, None] * (all_pages // num_layers)
+    heads = jnp.arange(kv_heads)[:, None, None, None]
+    where = (heads, (layer + page)[None], jnp.broadcast_to(position % page_size, (rows, tokens))[None, None])
+
+    def write(pages, new):
+        return pages.at[where].set(new.transpose(3, 0, 1, 2, 4).astype(pages.dtype))
+
+    return state.replace(
+        key_pages=write(state.key_pages, prefix.keys), value_pages=write(state.value_pages, prefix.values)
+    )
+
+
+def _page_size(state: DecodeState) -> int:
+    return state.key_pages.shape[2]
+
+
+def open_prompts(state: DecodeState, prefix: Prefix, rows: Int[Array, " B"]) -> DecodeState:
+    """Holds pages for prompts and fills them. `rows` beyond the table (padding) are dropped."""
+    width = state.prompts.table.shape[1]
+    counts = jnp.where(prefix.length > 0, num_pages(prefix.length - 1, _page_size(state)), 0)
+    pool, table = pages_lib.allocate(state.pool, counts, width)
+    prompts = Prompts(
+        table=state.prompts.table.at[rows].set(table, mode="drop"),
+        length=state.prompts.length.at[rows].set(prefix.length, mode="drop"),
+        last_token=state.prompts.last_token.at[rows].set(prefix.last_token, mode="drop"),
+    )
+    return _fill_pages(state.replace(pool=pool, prompts=prompts), prefix, table)
+
+
+def close_prompts(state: DecodeState, closing: Bool[Array, " R"]) -> DecodeState:
+    """Gives back the pages of prompts of which no draw is running or waiting."""
+    counts = num_pages(state.prompts.length - 1, _page_size(state))
+    held = (jnp.arange(state.prompts.table.shape[1]) < counts[:, None]) & closing[:, None]
+    return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held))
+
+
+def _own_pages(slots: Slots) -> Bool[Array, "S width"]:
+    column = jnp.arange(slots.table.shape[1])
+    return (column >= slots.shared[:, None]) & (column < slots.used[:, None])
+
+
+def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
+    """Makes slots inactive and gives their own pages back."""
+    slots = state.slots
+    pool = pages_lib.release(state.pool, slots.table, _own_pages(slots) & ended[:, None])
+    slots = slots.replace(
+        active=slots.active & ~ended,
+        shared=jnp.where(ended, 0, slots.shared),
+        used=jnp.where(ended, 0, slots.used),
+    )
+    return state.replace(pool=pool, slots=slots)
+
+
+def insert(state: DecodeState, prefix: Prefix, slot: Int[Array, ""], address: UInt32[Array, " 4"]) -> DecodeState:
+    """Starts one response in a given slot with pages of its own, whatever the slot held before.
+
+    The caller keeps count of pages: this is the way of an orchestrator that owns the slots, one prompt for each. The
+    response goes to the output row of the slot's number, and may be as long as that row.
+    """
+    num_slots, width = state.slots.table.shape
+    here = jnp.arange(num_slots) == slot
+    state = release_slots(state, here)
+    length, limit = prefix.length[0], jnp.int32(state.outputs.tokens.shape[1])
+    used = num_pages(length + limit, _page_size(state))
+    pool, table = pages_lib.allocate(state.pool, used[None], width)
+    old = state.slots
+    slots = Slots(
+        active=old.active | here,
+        token=jnp.where(here, prefix.last_token, old.token),
+        position=jnp.where(here, length - 1, old.position),
+        count=jnp.where(here, 0, old.count),
+        limit=jnp.where(here, limit, old.limit),
+        key=jnp.where(here[:, None], token_lib.draw_keys(state.seed, address[None]), old.key),
+        output_row=jnp.where(here, slot, old.output_row),
+        table=jnp.where(here[:, None], table, old.table),
+        shared=jnp.where(here, 0, old.shared),
+        used=jnp.where(here, used, old.used),
+    )
+    return _fill_pages(state.replace(pool=pool, slots=slots), prefix, table)
+
+
+def refill(state: DecodeState) -> DecodeState:
+    """Idle slots take the requests at the head of the queue, in order, as far as pages allow."""
+    slots, requests, prompts = state.slots, state.requests, state.prompts
+    page_size, width = _page_size(state), slots.table.shape[1]
+    idle = ~slots.active
+    entry = requests.head + jnp.cumsum(idle) - 1
+    waiting = idle & (entry < requests.end)
+    entry = jnp.minimum(entry, requests.limit.shape[0] - 1)
+    row = requests.prompt_row[entry]
+    length, limit = prompts.length[row], requests.limit[entry]
+    shared = (length - 1) // page_size
+    used = num_pages(length + limit, page_size)
+    wanted = jnp.where(waiting, used - shared, 0)
+    # Later entries stand in later slots, so this cuts off the queue's tail and never skips a request.
+    taken = waiting & (jnp.cumsum(wanted) <= state.pool.available)
+    pool, own = pages_lib.allocate(state.pool, jnp.where(taken, wanted, 0), width)
+
+    column = jnp.arange(width)
+    prompt_table = jnp.pad(prompts.table, ((0, 0), (0, max(0, width - prompts.table.shape[1]))))[row][:, :width]
+    own_table = jnp.take_along_axis(own, jnp.maximum(column - shared[:, None], 0), axis=1)
+    table = jnp.where(column < shared[:, None], prompt_table, own_table)
+
+    def choose(new, old):
+        return jnp.where(taken.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    refilled = Slots(
+        active=slots.active | taken,
+        token=choose(prompts.last_token[row], slots.token),
+        position=choose(length - 1, slots.position),
+        count=choose(jnp.zeros_like(slots.count), slots.count),
+        limit=choose(limit, slots.limit),
+        key=choose(requests.key[entry], slots.key),
+        output_row=choose(requests.output_row[entry], slots.output_row),
+        table=choose(table, slots.table),
+        shared=choose(shared, slots.shared),
+        used=choose(used, slots.used),
+    )
+    # The prompt's last page, where it is partly filled, goes on in the slot's first own page.
+    partly_filled = taken & ((length - 1) % page_size > 0)
+    last_page = jnp.take_along_axis(prompt_table, shared[:, None], axis=1)[:, 0]
+    first_own = jnp.take_along_axis(table, shared[:, None], axis=1)[:, 0]
+    state = state.replace(
+        pool=pool,
+        slots=refilled,
+        requests=requests.replace(head=requests.head + jnp.sum(taken, dtype=jnp.int32)),
+    )
+    return _copy_pages(state, last_page, first_own, partly_filled)
+
+
+def _copy_pages(
+    state: DecodeState, source: Int[Array, " S"], target: Int[Array, " S"], wanted: Bool[Array, " S"]
+) -> DecodeState:
+    """Copies page source[s] to target[s], all layers, for the wanted slots: a loop of just so many turns."""
+    pages_per_layer = state.pool.stack.shape[0]
+    layers = jnp.arange(state.key_pages.shape[1] // pages_per_layer) * pages_per_layer
+    heads = jnp.arange(state.key_pages.shape[0])[:, None]
+    place = jnp.where(wanted, jnp.cumsum(wanted) - 1, wanted.shape[0])
+    order = jnp.zeros_like(place).at[place].set(jnp.arange(wanted.shape[0]), mode="drop")
+
+    def copy_one(turn, pools):
+        slot = order[turn]
+        # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
+        new, old = (heads, (layers + target[slot])[None]), (heads, (layers + source[slot])[None])
+        return tuple(pool.at[new].set(pool[old]) for pool in pools)
+
+    pools = (state.key_pages, state.value_pages)
+    key_pages, value_pages = jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), copy_one, pools)
+    return state.replace(key_pages=key_pages, value_pages=value_pages)
+
+
+def decode_token(
+    model: Decoder, state: DecodeState, *, dtype: jnp.dtype, backend: str, greedy: bool
+) -> tuple[DecodeState, Bool[Array, " S"]]:
+    """One token for every active slot, written to its output row. Also says which responses ended with it."""
+    slots, outputs = state.slots, state.outputs
+    page_size, pages_per_layer = _page_size(state), state.pool.stack.shape[0]
+    page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
+    page = jnp.where(slots.active, page, NULL)
+    lengths = jnp.where(slots.active, slots.position + 1, 0)
+
+    def attend(query, key, value, layer_index, pools):
+        first = layer_index * pages_per_layer
+        key_pages, value_pages = (
+            write_token(pool, new[:, 0], first + page, slots.position % page_size)
+            for pool, new in zip(pools, (key, value), strict=True)
+        )
+        mixed = paged_attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table, backend=backend)
+        return mixed[:, None], (key_pages, value_pages), None
+
+    hidden, (key_pages, value_pages), _ = run(
+        model, slots.token[:, None], slots.position[:, None], attend, (state.key_pages, state.value_pages), dtype=dtype
+    )
+    logits = head_logits(model, hidden)[:, 0]
+    tokens, logprobs = token_lib.sample(logits, slots.key, slots.count, state.temperature, greedy=greedy)
+
+    count = slots.count + 1
+    stopped = slots.active & jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    ended = stopped | (slots.active & (count >= slots.limit))
+    row = jnp.where(slots.active, slots.output_row, outputs.length.shape[0])
+    status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
+    outputs = Outputs(
+        tokens=outputs.tokens.at[row, slots.count].set(tokens, mode="drop"),
+        logprobs=outputs.logprobs.at[row, slots.count].set(logprobs, mode="drop"),
+        length=outputs.length.at[row].set(count, mode="drop"),
+        status=outputs.status.at[row].set(status, mode="drop"),
+    )
+    slots = slots.replace(
+        token=jnp.where(slots.active, tokens, slots.token),
+        position=jnp.where(slots.active, slots.position + 1, slots.position),
+        count=jnp.where(slots.active, count, slots.count),
+    )
+    state = state.replace(
+        key_pages=key_pages,
+        value_pages=value_pages,
+        slots=slots,
+        outputs=outputs,
+        busy=state.busy + jnp.sum(state.slots.active, dtype=jnp.int32),
+        turns=state.turns + 1,
+    )
+    return state, ended
+
+
+def decode_window(
+    model: Decoder, state: DecodeState, requests: Requests, *, window: int, dtype: jnp.dtype, backend: str, greedy: bool
+) -> DecodeState:
+    """Up to `window` tokens for all slots, refilled from `requests` as they become free.
+
+    It ends before that when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and
+    some response finished: then the host can do better than wait.
+    """
+    num_slots = state.slots.active.shape[0]
+    state = state.replace(
+        requests=requests.replace(key=token_lib.draw_keys(state.seed, requests.address)),
+        # The host has read what the last window finished.
+        outputs=state.outputs.replace(status=jnp.zeros_like(state.outputs.status)),
+        busy=jnp.int32(0),
+        turns=jnp.int32(0),
+    )
+
+    def wanted(state):
+        active = jnp.sum(state.slots.active)
+        queue_empty = state.requests.head >= state.requests.end
+        finished = jnp.any(state.outputs.status != RUNNING)
+        starved = queue_empty & (num_slots - active >= max(1, num_slots // 4)) & finished
+        return (state.turns < window) & (active > 0) & ~starved
+
+    def turn(state):
+        state, ended = decode_token(model, state, dtype=dtype, backend=backend, greedy=greedy)
+        return refill(release_slots(state, ended))
+
+    return jax.lax.while_loop(wanted, turn, refill(state))

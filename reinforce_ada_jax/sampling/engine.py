@@ -1,0 +1,322 @@
+"""The engine: compiled programs over one decode state, under JetStream's interface.
+
+JetStream's words (`prefill`, `insert`, `generate`) serve its orchestrator, which owns the slots and comes back to the
+host after every token. Rollouts use the other words (`open_prompts`, `decode_window`, `close_prompts`) on the same
+object, the same state and the same functions of `decode.py`.
+
+The engine holds no weights. Every call gets the learner's own arrays, or the copy that `decode_weights` makes where
+layout or dtype differ.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from reinforce_ada_jax.config import longest_response
+from reinforce_ada_jax.mesh import LOGICAL_TO_MESH
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
+from reinforce_ada_jax.sampling import decode, jetstream
+from reinforce_ada_jax.sampling import pages as pages_lib
+from reinforce_ada_jax.sampling import token as token_lib
+
+# Where JetStream isn't installed, the engine still decodes for rollouts; only an orchestrator needs the real base.
+EngineInterface: type = jetstream.engine_api().Engine if jetstream.installed() else object
+# Responses asked for through JetStream draw from a stream of their own, numbered as they come.
+SERVED_STREAM = 2**32 - 1
+SHORTEST_BUCKET = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Sizes and numbers of an engine; the static ones fix the compiled programs."""
+
+    slots: int
+    window: int
+    page_size: int
+    pages: int
+    open_prompts: int
+    prefill_rows: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    temperature: float
+    stop_ids: tuple[int, ...]
+    seed: int
+    dtype: str
+    greedy: bool = False
+    attention: str = "jnp"
+
+    @property
+    def output_rows(self) -> int:
+        """Responses in flight: one for each slot, and as many waiting."""
+        return 2 * self.slots
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest prompt with the longest response."""
+        return pages_lib.num_pages(self.max_prompt_tokens + self.max_response_tokens, self.page_size)
+
+    @property
+    def prompt_width(self) -> int:
+        """Pages of the longest prompt."""
+        return pages_lib.num_pages(self.max_prompt_tokens, self.page_size)
+
+
+def options_from_config(config: Any, stop_ids: tuple[int, ...], *, greedy: bool = False) -> EngineOptions:
+    """The engine that a run's configuration describes, with its zeros ("count it for me") filled in."""
+    sampling = config.sampling
+    options = EngineOptions(
+        slots=sampling.slots,
+        window=sampling.window,
+        page_size=sampling.page_size,
+        pages=sampling.pages,
+        open_prompts=sampling.open_prompts or sampling.slots,
+        prefill_rows=sampling.prefill_rows,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=longest_response(config),
+        temperature=sampling.temperature,
+        stop_ids=stop_ids,
+        seed=config.seed,
+        dtype=config.model.compute_dtype,
+        greedy=greedy,
+    )
+    if not options.pages:
+        enough = options.slots * options.table_width + options.open_prompts * options.prompt_width + 1
+        options = dataclasses.replace(options, pages=enough)
+    return options
+
+
+def buckets(longest: int) -> list[int]:
+    """Prefill lengths, each compiled once: powers of two from 16 to the first that holds `longest`."""
+    lengths = [SHORTEST_BUCKET]
+    while lengths[-1] < longest:
+        lengths.append(2 * lengths[-1])
+    return lengths
+
+
+def empty_state(architecture: Architecture, o: EngineOptions) -> decode.DecodeState:
+    """No prompt open, no slot active, every page free."""
+    dtype, row = jnp.dtype(o.dtype), dict(dtype=jnp.int32)
+    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, architecture.head_size)
+    return decode.DecodeState(
+        key_pages=jnp.zeros(pool, dtype),
+        value_pages=jnp.zeros(pool, dtype),
+        pool=pages_lib.make_pool(o.pages),
+        prompts=decode.Prompts(
+            table=jnp.zeros((o.open_prompts, o.prompt_width), **row),
+            length=jnp.ones(o.open_prompts, **row),
+            last_token=jnp.zeros(o.open_prompts, **row),
+        ),
+        requests=decode.Requests(
+            prompt_row=jnp.zeros(o.output_rows, **row),
+            output_row=jnp.zeros(o.output_rows, **row),
+            address=jnp.zeros((o.output_rows, token_lib.ADDRESS_WORDS), jnp.uint32),
+            key=jnp.zeros((o.output_rows, 2), jnp.uint32),
+            limit=jnp.zeros(o.output_rows, **row),
+            head=jnp.int32(0),
+            end=jnp.int32(0),
+        ),
+        slots=decode.Slots(
+            active=jnp.zeros(o.slots, bool),
+            token=jnp.zeros(o.slots, **row),
+            position=jnp.zeros(o.slots, **row),
+            count=jnp.zeros(o.slots, **row),
+            limit=jnp.zeros(o.slots, **row),
+            key=jnp.zeros((o.slots, 2), jnp.uint32),
+            output_row=jnp.zeros(o.slots, **row),
+            table=jnp.zeros((o.slots, o.table_width), **row),
+            shared=jnp.zeros(o.slots, **row),
+            used=jnp.zeros(o.slots, **row),
+        ),
+        outputs=decode.Outputs(
+            tokens=jnp.zeros((o.output_rows, o.max_response_tokens), **row),
+            logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
+            length=jnp.zeros(o.output_rows, **row),
+            status=jnp.zeros(o.output_rows, **row),
+        ),
+        seed=jnp.int32(o.seed),
+        temperature=jnp.float32(o.temperature),
+        stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
+        busy=jnp.int32(0),
+        turns=jnp.int32(0),
+    )
+
+
+class Engine(EngineInterface):
+    """Paged decoding for one architecture on one mesh. State goes in and comes out; nothing is kept but programs."""
+
+    def __init__(self, architecture: Architecture, options: EngineOptions, *, mesh: Mesh, tokenizer: Any = None):
+        self.architecture, self.options, self._mesh, self.tokenizer = architecture, options, mesh, tokenizer
+        self.dtype = jnp.dtype(options.dtype)
+        self._served = 0
+        how = dict(dtype=self.dtype, backend=options.attention, greedy=options.greedy)
+        replicated, by_kv_head = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("tensor",)))
+        new_state = functools.partial(empty_state, architecture, options)
+        layout = jax.tree.map(lambda _: replicated, jax.eval_shape(new_state))
+        layout = layout.replace(key_pages=by_kv_head, value_pages=by_kv_head)
+
+        # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at
+        # every exit: a state that came back laid out otherwise would compile everything once more.
+        @functools.partial(jax.jit, donate_argnums=1, out_shardings=layout)
+        def decode_window(params, state, requests):
+            return decode.decode_window(merge(architecture, params), state, requests, window=options.window, **how)
+
+        @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, replicated))
+        def generate(params, state):
+            before = state.slots
+            state, ended = decode.decode_token(merge(architecture, params), state, **how)
+            result = jnp.stack([state.slots.token, before.active, state.slots.count], axis=1).astype(jnp.int32)
+            return decode.release_slots(state, ended), result
+
+        self._prefill = jax.jit(
+            lambda params, tokens, length: decode.prefill(merge(architecture, params), tokens, length, dtype=self.dtype)
+        )
+        self._generate = generate
+        self._init_state = jax.jit(new_state, out_shardings=layout)
+        self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=layout)
+        self._decode_window = decode_window
+        self._open_prompts = jax.jit(decode.open_prompts, donate_argnums=0, out_shardings=layout)
+        self._close_prompts = jax.jit(decode.close_prompts, donate_argnums=0, out_shardings=layout)
+        self._decode_weights = self._make_decode_weights()
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def _make_decode_weights(self):
+        """Decoding keeps weights split over `tensor` only: a gather over fsdp shards would sit in the token loop."""
+        shardings = nest(
+            {
+                name: NamedSharding(
+                    self._mesh,
+                    PartitionSpec(
+                        *(LOGICAL_TO_MESH[axis] if LOGICAL_TO_MESH[axis] == "tensor" else None for axis in axes)
+                    ),
+                )
+                for name, (_, axes) in weight_shapes(self.architecture).items()
+            }
+        )
+        cast = jax.jit(lambda params: jax.tree.map(lambda w: w.astype(self.dtype), params), out_shardings=shardings)
+        return shardings, cast
+
+    def decode_weights(self, params: Params) -> Params:
+        """`params` themselves where they are already laid out for decoding; else one jitted cast and reshard."""
+        shardings, cast = self._decode_weights
+        same = jax.tree.map(
+            lambda w, sharding: w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim),
+            params,
+            shardings,
+        )
+        return params if all(jax.tree.leaves(same)) else cast(params)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all pages, keys and values, all layers."""
+        a, o = self.architecture, self.options
+        token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_size * self.dtype.itemsize
+        return o.pages * o.page_size * token_bytes
+
+    # ---- rollouts ------------------------------------------------------------------------------------------------
+
+    def init_decode_state(self) -> decode.DecodeState:
+        """An empty state: no prompt open, no slot active, every page free."""
+        return self._init_state()
+
+    def open_prompts(
+        self, params: Params, state: decode.DecodeState, rows: list[int], prompts: list[np.ndarray]
+    ) -> decode.DecodeState:
+        """Prefills `prompts` into the prompt table's `rows`, `prefill_rows` at a time, in buckets of length."""
+        by_bucket: dict[int, list[tuple[int, np.ndarray]]] = {}
+        for row, tokens in zip(rows, prompts, strict=True):
+            fits = next(length for length in buckets(self.options.max_prompt_tokens) if length >= len(tokens))
+            by_bucket.setdefault(fits, []).append((row, tokens))
+        size = self.options.prefill_rows
+        for bucket, members in sorted(by_bucket.items()):
+            for first in range(0, len(members), size):
+                batch = members[first : first + size]
+                tokens, length = np.zeros((size, bucket), np.int32), np.zeros(size, np.int32)
+                target = np.full(size, self.options.open_prompts, np.int32)  # out of range: dropped
+                for index, (row, prompt) in enumerate(batch):
+                    tokens[index, : len(prompt)], length[index], target[index] = prompt, len(prompt), row
+                state = self._open_prompts(state, self._prefill(params, tokens, length), target)
+        return state
+
+    def decode_window(self, params: Params, state: decode.DecodeState, requests: decode.Requests) -> decode.DecodeState:
+        """One dispatch: up to `window` tokens for all slots, refilled from `requests` (`decode.decode_window`)."""
+        return self._decode_window(params, state, requests)
+
+    def close_prompts(self, state: decode.DecodeState, closing: np.ndarray) -> decode.DecodeState:
+        """Gives back the pages of the rows marked in `closing` (bool[R])."""
+        return self._close_prompts(state, closing)
+
+    # ---- JetStream -----------------------------------------------------------------------------------------------
+
+    def prefill(self, *, params: Params, existing_prefix=None, padded_tokens: jax.Array, true_length: int):
+        """The prefix of one prompt. JetStream deletes it after `insert`, so it holds arrays of its own only."""
+        if existing_prefix is not None:
+            raise ValueError("continuing an existing prefix is not supported: send the whole prompt.")
+        if true_length > self.options.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt has {true_length} tokens, the engine's limit is {self.options.max_prompt_tokens}: it "
+                "would have been cut. Send a shorter one, or raise data.max_prompt_tokens."
+            )
+        return self._prefill(params, jnp.asarray(padded_tokens)[None], jnp.asarray([true_length], jnp.int32))
+
+    def insert(self, prefix: decode.Prefix, decode_state: decode.DecodeState, slot: int) -> decode.DecodeState:
+        """Puts a prefilled prompt into `slot`; what the slot held before is given up."""
+        address = np.array([SERVED_STREAM, 0, 0, self._served], np.uint32)
+        self._served += 1
+        return self._insert(decode_state, prefix, jnp.int32(slot), address)
+
+    def generate(self, params: Params, decode_state: decode.DecodeState):
+        """One token for every active slot, as JetStream's ResultTokens: token, valid, generated length."""
+        state, result = self._generate(params, decode_state)
+        tokens = jetstream.engine_api().ResultTokens(
+            data=result, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+        )
+        return state, tokens
+
+    def load_params(self, params: Params) -> Params:
+        """The weights as decoding wants them; the folder is read by `policy.huggingface.load`."""
+        return self.decode_weights(params)
+
+    def get_prefix_destination_sharding(self) -> NamedSharding:
+        """Prefixes stay on this mesh."""
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def get_tokenizer(self) -> None:
+        """No metadata: `build_tokenizer` has the tokenizer itself."""
+
+    def build_tokenizer(self, metadata: None):
+        """JetStream's view of the policy's own tokenizer."""
+        del metadata
+        from reinforce_ada_jax.sampling.served_tokenizer import ServedTokenizer  # noqa: PLC0415  (needs JetStream)
+
+        return ServedTokenizer(self.tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """Slots."""
+        return self.options.slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        """Always one."""
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """The longest bucket: a power of two, as JetStream demands."""
+        return buckets(self.options.max_prompt_tokens)[-1]
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where decoding runs."""
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        """Not used."""

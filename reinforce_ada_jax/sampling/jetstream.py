@@ -1,0 +1,63 @@
+"""The one place through which JetStream (`google-jetstream` 0.2.2) is imported.
+
+The wheel's own dependencies pull in seqio and with it TensorFlow (3 GB), for two names that are never used here; and
+its orchestrator calls `jax.tree_map`, which JAX has removed. So it is installed with `--no-deps`, the two names get a
+placeholder where seqio is absent, and `jax.tree_map` is put back when the orchestrator is asked for.
+"""
+
+import importlib
+import importlib.util
+import logging
+import sys
+import types
+
+import jax
+
+REMEDY = (
+    "google-jetstream is not installed: `pip install --no-deps google-jetstream==0.2.2` (its own dependencies would "
+    "bring TensorFlow) and `pip install 'reinforce_ada_jax[serve]'`."
+)
+
+
+def _stand_in_for_seqio() -> None:
+    if "seqio" in sys.modules or importlib.util.find_spec("seqio") is not None:
+        return
+    seqio, vocabularies = types.ModuleType("seqio"), types.ModuleType("seqio.vocabularies")
+    vocabularies.Vocabulary = type("Vocabulary", (), {})
+    vocabularies.SentencePieceVocabulary = type("SentencePieceVocabulary", (vocabularies.Vocabulary,), {})
+    seqio.vocabularies = vocabularies
+    sys.modules |= {"seqio": seqio, "seqio.vocabularies": vocabularies}
+
+
+def installed() -> bool:
+    """Whether the wheel is there. Training only needs it to name the interface that the engine implements."""
+    return importlib.util.find_spec("jetstream") is not None
+
+
+def _load(name: str) -> types.ModuleType:
+    if not installed():
+        raise ModuleNotFoundError(REMEDY)
+    _stand_in_for_seqio()
+    return importlib.import_module(name)
+
+
+def engine_api() -> types.ModuleType:
+    """JetStream's `engine_api`: Engine, ResultTokens."""
+    return _load("jetstream.engine.engine_api")
+
+
+def tokenizer_api() -> types.ModuleType:
+    """JetStream's `tokenizer_api`: Tokenizer."""
+    return _load("jetstream.engine.tokenizer_api")
+
+
+def orchestrator() -> types.ModuleType:
+    """JetStream's `orchestrator`: Driver, LLMOrchestrator. The root logger is left as it was."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    module = _load("jetstream.core.orchestrator")
+    root.setLevel(level)
+    root.handlers[:] = handlers
+    if not hasattr(jax, "tree_map"):
+        jax.tree_map = jax.tree_util.tree_map
+    return module

@@ -1,0 +1,56 @@
+"""The pool of cache pages: who holds which, in-graph.
+
+A page holds the keys and values of `page_size` tokens for every layer. Free pages stand on a stack; allocation pops,
+release pushes, and both are vectorised over rows, so that a compiled program can do them in the middle of decoding.
+Page `NULL` is never handed out: idle slots and padding write there, and unused table entries point there.
+
+Which physical page a row gets depends on history; what is computed from it does not.
+"""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+NULL = 0
+
+
+@struct.dataclass
+class PagePool:
+    """`stack[:available]` are the free pages, the next one to go last."""
+
+    stack: Int[Array, " pages"]
+    available: Int[Array, ""]
+
+
+def make_pool(num_pages: int) -> PagePool:
+    """A pool of `num_pages` pages with all but `NULL` free."""
+    stack = jnp.concatenate([jnp.arange(num_pages - 1, 0, -1), jnp.zeros(1, int)]).astype(jnp.int32)
+    return PagePool(stack=stack, available=jnp.int32(num_pages - 1))
+
+
+def allocate(pool: PagePool, counts: Int[Array, " R"], width: int) -> tuple[PagePool, Int[Array, "R width"]]:
+    """Takes `counts[r]` pages for each row r; entries beyond a row's count are `NULL`.
+
+    The caller sees to it that sum(counts) <= pool.available and counts <= width.
+    """
+    before = jnp.cumsum(counts) - counts
+    column = jnp.arange(width)
+    index = pool.available - 1 - (before[:, None] + column)
+    pages = jnp.where(column < counts[:, None], pool.stack[jnp.maximum(index, 0)], NULL)
+    return pool.replace(available=pool.available - jnp.sum(counts)), pages
+
+
+def release(pool: PagePool, pages: Int[Array, "R width"], held: Bool[Array, "R width"]) -> PagePool:
+    """Gives back those of `pages` that are marked as held."""
+    pages, held = pages.reshape(-1), held.reshape(-1)
+    out_of_range = pool.stack.shape[0]
+    place = jnp.where(held, pool.available + jnp.cumsum(held) - 1, out_of_range)
+    return PagePool(
+        stack=pool.stack.at[place].set(pages, mode="drop"),
+        available=pool.available + jnp.sum(held, dtype=jnp.int32),
+    )
+
+
+def num_pages(tokens: int | Array, page_size: int) -> int | Array:
+    """Pages that hold this many tokens."""
+    return (tokens + page_size - 1) // page_size

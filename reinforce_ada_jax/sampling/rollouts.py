@@ -1,0 +1,186 @@
+"""The host's side of sampling: requests in, finished responses out, one thread.
+
+`Rollouts.sample` is the `sample_fn` of the collection loop. The host decides only which prompts are open and which
+requests stand in the device's queue; slots, pages and tokens are the compiled window's.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.decode import RUNNING, TRUNCATED, Requests
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.pages import num_pages
+from reinforce_ada_jax.types import Request, RequestQueue, Response
+
+
+@dataclasses.dataclass
+class RolloutCounts:
+    """What one call of `sample` did, for the metrics."""
+
+    tokens: int = 0  # slot-turns that made a token
+    slot_turns: int = 0  # all slot-turns, idle ones included
+    windows: int = 0  # dispatches of the decode window
+    prefills: int = 0  # prompts prefilled
+
+    @property
+    def slot_utilisation(self) -> float:
+        """Share of slot-turns that made a token."""
+        return self.tokens / self.slot_turns if self.slot_turns else 0.0
+
+
+class Rollouts:
+    """One engine and its decode state, fed from a request queue."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.state = engine.init_decode_state()
+        self.counts = RolloutCounts()
+
+    def sampler(self, params: Params, *, stream: int, limit: int) -> Callable[[RequestQueue], Iterator[list[Response]]]:
+        """A `sample_fn` that draws from `params`.
+
+        Args:
+          params: the learner's, as they are.
+          stream: the first word of every address (`token.stream`).
+          limit: response tokens at most.
+        """
+        weights = self.engine.decode_weights(params)
+
+        def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
+            self.counts = RolloutCounts()
+            yield from _Session(self, weights, queue, stream, limit).run()
+
+        return sample_fn
+
+
+class _Session:
+    """The bookkeeping of one call: rows of prompts and outputs by who occupies them."""
+
+    def __init__(self, rollouts: Rollouts, weights: Params, queue: RequestQueue, stream: int, limit: int):
+        self.rollouts, self.engine, self.weights, self.queue = rollouts, rollouts.engine, weights, queue
+        self.stream, self.limit = stream, limit
+        options = self.engine.options
+        self.prompt_rows: dict[str, int] = {}
+        self.free_prompt_rows = list(range(options.open_prompts))[::-1]
+        self.prompt_pages: dict[str, int] = {}
+        self.free_pages = int(rollouts.state.pool.available)
+        self.free_output_rows = list(range(options.output_rows))[::-1]
+        self.in_flight: dict[int, Request] = {}  # by output row
+        self.queued: list[int] = []  # output rows whose requests the device hasn't taken yet, in order
+        self.unopened: collections.deque[Request] = collections.deque()  # their prompts find no row or pages yet
+
+    def run(self) -> Iterator[list[Response]]:
+        """Windows until the queue is dry and nothing is in flight."""
+        while True:
+            self._close_prompts()
+            self._take_requests()
+            if not self.in_flight:
+                break
+            yield self._decode()
+        self._close_prompts()
+
+    def _close_prompts(self) -> None:
+        closing = np.zeros(self.engine.options.open_prompts, bool)
+        for prompt_id in self.queue.closed():
+            if prompt_id in self.prompt_rows:
+                row = self.prompt_rows.pop(prompt_id)
+                self.free_pages += self.prompt_pages.pop(prompt_id)
+                closing[row] = True
+                self.free_prompt_rows.append(row)
+        if closing.any():
+            self.rollouts.state = self.engine.close_prompts(self.rollouts.state, closing)
+
+    def _can_open(self, pages: int) -> bool:
+        """One response must always find room beside the open prompts, or nothing would ever move on."""
+        options = self.engine.options
+        room = options.pages - 1 - options.table_width - sum(self.prompt_pages.values())
+        return bool(self.free_prompt_rows) and pages <= min(room, self.free_pages)
+
+    def _take_requests(self) -> None:
+        """Moves requests onto the device's queue; opens the prompts that are new."""
+        waiting = self.queue.take(len(self.free_output_rows))
+        # Further rounds of open prompts come before prompts that had to wait, and those before new ones.
+        waiting.sort(key=lambda request: request.prompt.id not in self.prompt_rows)
+        num_open = sum(request.prompt.id in self.prompt_rows for request in waiting)
+        waiting[num_open:num_open] = self.unopened
+        self.unopened.clear()
+        rows, tokens = [], []
+        for request in waiting:
+            prompt = request.prompt
+            if prompt.id not in self.prompt_rows:
+                pages = num_pages(len(prompt.tokens) - 1, self.engine.options.page_size)
+                if not self.free_output_rows or not self._can_open(pages):
+                    self.unopened.append(request)
+                    continue
+                self.prompt_rows[prompt.id] = self.free_prompt_rows.pop()
+                self.prompt_pages[prompt.id] = pages
+                self.free_pages -= pages
+                rows.append(self.prompt_rows[prompt.id])
+                tokens.append(prompt.tokens)
+            if not self.free_output_rows:
+                self.unopened.append(request)
+                continue
+            output_row = self.free_output_rows.pop()
+            self.in_flight[output_row] = request
+            self.queued.append(output_row)
+        if rows:
+            self.rollouts.counts.prefills += len(rows)
+            self.rollouts.state = self.engine.open_prompts(self.weights, self.rollouts.state, rows, tokens)
+
+    def _requests(self) -> Requests:
+        """The waiting requests as the device's queue."""
+        size = self.engine.options.output_rows
+        prompt_row, output_row, limit = (np.zeros(size, np.int32) for _ in range(3))
+        address = np.zeros((size, token_lib.ADDRESS_WORDS), np.uint32)
+        for index, row in enumerate(self.queued):
+            request = self.in_flight[row]
+            prompt_row[index] = self.prompt_rows[request.prompt.id]
+            output_row[index] = row
+            address[index] = token_lib.address(self.stream, request.prompt.id, request.draw)
+            limit[index] = self.limit
+        return Requests(
+            prompt_row=prompt_row, output_row=output_row, address=address, key=np.zeros((size, 2), np.uint32),
+            limit=limit, head=np.int32(0), end=np.int32(len(self.queued)),
+        )  # fmt: skip
+
+    def _decode(self) -> list[Response]:
+        """One window; the responses that ended in it, by output row."""
+        state = self.engine.decode_window(self.weights, self.rollouts.state, self._requests())
+        status, head, busy, turns, free_pages = jax.device_get(
+            (state.outputs.status, state.requests.head, state.busy, state.turns, state.pool.available)
+        )
+        self.free_pages = int(free_pages)
+        self.queued = self.queued[int(head) :]
+        counts = self.rollouts.counts
+        counts.windows += 1
+        counts.tokens += int(busy)
+        counts.slot_turns += int(turns) * self.engine.options.slots
+        if turns == 0:
+            raise RuntimeError(
+                f"{len(self.in_flight)} requests wait and none can start in a pool of {self.engine.options.pages} "
+                "pages: a fault of the page accounting, please report it."
+            )
+        finished = np.flatnonzero(status != RUNNING)
+        responses = []
+        if finished.size:
+            tokens, logprobs, length = jax.device_get(
+                (state.outputs.tokens, state.outputs.logprobs, state.outputs.length)
+            )
+            for row in map(int, finished):
+                request = self.in_flight.pop(row)
+                self.free_output_rows.append(row)
+                responses.append(Response(
+                    prompt_id=request.prompt.id,
+                    draw=request.draw,
+                    tokens=tokens[row, : length[row]].copy(),
+                    logprobs=logprobs[row, : length[row]].copy(),
+                    truncated=bool(status[row] == TRUNCATED),
+                ))  # fmt: skip
+        self.rollouts.state = state
+        return responses

@@ -1,0 +1,360 @@
+"""Training, from a Hugging Face folder to checkpoints: the loop, read from top to bottom.
+
+    python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/tiny
+
+An iteration is one collection of prompts and the updates made from it:
+
+    prompts -> engine -> verifier -> pools -> groups + advantages -> batch -> update -> the same weights
+
+Start-up: check the configuration (no device yet), the work directory, the model folder and the prompts; load the
+weights, or the newest checkpoint; say what will run. Ctrl-C ends the run after saving the last finished iteration.
+"""
+
+import json
+import pathlib
+import signal
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import assembly, command, evaluate
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.assembly import Parts
+from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import Group, make_group
+from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.metrics import collection_metrics
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
+from reinforce_ada_jax.learning.batch import Batch, make_batch
+from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.types import Prompt, Verdict
+
+# Engine and learner compute the same number in different programs; in float32 they differ by rounding alone.
+FLOAT32_LOGPROB_GAP = 1e-4
+
+
+class Interrupted(Exception):
+    """Ctrl-C, at a point where the state is whole."""
+
+
+class Interrupt:
+    """Turns the first Ctrl-C into a flag that is looked at between windows and iterations; the second one kills."""
+
+    def __init__(self):
+        self._asked = False
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, signum, frame) -> None:
+        del signum, frame
+        self._asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check(self) -> None:
+        """Raises `Interrupted` once asked to."""
+        if self._asked:
+            raise Interrupted
+
+
+class Run:
+    """One training run: its parts, its state, and the phases of an iteration."""
+
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: pathlib.Path,
+        parts: Parts,
+        prompts: list[Prompt],
+        benchmarks: evaluate.Benchmarks,
+        params: Params | None,
+    ):
+        """`params`: weights of a run that begins; a run found in `workdir` goes on from its newest checkpoint."""
+        self.config, self.workdir, self.parts = config, workdir, parts
+        self.prompts, self.benchmarks = prompts, benchmarks
+        self.strategy = strategies.build(config.collection)
+        self.compiles = CompileCounter()
+        self.learner = Learner(parts.architecture, config, parts.mesh)
+        self.checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
+        self.iteration = 0
+        self.cursor = PromptCursor(seed=config.seed)
+        # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
+        self.pending: dict[str, float] | None = None
+        self.state = self._begin_or_resume(params)
+        self.rollouts = Rollouts(parts.engine)
+        self.interrupt = Interrupt()
+        written = self.iteration - (self.pending is not None)
+        self.metrics = MetricsWriter(workdir, last_iteration=written, tensorboard=config.logging.tensorboard)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def _begin_or_resume(self, params: Params | None) -> LearnerState:
+        latest = self.checkpoints.latest()
+        if latest is None:
+            return self.learner.init(load_params(self.config, self.parts) if params is None else params)
+        state, saved = self.checkpoints.restore(latest, *abstract_state(self.config, self.learner))
+        self.iteration, self.pending = saved["iteration"], saved["pending"]
+        self.cursor = PromptCursor.from_json(saved["cursor"])
+        return state
+
+    def save(self) -> None:
+        """Writes the whole state as of the last finished iteration."""
+        saved = {"iteration": self.iteration, "cursor": self.cursor.to_json(), "pending": self.pending}
+        self.checkpoints.save(self.iteration, self.state, saved)
+
+    # ---- the phases of an iteration ------------------------------------------------------------------------------
+
+    def collect(
+        self, prompts: Sequence[Prompt], verifiers: VerifierPool, progress: Progress
+    ) -> tuple[list[Group], dict]:
+        """Draws and grades responses until every prompt's rule is met."""
+        iteration, verify = self.iteration + 1, self.parts.verify_fn(verifiers)
+        begin, verify_s = time.monotonic(), 0.0
+
+        def timed_verify(pairs) -> list[Verdict]:
+            nonlocal verify_s
+            start = time.monotonic()
+            verdicts = verify(pairs)
+            verify_s += time.monotonic() - start
+            return verdicts
+
+        def report(closed: int, drawn: int) -> None:
+            self.interrupt.check()
+            rate = self.rollouts.counts.tokens / (time.monotonic() - begin)
+            progress.phase(f"collecting: {closed}/{len(prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
+
+        sample_fn = self.rollouts.sampler(
+            self.state.params, stream=stream(iteration), limit=self.config.sampling.max_response_tokens
+        )
+        pools = collect(prompts, sample_fn, timed_verify, self.strategy, on_progress=report)
+        collection = self.config.collection
+        groups = [make_group(pool, self.strategy, collection.normalize_by_std) for pool in pools]
+        metrics = collection_metrics(groups, collection.group_size)
+        metrics["collection/slot_utilisation"] = self.rollouts.counts.slot_utilisation
+        metrics["collection/prefills"] = self.rollouts.counts.prefills
+        metrics["time/collect_s"] = time.monotonic() - begin
+        metrics["time/verify_s"] = verify_s
+        return groups, metrics
+
+    def minibatches(self, groups: Sequence[Group]) -> list[Batch]:
+        """The iteration's groups as one batch for each update, with the learner's own log-probabilities.
+
+        Those are taken before the first update and stay fixed through all of them (PPO's `old` policy).
+        """
+        size, batches = self.config.learning.prompts_per_update, []
+        for first in range(0, len(groups), size):
+            rows = [
+                (group.pool.prompt.tokens, group.pool.responses[draw], advantage)
+                for group in groups[first : first + size]
+                for draw, advantage in zip(group.kept, group.advantages, strict=True)
+            ]
+            batch = self.learner.put(make_batch(
+                rows,
+                max_prompt_tokens=self.config.data.max_prompt_tokens,
+                max_response_tokens=self.config.sampling.max_response_tokens,
+            ))  # fmt: skip
+            batches.append(batch.replace(old_logprobs=self.learner.score(self.state.params, batch)))
+        return batches
+
+    def check_logprobs(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """How far the engine's log-probabilities of its own tokens are from the learner's."""
+        gaps = [np.abs(np.asarray(batch.old_logprobs) - np.asarray(batch.behaviour_logprobs)) for batch in batches]
+        num_tokens = sum(int(np.sum(batch.response_length)) for batch in batches)
+        largest = max(float(gap.max()) for gap in gaps)
+        if self.config.model.compute_dtype == "float32" and not largest <= FLOAT32_LOGPROB_GAP:
+            raise RuntimeError(
+                f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in float32 "
+                f"they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients would not belong together."
+            )
+        return {
+            "update/logprob_gap": sum(float(gap.sum()) for gap in gaps) / num_tokens,
+            "update/logprob_gap_max": largest,
+        }
+
+    def update(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """One optimiser step a minibatch; means over them."""
+        begin, results = time.monotonic(), []
+        for batch in batches:
+            self.state, result = self.learner.update(self.state, batch)
+            results.append(result)
+        values = jax.device_get(results)
+        if not all(result.finite for result in values):
+            raise FloatingPointError(
+                f"iteration {self.iteration + 1}: loss {[float(result.loss) for result in values]}, gradient norm "
+                f"{[float(result.grad_norm) for result in values]}: not finite. The update was not applied."
+            )
+        names = [name for name in values[0]._fields if name != "finite"]
+        means = {f"update/{name}": float(np.mean([getattr(result, name) for result in values])) for name in names}
+        return means | {"time/update_s": time.monotonic() - begin}
+
+    def evaluate(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
+        """avg@k and pass@k of the current weights, also kept in evaluations/."""
+
+        def report(text: str) -> None:
+            self.interrupt.check()
+            progress.phase(text)
+
+        begin = time.monotonic()
+        metrics = evaluate.evaluate(
+            self.benchmarks, self.state.params, self.rollouts, self.parts.verify_fn(verifiers), self.config,
+            self.iteration, report,
+        )  # fmt: skip
+        evaluate.save(self.workdir, self.iteration, metrics)
+        averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
+        progress.say(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
+        return metrics | {"time/evaluate_s": time.monotonic() - begin}
+
+    def write_samples(self, groups: Sequence[Group]) -> None:
+        """samples/<iteration>.jsonl: every response of the first few prompts, to be read by a person."""
+        file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        decode = self.parts.tokenizer.decode
+        with file.open("w") as lines:
+            for group in groups[: self.config.logging.sampled_prompts]:
+                advantage = dict(zip(group.kept.tolist(), group.advantages.tolist(), strict=True))
+                pool = group.pool
+                for response, verdict in zip(pool.responses, pool.verdicts, strict=True):
+                    line = {
+                        "prompt": pool.prompt.id, "problem": pool.prompt.problem, "answer": pool.prompt.answer,
+                        "draw": response.draw, "response": decode(response.tokens), "tokens": len(response.tokens),
+                        "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
+                        "reason": verdict.reason, "advantage": advantage.get(response.draw),
+                    }  # fmt: skip
+                    lines.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def one_iteration(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
+        """Collect, update, advance; the metrics of this iteration."""
+        prompts, cursor = next_prompts(self.prompts, self.cursor, self.config.collection.prompts_per_iteration)
+        groups, metrics = self.collect(prompts, verifiers, progress)
+        self.write_samples(groups)
+        progress.phase("updating")
+        batches = self.minibatches(groups)
+        metrics |= self.check_logprobs(batches)
+        metrics |= self.update(batches)
+        self.iteration, self.cursor = self.iteration + 1, cursor
+        return metrics
+
+    def due(self, every: int) -> bool:
+        """Whether something done every so many iterations is due after this one; it always is after the last."""
+        last = self.iteration == self.config.iterations
+        return every > 0 and (self.iteration % every == 0 or last)
+
+    def loop(self, verifiers: VerifierPool, progress: Progress) -> None:
+        """All iterations that are left."""
+        if self.iteration == 0 and self.config.evaluation.every and self.benchmarks:
+            self.metrics.plot(0, self.evaluate(verifiers, progress))
+        while self.pending is not None or self.iteration < self.config.iterations:
+            self.interrupt.check()
+            if self.pending is None:
+                self.pending = self.one_iteration(verifiers, progress)
+            if self.benchmarks and self.due(self.config.evaluation.every):
+                self.pending |= self.evaluate(verifiers, progress)
+            self.pending |= {"compile/count": self.compiles.since_last(), "memory/peak_bytes": peak_memory()}
+            self.metrics.write(self.iteration, self.pending)
+            progress.iteration(
+                {
+                    "reward": f"{self.pending['reward/first_round']:.3f}",
+                    "zero-signal": f"{self.pending['collection/zero_signal_share']:.2f}",
+                    "entropy": f"{self.pending['update/entropy']:.2f}",
+                }
+            )
+            self.pending = None
+            if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
+                self.save()
+
+
+def load_params(config: ConfigDict, parts: Parts) -> Params:
+    """The weights of the model folder, where the learner wants them."""
+    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(config.model.parameter_dtype))[1]
+
+
+def peak_memory() -> int:
+    """Bytes in use at most on the first device, where the backend counts them; else 0."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("peak_bytes_in_use", 0)
+
+
+def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts: int) -> str:
+    """What will run, on what, how much of it, and where the files go."""
+    architecture, options, mesh = parts.architecture, parts.engine.options, parts.mesh
+    collection = config.collection
+    parameter_bytes = architecture.num_parameters * jnp.dtype(config.model.parameter_dtype).itemsize
+    cache_bytes = parts.engine.cache_bytes
+    draws = strategies.build(collection).max_draws
+    updates = collection.prompts_per_iteration // config.learning.prompts_per_update
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in options.stop_ids)
+    return "\n".join(
+        [
+            f"model       {parts.folder}: {architecture.family}, {architecture.num_parameters:,} weights, "
+            f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
+            f"mesh        {axes} of {jax.devices()[0].device_kind}",
+            f"memory      weights and moments {3 * parameter_bytes / 2**20:,.1f} MiB, cache "
+            f"{cache_bytes / 2**20:,.1f} MiB ({options.pages} pages of {options.page_size} tokens, {options.slots} "
+            "slots)",
+            f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
+            f"{num_prompts:,}), {updates} updates each; {collection.strategy}: at most {draws} responses a prompt, "
+            f"groups of {collection.group_size}",
+            f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
+        ]
+    )
+
+
+def main(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """Start-up in order, then the loop, then where things are."""
+    with command.user_input():
+        config_lib.validate(config)
+        config_lib.check_workdir(config, workdir)
+        parts = assembly.parts(config, assembly.model_folder(config.model.path))
+        prompts = parts.prompts(config.data.prompts, config)
+        next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
+        benchmarks = evaluate.load_benchmarks(parts, config)
+        # Whatever is wrong with the weights shows before the first file is written.
+        params = None if holds_checkpoint(workdir) else load_params(config, parts)
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "config.json").write_text(config_lib.to_json(config))
+        run = Run(config, workdir, parts, prompts, benchmarks, params)
+    print(summary(config, workdir, parts, len(prompts)))
+    if run.iteration:
+        print(f"resuming after iteration {run.iteration}")
+    progress = Progress(config.iterations, run.iteration)
+    resume = f"python -m reinforce_ada_jax.train with the same --config and --workdir={workdir} goes on from there."
+    try:
+        with assembly.verifier_pool(config) as verifiers:
+            run.loop(verifiers, progress)
+    except Interrupted:
+        run.save()
+        progress.close()
+        command.fail(f"interrupted; iteration {run.iteration} is saved. {resume}", command.INTERRUPTED)
+    except FloatingPointError as error:
+        run.save()
+        progress.close()
+        command.fail(f"{error} The state before it is saved as iteration {run.iteration}.", command.STOPPED)
+    finally:
+        run.metrics.close()
+        run.checkpoints.close()
+    progress.close()
+    print(
+        f"finished iteration {run.iteration}. Weights: {workdir}/checkpoints; export them with\n"
+        f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
+    )
+
+
+if __name__ == "__main__":
+    CONFIG = command.define_config()
+    WORKDIR = flags.DEFINE_string(
+        "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
+    )
+    command.run(lambda: main(CONFIG.value, pathlib.Path(WORKDIR.value)))

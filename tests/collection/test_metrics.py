@@ -1,0 +1,49 @@
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.metrics import collection_metrics
+from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+
+
+def make_group(prompt_id, rewards, advantages, *, rounds, met, lengths, truncated=(), reasons=()):
+    responses = tuple(
+        Response(prompt_id, draw, np.zeros(length, np.int32), np.zeros(length, np.float32), draw in truncated)
+        for draw, length in enumerate(lengths)
+    )
+    reasons = [*reasons, *[""] * (len(rewards) - len(reasons))]
+    verdicts = tuple(Verdict(reward > 0.7, reward, reason) for reward, reason in zip(rewards, reasons, strict=True))
+    pool = Pool(Prompt(prompt_id, "", "", np.zeros(1, np.int32)), responses, verdicts, rounds, met)
+    return Group(pool, np.arange(len(advantages)), np.array(advantages))
+
+
+def test_by_hand():
+    groups = [
+        # Never solved: 6 draws in 3 rounds.
+        make_group(
+            "a", [0.0] * 6, [0.0, 0.0], rounds=3, met=False, lengths=[1] * 6, truncated=(0, 5),
+            reasons=["timeout", "no_answer", "no_answer", "crash"],
+        ),
+        # Solved at the third draw.
+        make_group("b", [0.0, 0.0, 1.0, 1.0], [-0.5, 0.5], rounds=2, met=True, lengths=[3, 3, 2, 2]),
+        # One draw only: fewer than n.
+        make_group("c", [1.0], [1.0], rounds=1, met=True, lengths=[4], reasons=["too_long"]),
+    ]  # fmt: skip
+    assert collection_metrics(groups, group_size=2) == {
+        # First two draws: means 0, 0 and 1 (c has one). The pool means 0, 1/2, 1 would say 1/2.
+        "reward/first_round": pytest.approx(1 / 3),
+        # 3 hits in 11 responses.
+        "reward/pool": pytest.approx(3 / 11),
+        "collection/responses": 11,
+        "collection/tokens": 6 + 10 + 4,
+        "collection/rounds_mean": 2.0,
+        "collection/zero_signal_share": pytest.approx(1 / 3),
+        "collection/unmet_share": pytest.approx(1 / 3),
+        "collection/truncated_share": pytest.approx(2 / 11),
+        # A response without an answer or too long to look at is no failure of the verifier.
+        "collection/verifier_failures": 2,
+        "collection/verdict_crash": 1,
+        "collection/verdict_no_answer": 2,
+        "collection/verdict_timeout": 1,
+        "collection/verdict_too_long": 1,
+    }

@@ -1,0 +1,12 @@
+"""The test process: eight CPU devices, decided before jax is imported, and no silent promotion of ranks."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Optimisation level 0: the tests spend their time compiling tiny programs, and this makes it two to four times shorter.
+FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,149 @@
+import json
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.data.prompts import PromptCursor, benchmark_name, load_problems, next_prompts, tokenize
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.types import Prompt
+
+GOOD = {"id": "a", "problem": "1+1?", "answer": "2"}
+
+
+def write(file, *lines):
+    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(file)
+
+
+def test_the_built_in_task():
+    assert load_problems("cipher:heldout") == cipher.problems("heldout")
+    with pytest.raises(ValueError, match="no split 'tests'"):
+        load_problems("cipher:tests")
+
+
+def test_a_file(tmp_path):
+    source = write(
+        tmp_path / "some.jsonl",
+        GOOD | {"source": "elsewhere", "level": 5},
+        "",
+        {"id": "b", "problem": "½\u2028?", "answer": "", "pass_rate": 0},
+    )
+    assert load_problems(source) == [GOOD, {"id": "b", "problem": "½\u2028?", "answer": "", "pass_rate": 0.0}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, "{"], "line 2: not valid JSON"),
+        ([GOOD, "", "[]"], "line 3: a list"),
+        ([{"id": "a", "problem": "1"}], r"line 1: no 'answer' among \['id', 'problem'\]"),
+        ([GOOD | {"answer": 2}], "line 1: answer is 2; it must be a string"),
+        ([GOOD | {"pass_rate": 1.5}], r"line 1: pass_rate is 1.5; it must be a number in \[0, 1\]"),
+        ([GOOD | {"pass_rate": "0.5"}], "line 1: pass_rate is '0.5'"),
+        ([GOOD, GOOD | {"id": "b"}, GOOD], "lines 1 and 3: both have id 'a'"),
+        ([], "is empty"),
+        (["", " "], "is empty"),
+    ],
+)
+def test_bad_files_are_named_with_the_line(tmp_path, lines, message):
+    source = write(tmp_path / "bad.jsonl", *lines)
+    with pytest.raises(ValueError, match=f"bad.jsonl.*{message}"):
+        load_problems(source)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "bad.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\xfa\n")
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: not valid JSON"):
+        load_problems(str(tmp_path / "bad.jsonl"))
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ValueError, match=r"There is no file .*none.jsonl.*cipher:train"):
+        load_problems(str(tmp_path / "none.jsonl"))
+
+
+def test_benchmark_name():
+    assert benchmark_name("cipher:heldout") == "heldout"
+    assert benchmark_name("data/math500.jsonl") == "math500"
+
+
+def test_tokenize(tmp_path):
+    cipher.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    problems = [
+        {"id": "a", "problem": "АБ=", "answer": "xy", "pass_rate": 0.25},
+        {"id": "b", "problem": "А" * 10, "answer": "z"},
+        {"id": "c", "problem": "А" * 1500, "answer": "z"},
+    ]
+    prompts = tokenize(problems[:2], tokenizer, "plain", max_prompt_tokens=11)
+    assert [(prompt.id, prompt.answer, prompt.pass_rate) for prompt in prompts] == [("a", "xy", 0.25), ("b", "z", None)]
+    assert prompts[0].tokens.tolist() == [1, 5, 6, 4]
+    with pytest.raises(
+        ValueError, match=r"2 prompts have 11 to 1,501 tokens, limit 10: raise data.max_prompt_tokens or"
+    ):
+        tokenize(problems, tokenizer, "plain", max_prompt_tokens=10)
+
+
+def make_prompts(count):
+    return [Prompt(str(i), "", "", np.zeros(1, np.int32)) for i in range(count)]
+
+
+def batches(prompts, cursor, count, number):
+    """Ids of the next `number` batches, and the cursor after them."""
+    taken = []
+    for _ in range(number):
+        batch, cursor = next_prompts(prompts, cursor, count)
+        taken.append([prompt.id for prompt in batch])
+    return taken, cursor
+
+
+def test_an_epoch_is_a_permutation():
+    prompts = make_prompts(12)
+    (first, second, third), cursor = batches(prompts, PromptCursor(seed=3), 4, 3)
+    everyone = [prompt.id for prompt in prompts]
+    assert sorted(first + second + third, key=int) == everyone != first + second + third
+    assert cursor == PromptCursor(seed=3, epoch=0, position=12)
+    again, cursor = batches(prompts, cursor, 4, 3)
+    assert cursor == PromptCursor(seed=3, epoch=1, position=12)
+    assert sorted((i for batch in again for i in batch), key=int) == everyone
+    assert again != [first, second, third]
+    assert batches(prompts, PromptCursor(seed=4), 4, 3)[0] != [first, second, third]
+
+
+def test_the_order_never_changes():
+    # numpy's PCG64 seeded with [seed, epoch] = [0, 0]. Another order would be another run under the same seed.
+    (ids,), _ = batches(make_prompts(8), PromptCursor(seed=0), 8, 1)
+    assert ids == list("24365017")
+
+
+def test_a_short_tail_is_dropped_and_no_batch_has_a_prompt_twice():
+    prompts = make_prompts(10)
+    taken, cursor = batches(prompts, PromptCursor(seed=0), 4, 2 * 2000)
+    assert all(len(set(batch)) == 4 for batch in taken)
+    assert cursor == PromptCursor(seed=0, epoch=1999, position=8)
+    # Nobody is favoured: 2,000 epochs of 8 of 10 give each prompt 1,600 +- 18 turns.
+    turns = np.bincount([int(i) for batch in taken for i in batch])
+    assert np.abs(turns - 1600).max() < 4 * 18
+
+
+def test_resuming_from_json_continues_the_same_sequence():
+    prompts = make_prompts(10)
+    unbroken, _ = batches(prompts, PromptCursor(seed=7), 3, 11)
+    start, cursor = batches(prompts, PromptCursor(seed=7), 3, 5)
+    restored = PromptCursor.from_json(json.loads(json.dumps(cursor.to_json())))
+    assert restored == cursor
+    assert start + batches(prompts, restored, 3, 6)[0] == unbroken
+
+
+def test_a_whole_epoch_at_a_time():
+    prompts = make_prompts(5)
+    taken, cursor = batches(prompts, PromptCursor(seed=0), 5, 3)
+    assert all(sorted(batch) == list("01234") for batch in taken)
+    assert (cursor.epoch, cursor.position) == (2, 5)
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_more_than_there_are(count):
+    with pytest.raises(ValueError, match=f"{count} prompts are wanted at a time, of 5.*prompts_per_iteration"):
+        next_prompts(make_prompts(5), PromptCursor(seed=0), count)

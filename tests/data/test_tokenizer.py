@@ -1,0 +1,172 @@
+"""Tokenizer folders as models come in them, built here: no file of any model is needed."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.data.tokenizer import Tokenizer, render_chat
+
+CHATML = """\
+{%- if messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- else %}
+    {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+RENDERED = (
+    "<|im_start|>system\n"
+    "Please reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+    "<|im_start|>user\n"
+    "What is $1+1$? Let's think step by step and output the final answer within \\boxed{}.<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+
+
+def write_folder(folder, special=(), config=None, bos=None, **files):
+    """A byte-level tokenizer: the special tokens from 0, then the 256 bytes. `files` are JSON, by stem."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *bytes_])}, []))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, special.index(bos))]
+        )
+    tokenizer.enable_truncation(4)  # some published files have one; a prompt must not be cut by it
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for stem, content in {"tokenizer_config": config or {}, **files}.items():
+        (folder / f"{stem}.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_chatml_rendering(tmp_path):
+    write_folder(tmp_path, CHATML_TOKENS, {"eos_token": "<|endoftext|>", "chat_template": CHATML})
+    tokenizer = Tokenizer.load(tmp_path)
+    tokens = tokenizer.render("What is $1+1$?", "qwen_math")
+    assert tokens.dtype == np.int32
+    assert tokens[0] == 1
+    assert tokenizer.decode(tokens) == RENDERED.replace("<|im_start|>", "").replace("<|im_end|>", "")
+    assert tokens.tolist() == tokenizer.encode(RENDERED).tolist()
+    assert np.sum(tokens == 1) == 3 and np.sum(tokens == 2) == 2  # markers are single tokens
+
+
+def test_plain_rendering_takes_the_post_processor_and_chat_does_not(tmp_path):
+    # A Llama-like folder: both the post-processor and the template write BOS. One, never two.
+    template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    tokenizer = Tokenizer.load(write_folder(tmp_path, ("<s>", "</s>"), config, bos="<s>"))
+    assert np.sum(tokenizer.render("1+1", "qwen_math") == 0) == 1
+    plain = tokenizer.render("1+1", "plain")
+    assert (plain[0], len(plain), tokenizer.decode(plain)) == (0, 4, "1+1")
+    with pytest.raises(ValueError, match="template is 'qwen'; it must be one of plain, qwen_math"):
+        tokenizer.render("1+1", "qwen")
+
+
+def test_templates_see_what_transformers_gives_them():
+    def render(template):
+        return render_chat(template, MESSAGES, {"bos_token": "<s>"})
+
+    assert render("{{ messages | tojson }}") == json.dumps(MESSAGES)
+    assert render("{% for m in messages %}\n    {{- m.role }}\n    {% break %}\n{% endfor %}") == "system\n"
+    # The date is pinned: a run is its seed, today and tomorrow.
+    assert render("{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}") == "26 Jul 2024|2024-07-26"
+    assert render("{% if tools is not none or documents is not none %}tools{% endif %}") == ""
+    # trim_blocks and lstrip_blocks: a line that holds only a tag leaves nothing.
+    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+
+
+def test_template_is_sandboxed(tmp_path):
+    config = {"eos_token": "</s>", "chat_template": "{{ messages.append.__globals__ }}"}
+    tokenizer = Tokenizer.load(write_folder(tmp_path, ("</s>",), config))
+    with pytest.raises(ValueError, match="can't render"):
+        tokenizer.render("1+1", "qwen_math")
+
+
+def test_a_template_that_refuses(tmp_path):
+    config = {"eos_token": "</s>", "chat_template": "{{ raise_exception('System role not supported') }}"}
+    tokenizer = Tokenizer.load(write_folder(tmp_path, ("</s>",), config))
+    with pytest.raises(ValueError, match=r"System role not supported.*data.template='plain'"):
+        tokenizer.render("1+1", "qwen_math")
+
+
+def test_where_a_template_may_stand(tmp_path):
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]
+    write_folder(tmp_path, ("</s>",), {"eos_token": "</s>", "chat_template": named})
+    assert Tokenizer.load(tmp_path).chat_template == "named"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "from json"}')
+    assert Tokenizer.load(tmp_path).chat_template == "from json"
+    (tmp_path / "chat_template.jinja").write_text("from jinja")
+    assert Tokenizer.load(tmp_path).chat_template == "from jinja"
+
+
+def test_stop_ids_are_the_union(tmp_path):
+    special = ("<s>", "</s>", "<|eot|>", "<|eom|>")
+    write_folder(tmp_path, special, {"eos_token": "</s>"}, generation_config={"eos_token_id": [3, 2]})
+    assert Tokenizer.load(tmp_path).stop_ids == (1, 2, 3)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    assert Tokenizer.load(tmp_path).stop_ids == (0, 1, 2, 3)
+
+
+def test_chatml_stops_on_both(tmp_path):
+    # The base model's files name <|endoftext|> only, and prompted in ChatML it ends on <|im_end|>.
+    write_folder(tmp_path, CHATML_TOKENS, {"eos_token": "<|endoftext|>"}, generation_config={"eos_token_id": 0})
+    assert Tokenizer.load(tmp_path).stop_ids == (0, 2)
+
+
+def test_a_long_text_is_not_cut(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"}))
+    assert len(tokenizer.encode("x" * 100)) == 100  # 4 with the file's own truncation
+
+
+def test_vocabulary(tmp_path):
+    tokenizer = Tokenizer.load(write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"}))
+    assert tokenizer.vocab_size == 257
+    # An embedding table may have more rows than the vocabulary has tokens, and a sampler may pick one.
+    assert tokenizer.decode(np.array([*tokenizer.encode("a½b"), 300, 0], np.int32)) == "a½b"
+
+
+def test_the_built_in_tokenizer(tmp_path):
+    cipher.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.stop_ids, tokenizer.chat_template) == (133, (2,), None)
+    assert tokenizer.special_tokens == {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    assert tokenizer.render("Ая....=", "plain").tolist() == [1, 5, 68, 3, 3, 3, 3, 4]
+    assert tokenizer.decode(np.array([69, 132, 2], np.int32)) == "A/"
+    with pytest.raises(ValueError, match=r"has no chat template.*data.template='plain'"):
+        tokenizer.render("Ая....=", "qwen_math")
+
+
+def test_what_a_folder_lacks_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer.json is missing: it holds the vocabulary"):
+        Tokenizer.load(tmp_path)
+    write_folder(tmp_path, ("</s>",))
+    with pytest.raises(ValueError, match=r"names no end token.*generation_config.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(ValueError, match=r"names the end token '<end>', which tokenizer.json does not have"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not valid JSON"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is missing: it holds the special tokens"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer that"):
+        Tokenizer.load(tmp_path)

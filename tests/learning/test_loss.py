@@ -1,0 +1,292 @@
+import functools
+import itertools
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import config
+from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate, policy_terms
+
+REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference"
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+KINDS = ("k1", "k2", "k3")
+ARRAYS = ("logprobs", "old_logprobs", "advantages", "mask", "behaviour_logprobs")
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (REFERENCE / name).read_text().splitlines()]
+
+
+POLICY_CASES = read("policy_loss.jsonl")
+
+
+def value_and_gradient(arrays, clips, aggregation, truncated_is_cap):
+    """The loss, its metrics and the gradient with respect to the log-probabilities."""
+
+    def loss(logprobs):
+        rest = {name: arrays[name] for name in ARRAYS[1:]}
+        return clipped_policy_loss(
+            logprobs, **rest, **clips, aggregation=aggregation, truncated_is_cap=truncated_is_cap
+        )
+
+    return jax.value_and_grad(loss, has_aux=True)(arrays["logprobs"])
+
+
+jitted_value_and_gradient = jax.jit(value_and_gradient, static_argnums=(2, 3))
+
+
+def random_batch(seed: int, rows: int = 8, length: int = 7) -> dict[str, jax.Array]:
+    """Rows of every length down to 0, ratios far enough from 1 that every clip decides somewhere."""
+    rng = np.random.default_rng(seed)
+    old = -rng.exponential(1.0, (rows, length))
+    batch = {
+        "logprobs": old + rng.normal(0, 3, (rows, length)),
+        "old_logprobs": old,
+        "advantages": np.repeat(rng.normal(size=(rows, 1)), length, axis=1),
+        "mask": np.arange(length) < rng.permutation(np.linspace(0, length, rows).astype(int))[:, None],
+        "behaviour_logprobs": old + rng.normal(0, 0.5, (rows, length)),
+    }
+    return {name: jnp.asarray(values, bool if name == "mask" else jnp.float32) for name, values in batch.items()}
+
+
+def check_against_reference(case: dict, loss, metrics, gradient):
+    actual = {"loss": loss, "grad_logprobs": gradient, **metrics}
+    assert actual.keys() == case["expected"].keys()
+    for name, expected in case["expected"].items():
+        np.testing.assert_allclose(actual[name], expected, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("case", POLICY_CASES)
+def test_policy_loss_reference(case, jitted):
+    rows, length = np.shape(case["mask"])
+    # All in one shape, so that little is compiled: rows and columns of padding must change nothing.
+    padding = ((0, 6 - rows), (0, 11 - length))
+    arrays = {name: np.pad(np.array(case[name], np.float32), padding) for name in ARRAYS}
+    clips = {name: case[name] for name in CLIPS}
+    function = jitted_value_and_gradient if jitted else value_and_gradient
+    (loss, metrics), gradient = function(arrays, clips, case["aggregation"], case["truncated_is_cap"])
+    gradient = np.asarray(gradient)
+    check_against_reference(case, loss, metrics, gradient[:rows, :length])
+    assert not gradient[rows:].any() and not gradient[:, length:].any()
+
+
+def test_all_36_reference_cases_are_here():
+    assert len(POLICY_CASES) == 36
+    assert {(case["aggregation"], case["truncated_is_cap"]) for case in POLICY_CASES} == set(
+        itertools.product(config.AGGREGATIONS, [None, 2.0])
+    )
+
+
+@pytest.mark.parametrize("case", POLICY_CASES[::9])
+def test_policy_loss_reference_as_recorded(case):
+    arrays = {name: jnp.asarray(case[name], jnp.float32) for name in ARRAYS}
+    clips = {name: case[name] for name in CLIPS}
+    (loss, metrics), gradient = jitted_value_and_gradient(arrays, clips, case["aggregation"], case["truncated_is_cap"])
+    check_against_reference(case, loss, metrics, gradient)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_kl_reference(jitted):
+    function = jax.jit(kl_estimate, static_argnums=2) if jitted else kl_estimate
+    cases = read("kl.jsonl")
+    assert len(cases) == 9
+    for case in cases:
+        for kind in KINDS:
+            actual = function(jnp.asarray(case["logprobs"]), jnp.asarray(case["ref_logprobs"]), kind)
+            np.testing.assert_allclose(actual, case["expected"][kind], rtol=1e-5, atol=1e-5, err_msg=kind)
+
+
+def test_kl_by_hand():
+    # d = log 2: k1 = 0.693147, k2 = d^2 / 2 = 0.240227, k3 = 1/2 - 1 + d = 0.193147.
+    # With the sign of d turned round k3 would be 2 - 1 - 0.693147 = 0.306853.
+    logprobs, reference = jnp.array([-1.0]), jnp.array([-1.0 - math.log(2)])
+    actual = [kl_estimate(logprobs, reference, kind)[0] for kind in KINDS]
+    np.testing.assert_allclose(actual, [0.693147, 0.240227, 0.193147], rtol=0, atol=1e-6)
+    # Far apart: exp(30) is bounded, and so is its gradient.
+    far = functools.partial(kl_estimate, ref_logprobs=jnp.array([0.0]), kind="k3")
+    assert far(jnp.array([-30.0])) == 10.0
+    assert jax.grad(lambda logprobs: far(logprobs).sum())(jnp.array([-30.0])) == 0.0
+
+
+def test_no_gradient_into_the_reference():
+    gradient = jax.grad(lambda reference: kl_estimate(jnp.array([-1.0]), reference, "k3").sum())(jnp.array([-2.0]))
+    assert gradient == 0.0
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected", "bug"),
+    [
+        # Ratio 1, so the loss of a token is -A: row 0 has one token with A = 2, row 1 three with A = -1, row 2 none.
+        # Sum of all tokens: -2 + 3 * 1 = 1.
+        ("token-mean", 1 / 4, 1 / 9),  # 4 tokens; padding counted: 9; divided by B once more: 1 / 12
+        ("seq-mean-token-sum", 1 / 2, 1 / 3),  # 2 rows with tokens; the empty one counted: 3
+        ("seq-mean-token-mean", (-2 + 1) / 2, (-2 + 1) / 3),  # row means -2 and 1
+    ],
+)
+def test_aggregations_by_hand(aggregation, expected, bug):
+    mask = jnp.array([[1, 0, 0], [1, 1, 1], [0, 0, 0]], bool)
+    logprobs = jnp.full((3, 3), -0.5)
+    advantages = jnp.broadcast_to(jnp.array([[2.0], [-1.0], [7.0]]), (3, 3))
+    loss, metrics = clipped_policy_loss(logprobs, logprobs, advantages, mask, aggregation=aggregation, **CLIPS)
+    assert float(loss) == pytest.approx(expected) != bug
+    assert {name: float(value) for name, value in metrics.items()} == dict.fromkeys(metrics, 0.0)
+    as_float, _ = clipped_policy_loss(
+        logprobs, logprobs, advantages, mask.astype(jnp.float32), aggregation=aggregation, **CLIPS
+    )
+    assert as_float == loss
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "loss", "slope"),
+    [
+        (math.log(1.1), 2.0, -2.2, -2.2),  # inside: -rho A, and d/dlogp of it is -rho A again
+        (math.log(2.0), 2.0, -2.56, 0.0),  # above 1.28: no more is gained; symmetric clipping at 1.2 would say -2.4
+        (math.log(0.5), 2.0, -1.0, -1.0),  # below 0.8 at A > 0: the plain term is the larger loss
+        (math.log(0.5), -2.0, 1.6, 0.0),  # below 0.8 at A < 0: clipped at 0.8
+        (math.log(2.0), -2.0, 4.0, 4.0),  # above at A < 0: plain
+        (math.log(40.0), -2.0, 20.0, 0.0),  # dual clip: 10 |A|, not 80
+        (math.log(40.0), 2.0, -2.56, 0.0),  # which does not touch A > 0
+        (25.0, -2.0, 20.0, 0.0),
+        (0.0, 2.0, -2.0, -2.0),  # both sides equal: the slope is whole, not halved
+    ],
+)
+def test_clipping_by_hand(log_ratio, advantage, loss, slope):
+    one = jnp.ones((1, 1))
+    arrays = {"logprobs": (log_ratio - 3) * one, "old_logprobs": -3 * one, "advantages": advantage * one, "mask": one}
+    arrays["behaviour_logprobs"] = one
+    (actual, metrics), gradient = jitted_value_and_gradient(arrays, CLIPS, "token-mean", None)
+    np.testing.assert_allclose([actual, gradient[0, 0]], [loss, slope], rtol=1e-5)
+    np.testing.assert_allclose(metrics["approx_kl"], -log_ratio, rtol=0, atol=1e-6)
+    assert bool(metrics["dual_clip_fraction"]) == (loss == 20.0)
+    assert bool(metrics["clip_fraction"]) == (slope == 0.0 and loss != 20.0)
+
+
+def test_truncated_importance_weight_by_hand():
+    # logp_old - logp_behaviour is log 3 and log 1/2; capped at 2: weights 2 and 1/2. Ratio 1, A = 1: losses -2, -1/2.
+    # Uncapped: -(3 + 1/2) / 2 = -1.75; the wrong way round: -(1/3 + 2) / 2.
+    ones = jnp.ones((1, 2))
+    behaviour = -jnp.log(jnp.array([[3.0, 0.5]]))
+    arguments = {"aggregation": "token-mean", "behaviour_logprobs": behaviour, **CLIPS}
+    loss, _ = clipped_policy_loss(0 * ones, 0 * ones, ones, ones, truncated_is_cap=2.0, **arguments)
+    assert float(loss) == pytest.approx(-1.25)
+    # Without a cap the behaviour's log-probabilities are not looked at.
+    loss, _ = clipped_policy_loss(0 * ones, 0 * ones, ones, ones, **arguments)
+    assert float(loss) == -1.0
+
+
+@pytest.mark.parametrize("aggregation", config.AGGREGATIONS)
+def test_micro_batches_sum_to_the_whole(aggregation):
+    batch = random_batch(1)
+    (loss, metrics), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
+    assert 0 < metrics["dual_clip_fraction"] < 1 and 0 < metrics["clip_fraction"] < 1
+    num_tokens, num_rows = denominators(batch["mask"])
+
+    @jax.jit
+    @jax.value_and_grad
+    def part(logprobs, rest):
+        terms = policy_terms(logprobs, **rest, truncated_is_cap=2.0, **CLIPS)
+        return aggregate(terms.loss, rest["mask"], aggregation, num_tokens=num_tokens, num_rows=num_rows)
+
+    for rows in (4, 1):
+        parts = [{name: values[start : start + rows] for name, values in batch.items()} for start in range(0, 8, rows)]
+        losses, gradients = zip(*(part(rest.pop("logprobs"), rest) for rest in parts), strict=True)
+        # The mean of per-part means is what goes wrong where rows differ in length.
+        np.testing.assert_allclose(sum(losses), loss, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jnp.concatenate(gradients), gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("aggregation", config.AGGREGATIONS)
+def test_mask_equals_slice(aggregation):
+    batch = random_batch(2)
+    batch["mask"] = jnp.zeros((8, 7), bool).at[:5, :4].set(True)
+    cut = {name: values[:5, :4] for name, values in batch.items()}
+    (loss, metrics), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
+    (cut_loss, cut_metrics), cut_gradient = jitted_value_and_gradient(cut, CLIPS, aggregation, 2.0)
+    np.testing.assert_allclose(loss, cut_loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient[:5, :4], cut_gradient, rtol=1e-6)
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], cut_metrics[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", config.AGGREGATIONS)
+@pytest.mark.parametrize("garbage", [math.nan, -math.inf, math.inf, 1e30])
+def test_garbage_under_the_mask_reaches_nothing(aggregation, garbage):
+    clean = random_batch(3)
+    dirty = {
+        name: values if name == "mask" else jnp.where(clean["mask"], values, garbage) for name, values in clean.items()
+    }
+    expected = jitted_value_and_gradient(clean, CLIPS, aggregation, 2.0)
+    actual = jitted_value_and_gradient(dirty, CLIPS, aggregation, 2.0)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert np.isfinite(actual[1]).all()
+    assert not actual[1][~clean["mask"]].any()
+
+
+@pytest.mark.parametrize("garbage", [math.nan, -math.inf])
+def test_the_pieces_keep_garbage_out_by_themselves(garbage):
+    batch = random_batch(3)
+    mask = batch["mask"]
+    dirty = {name: jnp.where(mask, values, garbage) for name, values in batch.items() if name != "mask"}
+    for term in policy_terms(**dirty, mask=mask, truncated_is_cap=2.0, **CLIPS):
+        assert np.isfinite(term).all() and not term[~mask].any()
+    # As an entropy comes from the policy: nan where there is no token.
+    expected = aggregate(batch["logprobs"], mask, "token-mean", num_tokens=4.0, num_rows=2.0)
+    assert aggregate(dirty["logprobs"], mask, "token-mean", num_tokens=4.0, num_rows=2.0) == expected
+
+
+def test_only_the_current_logprobs_are_differentiated():
+    batch = random_batch(4)
+    mask = batch.pop("mask")
+
+    @jax.jit
+    @jax.grad
+    def gradient_of_all(arrays):
+        options = {"aggregation": "token-mean", "truncated_is_cap": 2.0, **CLIPS}
+        value, metrics = clipped_policy_loss(mask=mask, **arrays, **options)
+        return value + sum(metrics.values())
+
+    gradients = gradient_of_all(batch)
+    assert gradients.pop("logprobs").any()
+    for gradient in gradients.values():
+        assert not gradient.any()
+
+
+def test_jit_equals_eager():
+    batch = random_batch(5)
+    for aggregation in config.AGGREGATIONS:
+        eager = value_and_gradient(batch, CLIPS, aggregation, 2.0)
+        compiled = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), compiled, eager)
+
+
+def test_bfloat16_is_computed_in_float32():
+    batch = {name: values.astype(jnp.bfloat16) for name, values in random_batch(6).items()}
+    wide = {name: values.astype(jnp.float32) for name, values in batch.items()}
+    options = {"aggregation": "token-mean", "truncated_is_cap": 2.0, **CLIPS}
+    loss, metrics = clipped_policy_loss(**batch, **options)
+    assert loss.dtype == jnp.float32
+    assert all(value.dtype == jnp.float32 for value in metrics.values())
+    assert loss == clipped_policy_loss(**wide, **options)[0]
+
+
+def test_a_minibatch_without_tokens_has_loss_0():
+    batch = random_batch(7) | {"mask": jnp.zeros((8, 7), bool)}
+    for aggregation in config.AGGREGATIONS:
+        (loss, _), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
+        assert loss == 0.0 and not gradient.any()
+
+
+def test_what_is_refused():
+    one = jnp.ones((1, 1))
+    with pytest.raises(ValueError, match="needs behaviour_logprobs"):
+        clipped_policy_loss(one, one, one, one, aggregation="token-mean", truncated_is_cap=2.0, **CLIPS)
+    with pytest.raises(ValueError, match="aggregation is 'mean'; it must be one of token-mean"):
+        clipped_policy_loss(one, one, one, one, aggregation="mean", **CLIPS)
+    with pytest.raises(ValueError, match="kind is 'k4'; it must be one of k1, k2, k3"):
+        kl_estimate(one, one, "k4")

@@ -1,0 +1,129 @@
+r"""Boxes and answers. The pairs of COMPARED are excerpts of other projects' tests: OpenBMB/OlympiadBench,
+hendrycks/math, QwenLM/Qwen2.5-Math (MIT) and NVIDIA/NeMo-Skills, huggingface/Math-Verify (Apache-2.0).
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from reinforce_ada_jax.rewards.math_answer import MAX_BOXED_LENGTH, grade, last_boxed
+from reinforce_ada_jax.types import Verdict
+
+BOXES = [
+    (r"\boxed{1}", "1"),
+    (r"a \boxed{1} b \boxed{2} c", "2"),
+    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\boxed{4}}", "4"),
+    (r"\boxed{1}{2}", "1"),
+    (r"$\{1,2\}$ so \boxed{\{1,2\}}", r"\{1,2\}"),
+    (r"\boxed{}", ""),
+    (r"\boxed{a}\boxed{}", ""),
+    (r"\mathbf{\boxed{6}}", "6"),
+    # Braces outside need not balance. An extractor that counts from the beginning of the text gives "" here.
+    (r"x } \boxed{1}", "1"),
+    (r"{ \boxed{1}", "1"),
+    (r"set \} typo \boxed{5}", "5"),
+    # The last one that closes: a truncated second box does not undo the first.
+    (r"\boxed{1} then \boxed{2", "1"),
+    (r"\boxed{1} then \boxed{x \boxed{2}", "2"),
+    # Not boxes.
+    ("", None),
+    (r"\boxed{1", None),
+    (r"\boxed 7", None),
+    (r"\fbox{9}", None),
+    ("boxed{6}", None),
+    ("<answer>5</answer>", None),
+]
+
+
+@pytest.mark.parametrize(("text", "content"), BOXES)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+def test_last_boxed_is_linear():
+    # 100,000 boxes that never close; a scan from each of them to the end would be 6e10 characters.
+    start = time.perf_counter()
+    assert last_boxed(r"\boxed{3}" + r"\boxed{" * 100_000) == "3"
+    assert time.perf_counter() - start < 5.0
+
+
+COMPARED = [
+    # (answer, boxed text, equal)
+    ("x=1", "1", True),
+    ("x=1", "x=2", False),
+    ("a_{n} =2 n    +1", "2n+    1", True),
+    ("(2,1),(3,1)", "(3,1),(2,1)", True),
+    ("x^2+y^2=1", "x^{2}=1-y^2", True),
+    ("x^2+y^2=1", "x^{2}-y^{2}=1", False),
+    ("0.64N", "0.6400 N", True),
+    ("0.6", r"\frac{3}{5}", True),
+    ("0.6", r"60\%", True),
+    (r"7.8\times 10^2", "780", True),
+    (r"10\text{ units}", "10 ", True),
+    (r"10\text{ units}", "100 ", False),
+    (r"\$10", "10", True),
+    ("10", r"\$10", True),
+    (r"\left(x-2\right)\left(x+2\right)", "(x-2)(x+2)", True),
+    (r"\frac34i", r"\frac{3}{4}i", True),
+    (r"\tfrac83", r"\frac{8}{3}", True),
+    ("1/2", "0.5", True),
+    ("A", r"\textbf{A}", True),
+    (".185", "0.185", True),
+    ("odd", r"\text{oddd}", False),
+    (r"\sqrt{67},-\sqrt{85}", r"\sqrt{67}", False),
+    ("10{,}000", "9999", False),
+    ("50,625", "50625", True),
+    ("7425000", "7,425,000", True),
+    ("33.3", r"\frac{100}{3}", False),
+    (r"\frac{1}{12}", "0.0833333333333333", True),
+    (r"1\frac{1}{4}", r"\frac{5}{4}", True),
+    (r"x \in [-2,7]", r"-2 \le x \le 7", True),
+    ("185", "185\\", True),  # Math-Verify reads no number before a control space
+    ("185", r"185\ ", True),
+    # The gold may bring its own delimiters, and so may what stands in the box.
+    (r"$\frac{1}{2}$", "0.5", True),
+    (r"\boxed{[-4/2, 0.5]}", r"[-2, \frac{1}{2}]", True),
+    ("9", r"the answer is $9$", True),
+    # Not mathematics: the strings decide.
+    (r"\text{Yes}", r"\text{yes}", True),
+    (r"\text{Yes}", r"\text{no}", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "boxed", "equal"), COMPARED)
+def test_comparison(answer, boxed, equal):
+    assert grade(rf"So it is $\boxed{{{boxed}}}$.", answer) == Verdict(equal, float(equal))
+
+
+def test_only_the_last_box_counts():
+    assert grade(r"\boxed{1} or rather \boxed{2}", "2").correct
+    assert not grade(r"\boxed{2} or rather \boxed{1}", "2").correct
+
+
+def test_reasons():
+    assert grade("the answer is 1", "1") == Verdict(False, 0.0, "no_answer")
+    assert grade(r"\boxed{ }", "1") == Verdict(False, 0.0, "no_answer")
+    assert grade(r"\boxed{%s}" % ("1" * (MAX_BOXED_LENGTH + 1)), "1") == Verdict(False, 0.0, "too_long")
+    assert grade(r"\boxed{%s}" % ("1" + " " * MAX_BOXED_LENGTH), "1").correct
+    # Two clock times: sympy raises on the comparison, and the strings differ.
+    assert grade(r"\boxed{1:00}", "12:00") == Verdict(False, 0.0, "error")
+    assert grade(r"\boxed{12:00}", "12:00") == Verdict(True, 1.0)
+
+
+def test_import_is_cheap_and_ground_types_are_python():
+    # gmpy2 must be off before sympy is imported, and the training process must not pay for sympy at all.
+    program = (
+        "import sys\n"
+        "from reinforce_ada_jax.rewards import math_answer\n"
+        "assert not {'sympy', 'math_verify', 'jax'} & sys.modules.keys()\n"
+        "math_answer.warm_up()\n"
+        "from sympy.external.gmpy import GROUND_TYPES\n"
+        "assert GROUND_TYPES == 'python', GROUND_TYPES\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "SYMPY_GROUND_TYPES"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,248 @@
+"""The pool against checkers that hang, crash and lie (`graders.obedient` does what the response says)."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+
+from reinforce_ada_jax.rewards import math_answer
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.types import Verdict
+from tests.rewards import graders
+
+RIGHT, WRONG = Verdict(True, 1.0), Verdict(False, 0.0)
+
+
+def failed(reason):
+    return Verdict(False, 0.0, reason)
+
+
+def children():
+    """Process ids of this process's children, zombies included."""
+    with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
+        return file.read().split()
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, limit_s):
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with VerifierPool(graders.obedient, workers=2, time_limit_s=1.0) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("hostile", "reason"),
+    [
+        ("loop", "timeout"),
+        ("power", "timeout"),
+        ("sleep", "timeout"),
+        ("abort", "crash"),
+        ("exit", "crash"),
+        ("raise", "error"),
+        ("system_exit", "error"),
+        ("recurse", "error"),
+        ("memory", "error"),
+        ("none", "error"),
+        ("nan", "error"),
+        ("two", "error"),
+    ],
+)
+def test_a_hostile_pair_costs_only_itself(pool, hostile, reason):
+    pairs = [("a", "a"), (hostile, "x"), ("b", "a"), ("c", "c")]
+    assert pool.grade_all(pairs) == [RIGHT, failed(reason), WRONG, RIGHT]
+
+
+def test_order_is_kept(pool):
+    pairs = [(str(i % 7), str(i % 3)) for i in range(200)]
+    pairs[10] = pairs[60] = ("exit", "x")
+    pairs[30] = ("loop", "x")
+    expected = [RIGHT if response == answer else WRONG for response, answer in pairs]
+    expected[10] = expected[60] = failed("crash")
+    expected[30] = failed("timeout")
+    assert pool.grade_all(pairs) == expected
+    assert pool.grade_all([]) == []
+
+
+def test_long_texts_and_all_of_unicode_arrive(pool):
+    text = "Я\U0001f600\n\0" * 100_000
+    assert pool.grade_all([(text, text), (text, text + "x")]) == [RIGHT, WRONG]
+
+
+def test_workers_persist(pool):
+    first = {verdict.reason for verdict in pool.grade_all([("pid", "")] * 20)}
+    again = {verdict.reason for verdict in pool.grade_all([("pid", "")] * 20)}
+    assert len(first | again) <= 2
+
+
+def test_workers_that_died_between_two_calls_cost_nothing(pool):
+    victims = children()
+    assert len(victims) == 2
+    for victim in victims:
+        os.kill(int(victim), signal.SIGKILL)
+    assert wait_until(lambda: not any(map(is_running, victims)), limit_s=5.0)
+    assert pool.grade_all([("a", "a")] * 4) == [RIGHT] * 4
+
+
+def test_workers_see_what_they_should(pool):
+    # Never jax (it would claim the accelerator), never the parent's main module (it may import jax), never gmpy2.
+    modules, ground_types = pool.grade_all([("modules", ""), ("ground_types", "")])
+    assert modules == Verdict(True, 1.0, "reinforce_ada_jax.rewards.worker")
+    assert ground_types.reason == "python"
+
+
+def test_what_a_checker_prints_harms_nothing(pool):
+    assert pool.grade_all([("print", "a"), ("a", "a")]) == [WRONG, RIGHT]
+
+
+def test_an_interrupted_call_leaves_nothing_behind(pool):
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.grade_all([("sleep", "x"), ("sleep", "x"), ("a", "a")])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    # A pool that kept the stuck workers would answer these with the verdicts of the pairs before.
+    assert pool.grade_all([("b", "a"), ("a", "a"), ("b", "a")]) == [WRONG, RIGHT, WRONG]
+
+
+def test_no_process_outlives_the_block(tmp_path):
+    before = children()
+    mark = f"# {tmp_path}"  # in the command line of the process that the checker starts
+    with VerifierPool(graders.obedient, workers=1, time_limit_s=0.5) as pool:
+        assert pool.grade_all([("child", mark), ("exit", "x"), ("a", "a")]) == [
+            failed("timeout"),
+            failed("crash"),
+            RIGHT,
+        ]
+        assert len(children()) == len(before) + 1
+    assert children() == before
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert mark not in listing
+
+
+@pytest.mark.parametrize("response", ["idle", "power"])
+def test_workers_die_with_the_parent(response, tmp_path):
+    # The parent is killed while its worker is idle (end of file ends it) or locked up in C (its own alarm does).
+    program = (
+        "import sys, time\n"
+        "from tests.rewards import graders\n"
+        "from reinforce_ada_jax.rewards import workers\n"
+        "with workers.VerifierPool(graders.obedient, workers=1, time_limit_s=1.0) as pool:\n"
+        "    print(pool.grade_all([('pid', '')])[0].reason, flush=True)\n"
+        f"    pool.grade_all([({response!r}, '')])\n"
+        "    time.sleep(60)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        worker = int(parent.stdout.readline())
+        time.sleep(0.3)  # it is in grade_all by now
+        assert is_running(worker)
+        parent.kill()
+    assert wait_until(lambda: not is_running(worker), limit_s=15.0)
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_at_once(tmp_path, monkeypatch):
+    (tmp_path / "checker_with_a_missing_dependency.py").write_text(
+        "import sys\n"
+        "if 'pytest' not in sys.modules:\n"
+        "    import a_package_that_is_not_there\n"
+        "def grade(response, answer): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    checker = importlib.import_module("checker_with_a_missing_dependency")
+
+    before = children()
+    pool = VerifierPool(checker.grade, workers=2, time_limit_s=1.0)
+    with pytest.raises(RuntimeError, match=r"(?s)cannot start.*No module named 'a_package_that_is_not_there'"), pool:
+        pass
+    assert children() == before
+
+
+def test_a_module_that_kills_its_worker_is_an_error_at_once(tmp_path, monkeypatch):
+    (tmp_path / "checker_that_exits.py").write_text(
+        "import os, sys\nif 'pytest' not in sys.modules:\n    os._exit(3)\ndef grade(response, answer): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    checker = importlib.import_module("checker_that_exits")
+
+    with (
+        pytest.raises(RuntimeError, match="3 verifier workers in a row did not start"),
+        VerifierPool(checker.grade, 1, 1.0),
+    ):
+        pass
+
+
+def test_grade_functions_that_cannot_travel():
+    def local(response, answer): ...
+
+    in_main = types.FunctionType(local.__code__, {"__name__": "__main__"})
+    in_main.__qualname__ = "grade"
+    for grade_fn in (local, lambda response, answer: None, in_main, "".join):
+        with pytest.raises(ValueError, match=r"grade_fn .*(move it to the top level|workers=0)"):
+            VerifierPool(grade_fn, workers=1, time_limit_s=1.0)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="workers is -1"):
+        VerifierPool(graders.obedient, workers=-1, time_limit_s=1.0)
+    for limit in (0.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="time_limit_s is"):
+            VerifierPool(graders.obedient, workers=1, time_limit_s=limit)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_grading_outside_of_the_block_is_an_error(workers):
+    pool = VerifierPool(graders.obedient, workers=workers, time_limit_s=1.0)
+    with pytest.raises(ValueError, match="with"):
+        pool.grade_all([("a", "a")])
+
+
+def test_no_workers_grades_here():
+    def local(response, answer):  # nothing has to travel
+        return graders.obedient(response, answer)
+
+    with VerifierPool(local, workers=0, time_limit_s=1.0) as pool:
+        verdicts = pool.grade_all([("pid", ""), ("a", "a"), ("raise", ""), ("nan", ""), ("b", "a")])
+    assert verdicts == [Verdict(True, 1.0, str(os.getpid())), RIGHT, failed("error"), failed("error"), WRONG]
+
+
+def test_mathematics_beside_hostile_mathematics():
+    # Towers and factorials take sympy hours; the start of a worker (sympy's import) counts against no limit.
+    with VerifierPool(math_answer.grade, workers=2, time_limit_s=1.5) as pool:
+        verdicts = pool.grade_all(
+            [
+                (r"\boxed{\frac{1}{2}}", "0.5"),
+                (r"\boxed{10^{10^{10}}}", "2"),
+                (r"\boxed{3}", "2"),
+                (r"\boxed{((20!)!)!}", "2"),
+                (r"\boxed{x+1}", "1+x"),
+            ]
+        )
+    assert verdicts == [RIGHT, failed("timeout"), WRONG, failed("timeout"), RIGHT]
