@@ -71,12 +71,6 @@ def parts(config: ConfigDict, folder: pathlib.Path) -> Parts:
             f"{architecture.vocab_size} rows: they don't belong together."
         )
     options = options_from_config(config, tokenizer.stop_ids)
-    longest = options.max_prompt_tokens + options.max_response_tokens
-    if longest > architecture.max_positions:
-        raise ValueError(
-            f"data.max_prompt_tokens + max_response_tokens = {longest}, but the model was made for "
-            f"{architecture.max_positions} positions (max_position_embeddings): lower one of them."
-        )
     mesh = mesh_lib.make_mesh(**config.mesh)
     return Parts(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer))
 
