@@ -161,7 +161,7 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
             )
 
 
-def _write_part(whole: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array:
+def _write_part(whole: jax.Array, part: jax.Array, start: tuple[jax.typing.ArrayLike, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), start)
 
 
@@ -177,7 +177,7 @@ def load(
 ) -> tuple[Architecture, transformer.Params]:
     """A Hugging Face folder's architecture and weights, born sharded when a mesh is given.
 
-    Beyond the result, at most one tensor of the files is in memory.
+    Beyond the result, at most one tensor of the files is in the host's memory, and on its way to the device.
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16.
@@ -227,7 +227,7 @@ def load(
 
 
 @functools.partial(jax.jit, static_argnames="shape")
-def _read_part(whole: jax.Array, start: tuple[int, ...], shape: tuple[int, ...]) -> jax.Array:
+def _read_part(whole: jax.Array, start: tuple[jax.typing.ArrayLike, ...], shape: tuple[int, ...]) -> jax.Array:
     return jax.lax.dynamic_slice(whole, start, shape)
 
 
@@ -293,13 +293,13 @@ def save(
       ValueError: the destination holds something, there is no tokenizer in `tokenizer_from`, the weights aren't those
         of the architecture, or have a dtype that isn't written.
     """
-    folder = pathlib.Path(folder)
+    folder = pathlib.Path(folder).absolute()
     tokenizer_from = None if tokenizer_from is None else pathlib.Path(tokenizer_from)
     _check_folders(folder, tokenizer_from)
     weights = transformer.flatten(params)
     _check_params(architecture, weights)
     wanted = parts(architecture)
-    dtypes = {name: jnp.dtype(dtype or weight.dtype) for name, weight in weights.items()}
+    dtypes = {name: jnp.dtype(weight.dtype if dtype is None else dtype) for name, weight in weights.items()}
     for name, kind in dtypes.items():
         if kind.name not in weight_files.DTYPE_CODES:
             raise ValueError(f"{name} would be written as {kind.name}; use {', '.join(weight_files.DTYPE_CODES)}.")

@@ -43,7 +43,7 @@ def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
     return jnp.broadcast_to(scale.astype(x.dtype), x.shape) * normed.astype(x.dtype)
 
 
-def rotary_frequencies(architecture: Architecture) -> Float[Array, " H/2"]:
+def rotary_frequencies(architecture: Architecture) -> Float[Array, " half"]:
     """Inverse frequencies theta^(-2i/H), stretched for long contexts where the architecture says so.
 
     Llama-3's rule: wavelengths beyond original/low_factor are divided by `factor`, those under original/high_factor
@@ -63,7 +63,7 @@ def rotary_frequencies(architecture: Architecture) -> Float[Array, " H/2"]:
 
 
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " H/2"]
+    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding in Hugging Face's layout: dimension i turns with dimension i + H/2."""
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]

@@ -1,0 +1,149 @@
+"""Live parity with transformers, on random models made on the spot. Needs torch: `make parity`.
+
+The same comparisons as on the goldens (tests/policy/recording.py), over more shapes; and what we save, transformers
+loads without a missing or an unexpected tensor, and computes the same.
+"""
+
+import dataclasses
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from reinforce_ada_jax.policy import huggingface, transformer
+from tests.golden.transformers import make_golden
+from tests.policy import recording
+
+SIZES = make_golden.SIZES | dict(max_position_embeddings=512)
+MODELS = {
+    "qwen2-tied-group-of-2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-untied-no-groups": transformers.Qwen2Config(
+        **SIZES | dict(num_key_value_heads=4, num_hidden_layers=3), tie_word_embeddings=False
+    ),
+    "qwen2-group-of-4-theta-1e6": transformers.Qwen2Config(
+        **SIZES | dict(num_key_value_heads=1), rope_parameters=dict(rope_type="default", rope_theta=1e6)
+    ),
+    "qwen3-tied-wide-heads": transformers.Qwen3Config(**SIZES, tie_word_embeddings=True, head_dim=32),
+    "qwen3-untied-group-of-4": transformers.Qwen3Config(
+        **SIZES | dict(num_key_value_heads=1), tie_word_embeddings=False, head_dim=12
+    ),
+    "llama-scaled-tied": transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=True, rope_parameters=make_golden.LLAMA3_ROPE, head_dim=16
+    ),
+    "llama-plain-untied-no-groups": transformers.LlamaConfig(
+        **SIZES | dict(num_key_value_heads=4), tie_word_embeddings=False, rms_norm_eps=1e-5
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def models(request, tmp_path_factory):
+    """(theirs, ours: (architecture, params), recording); the first seed whose greedy tokens no rounding decides."""
+    for seed in range(100, 120):
+        theirs = make_golden.random_model(MODELS[request.param], seed)
+        try:
+            recorded = make_golden.record(theirs, seed, length=40, count=32)
+        except ValueError:
+            continue
+        folder = tmp_path_factory.mktemp("theirs")
+        theirs.save_pretrained(folder)
+        return theirs, huggingface.load(folder), recorded
+    raise ValueError("no seed of 20 gives greedy tokens that are more than 1e-3 likelier than the next")
+
+
+@pytest.mark.parametrize("check", recording.CHECKS)
+def test_equals_transformers(models, check):
+    _, ours, recorded = models
+    check(*ours, recorded)
+
+
+def from_pretrained(folder, dtype=torch.float32):
+    theirs, information = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=dtype, attn_implementation="eager"
+    )
+    assert not any(information.values()), information
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 30_000])
+def test_transformers_loads_what_we_save(models, tmp_path, max_shard_bytes):
+    theirs, ours, recorded = models
+    huggingface.save(tmp_path / "ours", *ours, max_shard_bytes=max_shard_bytes)
+    again = from_pretrained(tmp_path / "ours")
+    wanted = theirs.state_dict()
+    assert again.state_dict().keys() == wanted.keys()
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight, wanted[name]), name
+    with torch.no_grad():
+        logits = again(torch.from_numpy(recorded["tokens"]).long()).logits
+    np.testing.assert_array_equal(logits.numpy(), recorded["logits"])
+    assert again.generation_config.eos_token_id == 2 and again.generation_config.bos_token_id == 1
+
+
+def test_the_config_of_transformers_and_ours_agree(models, tmp_path):
+    theirs, ours, _ = models
+    huggingface.save(tmp_path / "ours", *ours)
+    written = transformers.AutoConfig.from_pretrained(tmp_path / "ours").to_dict()
+    wanted = theirs.config.to_dict()
+    # Ours repeats, for older readers, keys that transformers 5 leaves out; what transformers wrote stands there too.
+    ignored = {"transformers_version", "_name_or_path", "initializer_range", "use_cache", "pad_token_id"}
+    different = {key: (written.get(key), wanted[key]) for key in wanted if written.get(key) != wanted[key]}
+    assert different.keys() <= ignored, different
+
+
+def test_bfloat16_there_and_back(models, tmp_path):
+    theirs, (architecture, params), _ = models
+    huggingface.save(tmp_path / "narrow", architecture, params, dtype=jnp.bfloat16)
+    loaded = from_pretrained(tmp_path / "narrow", "auto")
+    assert loaded.dtype == torch.bfloat16
+    loaded.save_pretrained(tmp_path / "theirs")
+    _, back = huggingface.load(tmp_path / "theirs", dtype=jnp.bfloat16)
+    for name, weight in transformer.flatten(params).items():
+        np.testing.assert_array_equal(transformer.flatten(back)[name], weight.astype(jnp.bfloat16), err_msg=name)
+    # torch and XLA round float32 alike.
+    embedding = theirs.model.embed_tokens.weight.to(torch.bfloat16).float()
+    np.testing.assert_array_equal(np.asarray(back["embedding"], np.float32), embedding.detach().numpy())
+
+
+def test_bfloat16_activations_round_alike(models):
+    """Not bitwise (sums are ordered otherwise), but no further from float32 than transformers is, within a half."""
+    theirs, (architecture, params), recorded = models
+    tokens = recorded["tokens"]
+    narrow = transformers.AutoModelForCausalLM.from_config(
+        theirs.config, attn_implementation="eager", dtype=torch.bfloat16
+    )
+    narrow.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        their_error = np.abs(narrow(torch.from_numpy(tokens).long()).logits.float().numpy() - recorded["logits"])
+    ours = transformer.logits(architecture, params, jnp.asarray(tokens), dtype=jnp.bfloat16)
+    assert np.abs(ours - recorded["logits"]).mean() < 1.5 * their_error.mean()
+
+
+def test_configurations_of_transformers_4(tmp_path):
+    """The older keys, `rope_theta` and `rope_scaling`, give transformers 5 and us the same model."""
+    config = MODELS["llama-scaled-tied"]
+    theirs = make_golden.random_model(config, 0)
+    theirs.save_pretrained(tmp_path / "new")
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    old = json.loads((tmp_path / "old" / "config.json").read_text())
+    scaling = old.pop("rope_parameters")
+    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": old.pop("dtype")}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(old))
+    assert huggingface.read_config(tmp_path / "old") == huggingface.read_config(tmp_path / "new")
+    frequencies = from_pretrained(tmp_path / "old").model.rotary_emb.inv_freq
+    assert torch.equal(frequencies, theirs.model.rotary_emb.inv_freq)
+
+
+def test_a_tied_export_has_no_head(tmp_path):
+    architecture, params, _ = recording.golden("qwen2")
+    huggingface.save(tmp_path / "tied", architecture, params)
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    untied = dataclasses.replace(architecture, tied_embedding=False)
+    huggingface.save(tmp_path / "untied", untied, params | {"head": 2 * params["embedding"].T})
+    theirs = from_pretrained(tmp_path / "untied")
+    assert torch.equal(theirs.lm_head.weight, 2 * theirs.model.embed_tokens.weight)

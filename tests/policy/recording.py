@@ -1,0 +1,85 @@
+"""Comparison of our decoder with what transformers recorded (`tests/golden/transformers/make_golden.py`).
+
+Used on the goldens by test_transformer.py, and on models made on the spot by tests/parity.
+"""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from reinforce_ada_jax.policy import huggingface, layers, transformer
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@functools.cache
+def golden(family):
+    """(architecture, params, recording) of a golden folder."""
+    architecture, params = huggingface.load(GOLDEN / family)
+    with np.load(GOLDEN / family / "recording.npz") as recording:
+        return architecture, params, dict(recording)
+
+
+@functools.partial(jax.jit, static_argnames="architecture")
+def _modules(architecture, params, recording):
+    model = transformer.merge(architecture, params)
+    graph, stacked = nnx.split(model.layers)
+    layer = nnx.merge(graph, jax.tree.map(lambda weight: weight[-1], nnx.to_pure_dict(stacked)))
+    x, epsilon = recording["layer_input"], architecture.norm_epsilon
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    query, key, value = layer.attention.project(recording["attention_norm"], positions)
+    mixed, _, _ = transformer.causal_attend(query, key, value, 0, None)
+    return {
+        "frequencies": layers.rotary_frequencies(architecture),
+        "attention_norm": layers.rms_norm(x, layer.attention_norm[...], epsilon),
+        "query": query,
+        "key": key,
+        "attention": layer.attention.merge_heads(mixed),
+        "feed_forward_norm": layers.rms_norm(x + recording["attention"], layer.feed_forward_norm[...], epsilon),
+        "feed_forward": layer.feed_forward(recording["feed_forward_norm"]),
+    }
+
+
+def check_modules(architecture, params, recording):
+    """Each module of the last layer on its recorded input, to 1e-5."""
+    inputs = {name: recording[name] for name in ("layer_input", "attention_norm", "attention", "feed_forward_norm")}
+    for name, value in _modules(architecture, params, inputs).items():
+        np.testing.assert_allclose(value, recording[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def check_layer(architecture, params, recording):
+    """The last layer as `transformer.run` composes it, to 1e-5: a model of that layer, embedding its recorded input."""
+    x = recording["layer_input"]
+    rows, length, width = x.shape
+    alone = dataclasses.replace(architecture, num_layers=1, vocab_size=rows * length)
+    last = {"layers": jax.tree.map(lambda weight: weight[-1:], params["layers"])}
+    model = transformer.merge(alone, params | last | {"embedding": jnp.asarray(x.reshape(-1, width))})
+    hidden = transformer.hidden_states(model, jnp.arange(rows * length).reshape(rows, length), dtype=jnp.float32)
+    normed = layers.rms_norm(jnp.asarray(recording["layer"]), params["final_norm"], architecture.norm_epsilon)
+    np.testing.assert_allclose(hidden, normed, rtol=1e-5, atol=1e-5)
+
+
+def check_logits(architecture, params, recording):
+    """The whole model, to 1e-4."""
+    ours = transformer.logits(architecture, params, jnp.asarray(recording["tokens"]))
+    np.testing.assert_allclose(ours, recording["logits"], rtol=1e-4, atol=1e-4)
+
+
+def check_greedy(architecture, params, recording):
+    """The same continuation, token for token, by full forward passes over rows padded to the final length."""
+    tokens, wanted = recording["tokens"], recording["greedy"]
+    rows = np.pad(tokens, [(0, 0), (0, wanted.shape[1])])
+    for position in range(tokens.shape[1], rows.shape[1]):
+        # A fresh array each time: the one given to an asynchronous computation must not change under it.
+        logits = np.asarray(transformer.logits(architecture, params, jnp.array(rows)))
+        rows[:, position] = logits[:, position - 1].argmax(-1)
+    np.testing.assert_array_equal(rows[:, tokens.shape[1] :], wanted)
+
+
+CHECKS = (check_modules, check_layer, check_logits, check_greedy)

@@ -1,0 +1,104 @@
+"""Configurations as Qwen and Meta publish them; parameter counts as their model cards do."""
+
+import dataclasses
+import math
+
+import pytest
+
+from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy.architecture import Architecture, RopeScaling, from_hf, to_hf
+
+QWEN25_1P5B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 1536, "initializer_range": 0.02, "intermediate_size": 8960,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 12,
+    "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "bos_token_id": 151643, "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 9728,
+    "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+LLAMA32_3B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 24, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+}  # fmt: skip
+PUBLISHED = {"qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B}
+
+
+def test_llama_reads_field_by_field():
+    assert from_hf(LLAMA32_3B) == Architecture(
+        family="llama", vocab_size=128256, hidden_size=3072, ffn_size=8192, num_layers=28, num_heads=24,
+        num_kv_heads=8, head_size=128, max_positions=131072, norm_epsilon=1e-5, rope_theta=500000.0,
+        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), qkv_bias=False, qk_norm=False, tied_embedding=True,
+        eos_ids=(128001, 128008, 128009), bos_id=128000,
+    )  # fmt: skip
+
+
+def test_what_sets_the_families_apart():
+    qwen2, qwen3 = from_hf(QWEN25_1P5B), from_hf(QWEN3_4B)
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_size, qwen2.eos_ids) == (True, False, 128, (151643,))
+    # Not hidden_size / num_heads, which would be 80.
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_size, qwen3.rope_scaling) == (False, True, 128, None)
+
+
+@pytest.mark.parametrize("family, count", [("qwen2", 1543714304), ("qwen3", 4022468096), ("llama", 3212749824)])
+def test_parameter_counts_are_the_published_ones(family, count):
+    architecture = from_hf(PUBLISHED[family])
+    assert architecture.num_parameters == count
+    declared = transformer.weight_shapes(architecture).values()
+    assert sum(math.prod(shape) for shape, _ in declared) == count
+
+
+def test_an_untied_head_counts_the_embedding_twice():
+    tied = from_hf(QWEN25_1P5B)
+    assert dataclasses.replace(tied, tied_embedding=False).num_parameters - tied.num_parameters == 151936 * 1536
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_to_hf_and_back(family):
+    architecture = from_hf(PUBLISHED[family])
+    written = to_hf(architecture, "bfloat16")
+    assert from_hf(written) == architecture
+    assert written["dtype"] == "bfloat16"
+    # The keys of transformers 4 and those of 5 each suffice.
+    old = {key: value for key, value in written.items() if key != "rope_parameters"}
+    new = {key: value for key, value in written.items() if key not in ("rope_theta", "rope_scaling")}
+    assert from_hf(old) == from_hf(new) == architecture
+
+
+def test_no_stop_token_and_several():
+    assert from_hf(QWEN3_4B | {"eos_token_id": None}).eos_ids == ()
+    assert from_hf(QWEN3_4B | {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
+    nothing = dataclasses.replace(from_hf(QWEN3_4B), eos_ids=(), bos_id=None)
+    assert from_hf(to_hf(nothing, "float32")) == nothing
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported: qwen2, qwen3, llama"),
+        ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
+        ({"hidden_act": "gelu"}, "sets hidden_act = 'gelu'"),
+        ({"use_sliding_window": True}, "sets use_sliding_window = True"),
+        ({"mlp_bias": True}, "sets mlp_bias = True"),
+        ({"attention_bias": True}, "sets attention_bias = True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sets layer_types = .*sliding_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'.*Remove rope_scaling"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
+    ],
+)
+def test_what_is_refused(change, message):
+    config = {key: value for key, value in (QWEN3_4B | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        from_hf(config)

@@ -1,0 +1,149 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.policy import transformer
+from tests.policy import recording
+
+FAMILIES = recording.FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("check", recording.CHECKS)
+def test_equals_transformers(family, check):
+    check(*recording.golden(family))
+
+
+def test_the_golden_notices_rotary_scaling():
+    architecture, params, recorded = recording.golden("llama")
+    unscaled = dataclasses.replace(architecture, rope_scaling=None)
+    difference = transformer.logits(unscaled, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]
+    assert jnp.abs(difference[:, -1]).max() > 0.1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_golden_notices_every_weight(family):
+    architecture, params, recorded = recording.golden(family)
+    flat = transformer.flatten(params)
+    for name in flat:
+        initial = jnp.ones_like(flat[name]) if name.endswith("norm") else jnp.zeros_like(flat[name])
+        changed = transformer.nest(flat | {name: initial})
+        difference = transformer.logits(architecture, changed, jnp.asarray(recorded["tokens"])) - recorded["logits"]
+        # Softmax is blind to what a key bias adds to all keys alike; the rotation leaves some of it to be seen.
+        assert jnp.abs(difference).max() > 1e-2, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_nothing_before_it(family):
+    architecture, params, recorded = recording.golden(family)
+    tokens = jnp.asarray(recorded["tokens"])
+    padded = jnp.pad(tokens, [(0, 0), (0, 7)], constant_values=5)
+    whole = transformer.logits(architecture, params, padded)
+    np.testing.assert_allclose(whole[:, :24], transformer.logits(architecture, params, tokens), atol=1e-5)
+    np.testing.assert_allclose(whole[:, :9], transformer.logits(architecture, params, tokens[:, :9]), atol=1e-5)
+
+
+def test_a_token_sees_itself_and_what_is_before_it():
+    architecture, params, recorded = recording.golden("qwen3")
+    tokens = jnp.asarray(recorded["tokens"])
+    other = tokens.at[0, 10].set((tokens[0, 10] + 1) % architecture.vocab_size)
+    difference = transformer.logits(architecture, params, other) - transformer.logits(architecture, params, tokens)
+    changed = np.abs(difference).max(axis=-1)
+    np.testing.assert_array_equal(changed[0, :10], 0.0)
+    assert (changed[0, 10:] > 1e-3).all()
+    np.testing.assert_array_equal(changed[1], 0.0)
+
+
+def gradients(architecture, params, tokens, *, remat):
+    def loss(params):
+        model = transformer.merge(architecture, params)
+        hidden = transformer.hidden_states(model, tokens, dtype=jnp.float32, remat=remat)
+        return jnp.mean(transformer.head_logits(model, hidden) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def test_remat_changes_nothing():
+    architecture, params, recorded = recording.golden("qwen2")
+    tokens = jnp.asarray(recorded["tokens"])
+    plain, recomputed = (gradients(architecture, params, tokens, remat=remat) for remat in (False, True))
+    np.testing.assert_allclose(plain[0], recomputed[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain[1], recomputed[1])
+    assert all(jnp.abs(gradient).max() > 0 for gradient in jax.tree.leaves(plain[1]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_jit_equals_eager(family):
+    architecture, params, recorded = recording.golden(family)
+    tokens = jnp.asarray(recorded["tokens"])
+    model = transformer.merge(architecture, params)
+    eager = transformer.head_logits(model, transformer.hidden_states(model, tokens, dtype=jnp.float32))
+    np.testing.assert_allclose(transformer.logits(architecture, params, tokens), eager, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_activations_stay_near_and_logits_are_float32():
+    architecture, params, recorded = recording.golden("qwen2")
+    rough = transformer.logits(architecture, params, jnp.asarray(recorded["tokens"]), dtype=jnp.bfloat16)
+    assert rough.dtype == jnp.float32
+    difference = np.abs(rough - recorded["logits"])
+    assert 0 < difference.mean() < 0.05
+
+
+def test_a_tied_head_is_the_embedding_transposed():
+    architecture, params, recorded = recording.golden("qwen2")
+    untied = dataclasses.replace(architecture, tied_embedding=False)
+    tokens = jnp.asarray(recorded["tokens"])
+    same = transformer.logits(untied, params | {"head": params["embedding"].T}, tokens)
+    np.testing.assert_allclose(same, transformer.logits(architecture, params, tokens), rtol=1e-5, atol=1e-5)
+    assert "head" not in transformer.weight_shapes(architecture)
+    assert transformer.weight_shapes(untied)["head"] == ((32, 96), ("embed", "vocab"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_declares_its_shape_and_known_axes(family):
+    architecture = recording.golden(family)[0]
+    declared = transformer.weight_shapes(architecture)
+    made = transformer.flatten(jax.eval_shape(lambda: transformer.init(architecture, jax.random.key(0))))
+    assert {name: shape for name, (shape, _) in declared.items()} == {name: x.shape for name, x in made.items()}
+    for name, (shape, axes) in declared.items():
+        assert len(axes) == len(shape) and set(axes) <= mesh_lib.LOGICAL_TO_MESH.keys(), name
+        assert (axes[0] == "layers") == name.startswith("layers."), name
+    assert sum(x.size for x in made.values()) == architecture.num_parameters
+
+
+def test_nest_and_flatten_are_inverse():
+    flat = {"a": 1, "b.c": 2, "b.d.e": 3}
+    assert transformer.nest(flat) == {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
+    assert transformer.flatten(transformer.nest(flat)) == flat
+
+
+def test_merge_copies_nothing():
+    architecture, params, _ = recording.golden("qwen2")
+    assert transformer.merge(architecture, params).embedding[...] is params["embedding"]
+
+
+def test_init_on_a_mesh_is_sharded_and_the_same():
+    architecture = recording.golden("qwen3")[0]
+    mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+    params = transformer.init(architecture, jax.random.key(3), mesh)
+    query = params["layers"]["attention"]["query"]
+    assert query.sharding == mesh_lib.sharding(mesh, ("layers", "embed", "heads", "head"))
+    assert query.addressable_shards[0].data.shape == (2, 16, 2, 16)
+    alone = transformer.init(architecture, jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, params, alone)
+
+
+@pytest.mark.parametrize(
+    "size, message",
+    [
+        (dict(tensor=4), r"key: axis 'kv_heads' of size 2 cannot be split over mesh.tensor = 4.*a divisor of 2"),
+        (dict(fsdp=3), r"axis 'embed' of size 32 cannot be split over mesh.fsdp = 3: choose mesh.fsdp as a divisor"),
+    ],
+)
+def test_an_axis_that_does_not_divide_is_named(size, message):
+    with pytest.raises(ValueError, match=message):
+        transformer.param_shardings(recording.golden("qwen2")[0], mesh_lib.make_mesh(**size))
