@@ -1,6 +1,7 @@
 """How a command starts: flags, and errors of the user's making on one screen, without a stack trace."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -38,15 +39,22 @@ def user_input() -> Iterator[None]:
 
 def _parse(argv: list[str]) -> list[str]:
     try:
-        return flags.FLAGS(argv)
+        arguments = flags.FLAGS(argv)
+        if "config" in flags.FLAGS:
+            flags.FLAGS.config.lock()  # a file that could not be read shows when its configuration is first touched
     except flags.Error as error:
-        fail(error)
+        # Where a config file fails, ml_collections puts the whole stack trace in between.
+        lines = str(error).strip().splitlines()
+        fail(" ".join(dict.fromkeys((lines[0], lines[-1]))))
     except (AttributeError, KeyError) as error:
-        # ml_collections names the nearest known key in the message of these two.
-        text = str(error.args[0]).replace("\n", ". ").replace("'", "") if error.args else str(error)
-        fail(f"unknown configuration key: {text}")
-    except OSError as error:
-        fail(f"--config: {error}")
+        # ml_collections names the nearest known key, in quotes within quotes.
+        nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', str(error))
+        if nearest:
+            fail(f"unknown configuration key {nearest[2]!r}: did you mean {nearest[1]!r}?")
+        fail(f"--config: {error}. reinforce_ada_jax/config.py lists every key.")
+    except (OSError, SyntaxError, TypeError) as error:
+        fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
+    return arguments
 
 
 def run_with_arguments(main: Callable[[list[str]], None]) -> None:

@@ -93,7 +93,7 @@ def defaults() -> config_dict.ConfigDict:
             sampled_prompts=4,  # prompts of each iteration whose responses are written to samples/
         ),
     )
-    return config
+    return config.lock()  # so that a config file that misspells a key is told, too
 
 
 def _multiple(name: str, value: int, of_name: str, of: int) -> None:
@@ -159,26 +159,41 @@ def validate(config: config_dict.ConfigDict) -> None:
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1.")
     at_least_zero = {
+        "seed": config.seed,
         "iterations": config.iterations,
         "reward.workers": config.reward.workers,
         "sampling.pages": sampling.pages,
         "sampling.open_prompts": sampling.open_prompts,
         "learning.warmup_updates": learning.warmup_updates,
+        "learning.weight_decay": learning.weight_decay,
         "checkpoint.every": config.checkpoint.every,
         "evaluation.every": config.evaluation.every,
+        "logging.sampled_prompts": config.logging.sampled_prompts,
     }
     for name, value in at_least_zero.items():
         if value < 0:
             raise ValueError(f"{name} is {value}; it must not be negative.")
+    if config.seed >= 2**31:
+        raise ValueError(f"seed is {config.seed}; it must be below 2**31: the devices count in 32 bits.")
     positive = {
         "sampling.temperature": sampling.temperature,
         "learning.learning_rate": learning.learning_rate,
         "learning.clip_norm": learning.clip_norm,
+        "learning.epsilon": learning.epsilon,
+        "learning.clip_high": learning.clip_high,
         "reward.time_limit_s": config.reward.time_limit_s,
     }
     for name, value in positive.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0.")
+    below_one = {"learning.b1": learning.b1, "learning.b2": learning.b2, "learning.clip_low": learning.clip_low}
+    for name, value in below_one.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
+    if not learning.dual_clip > 1:
+        raise ValueError(f"learning.dual_clip is {learning.dual_clip}; it must be above 1: it bounds the loss at |A|.")
+    if learning.truncated_is_cap is not None and not learning.truncated_is_cap > 0:
+        raise ValueError(f"learning.truncated_is_cap is {learning.truncated_is_cap}; it must be above 0, or None.")
     if collection.strategy != "grpo" and collection.group_size > collection.samples_per_round:
         raise ValueError(
             f"collection.group_size is {collection.group_size}, collection.samples_per_round is "

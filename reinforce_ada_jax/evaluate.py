@@ -19,7 +19,7 @@ from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import VerifyFn, collect
 from reinforce_ada_jax.data.prompts import benchmark_name
-from reinforce_ada_jax.metrics import Progress
+from reinforce_ada_jax.metrics import Progress, write_whole
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -92,10 +92,13 @@ def evaluate(
 
 
 def save(workdir: pathlib.Path, iteration: int, metrics: dict[str, float]) -> pathlib.Path:
-    """Writes evaluations/<iteration>.json."""
+    """Writes evaluations/<iteration>.json; benchmarks evaluated before and not now stay in it."""
     file = workdir / "evaluations" / f"{iteration:06d}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"iteration": iteration, **metrics}, indent=2) + "\n")
+    before = json.loads(file.read_text()) if file.exists() else {"iteration": iteration}
+    now = {key.split("/")[1] for key in metrics}
+    others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
+    write_whole(file, json.dumps(others | metrics, indent=2) + "\n")
     return file
 
 

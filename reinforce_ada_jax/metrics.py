@@ -29,6 +29,13 @@ class CompileCounter:
         return new
 
 
+def write_whole(file: pathlib.Path, text: str) -> None:
+    """Writes a file such that a kill leaves what it held before or all of `text`, never a part."""
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
 def read(workdir: pathlib.Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl, one object an iteration; a last line cut short by a kill is left out."""
     file = workdir / "metrics.jsonl"
@@ -46,9 +53,7 @@ class MetricsWriter:
         """Opens the files for the iterations after `last_iteration`: later ones, of a run that died, are cut off."""
         self._file = workdir / "metrics.jsonl"
         kept = [line for line in read(workdir) if line["iteration"] <= last_iteration]
-        partial = self._file.with_suffix(".jsonl.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.replace(self._file)
+        write_whole(self._file, "".join(json.dumps(line) + "\n" for line in kept))
         self._tensorboard = None
         if tensorboard:
             import tensorboardX  # noqa: PLC0415  (a third of a second, for those who want it)

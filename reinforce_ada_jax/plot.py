@@ -54,7 +54,8 @@ def load(workdir: pathlib.Path) -> History:
       ValueError: it holds no finished iteration.
     """
     file = workdir / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    # What follows the last line break was never finished.
+    lines = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
     if not lines:
         raise ValueError(f"{workdir} has no metrics.jsonl with a finished iteration: name a run's work directory.")
     config = json.loads((workdir / "config.json").read_text())
@@ -110,6 +111,9 @@ def figure(histories: Sequence[History], benchmark: str, file: pathlib.Path) -> 
         (panels[1, 2], "generated tokens", "updates"),
     )
     for panel, title, label in titles:
+        if not panel.has_data():  # no run was evaluated
+            panel.set_axis_off()
+            continue
         panel.set(title=title, xlabel=label)
         panel.grid(alpha=0.3)
         if "tokens" in label:

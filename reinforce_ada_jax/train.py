@@ -33,7 +33,7 @@ from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
-from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress
+from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -184,17 +184,16 @@ class Run:
     def update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """One optimiser step a minibatch; means over them."""
         begin, results = time.monotonic(), []
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
             self.state, result = self.learner.update(self.state, batch)
-            results.append(result)
-        values = jax.device_get(results)
-        if not all(result.finite for result in values):
-            raise FloatingPointError(
-                f"iteration {self.iteration + 1}: loss {[float(result.loss) for result in values]}, gradient norm "
-                f"{[float(result.grad_norm) for result in values]}: not finite. The update was not applied."
-            )
-        names = [name for name in values[0]._fields if name != "finite"]
-        means = {f"update/{name}": float(np.mean([getattr(result, name) for result in values])) for name in names}
+            results.append(jax.device_get(result))
+            if not results[-1].finite:
+                raise FloatingPointError(
+                    f"iteration {self.iteration + 1}, update {number} of {len(batches)}: loss {results[-1].loss:.4g}, "
+                    f"gradient norm {results[-1].grad_norm:.4g}: not finite. The update was not applied."
+                )
+        names = [name for name in results[0]._fields if name != "finite"]
+        means = {f"update/{name}": float(np.mean([getattr(result, name) for result in results])) for name in names}
         return means | {"time/update_s": time.monotonic() - begin}
 
     def evaluate(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
@@ -295,6 +294,10 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
     draws = strategies.build(collection).max_draws
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    longest = options.max_prompt_tokens + options.max_response_tokens
+    made_for = (
+        f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
+    )
     stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in options.stop_ids)
     return "\n".join(
         [
@@ -307,6 +310,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
             f"{num_prompts:,}), {updates} updates each; {collection.strategy}: at most {draws} responses a prompt, "
             f"groups of {collection.group_size}",
+            f"lengths     up to {longest:,} tokens{made_for}",
             f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]
     )
@@ -324,7 +328,7 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
         # Whatever is wrong with the weights shows before the first file is written.
         params = None if holds_checkpoint(workdir) else load_params(config, parts)
         workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "config.json").write_text(config_lib.to_json(config))
+        write_whole(workdir / "config.json", config_lib.to_json(config))
         run = Run(config, workdir, parts, prompts, benchmarks, params)
     print(summary(config, workdir, parts, len(prompts)))
     if run.iteration:

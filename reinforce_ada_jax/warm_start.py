@@ -8,6 +8,7 @@ regime in which a group of four is often all wrong.
 """
 
 import pathlib
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -107,16 +108,13 @@ def main(config, output: pathlib.Path) -> None:
     with command.user_input():
         if output.exists():
             raise ValueError(f"{output} exists already: remove it, or give another --output.")
-    tokenizer_folder = output.with_name(output.name + ".tokenizer")
-    cipher.write_tokenizer(tokenizer_folder)
-    tokenizer = Tokenizer.load(tokenizer_folder)
-    architecture = make_architecture(tokenizer)
-    limits = (config.data.max_prompt_tokens, config.sampling.max_response_tokens)
-    params = train(architecture, tokenizer, config.seed, limits)
-    huggingface.save(output, architecture, params, tokenizer_from=tokenizer_folder)
-    for file in tokenizer_folder.iterdir():
-        file.unlink()
-    tokenizer_folder.rmdir()
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        cipher.write_tokenizer(tokenizer_folder)
+        tokenizer = Tokenizer.load(tokenizer_folder)
+        architecture = make_architecture(tokenizer)
+        limits = (config.data.max_prompt_tokens, config.sampling.max_response_tokens)
+        params = train(architecture, tokenizer, config.seed, limits)
+        huggingface.save(output, architecture, params, tokenizer_from=tokenizer_folder)
     print(f"{architecture.num_parameters:,} weights written to {output}")
 
 

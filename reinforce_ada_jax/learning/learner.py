@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
@@ -47,11 +48,11 @@ class UpdateMetrics(NamedTuple):
 
 def response_mask(batch: Batch) -> Bool[Array, "B R"]:
     """True at response tokens, the stop token included."""
-    return jnp.arange(batch.behaviour_logprobs.shape[1]) < batch.response_length[:, None]
+    return jnp.arange(batch.behaviour_logprobs.shape[1])[None] < batch.response_length[:, None]
 
 
 def response_logprobs(
-    architecture: Architecture, params: Params, batch: Batch, *, dtype: jnp.dtype, temperature: float, chunk: int
+    architecture: Architecture, params: Params, batch: Batch, *, dtype: DTypeLike, temperature: float, chunk: int
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
 
@@ -60,7 +61,7 @@ def response_logprobs(
     model = merge(architecture, params)
     hidden = hidden_states(model, batch.tokens, dtype=dtype, remat=True)
     # Position j of a response is token prompt_length + j of its row, predicted one position earlier.
-    position = batch.prompt_length[:, None] + jnp.arange(batch.behaviour_logprobs.shape[1])
+    position = batch.prompt_length[:, None] + jnp.arange(batch.behaviour_logprobs.shape[1])[None]
     targets = jnp.take_along_axis(batch.tokens, position, axis=1, mode="clip")
     predicting = jnp.take_along_axis(hidden, (position - 1)[..., None], axis=1, mode="clip")
     return token_logprobs(model, predicting, targets, temperature=temperature, chunk=chunk)
@@ -156,11 +157,13 @@ class Learner:
 
         zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0),) * 5)
         (gradients, sums), _ = jax.lax.scan(accumulate, zeros, self._split(batch))
-        grad_norm = optax.global_norm(gradients)
+        grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums[0]) & jnp.isfinite(grad_norm)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         new = LearnerState(
             params=optax.apply_updates(state.params, changes), optimizer=optimizer, updates=state.updates + 1
         )
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        # The layout is named at the exit: a state that came back laid out otherwise would compile everything once more.
+        new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
         return new, UpdateMetrics(*sums, grad_norm=grad_norm, finite=finite)

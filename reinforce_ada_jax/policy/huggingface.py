@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from reinforce_ada_jax.policy import transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
@@ -173,7 +174,7 @@ def _place(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
 
 
 def load(
-    folder: str | pathlib.Path, mesh: Mesh | None = None, dtype: jnp.dtype = jnp.float32
+    folder: str | pathlib.Path, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[Architecture, transformer.Params]:
     """A Hugging Face folder's architecture and weights, born sharded when a mesh is given.
 
@@ -274,7 +275,7 @@ def save(
     params: transformer.Params,
     *,
     tokenizer_from: str | pathlib.Path | None = None,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
     max_shard_bytes: float = 5e9,
 ) -> None:
     """Writes a folder that `load` and transformers' `from_pretrained` read; whole, or not at all.

@@ -8,6 +8,7 @@ that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` ever
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -19,7 +20,7 @@ class Declare:
     Without a fan-in a weight starts at `constant`; with one, at N(0, 1 / fan_in).
     """
 
-    def __init__(self, key: jax.Array, dtype: jnp.dtype, layers: int | None = None):
+    def __init__(self, key: jax.Array, dtype: DTypeLike, layers: int | None = None):
         self.key, self.dtype, self.layers, self.count = key, dtype, layers, 0
 
     def __call__(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax import mesh as mesh_lib
@@ -27,7 +28,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.A
 class Decoder(nnx.Module):
     """Embedding, stacked layers, final norm, and an output head where it isn't the embedding's transpose."""
 
-    def __init__(self, architecture: Architecture, key: jax.Array, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, architecture: Architecture, key: jax.Array, dtype: DTypeLike = jnp.float32):
         outer_key, layers_key = jax.random.split(key)
         declare = Declare(outer_key, dtype)
         v, d = architecture.vocab_size, architecture.hidden_size
@@ -101,7 +102,7 @@ def run(
     attend: Attend,
     carry: Any = None,
     *,
-    dtype: jnp.dtype,
+    dtype: DTypeLike,
     remat: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
@@ -147,7 +148,7 @@ def causal_attend(query, key, value, layer_index, carry):
 
 
 def hidden_states(
-    model: Decoder, tokens: Int[Array, "B T"], *, dtype: jnp.dtype, remat: bool = False
+    model: Decoder, tokens: Int[Array, "B T"], *, dtype: DTypeLike, remat: bool = False
 ) -> Float[Array, "B T D"]:
     """Causal forward pass over rows that begin at position 0.
 
@@ -168,7 +169,7 @@ def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "
 
 @functools.partial(jax.jit, static_argnames=("architecture", "dtype"))
 def logits(
-    architecture: Architecture, params: Params, tokens: Int[Array, "B T"], dtype: jnp.dtype = jnp.float32
+    architecture: Architecture, params: Params, tokens: Int[Array, "B T"], dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "B T V"]:
     """Plain full forward pass, for checks: [B, T, V] exists here and nowhere else."""
     model = merge(architecture, params)

@@ -11,6 +11,7 @@ ended gives its pages back and takes the next request from the queue. The host s
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
@@ -99,7 +100,7 @@ class Prefix:
     last_token: Int[Array, " B"]
 
 
-def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: jnp.dtype) -> Prefix:
+def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
     """Keys and values of right-padded prompts. Those at and beyond `length - 1` are never read."""
 
     def attend(query, key, value, layer_index, carry):
@@ -118,10 +119,10 @@ def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]
     kv_heads, all_pages, page_size, _ = state.key_pages.shape
     position = jnp.arange(tokens)
     page = jnp.take(table, jnp.minimum(position // page_size, table.shape[1] - 1), axis=1)  # B T
-    page = jnp.where(position < prefix.length[:, None] - 1, page, NULL)
+    page = jnp.where(position[None] < prefix.length[:, None] - 1, page, NULL)
     layer = jnp.arange(num_layers)[:, None, None] * (all_pages // num_layers)
     heads = jnp.arange(kv_heads)[:, None, None, None]
-    where = (heads, (layer + page)[None], jnp.broadcast_to(position % page_size, (rows, tokens))[None, None])
+    where = (heads, (layer + page[None])[None], jnp.broadcast_to(position % page_size, (rows, tokens))[None, None])
 
     def write(pages, new):
         return pages.at[where].set(new.transpose(3, 0, 1, 2, 4).astype(pages.dtype))
@@ -151,12 +152,12 @@ def open_prompts(state: DecodeState, prefix: Prefix, rows: Int[Array, " B"]) -> 
 def close_prompts(state: DecodeState, closing: Bool[Array, " R"]) -> DecodeState:
     """Gives back the pages of prompts of which no draw is running or waiting."""
     counts = num_pages(state.prompts.length - 1, _page_size(state))
-    held = (jnp.arange(state.prompts.table.shape[1]) < counts[:, None]) & closing[:, None]
+    held = (jnp.arange(state.prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
     return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held))
 
 
 def _own_pages(slots: Slots) -> Bool[Array, "S width"]:
-    column = jnp.arange(slots.table.shape[1])
+    column = jnp.arange(slots.table.shape[1])[None]
     return (column >= slots.shared[:, None]) & (column < slots.used[:, None])
 
 
@@ -217,7 +218,7 @@ def refill(state: DecodeState) -> DecodeState:
     taken = waiting & (jnp.cumsum(wanted) <= state.pool.available)
     pool, own = pages_lib.allocate(state.pool, jnp.where(taken, wanted, 0), width)
 
-    column = jnp.arange(width)
+    column = jnp.arange(width)[None]
     prompt_table = jnp.pad(prompts.table, ((0, 0), (0, max(0, width - prompts.table.shape[1]))))[row][:, :width]
     own_table = jnp.take_along_axis(own, jnp.maximum(column - shared[:, None], 0), axis=1)
     table = jnp.where(column < shared[:, None], prompt_table, own_table)
@@ -271,7 +272,7 @@ def _copy_pages(
 
 
 def decode_token(
-    model: Decoder, state: DecodeState, *, dtype: jnp.dtype, backend: str, greedy: bool
+    model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, greedy: bool
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """One token for every active slot, written to its output row. Also says which responses ended with it."""
     slots, outputs = state.slots, state.outputs
@@ -296,7 +297,7 @@ def decode_token(
     tokens, logprobs = token_lib.sample(logits, slots.key, slots.count, state.temperature, greedy=greedy)
 
     count = slots.count + 1
-    stopped = slots.active & jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    stopped = slots.active & jnp.any(tokens[:, None] == state.stop_ids[None], axis=1)
     ended = stopped | (slots.active & (count >= slots.limit))
     row = jnp.where(slots.active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
@@ -323,7 +324,7 @@ def decode_token(
 
 
 def decode_window(
-    model: Decoder, state: DecodeState, requests: Requests, *, window: int, dtype: jnp.dtype, backend: str, greedy: bool
+    model: Decoder, state: DecodeState, requests: Requests, *, window: int, dtype: DTypeLike, backend: str, greedy: bool
 ) -> DecodeState:
     """Up to `window` tokens for all slots, refilled from `requests` as they become free.
 

@@ -219,6 +219,13 @@ class Engine(EngineInterface):
         token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_size * self.dtype.itemsize
         return o.pages * o.page_size * token_bytes
 
+    def _check_prompt(self, length: int) -> None:
+        if not 1 <= length <= self.options.max_prompt_tokens:
+            raise ValueError(
+                f"a prompt has {length} tokens, the engine takes 1 to {self.options.max_prompt_tokens}: a longer one "
+                "would have been cut. Send a shorter one, or raise data.max_prompt_tokens."
+            )
+
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def init_decode_state(self) -> decode.DecodeState:
@@ -228,9 +235,14 @@ class Engine(EngineInterface):
     def open_prompts(
         self, params: Params, state: decode.DecodeState, rows: list[int], prompts: list[np.ndarray]
     ) -> decode.DecodeState:
-        """Prefills `prompts` into the prompt table's `rows`, `prefill_rows` at a time, in buckets of length."""
+        """Prefills `prompts` into the prompt table's `rows`, `prefill_rows` at a time, in buckets of length.
+
+        Raises:
+          ValueError: a prompt is empty, or longer than the engine's limit.
+        """
         by_bucket: dict[int, list[tuple[int, np.ndarray]]] = {}
         for row, tokens in zip(rows, prompts, strict=True):
+            self._check_prompt(len(tokens))
             fits = next(length for length in buckets(self.options.max_prompt_tokens) if length >= len(tokens))
             by_bucket.setdefault(fits, []).append((row, tokens))
         size = self.options.prefill_rows
@@ -258,15 +270,17 @@ class Engine(EngineInterface):
         """The prefix of one prompt. JetStream deletes it after `insert`, so it holds arrays of its own only."""
         if existing_prefix is not None:
             raise ValueError("continuing an existing prefix is not supported: send the whole prompt.")
-        if true_length > self.options.max_prompt_tokens:
-            raise ValueError(
-                f"the prompt has {true_length} tokens, the engine's limit is {self.options.max_prompt_tokens}: it "
-                "would have been cut. Send a shorter one, or raise data.max_prompt_tokens."
-            )
+        self._check_prompt(true_length)
         return self._prefill(params, jnp.asarray(padded_tokens)[None], jnp.asarray([true_length], jnp.int32))
 
     def insert(self, prefix: decode.Prefix, decode_state: decode.DecodeState, slot: int) -> decode.DecodeState:
         """Puts a prefilled prompt into `slot`; what the slot held before is given up."""
+        o = self.options
+        if o.pages <= o.slots * o.table_width:
+            raise ValueError(
+                f"{o.slots} slots of {o.table_width} pages do not fit into a pool of {o.pages} (one is reserved), and "
+                "an orchestrator fills them all: set sampling.pages = 0 to have them counted, or fewer slots."
+            )
         address = np.array([SERVED_STREAM, 0, 0, self._served], np.uint32)
         self._served += 1
         return self._insert(decode_state, prefix, jnp.int32(slot), address)

@@ -34,7 +34,7 @@ def allocate(pool: PagePool, counts: Int[Array, " R"], width: int) -> tuple[Page
     The caller sees to it that sum(counts) <= pool.available and counts <= width.
     """
     before = jnp.cumsum(counts) - counts
-    column = jnp.arange(width)
+    column = jnp.arange(width)[None]
     index = pool.available - 1 - (before[:, None] + column)
     pages = jnp.where(column < counts[:, None], pool.stack[jnp.maximum(index, 0)], NULL)
     return pool.replace(available=pool.available - jnp.sum(counts)), pages

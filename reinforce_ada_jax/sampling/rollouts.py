@@ -13,7 +13,7 @@ import numpy as np
 
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.decode import RUNNING, TRUNCATED, Requests
+from reinforce_ada_jax.sampling.decode import RUNNING, TRUNCATED, DecodeState, Requests
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.types import Request, RequestQueue, Response
@@ -39,7 +39,7 @@ class Rollouts:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.state = engine.init_decode_state()
+        self.state: DecodeState | None = engine.init_decode_state()  # None while a session has it
         self.counts = RolloutCounts()
 
     def sampler(self, params: Params, *, stream: int, limit: int) -> Callable[[RequestQueue], Iterator[list[Response]]]:
@@ -49,27 +49,44 @@ class Rollouts:
           params: the learner's, as they are.
           stream: the first word of every address (`token.stream`).
           limit: response tokens at most.
+
+        Raises:
+          ValueError: the engine has no room for responses of `limit` tokens.
         """
+        longest = self.engine.options.max_response_tokens
+        if not 1 <= limit <= longest:
+            raise ValueError(
+                f"responses of up to {limit} tokens are asked for; the engine was built for 1 to {longest}."
+            )
         weights = self.engine.decode_weights(params)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
             self.counts = RolloutCounts()
-            yield from _Session(self, weights, queue, stream, limit).run()
+            # The session has the state to itself: one that is broken off, slots still decoding, leaves none behind.
+            session = _Session(self, self._take_state(), weights, queue, stream, limit)
+            yield from session.run()
+            self.state = session.state
 
         return sample_fn
+
+    def _take_state(self) -> DecodeState:
+        state, self.state = self.state, None
+        return self.engine.init_decode_state() if state is None else state
 
 
 class _Session:
     """The bookkeeping of one call: rows of prompts and outputs by who occupies them."""
 
-    def __init__(self, rollouts: Rollouts, weights: Params, queue: RequestQueue, stream: int, limit: int):
-        self.rollouts, self.engine, self.weights, self.queue = rollouts, rollouts.engine, weights, queue
-        self.stream, self.limit = stream, limit
+    def __init__(
+        self, rollouts: Rollouts, state: DecodeState, weights: Params, queue: RequestQueue, stream: int, limit: int
+    ):
+        self.engine, self.counts = rollouts.engine, rollouts.counts
+        self.state, self.weights, self.queue, self.stream, self.limit = state, weights, queue, stream, limit
         options = self.engine.options
         self.prompt_rows: dict[str, int] = {}
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.prompt_pages: dict[str, int] = {}
-        self.free_pages = int(rollouts.state.pool.available)
+        self.free_pages = int(state.pool.available)
         self.free_output_rows = list(range(options.output_rows))[::-1]
         self.in_flight: dict[int, Request] = {}  # by output row
         self.queued: list[int] = []  # output rows whose requests the device hasn't taken yet, in order
@@ -78,23 +95,23 @@ class _Session:
     def run(self) -> Iterator[list[Response]]:
         """Windows until the queue is dry and nothing is in flight."""
         while True:
-            self._close_prompts()
+            self._close_prompts(self.queue.closed())
             self._take_requests()
-            if not self.in_flight:
+            if not self.in_flight and not self.unopened:
                 break
             yield self._decode()
-        self._close_prompts()
+        self._close_prompts(list(self.prompt_rows))
 
-    def _close_prompts(self) -> None:
+    def _close_prompts(self, prompt_ids: list[str]) -> None:
         closing = np.zeros(self.engine.options.open_prompts, bool)
-        for prompt_id in self.queue.closed():
+        for prompt_id in prompt_ids:
             if prompt_id in self.prompt_rows:
                 row = self.prompt_rows.pop(prompt_id)
                 self.free_pages += self.prompt_pages.pop(prompt_id)
                 closing[row] = True
                 self.free_prompt_rows.append(row)
         if closing.any():
-            self.rollouts.state = self.engine.close_prompts(self.rollouts.state, closing)
+            self.state = self.engine.close_prompts(self.state, closing)
 
     def _can_open(self, pages: int) -> bool:
         """One response must always find room beside the open prompts, or nothing would ever move on."""
@@ -130,8 +147,8 @@ class _Session:
             self.in_flight[output_row] = request
             self.queued.append(output_row)
         if rows:
-            self.rollouts.counts.prefills += len(rows)
-            self.rollouts.state = self.engine.open_prompts(self.weights, self.rollouts.state, rows, tokens)
+            self.counts.prefills += len(rows)
+            self.state = self.engine.open_prompts(self.weights, self.state, rows, tokens)
 
     def _requests(self) -> Requests:
         """The waiting requests as the device's queue."""
@@ -151,20 +168,21 @@ class _Session:
 
     def _decode(self) -> list[Response]:
         """One window; the responses that ended in it, by output row."""
-        state = self.engine.decode_window(self.weights, self.rollouts.state, self._requests())
+        state = self.state = self.engine.decode_window(self.weights, self.state, self._requests())
         status, head, busy, turns, free_pages = jax.device_get(
             (state.outputs.status, state.requests.head, state.busy, state.turns, state.pool.available)
         )
         self.free_pages = int(free_pages)
         self.queued = self.queued[int(head) :]
-        counts = self.rollouts.counts
+        counts = self.counts
         counts.windows += 1
         counts.tokens += int(busy)
         counts.slot_turns += int(turns) * self.engine.options.slots
         if turns == 0:
             raise RuntimeError(
-                f"{len(self.in_flight)} requests wait and none can start in a pool of {self.engine.options.pages} "
-                "pages: a fault of the page accounting, please report it."
+                f"{len(self.in_flight) + len(self.unopened)} requests wait and none can start: a pool of "
+                f"{self.engine.options.pages} pages has no room for one more prompt with one response, or prompts "
+                "of which nothing is in flight were never closed."
             )
         finished = np.flatnonzero(status != RUNNING)
         responses = []
@@ -182,5 +200,4 @@ class _Session:
                     logprobs=logprobs[row, : length[row]].copy(),
                     truncated=bool(status[row] == TRUNCATED),
                 ))  # fmt: skip
-        self.rollouts.state = state
         return responses
