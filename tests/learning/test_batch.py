@@ -1,0 +1,45 @@
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.learning.batch import make_batch
+from reinforce_ada_jax.learning.learner import response_mask
+from reinforce_ada_jax.types import Response
+
+
+def response(tokens, logprobs):
+    return Response("p", 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), truncated=False)
+
+
+ROWS = [
+    (np.array([5, 6, 7], np.int32), response([8, 2], [-1.0, -0.5]), 0.75),
+    (np.array([5], np.int32), response([9, 9, 9, 2], [-0.1, -0.2, -0.3, -0.4]), -0.25),
+]
+
+
+def test_layout():
+    batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
+    # The response follows its own prompt at once; padding is on the right alone.
+    np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 2, 0, 0], [5, 9, 9, 9, 2, 0, 0]])
+    np.testing.assert_array_equal(batch.prompt_length, [3, 1])
+    np.testing.assert_array_equal(batch.response_length, [2, 4])
+    np.testing.assert_array_equal(batch.advantages, np.float32([0.75, -0.25]))
+    np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[-1, -0.5, 0, 0], [-0.1, -0.2, -0.3, -0.4]]))
+    np.testing.assert_array_equal(batch.old_logprobs, batch.behaviour_logprobs)
+    dtypes = {name: getattr(batch, name).dtype.name for name in ("tokens", "prompt_length", "response_length")}
+    assert set(dtypes.values()) == {"int32"}
+    assert {batch.advantages.dtype.name, batch.behaviour_logprobs.dtype.name} == {"float32"}
+
+
+def test_the_stop_token_is_trained():
+    batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
+    mask = response_mask(jax.tree.map(jax.numpy.asarray, batch))
+    # Token 2 ends both responses and is inside both masks: two and four tokens, not one and three.
+    np.testing.assert_array_equal(mask, [[True, True, False, False], [True, True, True, True]])
+
+
+@pytest.mark.parametrize("limits", [(2, 4), (3, 3)])
+def test_nothing_is_cut(limits):
+    # The first row has 3 + 2 tokens, the second 1 + 4: one of them is beyond each of these limits.
+    with pytest.raises(ValueError, match=f"the limits are {limits[0]} and {limits[1]}"):
+        make_batch(ROWS, max_prompt_tokens=limits[0], max_response_tokens=limits[1])

@@ -1,0 +1,149 @@
+"""Decoding in single steps, by the programs of the standard engine: 8 slots, windows of 4 tokens, pages of 4."""
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.decode import RUNNING, STOPPED, TRUNCATED, Requests
+from tests.sampling import tiny
+
+P1, P4, P5, P16, P17 = tiny.PROMPTS
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny.rollouts().engine
+
+
+def opened(engine, prompts, rows=None, state=None):
+    """A state with prompts open, in rows 0, 1, ... unless named."""
+    state = engine.init_decode_state() if state is None else state
+    rows = list(range(len(prompts))) if rows is None else rows
+    return engine.open_prompts(tiny.params(), state, rows, [prompt.tokens for prompt in prompts])
+
+
+def queue(engine, *entries):
+    """The device's queue of (prompt, draw, limit, prompt row), answers in output rows 0, 1, ..."""
+    size = engine.options.output_rows
+    words, numbers = np.zeros((size, 4), np.uint32), np.zeros((3, size), np.int32)
+    for index, (prompt, draw, limit, row) in enumerate(entries):
+        words[index], numbers[:, index] = token_lib.address(0, prompt.id, draw), (row, index, limit)
+    return Requests(
+        prompt_row=numbers[0], output_row=numbers[1], limit=numbers[2], address=words,
+        key=np.zeros((size, 2), np.uint32), head=np.int32(0), end=np.int32(len(entries)),
+    )  # fmt: skip
+
+
+def decode(engine, state, requests):
+    """Windows until no slot is active; {output row: (tokens, logprobs, status)}."""
+    finished = {}
+    while True:
+        state = engine.decode_window(tiny.params(), state, requests)
+        status, outputs = jax.device_get((state.outputs.status, state.outputs))
+        for row in np.flatnonzero(status != RUNNING):
+            length = outputs.length[row]
+            finished[int(row)] = (outputs.tokens[row, :length], outputs.logprobs[row, :length], status[row])
+        if not state.slots.active.any():
+            return state, finished
+        requests = requests.replace(head=jax.device_get(state.requests.head))
+
+
+def available(state):
+    return int(state.pool.available)
+
+
+def assert_response(finished, response):
+    """The tokens, logprobs and status of an answer are those of `response`."""
+    tokens, logprobs, status = finished
+    np.testing.assert_array_equal(tokens, response.tokens)
+    np.testing.assert_allclose(logprobs, response.logprobs, atol=1e-5)
+    assert status == (TRUNCATED if response.truncated else STOPPED)
+
+
+def test_every_request_has_its_own_limit(engine):
+    entries = [(P5, draw, limit, 0) for draw, limit in enumerate(range(1, 13))]
+    _, finished = decode(engine, opened(engine, [P5]), queue(engine, *entries))
+    assert sorted(finished) == list(range(12))
+    for row, (_, draw, limit, _) in enumerate(entries):
+        assert_response(finished[row], tiny.cut(tiny.drawn()["p5", draw], limit))
+
+
+def test_a_stop_token_in_the_last_allowed_place_is_no_truncation(engine):
+    stopped = next(r for r in tiny.drawn().values() if r.prompt_id == "p5" and 2 < len(r.tokens) < 12)
+    length = len(stopped.tokens)
+    entries = [(P5, stopped.draw, limit, 0) for limit in (length - 1, length, length + 1)]
+    _, finished = decode(engine, opened(engine, [P5]), queue(engine, *entries))
+    assert [status for _, (_, _, status) in sorted(finished.items())] == [TRUNCATED, STOPPED, STOPPED]
+    assert [len(tokens) for _, (tokens, _, _) in sorted(finished.items())] == [length - 1, length, length]
+
+
+def test_prompts_hold_pages_for_all_but_their_last_token(engine):
+    state = engine.init_decode_state()
+    before = available(state)
+    # 0, 3, 4, 15 and 16 tokens in pages of 4. P17 has a bucket of its own (32), with a padding row beside it.
+    for row, (prompt, pages) in enumerate(zip(tiny.PROMPTS, (0, 1, 1, 4, 4), strict=True)):
+        state = opened(engine, [prompt], [row], state)
+        before -= pages
+        assert available(state) == before
+    assert state.prompts.length.tolist() == [1, 4, 5, 16, 17]
+    assert state.prompts.last_token.tolist() == [prompt.tokens[-1] for prompt in tiny.PROMPTS]
+    state = engine.close_prompts(state, np.ones(5, bool))
+    tiny.assert_idle(state, engine.options.pages)
+
+
+def test_a_slot_holds_what_it_needs_beyond_the_whole_pages_of_the_prompt(engine):
+    # Window 4 of limit 12, P5 and P16: 17 and 28 tokens in pages of 4 are 5 and 7, of which 1 and 3 are whole pages
+    # of the prompt. Both run on (their draws are longer than 4 tokens).
+    draws = [next(r.draw for r in tiny.drawn().values() if r.prompt_id == id and r.truncated) for id in ("p5", "p16")]
+    state = opened(engine, [P5, P16])
+    before = available(state)
+    state = engine.decode_window(tiny.params(), state, queue(engine, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1)))
+    assert before - available(state) == (5 - 1) + (7 - 3)
+    assert (int(state.turns), int(state.busy)) == (4, 8)
+    state, _ = decode(engine, state, queue(engine))
+    assert available(state) == before
+
+
+def test_closing_one_prompt_leaves_the_others_running(engine):
+    """P17 is closed and its row and pages taken over by P16 while draws of P5 are under way."""
+    responses = tiny.drawn()
+    running = [r.draw for r in responses.values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
+    state = opened(engine, [P5, P17])
+    state = engine.decode_window(tiny.params(), state, queue(engine, *[(P5, draw, 12, 0) for draw in running]))
+    held = available(state)
+    state = engine.close_prompts(state, np.arange(5) == 1)
+    assert available(state) == held + 4
+    state = opened(engine, [P16], [1], state)
+    assert available(state) == held
+    # The answers of P5 are in output rows 0 to 2: those of P16 go to 3 and on.
+    entries = [(P16, draw, 12, 1) for draw in range(6)]
+    requests = queue(engine, *entries)
+    requests = requests.replace(output_row=requests.output_row + 3)
+    state, finished = decode(engine, state, requests)
+    assert sorted(finished) == list(range(9))
+    for row, (id, draw) in enumerate([("p5", draw) for draw in running] + [("p16", draw) for draw in range(6)]):
+        assert_response(finished[row], responses[id, draw])
+    tiny.assert_idle(engine.close_prompts(state, np.arange(5) < 2), engine.options.pages)
+
+
+def test_a_window_without_work_takes_no_turn(engine):
+    state = engine.decode_window(tiny.params(), opened(engine, [P5]), queue(engine))
+    assert (int(state.turns), int(state.busy)) == (0, 0)
+
+
+def test_a_window_ends_when_the_queue_is_dry_and_a_quarter_of_the_slots_idle(engine):
+    # One draw in 8 slots, of 2 tokens at most: after 2 turns of 4 the host can do better than wait.
+    draw = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 4)
+    state = opened(engine, [P5])
+    state = engine.decode_window(tiny.params(), state, queue(engine, (P5, draw, 2, 0), (P5, draw, 12, 0)))
+    assert (int(state.turns), int(state.busy)) == (2, 4)
+    # Nothing finished yet: idle slots alone end no window.
+    state = engine.decode_window(tiny.params(), state, queue(engine))
+    assert (int(state.turns), int(state.busy)) == (4, 4)
+
+
+@pytest.mark.parametrize("length", [0, 18])
+def test_prompts_that_do_not_fit_are_refused(engine, length):
+    with pytest.raises(ValueError, match=f"a prompt has {length} tokens, the engine takes 1 to 17"):
+        engine.open_prompts(tiny.params(), engine.init_decode_state(), [0], [np.zeros(length, np.int32)])

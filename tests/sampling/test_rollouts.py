@@ -1,0 +1,226 @@
+"""Whole sessions through the collection loop: what is drawn is a function of the address, and of nothing else."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.metrics import CompileCounter
+from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.types import Request
+from tests.sampling import tiny
+
+
+def rounds_of(*sizes) -> strategies.Strategy:
+    """Rounds of these sizes for every prompt."""
+    return strategies.Strategy(
+        next_draws=lambda record: (*sizes, 0)[record.rounds],
+        max_draws=sum(sizes),
+        met=lambda record: True,
+        keep=strategies.keep_all,
+        pool_baseline=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(slots=1, window=64), {}, dict(slots=64)], ids=["1 slot", "8 slots", "64 slots"]
+)
+def test_sampled_logprobs_are_the_learners(changes):
+    assert tiny.logprob_gaps(tiny.drawn(**changes)).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(slots=1, window=64),
+        dict(slots=64),
+        dict(window=1, page_size=16),
+        tiny.SCARCE,
+        dict(tensor=2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_address_alone_decides(changes):
+    tiny.assert_same(tiny.drawn(), tiny.drawn(**changes))
+
+
+def test_the_order_of_prompts_decides_nothing():
+    tiny.assert_same(tiny.drawn(), tiny.draw(tiny.rollouts(), prompts=tiny.PROMPTS[::-1]))
+
+
+def test_a_session_repeated_is_bitwise_the_same():
+    again = tiny.draw(tiny.rollouts())
+    for address, response in tiny.drawn().items():
+        np.testing.assert_array_equal(response.tokens, again[address].tokens)
+        np.testing.assert_array_equal(response.logprobs, again[address].logprobs)
+
+
+def test_another_stream_gives_other_samples():
+    evaluation = tiny.draw(tiny.rollouts(), stream=token_lib.stream(0, evaluation=True))
+    tiny.assert_different(tiny.drawn(), evaluation)
+    assert tiny.logprob_gaps(evaluation).max() < 1e-4
+
+
+@pytest.fixture
+def numbers_of():
+    """Sets numbers of the standard engine's state: the same program draws with another seed or temperature."""
+    rollouts = tiny.rollouts()
+    before = rollouts.state
+
+    def replace(**numbers):
+        placed = {name: jax.device_put(np.asarray(x), before.seed.sharding) for name, x in numbers.items()}
+        rollouts.state = rollouts.state.replace(**placed)
+        return rollouts
+
+    yield replace
+    replace(seed=np.int32(0), temperature=np.float32(1.0))
+
+
+def test_another_seed_gives_other_samples(numbers_of):
+    tiny.assert_different(tiny.drawn(), tiny.draw(numbers_of(seed=np.int32(1))))
+
+
+def test_logprobs_are_those_at_the_temperature(numbers_of):
+    samples = tiny.draw(numbers_of(temperature=np.float32(0.7)))
+    assert tiny.logprob_gaps(samples, temperature=0.7).max() < 1e-4
+    assert tiny.logprob_gaps(samples).max() > 0.1  # the same tokens at temperature 1
+    assert tiny.logprob_gaps(tiny.drawn(), temperature=0.7).max() > 0.1
+
+
+def test_bfloat16_stays_near_the_float32_learner():
+    # 8 bits of mantissa: a logit of 4 to 8 is off by up to 1/64, and so is every activation before it.
+    gaps = tiny.logprob_gaps(tiny.drawn(dtype="bfloat16"))
+    assert gaps.mean() < 0.05 and gaps.max() < 0.5
+
+
+def test_stop_tokens_end_a_response_and_stay_in_it():
+    ended = set()
+    for response in tiny.drawn().values():
+        before, last = response.tokens[:-1], int(response.tokens[-1])
+        assert not np.isin(before, tiny.OPTIONS.stop_ids).any()
+        assert response.truncated == (last not in tiny.OPTIONS.stop_ids)
+        assert len(response.tokens) == len(response.logprobs) == 12 or not response.truncated
+        ended |= {last} & {3, 7}
+    assert ended == {3, 7}
+    truncated = sum(response.truncated for response in tiny.drawn().values())
+    assert 10 < truncated < 55
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_the_limit_of_a_session(limit):
+    samples = tiny.draw(tiny.rollouts(), limit=limit)
+    expected = {address: tiny.cut(response, limit) for address, response in tiny.drawn().items()}
+    tiny.assert_same(expected, samples)
+
+
+@pytest.mark.parametrize("limit", [0, 13])
+def test_a_limit_beyond_the_engine_is_refused(limit):
+    with pytest.raises(ValueError, match=f"up to {limit} tokens are asked for; the engine was built for 1 to 12"):
+        tiny.rollouts().sampler(tiny.params(), stream=0, limit=limit)
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_rounds():
+    rollouts = tiny.rollouts()
+    pools = tiny.collect_pools(rollouts, rounds_of(1, 4, 2, 6))
+    assert {pool.rounds for pool in pools} == {4}
+    assert rollouts.counts.prefills == 5
+    tiny.assert_same(tiny.drawn(), tiny.samples(pools))
+
+
+def test_counts():
+    rollouts = tiny.rollouts()
+    samples = tiny.draw(rollouts)
+    counts = rollouts.counts
+    assert counts.tokens == sum(len(response.tokens) for response in samples.values())
+    assert counts.slot_turns % 8 == 0 and counts.slot_utilisation == counts.tokens / counts.slot_turns
+    assert counts.windows >= counts.slot_turns / 8 / 4
+    assert 0.7 < counts.slot_utilisation <= 1
+
+
+def test_balance_collects_the_same_pools_from_8_and_64_slots():
+    config = types.SimpleNamespace(group_size=4, samples_per_round=5, max_rounds=4)
+    strategy = strategies.balance(config)
+    few, many = (tiny.collect_pools(tiny.rollouts(**changes), strategy) for changes in ({}, dict(slots=64)))
+    assert len({pool.rounds for pool in few}) > 1
+    assert [pool.rounds for pool in few] == [pool.rounds for pool in many]
+    tiny.assert_same(tiny.samples(few), tiny.samples(many))
+
+
+def test_nothing_compiles_after_the_first_session():
+    """All prompts active, some, one, none; one round and many; another stream, limit and order."""
+    rollouts = tiny.rollouts()
+    tiny.drawn()
+    compiled = CompileCounter()
+    tiny.draw(rollouts, stream=7, limit=3, draws=2)
+    tiny.draw(rollouts, prompts=tiny.PROMPTS[4:], draws=1)
+    tiny.draw(rollouts, prompts=tiny.PROMPTS[:1], draws=20)
+    falling = rounds_of(4, 1, 1)
+    tiny.collect_pools(rollouts, falling, prompts=tiny.PROMPTS[::-1])
+    assert tiny.draw(rollouts, prompts=()) == {}
+    assert compiled.since_last() == 0
+    jax.jit(lambda x: x * 3 + 5)(1.0)
+    assert compiled.since_last() == 1  # the counter counts
+
+
+class OpenQueue:
+    """Requests in a list, and no word about prompts that are done."""
+
+    def __init__(self, prompts, draws=2):
+        self.waiting = [Request(prompt, draw) for prompt in prompts for draw in range(draws)]
+
+    def take(self, limit):
+        taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
+        return taken
+
+    def closed(self):
+        return []
+
+
+def test_prompts_that_the_queue_never_closed_are_closed_with_the_session():
+    rollouts = tiny.rollouts()
+    sample_fn = rollouts.sampler(tiny.params(), stream=0, limit=12)
+    responses = [response for finished in sample_fn(OpenQueue(tiny.PROMPTS)) for response in finished]
+    assert len(responses) == 10
+    tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
+
+
+def test_requests_that_can_never_start_are_an_error():
+    # Two rows for open prompts and three prompts, none of them ever closed.
+    rollouts = tiny.rollouts(**tiny.SCARCE)
+    sample_fn = rollouts.sampler(tiny.params(), stream=0, limit=12)
+    with pytest.raises(RuntimeError, match="2 requests wait and none can start"):
+        list(sample_fn(OpenQueue(tiny.PROMPTS[:3])))
+    tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+
+
+def test_a_session_broken_off_leaves_nothing_behind():
+    rollouts = tiny.rollouts()
+    session = rollouts.sampler(tiny.params(), stream=9, limit=12)(OpenQueue(tiny.PROMPTS, draws=13))
+    next(session)
+    tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+    session.close()
+    tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(data=st.data(), limit=st.integers(1, 12), changes=st.sampled_from([{}, tiny.SCARCE]))
+def test_any_stream_of_requests_is_answered(data, limit, changes):
+    """Prompts in any order, rounds of any size: nothing is lost or doubled, and every answer is that of its address."""
+    prompts = data.draw(st.lists(st.sampled_from(tiny.PROMPTS), min_size=1, unique_by=lambda prompt: prompt.id))
+    sizes = {prompt.id: data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for prompt in prompts}
+    strategy = strategies.Strategy(
+        next_draws=lambda record: (*sizes[record.prompt.id], 0)[record.rounds],
+        max_draws=12,
+        met=lambda record: True,
+        keep=strategies.keep_all,
+        pool_baseline=True,
+    )
+    rollouts = tiny.rollouts(**changes)
+    samples = tiny.samples(tiny.collect_pools(rollouts, strategy, prompts=prompts, limit=limit))
+    assert samples.keys() == {(id, draw) for id, rounds in sizes.items() for draw in range(sum(rounds))}
+    assert rollouts.counts.prefills == len(prompts)
+    tiny.assert_same({address: tiny.cut(tiny.drawn()[address], limit) for address in samples}, samples)

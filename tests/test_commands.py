@@ -1,0 +1,233 @@
+"""What a user's mistake looks like: one screen that names value and remedy, exit code 2, and no file written."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from reinforce_ada_jax import assembly, command, evaluate, export, train, warm_start
+from reinforce_ada_jax import config as config_lib
+from tests.running import ROOT, environment, tiny
+
+TINY = "--config=configs/tiny.py"
+# A command of no other work, and so without the seconds that importing jax takes.
+PARSE_ONLY = """
+from reinforce_ada_jax import command
+config = command.define_config()
+command.run(lambda: print(config.value.collection.strategy, config.value.iterations))
+"""
+
+
+def run_python(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environment(), capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+
+
+def check_message(text: str, *parts: str) -> None:
+    """One screen, the error and nothing else."""
+    assert text.startswith("error: ") and len(text.splitlines()) < 15
+    assert "Traceback" not in text
+    for part in parts:
+        assert part in text
+
+
+def refused(capsys, main, *arguments) -> str:
+    """What a command says that ends with BAD_INPUT."""
+    with pytest.raises(SystemExit) as ended:
+        main(*arguments)
+    assert ended.value.code == command.BAD_INPUT
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    return shown.err
+
+
+def refused_run(tmp_path, capsys, *parts, **changes):
+    """A training run that must not begin."""
+    workdir = tmp_path / "run"
+    check_message(refused(capsys, train.main, tiny(**changes), workdir), *parts)
+    assert not workdir.exists()
+
+
+# ---- flags --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([TINY, "--config.collection.stratgy=grpo"], ["key 'stratgy'", "did you mean 'strategy'"]),
+        ([TINY, "--config.colection.strategy=grpo"], ["key 'colection'", "did you mean 'collection'"]),
+        ([TINY, "--config.zzz=1"], ["zzz", "config.py lists every key"]),
+        ([TINY, "--config.iterations=many"], ["--config.iterations=many", "invalid literal"]),
+        ([TINY, "--config.mesh=3"], ["--config.mesh=3", "not a dict"]),
+        ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
+        ([TINY, "--strategy=grpo"], ["strategy"]),
+        (["--config=configs/none.py"], ["No such file", "configs/none.py", "configs/tiny.py"]),
+        (["--config=configs"], ["Is a directory", "configs/tiny.py"]),
+        (["--config=pyproject.toml"], ["pyproject.toml"]),
+        ([], ["--config must have a value"]),
+    ],
+    ids=lambda value: " ".join(value[-1:]),
+)
+def test_flags_that_cannot_be_read(arguments, parts):
+    result = run_python("-c", PARSE_ONLY, *arguments)
+    assert result.returncode == command.BAD_INPUT and result.stdout == ""
+    check_message(result.stderr, *parts)
+
+
+def test_flags_that_can():
+    result = run_python("-c", PARSE_ONLY, TINY, "--config.collection.strategy=grpo")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "grpo 100\n", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("config.collection.stratgy = 'grpo'", ["key 'stratgy'", "did you mean 'strategy'"]),
+        ("config.iterations = 'many'", ["iterations"]),
+        ("return", ["get_config"]),
+        ("config = (", ["file.py"]),
+    ],
+)
+def test_config_files_that_are_wrong(tmp_path, line, parts):
+    lines = ["from reinforce_ada_jax.config import defaults", "def get_config():", "    config = defaults()"]
+    text = "\n".join([*lines, f"    {line}", "    return config"])
+    file = tmp_path / "file.py"
+    file.write_text(text.replace("get_config", "get_confg") if line == "return" else text)
+    result = run_python("-c", PARSE_ONLY, f"--config={file}")
+    assert result.returncode == command.BAD_INPUT and result.stdout == ""
+    check_message(result.stderr, *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ([TINY, "--workdir=DIR", "--config.collection.stratgy=grpo"], ["did you mean 'strategy'"]),
+        ([TINY, "--workdir=DIR", "--config.data.max_prompt_tokens=7"], ["1,024 prompts", "limit 7", "raise data.max"]),
+        ([TINY], ["--workdir must have a value"]),
+    ],
+    ids=["misspelt key", "long prompt", "no workdir"],
+)
+def test_the_whole_command(tmp_path, arguments, parts):
+    workdir = tmp_path / "run"
+    result = run_python("-m", "reinforce_ada_jax.train", *(word.replace("DIR", str(workdir)) for word in arguments))
+    assert result.returncode == command.BAD_INPUT and result.stdout == ""
+    check_message(result.stderr, *parts)
+    assert not workdir.exists()
+
+
+# ---- train --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_beyond_the_limit(tmp_path, capsys):
+    parts = ("1,024 prompts have 8 to 8 tokens, limit 7", "raise data.max_prompt_tokens")
+    refused_run(tmp_path, capsys, *parts, **{"data.max_prompt_tokens": 7})
+
+
+@pytest.mark.parametrize("strategy", ["positive", "balance"])
+def test_a_group_larger_than_a_round(tmp_path, capsys, strategy):
+    sizes = {"collection.strategy": strategy, "collection.group_size": 16}
+    refused_run(tmp_path, capsys, "group_size is 16", "samples_per_round is 8", "Lower the one or raise", **sizes)
+
+
+def test_too_few_pages_for_one_response(tmp_path, capsys):
+    # A prompt of 8 tokens fills one page of 8, the same with 8 of response fills two, and one is reserved.
+    refused_run(tmp_path, capsys, "sampling.pages is 3", "needs 4 pages", "or 0", **{"sampling.pages": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"iterations": -1}, ["iterations is -1"]),
+        ({"data.prompts": "none.jsonl"}, ["no file none.jsonl", "cipher:train"]),
+        ({"evaluation.benchmarks": ("none.jsonl",)}, ["no file none.jsonl"]),
+        ({"collection.prompts_per_iteration": 2048}, ["2,048 prompts are wanted", "of 1,024", "or give more"]),
+        ({"model.path": "Qwen/Qwen2.5-1.5B"}, ["Qwen/Qwen2.5-1.5B is not a folder", "not a hub id"]),
+        ({"data.template": "qwen_math"}, ["no chat template", "data.template='plain'"]),
+        ({"mesh.data": 16}, ["mesh.data", "= 16", "8 devices", "lower one of them"]),
+        ({"mesh.fsdp": 2, "mesh.tensor": 2}, ["'vocab' of size 133", "mesh.tensor = 2", "a divisor of 133"]),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_what_else_a_run_refuses(tmp_path, capsys, changes, parts):
+    refused_run(tmp_path, capsys, *parts, **changes)
+
+
+def edited_model(tmp_path, **tensors) -> pathlib.Path:
+    """A copy of the packaged model with some tensors replaced, or left out where they are None."""
+    folder = tmp_path / "model"
+    shutil.copytree(assembly.ASSETS / "cipher", folder)
+    merged = load_file(folder / "model.safetensors") | tensors
+    save_file({name: value for name, value in merged.items() if value is not None}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_model_without_one_of_its_tensors(tmp_path, capsys):
+    folder = edited_model(tmp_path, **{"model.norm.weight": None})
+    parts = (str(folder), "model.norm.weight is missing", "Fetch the folder again")
+    refused_run(tmp_path, capsys, *parts, **{"model.path": str(folder)})
+
+
+def test_a_model_with_a_tensor_of_another_shape(tmp_path, capsys):
+    folder = edited_model(tmp_path, **{"model.norm.weight": np.ones(63, np.float32)})
+    parts = (str(folder), "model.norm.weight has shape (63,)", "asks for (64,)")
+    refused_run(tmp_path, capsys, *parts, **{"model.path": str(folder)})
+
+
+def test_a_model_without_safetensors(tmp_path, capsys):
+    folder = edited_model(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused_run(tmp_path, capsys, str(folder), "pytorch_model.bin", "safetensors", **{"model.path": str(folder)})
+
+
+def test_a_workdir_of_another_run(tmp_path, capsys):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    saved = config_lib.to_json(tiny(seed=1))
+    (workdir / "config.json").write_text(saved)
+    text = refused(capsys, train.main, tiny(), workdir)
+    check_message(
+        text, f"{workdir} holds a run of another configuration", "seed: 1 -> 0", "or choose another --workdir"
+    )
+    assert [file.name for file in workdir.iterdir()] == ["config.json"]
+    assert (workdir / "config.json").read_text() == saved
+
+
+# ---- evaluate, export, warm_start ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [(None, None), ("runs/some", "models/some")])
+def test_evaluate_wants_a_run_or_a_model(capsys, given):
+    check_message(refused(capsys, evaluate.main, tiny(), *given, [], None), "either --workdir", "or --model")
+
+
+def test_evaluate_refuses(tmp_path, capsys):
+    model = str(assembly.ASSETS / "cipher")
+    nothing = refused(capsys, evaluate.main, tiny(**{"evaluation.benchmarks": ()}), None, model, [], None)
+    check_message(nothing, "nothing to evaluate on", "--benchmarks=FILE.jsonl")
+    check_message(refused(capsys, evaluate.main, tiny(), None, model, ["none.jsonl"], None), "no file none.jsonl")
+    check_message(refused(capsys, evaluate.main, tiny(), None, model, [], 0), "evaluation.samples is 0")
+    no_run = refused(capsys, evaluate.main, tiny(), str(tmp_path / "run"), None, [], None)
+    check_message(no_run, "holds no checkpoint", "another --workdir")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_export_refuses_what_is_no_run(tmp_path, capsys):
+    text = refused(capsys, export.main, tmp_path / "run", None, tmp_path / "out")
+    check_message(text, f"{tmp_path / 'run'} is no work directory")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(config_lib.to_json(tiny()))
+    text = refused(capsys, export.main, tmp_path / "run", None, tmp_path / "out")
+    check_message(text, "holds no checkpoint: train first")
+    assert not (tmp_path / "out").exists()
+
+
+def test_warm_start_overwrites_nothing(tmp_path, capsys):
+    text = refused(capsys, warm_start.main, tiny(), tmp_path)
+    check_message(text, f"{tmp_path} exists already", "another --output")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,243 @@
+import ast
+import json
+import math
+import pathlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import config as config_lib
+from tests import running
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILES = sorted(running.CONFIGS.glob("*.py"))
+
+
+def valid() -> ConfigDict:
+    config = config_lib.defaults()
+    config.model.path = "models/some"
+    config.data.prompts = "some.jsonl"
+    return config
+
+
+def changed(**changes) -> ConfigDict:
+    """A valid configuration with some keys set: changed(**{"seed": 1, "mesh.data": 2})."""
+    config = valid()
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def flat(config: ConfigDict) -> dict[str, object]:
+    """Leaves by dotted key."""
+    leaves = {}
+    for name, value in config.items():
+        nested = {f"{name}.{key}": leaf for key, leaf in value.items()} if isinstance(value, ConfigDict) else {}
+        leaves |= nested or {name: value}
+    return leaves
+
+
+# ---- validate -----------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_valid_once_model_and_prompts_are_named():
+    config_lib.validate(valid())
+    for key in ("model.path", "data.prompts"):
+        with pytest.raises(ValueError, match=f"{key} is empty.*--config.{key}="):
+            config_lib.validate(changed(**{key: ""}))
+
+
+AT_LEAST_ONE = """
+    data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep collection.group_size
+    collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
+    sampling.slots sampling.window sampling.page_size sampling.prefill_rows learning.prompts_per_update
+    learning.micro_batches learning.logprob_chunk mesh.data mesh.fsdp mesh.tensor
+""".split()
+AT_LEAST_ZERO = """
+    seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
+    evaluation.every logging.sampled_prompts
+""".split()
+POSITIVE = """
+    sampling.temperature learning.learning_rate learning.clip_norm learning.epsilon learning.clip_high
+    reward.time_limit_s
+""".split()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *[(key, 0, "it must be at least 1") for key in AT_LEAST_ONE],
+        *[(key, -1, "it must not be negative") for key in AT_LEAST_ZERO],
+        *[(key, value, "it must be above 0") for key in POSITIVE for value in (0.0, -0.5, math.nan)],
+        ("learning.weight_decay", -0.1, "it must not be negative"),
+        ("seed", 2**31, r"it must be below 2\*\*31"),
+        ("learning.b1", 1.0, "below 1"),
+        ("learning.b2", -0.1, "at least 0"),
+        ("learning.clip_low", 1.5, "below 1"),
+        ("learning.dual_clip", 1.0, "above 1"),
+        ("learning.truncated_is_cap", 0.0, "above 0, or None"),
+        ("collection.strategy", "best", "it must be one of grpo, positive, balance"),
+        ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean"),
+        ("model.compute_dtype", "float16", "it must be one of float32, bfloat16"),
+        ("model.parameter_dtype", "fp32", "it must be one of float32, bfloat16"),
+        ("reward.kind", "code", "it must be one of cipher, math"),
+        ("data.template", "chatml", "it must be one of plain, qwen_math"),
+        ("collection.group_size", 1, "no baseline.*at least 2"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message):
+    shown = repr(value) if isinstance(value, str) else value
+    with pytest.raises(ValueError, match=f"{re.escape(f'{key} is {shown}')}[;:] .*{message}"):
+        config_lib.validate(changed(**{key: value}))
+
+
+@pytest.mark.parametrize("strategy", ["positive", "balance"])
+def test_a_group_must_fit_into_one_round(strategy):
+    sizes = {"collection.strategy": strategy, "collection.group_size": 16, "collection.samples_per_round": 8}
+    with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8.*Lower the one or raise"):
+        config_lib.validate(changed(**sizes))
+    # grpo draws group_size responses and ignores samples_per_round.
+    config_lib.validate(changed(**sizes | {"collection.strategy": "grpo"}))
+
+
+def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches():
+    sizes = {"collection.prompts_per_iteration": 100, "learning.prompts_per_update": 32}
+    with pytest.raises(ValueError, match="prompts_per_iteration must be a multiple .* 100 .* 32. Use 96 or 128"):
+        config_lib.validate(changed(**sizes))
+    # 128 prompts of 4 rows are 512 rows; 3 micro-batches on 2 * 4 row shards are 24 at a time: 504 or 528.
+    sizes = {"learning.micro_batches": 3, "mesh.data": 2, "mesh.fsdp": 4}
+    with pytest.raises(ValueError, match="micro_batches .* mesh.data .* mesh.fsdp: 512 .* 24. Use 504 or 528"):
+        config_lib.validate(changed(**sizes))
+    config_lib.validate(changed(**sizes | {"learning.micro_batches": 4}))
+
+
+def test_the_cache_holds_at_least_one_response():
+    # A prompt of 1,024 tokens fills 16 pages of 64, the prompt and 2,048 tokens fill 48, one is never handed out: 65.
+    config_lib.validate(changed(**{"sampling.pages": 65}))
+    with pytest.raises(ValueError, match="sampling.pages is 64: .*1024 tokens .* 2048 needs 65 pages of 64 .* or 0"):
+        config_lib.validate(changed(**{"sampling.pages": 64}))
+    # An evaluation with up to 4,096 tokens needs 16 + 80 + 1.
+    longer = {"sampling.pages": 65, "evaluation.benchmarks": ("some.jsonl",)}
+    with pytest.raises(ValueError, match="4096 needs 97 pages"):
+        config_lib.validate(changed(**longer))
+
+
+# ---- the files in configs/ ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_files_in_configs_are_valid_and_say_how_to_run_them(file):
+    module = running.load(file)
+    config_lib.validate(module.get_config())
+    command = f"python -m reinforce_ada_jax.train --config=configs/{file.name} --workdir="
+    for part in (command, "Hardware: ", "Source of the numbers: "):
+        assert part in module.__doc__
+
+
+def test_a_misspelt_key_in_a_file_names_the_nearest():
+    with pytest.raises((AttributeError, KeyError), match='Did you mean "strategy" instead of "stratgy"'):
+        config_lib.defaults().collection.stratgy = "grpo"
+
+
+# ---- every key is read --------------------------------------------------------------------------------------------
+
+
+def reads() -> set[tuple[str, str]]:
+    """(owner, attribute) of every attribute read in the package outside of config.py; `self._x.y` gives ("x", "y").
+
+    `collection` gets its own section under the name `config`; `**config.mesh` reads a section as a whole.
+    """
+    found = set()
+    for file in (ROOT / "reinforce_ada_jax").rglob("*.py"):
+        if file.name == "config.py":
+            continue
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = getattr(node.value, "id", getattr(node.value, "attr", "")).lstrip("_")
+                in_own_section = owner == "config" and file.parent.name == "collection"
+                found.add((file.parent.name if in_own_section else owner, node.attr))
+            if isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Attribute):
+                found.add((node.value.attr, "*"))
+    return found
+
+
+def unread(config: ConfigDict, found: set[tuple[str, str]]) -> list[str]:
+    """Keys of `config` that nothing reads."""
+    owners = {key: key.split(".") if "." in key else ("config", key) for key in flat(config)}
+    return [key for key, (owner, name) in owners.items() if (owner, name) not in found and (owner, "*") not in found]
+
+
+def test_every_key_is_read_by_something():
+    assert unread(config_lib.defaults(), reads()) == []
+
+
+@pytest.mark.parametrize("key", ["planted", "learning.planted", "collection.slots", "sampling.learning_rate"])
+def test_a_key_that_nothing_reads_is_found(key):
+    config = config_lib.defaults()
+    with config.unlocked():
+        *section, name = key.split(".")
+        (config[section[0]] if section else config)[name] = 1
+    assert unread(config, reads()) == [key]
+
+
+# ---- saved and compared -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_json_and_back(file):
+    config = running.load(file).get_config()
+    config.learning.truncated_is_cap = 2.0
+    again = config_lib.from_json(config_lib.to_json(config))
+    assert again == config
+    assert again.evaluation.benchmarks == config.evaluation.benchmarks
+    assert type(again.evaluation.benchmarks) is tuple
+    assert config_lib.from_json(config_lib.to_json(valid())) == valid()
+
+
+def test_differences_name_exactly_what_differs():
+    saved = json.loads(config_lib.to_json(valid()))
+    assert config_lib.differences(valid(), saved) == []
+    now = changed(**{"seed": 3, "learning.truncated_is_cap": 2.0, "collection.strategy": "grpo"})
+    assert config_lib.differences(now, saved) == [
+        "collection.strategy: balance -> grpo",
+        "learning.truncated_is_cap: None -> 2.0",
+        "seed: 0 -> 3",
+    ]
+    # A key that one of the two versions of the program didn't know.
+    del saved["seed"]
+    saved["reward"]["scale"] = 2
+    assert config_lib.differences(valid(), saved) == ["reward.scale: 2 -> absent", "seed: absent -> 0"]
+
+
+def test_a_resume_may_change_these_and_nothing_else():
+    saved = json.loads(config_lib.to_json(valid()))
+    allowed = {
+        "iterations": 7,
+        "checkpoint.every": 7,
+        "checkpoint.keep": 7,
+        "evaluation.every": 7,
+        "evaluation.benchmarks": ("x",),
+        "evaluation.samples": 7,
+        "evaluation.max_response_tokens": 7,
+    }
+    assert config_lib.differences(changed(**allowed), saved) == []
+    for key, value in flat(valid()).items():
+        if key in allowed:
+            continue
+        if isinstance(value, bool):
+            other = not value
+        elif isinstance(value, str):
+            other = f"{value}x"
+        else:
+            other = (value or 0) + 1
+        assert len(config_lib.differences(changed(**{key: other}), saved)) == 1, key
+
+
+def test_a_workdir_holds_one_configuration(tmp_path):
+    config_lib.check_workdir(valid(), tmp_path / "absent")
+    config_lib.check_workdir(valid(), tmp_path)
+    (tmp_path / "config.json").write_text(config_lib.to_json(valid()))
+    config_lib.check_workdir(changed(iterations=7), tmp_path)
+    with pytest.raises(ValueError, match=r"holds a run of another.*\n  seed: 0 -> 1\nResume.*or choose another --work"):
+        config_lib.check_workdir(changed(seed=1), tmp_path)

@@ -1,0 +1,359 @@
+"""Whole runs of the built-in task, small: what they write, and that killing or interrupting them changes nothing."""
+
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import assembly, command, evaluate, export, metrics, train
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.sampling.token import stream
+from tests.running import ROOT, environment
+
+ITERATIONS = 12
+# Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
+SMALL = {
+    "iterations": ITERATIONS,
+    "checkpoint.every": 5,
+    "evaluation.every": 4,
+    "evaluation.samples": 2,
+    "collection.prompts_per_iteration": 8,
+    "learning.prompts_per_update": 4,
+    "sampling.slots": 32,
+}
+KEYS = """
+    iteration reward/first_round reward/pool collection/responses collection/tokens collection/rounds_mean
+    collection/zero_signal_share collection/unmet_share collection/truncated_share collection/slot_utilisation
+    collection/verifier_failures update/loss update/entropy update/clip_fraction update/grad_norm update/logprob_gap
+    time/collect_s time/update_s time/verify_s compile/count
+""".split()
+EVALUATION_KEYS = {f"evaluation/heldout/{name}" for name in ("avg", "avg_standard_error", "pass_at_1", "pass_at_2")}
+
+
+# ---- runs as a user starts them -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(workdir, more flags) -> the running process. All of them share their compiled programs."""
+    folder = tmp_path_factory.mktemp("shared")
+    benchmark = folder / "heldout.jsonl"
+    benchmark.write_text("".join(json.dumps(problem) + "\n" for problem in cipher.problems("heldout")[:32]))
+    flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({str(benchmark)!r},)"]
+    flags += [f"--config.{key}={value}" for key, value in SMALL.items()]
+
+    def start(workdir, *more, how=("-m", "reinforce_ada_jax.train")):
+        return subprocess.Popen(
+            [sys.executable, *how, *flags, f"--workdir={workdir}", *more], cwd=ROOT, text=True,
+            env=environment(folder / "compiled"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    return start
+
+
+def finish(process, code=0):
+    """(stdout, stderr) of a process that ends with `code`."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return out, err
+
+
+def wait_for_lines(process, workdir, count):
+    """Returns while iteration `count` + 1 is under way, or a little later."""
+    while len(metrics.read(workdir)) < count:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def unbroken(start, tmp_path_factory):
+    """(work directory, stdout) of a run that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    return workdir, finish(start(workdir))[0]
+
+
+def saved_config(workdir):
+    return config_lib.from_json((workdir / "config.json").read_text())
+
+
+def restored(workdir, iteration=None):
+    """(learner state as numpy, the JSON record) of a checkpoint, the newest by default."""
+    config = saved_config(workdir)
+    parts = assembly.parts(config, assembly.model_folder(config.model.path))
+    learner, checkpoints = Learner(parts.architecture, config, parts.mesh), Checkpoints(workdir, keep=2)
+    state, record = checkpoints.restore(iteration or checkpoints.latest(), *abstract_state(config, learner))
+    checkpoints.close()
+    return jax.tree.map(np.asarray, state), record
+
+
+def reproducible(workdir):
+    """metrics.jsonl without what may differ between equal runs."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time/", "compile/", "memory/"))}
+        for line in metrics.read(workdir)
+    ]
+
+
+def texts(folder):
+    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
+
+
+def assert_same_run(workdir, other):
+    """Bitwise: weights, moments, cursor, metrics, evaluations, and every response that was written down."""
+    (state, record), (other_state, other_record) = restored(workdir), restored(other)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    assert record == other_record
+    assert reproducible(workdir) == reproducible(other)
+    for folder in ("samples", "evaluations"):
+        assert texts(workdir / folder) == texts(other / folder)
+
+
+def test_what_a_run_writes(unbroken):
+    workdir, shown = unbroken
+    assert {"config.json", "metrics.jsonl", "checkpoints", "evaluations", "samples"} <= set(os.listdir(workdir))
+    lines = metrics.read(workdir)
+    assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+    for line in lines:
+        assert set(KEYS) <= line.keys()
+        assert (EVALUATION_KEYS <= line.keys()) == (line["iteration"] in (4, 8, 12))
+    assert list(texts(workdir / "evaluations")) == ["000000.json", "000004.json", "000008.json", "000012.json"]
+    assert sorted(os.listdir(workdir / "checkpoints"), key=int) == ["10", "12"]
+    assert len(os.listdir(workdir / "samples")) == ITERATIONS
+    config = saved_config(workdir)
+    assert config.collection.prompts_per_iteration == 8 and config.iterations == ITERATIONS
+    assert "qwen2, 107,392 weights" in shown and f"finished iteration {ITERATIONS}" in shown
+
+
+def test_what_a_run_counts(unbroken):
+    # Each iteration draws 8 responses a round for 8 prompts, one to four rounds each; the word and its end are 3 to 7
+    # tokens, 8 at most.
+    for line in metrics.read(unbroken[0]):
+        assert line["collection/responses"] == 64 * line["collection/rounds_mean"]
+        assert 3 <= line["collection/tokens"] / line["collection/responses"] <= 8
+        # Where the rule is met there are right and wrong responses, and so a signal.
+        assert line["collection/zero_signal_share"] <= line["collection/unmet_share"]
+        assert line["collection/verifier_failures"] == 0
+        assert 0 < line["collection/slot_utilisation"] <= 1
+
+
+def test_samples_can_be_read(unbroken):
+    lines = [json.loads(line) for line in (unbroken[0] / "samples" / "000001.jsonl").read_text().splitlines()]
+    by_prompt = {name: list(group) for name, group in itertools.groupby(lines, key=lambda line: line["prompt"])}
+    assert len(by_prompt) == 4
+    for draws in by_prompt.values():
+        assert [line["draw"] for line in draws] == list(range(len(draws)))
+        assert sum(line["advantage"] is not None for line in draws) == 4
+        for line in draws:
+            assert line["correct"] == (line["response"] == line["answer"]) == (line["reward"] == 1.0)
+
+
+def test_after_the_first_iteration_nothing_compiles(unbroken):
+    counts = [line["compile/count"] for line in metrics.read(unbroken[0])]
+    assert counts[0] > 0 and counts[1:] == [0] * (ITERATIONS - 1)
+
+
+def test_the_engine_and_the_learner_agree(unbroken):
+    for line in metrics.read(unbroken[0]):
+        assert line["update/logprob_gap"] <= line["update/logprob_gap_max"] < 1e-4
+
+
+def test_kill_and_resume(start, unbroken, tmp_path):
+    process = start(tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run", 7)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    assert 7 <= len(metrics.read(tmp_path / "run")) < ITERATIONS
+    out, _ = finish(start(tmp_path / "run"))
+    assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_interrupt_and_resume(start, unbroken, tmp_path):
+    process = start(tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGINT)
+    _, err = finish(process, command.INTERRUPTED)
+    last = err.splitlines()[-1]
+    saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
+    assert f"--workdir={tmp_path / 'run'} goes on from there" in last and "Traceback" not in err
+    # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
+    assert saved - len(metrics.read(tmp_path / "run")) in (0, 1)
+    out, _ = finish(start(tmp_path / "run"))
+    assert f"resuming after iteration {saved}\n" in out
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_more_iterations(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    out, _ = finish(start(workdir, f"--config.iterations={ITERATIONS + 2}"))
+    assert f"resuming after iteration {ITERATIONS}\n" in out
+    lines = metrics.read(workdir)
+    assert lines[:ITERATIONS] == metrics.read(unbroken[0])
+    assert [line["iteration"] for line in lines[ITERATIONS:]] == [ITERATIONS + 1, ITERATIONS + 2]
+    assert EVALUATION_KEYS <= lines[-1].keys()
+
+
+POISONED = """
+import runpy
+import numpy
+from reinforce_ada_jax.collection import advantages
+
+calls = 0
+
+def poisoned(pool, strategy, normalize_by_std, original=advantages.make_group):
+    global calls
+    calls += 1
+    group = original(pool, strategy, normalize_by_std)
+    if calls == 8 * 2 + 6:  # the sixth prompt of iteration 3: its second update
+        group.advantages[0] = numpy.nan
+    return group
+
+advantages.make_group = poisoned
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
+    _, err = finish(start(tmp_path / "run", how=("-c", POISONED)), command.STOPPED)
+    last = err.splitlines()[-1]
+    assert last.startswith("error: iteration 3, update 2 of 2: loss nan, gradient norm nan: not finite.")
+    assert "saved as iteration 2" in last and "Traceback" not in err
+    assert [line["iteration"] for line in metrics.read(tmp_path / "run")] == [1, 2]
+    state, record = restored(tmp_path / "run")
+    assert record["iteration"] == 2
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+
+
+# ---- export and evaluate ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(unbroken, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export.main(unbroken[0], None, folder)
+    return folder
+
+
+def test_export_is_the_checkpoint(unbroken, exported, tmp_path, capsys):
+    _, params = huggingface.load(exported)
+    jax.tree.map(np.testing.assert_array_equal, params, restored(unbroken[0])[0].params)
+    export.main(unbroken[0], 10, tmp_path / "earlier")
+    assert f"iteration 10 of {unbroken[0]} written to {tmp_path / 'earlier'}" in capsys.readouterr().out
+    _, earlier = huggingface.load(tmp_path / "earlier")
+    jax.tree.map(np.testing.assert_array_equal, earlier, restored(unbroken[0], 10)[0].params)
+    assert (earlier["embedding"] != params["embedding"]).any()
+
+
+@pytest.mark.parametrize(
+    ("iteration", "name", "message"),
+    [(7, "new", "no finished checkpoint of iteration 7; there are 10, 12"), (None, "model", "not an empty folder")],
+)
+def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
+    with pytest.raises(SystemExit, match=str(command.BAD_INPUT)):
+        export.main(unbroken[0], iteration, exported.with_name(name))
+    assert message in capsys.readouterr().err
+    assert not exported.with_name("new").exists()
+
+
+def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    (workdir / "evaluations" / "000012.json").unlink()
+    evaluate.main(saved_config(workdir), str(workdir), None, [], None)
+    assert texts(workdir / "evaluations") == texts(unbroken[0] / "evaluations")
+    line = metrics.read(workdir)[-1]
+    average, error = line["evaluation/heldout/avg"], line["evaluation/heldout/avg_standard_error"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split() == ["benchmark", "avg@2", "pass@2", "truncated"]
+    assert shown[1].startswith(f"heldout    {average:.3f} ± {error:.3f}  {line['evaluation/heldout/pass_at_2']:.3f}")
+    assert shown[2] == f"kept in {workdir / 'evaluations' / '000012.json'}"
+
+
+def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, monkeypatch, capsys):
+    # A folder knows no iteration, so its samples have addresses of their own; here they get those of the run.
+    monkeypatch.setattr(evaluate, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
+    evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
+    line = metrics.read(unbroken[0])[-1]
+    assert f"heldout    {line['evaluation/heldout/avg']:.3f} ± " in capsys.readouterr().out
+
+
+# ---- parts of the loop --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keep_signals():
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_the_first_interrupt_waits_and_the_second_does_not(keep_signals):
+    interrupt = train.Interrupt()
+    interrupt.check()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(train.Interrupted):
+        interrupt.check()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+class ScriptedRun(train.Run):
+    """A run whose iterations cost nothing: its loop and its files are real, its numbers made up."""
+
+    interrupt_at = None
+
+    def one_iteration(self, verifiers, progress):
+        self.iteration += 1
+        figures = ("reward/first_round", "collection/zero_signal_share", "update/entropy")
+        return {name: self.iteration / 3 for name in figures}
+
+    def evaluate(self, verifiers, progress):
+        if self.iteration == self.interrupt_at:
+            raise train.Interrupted
+        return {"evaluation/heldout/avg": self.iteration / 7}
+
+
+def test_an_interrupt_during_an_evaluation_loses_nothing(unbroken, tmp_path, keep_signals):
+    config = saved_config(unbroken[0])
+    config.update_from_flattened_dict({"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False})
+    parts = assembly.parts(config, assembly.model_folder(config.model.path))
+    make = functools.partial(ScriptedRun, config, parts=parts, prompts=[], benchmarks={"heldout": []}, params=None)
+    progress = metrics.Progress(6, 0)
+
+    def loop(run):
+        run.loop(None, progress)
+        run.checkpoints.close()
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for workdir in (whole, broken):
+        workdir.mkdir()
+    loop(make(workdir=whole))
+    run = make(workdir=broken)
+    run.interrupt_at = 4
+    with pytest.raises(train.Interrupted):
+        loop(run)
+    run.save()
+    run.checkpoints.close()
+    # The update of iteration 4 is made and saved; its line waits for the evaluation.
+    assert [line["iteration"] for line in metrics.read(broken)] == [1, 2, 3]
+    run = make(workdir=broken)
+    assert run.iteration == 4
+    loop(run)
+    assert reproducible(broken) == reproducible(whole)
+    assert [line.get("evaluation/heldout/avg") for line in metrics.read(broken)] == [
+        None, 2 / 7, None, 4 / 7, None, 6 / 7
+    ]  # fmt: skip
+    progress.close()
