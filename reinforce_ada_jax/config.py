@@ -184,8 +184,8 @@ def validate(config: config_dict.ConfigDict) -> None:
         "reward.time_limit_s": config.reward.time_limit_s,
     }
     for name, value in positive.items():
-        if not value > 0:
-            raise ValueError(f"{name} is {value}; it must be above 0.")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}; it must be above 0 and finite.")
     below_one = {"learning.b1": learning.b1, "learning.b2": learning.b2, "learning.clip_low": learning.clip_low}
     for name, value in below_one.items():
         if not 0 <= value < 1:

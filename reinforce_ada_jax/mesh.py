@@ -42,6 +42,11 @@ def spec(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*(None if axis is None else LOGICAL_TO_MESH[axis] for axis in axes))
 
 
+def tensor_spec(axes: Sequence[str | None]) -> PartitionSpec:
+    """The partition for decoding: split over `tensor` alone, whole along `data` and `fsdp`."""
+    return PartitionSpec(*(axis if axis == "tensor" else None for axis in spec(axes)))
+
+
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of an array with these logical axes on `mesh`."""
     return NamedSharding(mesh, spec(axes))

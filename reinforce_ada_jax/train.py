@@ -49,6 +49,10 @@ class Interrupted(Exception):
     """Ctrl-C, at a point where the state is whole."""
 
 
+class Stopped(Exception):
+    """The run must not go on as it is; its state is whole."""
+
+
 class Interrupt:
     """Turns the first Ctrl-C into a flag that is looked at between windows and iterations; the second one kills."""
 
@@ -172,7 +176,7 @@ class Run:
         num_tokens = sum(int(np.sum(batch.response_length)) for batch in batches)
         largest = max(float(gap.max()) for gap in gaps)
         if self.config.model.compute_dtype == "float32" and not largest <= FLOAT32_LOGPROB_GAP:
-            raise RuntimeError(
+            raise Stopped(
                 f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in float32 "
                 f"they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients would not belong together."
             )
@@ -188,7 +192,7 @@ class Run:
             self.state, result = self.learner.update(self.state, batch)
             results.append(jax.device_get(result))
             if not results[-1].finite:
-                raise FloatingPointError(
+                raise Stopped(
                     f"iteration {self.iteration + 1}, update {number} of {len(batches)}: loss {results[-1].loss:.4g}, "
                     f"gradient norm {results[-1].grad_norm:.4g}: not finite. The update was not applied."
                 )
@@ -218,7 +222,7 @@ class Run:
         file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
         file.parent.mkdir(exist_ok=True)
         decode = self.parts.tokenizer.decode
-        with file.open("w") as lines:
+        with file.open("w", encoding="utf-8") as lines:
             for group in groups[: self.config.logging.sampled_prompts]:
                 advantage = dict(zip(group.kept.tolist(), group.advantages.tolist(), strict=True))
                 pool = group.pool
@@ -293,6 +297,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
     cache_bytes = parts.engine.cache_bytes
     draws = strategies.build(collection).max_draws
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
+    updates_each = "one update" if updates == 1 else f"{updates} updates"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
@@ -308,7 +313,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
             f"{cache_bytes / 2**20:,.1f} MiB ({options.pages} pages of {options.page_size} tokens, {options.slots} "
             "slots)",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
-            f"{num_prompts:,}), {updates} updates each; {collection.strategy}: at most {draws} responses a prompt, "
+            f"{num_prompts:,}), {updates_each} each; {collection.strategy}: at most {draws} responses a prompt, "
             f"groups of {collection.group_size}",
             f"lengths     up to {longest:,} tokens{made_for}",
             f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
@@ -342,7 +347,7 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
         run.save()
         progress.close()
         command.fail(f"interrupted; iteration {run.iteration} is saved. {resume}", command.INTERRUPTED)
-    except FloatingPointError as error:
+    except Stopped as error:
         run.save()
         progress.close()
         command.fail(f"{error} The state before it is saved as iteration {run.iteration}.", command.STOPPED)

@@ -68,7 +68,11 @@ POSITIVE = """
     [
         *[(key, 0, "it must be at least 1") for key in AT_LEAST_ONE],
         *[(key, -1, "it must not be negative") for key in AT_LEAST_ZERO],
-        *[(key, value, "it must be above 0") for key in POSITIVE for value in (0.0, -0.5, math.nan)],
+        *[
+            (key, value, "it must be above 0 and finite")
+            for key in POSITIVE
+            for value in (0.0, -0.5, math.nan, math.inf)
+        ],
         ("learning.weight_decay", -0.1, "it must not be negative"),
         ("seed", 2**31, r"it must be below 2\*\*31"),
         ("learning.b1", 1.0, "below 1"),

@@ -151,7 +151,7 @@ def test_what_a_run_counts(unbroken):
 
 
 def test_samples_can_be_read(unbroken):
-    lines = [json.loads(line) for line in (unbroken[0] / "samples" / "000001.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (unbroken[0] / "samples" / "000001.jsonl").read_text("utf-8").splitlines()]
     by_prompt = {name: list(group) for name, group in itertools.groupby(lines, key=lambda line: line["prompt"])}
     assert len(by_prompt) == 4
     for draws in by_prompt.values():

@@ -10,94 +10,25 @@ ended gives its pages back and takes the next request from the queue. The host s
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.paged_attention import paged_attention, write_token
-from reinforce_ada_jax.sampling.pages import NULL, PagePool, num_pages
-
-# Output status of a request: not finished, ended by a stop token, ended by its length limit.
-RUNNING, STOPPED, TRUNCATED = 0, 1, 2
-
-
-@struct.dataclass
-class Prompts:
-    """Open prompts, a row each: their pages are held until the host closes them."""
-
-    table: Int[Array, "R prompt_width"]
-    length: Int[Array, " R"]  # tokens of the prompt; the cache holds all but the last
-    last_token: Int[Array, " R"]
-
-
-@struct.dataclass
-class Requests:
-    """The queue: entries [head, end) wait. A request names the prompt's row and the output row it will fill."""
-
-    prompt_row: Int[Array, " Q"]
-    output_row: Int[Array, " Q"]
-    address: UInt32[Array, "Q 4"]
-    key: UInt32[Array, "Q 2"]  # of the address; the window derives it as it begins
-    limit: Int[Array, " Q"]  # response tokens at most
-    head: Int[Array, ""]
-    end: Int[Array, ""]
-
-
-@struct.dataclass
-class Slots:
-    """What is being decoded side by side. An inactive slot is masked padding."""
-
-    active: Bool[Array, " S"]
-    token: Int[Array, " S"]  # the next input; its key and value are not in the cache yet
-    position: Int[Array, " S"]  # of `token` in its sequence
-    count: Int[Array, " S"]  # response tokens so far
-    limit: Int[Array, " S"]
-    key: UInt32[Array, "S 2"]
-    output_row: Int[Array, " S"]
-    table: Int[Array, "S width"]
-    shared: Int[Array, " S"]  # leading table entries that belong to the prompt
-    used: Int[Array, " S"]  # table entries in use; those from `shared` on are the slot's own
-
-
-@struct.dataclass
-class Outputs:
-    """Responses, finished or growing, each in the row that its request named."""
-
-    tokens: Int[Array, "O max_response"]
-    logprobs: Float[Array, "O max_response"]
-    length: Int[Array, " O"]
-    status: Int[Array, " O"]
-
-
-@struct.dataclass
-class DecodeState:
-    """Everything that decoding carries from turn to turn, donated to each program and given back."""
-
-    key_pages: Float[Array, "K L*pages page_size H"]
-    value_pages: Float[Array, "K L*pages page_size H"]
-    pool: PagePool
-    prompts: Prompts
-    requests: Requests
-    slots: Slots
-    outputs: Outputs
-    seed: Int[Array, ""]
-    temperature: Float[Array, ""]
-    stop_ids: Int[Array, " stops"]
-    busy: Int[Array, ""]  # slot-turns that made a token, and
-    turns: Int[Array, ""]  # turns, since the last drain
-
-
-@struct.dataclass
-class Prefix:
-    """Keys and values of prompts, contiguous: what prefill gives, and what pages are filled from."""
-
-    keys: Float[Array, "L B T K H"]
-    values: Float[Array, "L B T K H"]
-    length: Int[Array, " B"]  # tokens of the prompt; 0 for a padding row
-    last_token: Int[Array, " B"]
+from reinforce_ada_jax.sampling.pages import NULL, num_pages
+from reinforce_ada_jax.sampling.state import (
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    DecodeState,
+    Outputs,
+    Prefix,
+    Prompts,
+    Requests,
+    Slots,
+)
 
 
 def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:

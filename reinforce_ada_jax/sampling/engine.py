@@ -18,53 +18,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import longest_response
-from reinforce_ada_jax.mesh import LOGICAL_TO_MESH
+from reinforce_ada_jax.mesh import tensor_spec
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode, jetstream
-from reinforce_ada_jax.sampling import pages as pages_lib
-from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.state import DecodeState, EngineOptions, Prefix, Requests, empty_state
 
 # Where JetStream isn't installed, the engine still decodes for rollouts; only an orchestrator needs the real base.
 EngineInterface: type = jetstream.engine_api().Engine if jetstream.installed() else object
 # Responses asked for through JetStream draw from a stream of their own, numbered as they come.
 SERVED_STREAM = 2**32 - 1
 SHORTEST_BUCKET = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineOptions:
-    """Sizes and numbers of an engine; the static ones fix the compiled programs."""
-
-    slots: int
-    window: int
-    page_size: int
-    pages: int
-    open_prompts: int
-    prefill_rows: int
-    max_prompt_tokens: int
-    max_response_tokens: int
-    temperature: float
-    stop_ids: tuple[int, ...]
-    seed: int
-    dtype: str
-    greedy: bool = False
-    attention: str = "jnp"
-
-    @property
-    def output_rows(self) -> int:
-        """Responses in flight: one for each slot, and as many waiting."""
-        return 2 * self.slots
-
-    @property
-    def table_width(self) -> int:
-        """Pages of the longest prompt with the longest response."""
-        return pages_lib.num_pages(self.max_prompt_tokens + self.max_response_tokens, self.page_size)
-
-    @property
-    def prompt_width(self) -> int:
-        """Pages of the longest prompt."""
-        return pages_lib.num_pages(self.max_prompt_tokens, self.page_size)
 
 
 def options_from_config(config: Any, stop_ids: tuple[int, ...], *, greedy: bool = False) -> EngineOptions:
@@ -97,54 +61,6 @@ def buckets(longest: int) -> list[int]:
     while lengths[-1] < longest:
         lengths.append(2 * lengths[-1])
     return lengths
-
-
-def empty_state(architecture: Architecture, o: EngineOptions) -> decode.DecodeState:
-    """No prompt open, no slot active, every page free."""
-    dtype, row = jnp.dtype(o.dtype), dict(dtype=jnp.int32)
-    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, architecture.head_size)
-    return decode.DecodeState(
-        key_pages=jnp.zeros(pool, dtype),
-        value_pages=jnp.zeros(pool, dtype),
-        pool=pages_lib.make_pool(o.pages),
-        prompts=decode.Prompts(
-            table=jnp.zeros((o.open_prompts, o.prompt_width), **row),
-            length=jnp.ones(o.open_prompts, **row),
-            last_token=jnp.zeros(o.open_prompts, **row),
-        ),
-        requests=decode.Requests(
-            prompt_row=jnp.zeros(o.output_rows, **row),
-            output_row=jnp.zeros(o.output_rows, **row),
-            address=jnp.zeros((o.output_rows, token_lib.ADDRESS_WORDS), jnp.uint32),
-            key=jnp.zeros((o.output_rows, 2), jnp.uint32),
-            limit=jnp.zeros(o.output_rows, **row),
-            head=jnp.int32(0),
-            end=jnp.int32(0),
-        ),
-        slots=decode.Slots(
-            active=jnp.zeros(o.slots, bool),
-            token=jnp.zeros(o.slots, **row),
-            position=jnp.zeros(o.slots, **row),
-            count=jnp.zeros(o.slots, **row),
-            limit=jnp.zeros(o.slots, **row),
-            key=jnp.zeros((o.slots, 2), jnp.uint32),
-            output_row=jnp.zeros(o.slots, **row),
-            table=jnp.zeros((o.slots, o.table_width), **row),
-            shared=jnp.zeros(o.slots, **row),
-            used=jnp.zeros(o.slots, **row),
-        ),
-        outputs=decode.Outputs(
-            tokens=jnp.zeros((o.output_rows, o.max_response_tokens), **row),
-            logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
-            length=jnp.zeros(o.output_rows, **row),
-            status=jnp.zeros(o.output_rows, **row),
-        ),
-        seed=jnp.int32(o.seed),
-        temperature=jnp.float32(o.temperature),
-        stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
-        busy=jnp.int32(0),
-        turns=jnp.int32(0),
-    )
 
 
 class Engine(EngineInterface):
@@ -188,17 +104,8 @@ class Engine(EngineInterface):
 
     def _make_decode_weights(self):
         """Decoding keeps weights split over `tensor` only: a gather over fsdp shards would sit in the token loop."""
-        shardings = nest(
-            {
-                name: NamedSharding(
-                    self._mesh,
-                    PartitionSpec(
-                        *(LOGICAL_TO_MESH[axis] if LOGICAL_TO_MESH[axis] == "tensor" else None for axis in axes)
-                    ),
-                )
-                for name, (_, axes) in weight_shapes(self.architecture).items()
-            }
-        )
+        shapes = weight_shapes(self.architecture)
+        shardings = nest({name: NamedSharding(self._mesh, tensor_spec(axes)) for name, (_, axes) in shapes.items()})
         cast = jax.jit(lambda params: jax.tree.map(lambda w: w.astype(self.dtype), params), out_shardings=shardings)
         return shardings, cast
 
@@ -228,13 +135,13 @@ class Engine(EngineInterface):
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
-    def init_decode_state(self) -> decode.DecodeState:
+    def init_decode_state(self) -> DecodeState:
         """An empty state: no prompt open, no slot active, every page free."""
         return self._init_state()
 
     def open_prompts(
-        self, params: Params, state: decode.DecodeState, rows: list[int], prompts: list[np.ndarray]
-    ) -> decode.DecodeState:
+        self, params: Params, state: DecodeState, rows: list[int], prompts: list[np.ndarray]
+    ) -> DecodeState:
         """Prefills `prompts` into the prompt table's `rows`, `prefill_rows` at a time, in buckets of length.
 
         Raises:
@@ -256,11 +163,11 @@ class Engine(EngineInterface):
                 state = self._open_prompts(state, self._prefill(params, tokens, length), target)
         return state
 
-    def decode_window(self, params: Params, state: decode.DecodeState, requests: decode.Requests) -> decode.DecodeState:
+    def decode_window(self, params: Params, state: DecodeState, requests: Requests) -> DecodeState:
         """One dispatch: up to `window` tokens for all slots, refilled from `requests` (`decode.decode_window`)."""
         return self._decode_window(params, state, requests)
 
-    def close_prompts(self, state: decode.DecodeState, closing: np.ndarray) -> decode.DecodeState:
+    def close_prompts(self, state: DecodeState, closing: np.ndarray) -> DecodeState:
         """Gives back the pages of the rows marked in `closing` (bool[R])."""
         return self._close_prompts(state, closing)
 
@@ -273,7 +180,7 @@ class Engine(EngineInterface):
         self._check_prompt(true_length)
         return self._prefill(params, jnp.asarray(padded_tokens)[None], jnp.asarray([true_length], jnp.int32))
 
-    def insert(self, prefix: decode.Prefix, decode_state: decode.DecodeState, slot: int) -> decode.DecodeState:
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefilled prompt into `slot`; what the slot held before is given up."""
         o = self.options
         if o.pages <= o.slots * o.table_width:
@@ -285,7 +192,7 @@ class Engine(EngineInterface):
         self._served += 1
         return self._insert(decode_state, prefix, jnp.int32(slot), address)
 
-    def generate(self, params: Params, decode_state: decode.DecodeState):
+    def generate(self, params: Params, decode_state: DecodeState):
         """One token for every active slot, as JetStream's ResultTokens: token, valid, generated length."""
         state, result = self._generate(params, decode_state)
         tokens = jetstream.engine_api().ResultTokens(

@@ -13,9 +13,9 @@ import numpy as np
 
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.decode import RUNNING, TRUNCATED, DecodeState, Requests
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
+from reinforce_ada_jax.sampling.state import RUNNING, TRUNCATED, DecodeState, Requests
 from reinforce_ada_jax.types import Request, RequestQueue, Response
 
 

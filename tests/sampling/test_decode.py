@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.decode import RUNNING, STOPPED, TRUNCATED, Requests
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Requests
 from tests.sampling import tiny
 
 P1, P4, P5, P16, P17 = tiny.PROMPTS

@@ -20,8 +20,9 @@ from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.logprobs import distribution
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import Engine, EngineOptions
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 ARCHITECTURE = from_hf(
