@@ -3,8 +3,10 @@
 python -m reinforce_ada_jax.export --workdir=DIR [--iteration=K] --output=HF_DIR
 """
 
+import math
 import pathlib
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -48,6 +50,8 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path) -> 
         if not file.exists():
             raise ValueError(f"{workdir} is no work directory of a run: it has no config.json.")
         config = config_lib.from_json(file.read_text())
+        if math.prod(config.mesh.values()) > jax.device_count():
+            config.mesh.update(data=1, fsdp=1, tensor=1)  # a pod's run, exported on a smaller machine
         parts = assembly.parts(config, assembly.model_folder(config.model.path))
         iteration, params = read_params(workdir, config, parts, iteration)
         huggingface.save(output, parts.architecture, params, tokenizer_from=parts.folder)

@@ -41,8 +41,9 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Prompt, Verdict
 
-# Engine and learner compute the same number in different programs; in float32 they differ by rounding alone.
-FLOAT32_LOGPROB_GAP = 1e-4
+# Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
+# (1e-6); elsewhere products are rounded to bfloat16 or less, and a mean beyond the second number is worth a word.
+FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
 
 
 class Interrupted(Exception):
@@ -170,20 +171,23 @@ class Run:
             batches.append(batch.replace(old_logprobs=self.learner.score(self.state.params, batch)))
         return batches
 
-    def check_logprobs(self, batches: Sequence[Batch]) -> dict[str, float]:
+    def check_logprobs(self, batches: Sequence[Batch], progress: Progress) -> dict[str, float]:
         """How far the engine's log-probabilities of its own tokens are from the learner's."""
         gaps = [np.abs(np.asarray(batch.old_logprobs) - np.asarray(batch.behaviour_logprobs)) for batch in batches]
-        num_tokens = sum(int(np.sum(batch.response_length)) for batch in batches)
+        mean = sum(float(gap.sum()) for gap in gaps) / sum(int(np.sum(batch.response_length)) for batch in batches)
         largest = max(float(gap.max()) for gap in gaps)
-        if self.config.model.compute_dtype == "float32" and not largest <= FLOAT32_LOGPROB_GAP:
-            raise Stopped(
-                f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in float32 "
-                f"they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients would not belong together."
+        if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
+            if not largest <= FLOAT32_LOGPROB_GAP:
+                raise Stopped(
+                    f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
+                    f"float32 they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients would not belong together."
+                )
+        elif not mean <= ALARMING_LOGPROB_GAP:
+            progress.say(
+                f"iteration {self.iteration + 1}: engine and learner differ by {mean:.2g} a token on average; the "
+                "ratio of the update is off by as much. learning.truncated_is_cap = 2.0 would bound it."
             )
-        return {
-            "update/logprob_gap": sum(float(gap.sum()) for gap in gaps) / num_tokens,
-            "update/logprob_gap_max": largest,
-        }
+        return {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
 
     def update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """One optimiser step a minibatch; means over them."""
@@ -244,7 +248,7 @@ class Run:
         self.write_samples(groups)
         progress.phase("updating")
         batches = self.minibatches(groups)
-        metrics |= self.check_logprobs(batches)
+        metrics |= self.check_logprobs(batches, progress)
         metrics |= self.update(batches)
         self.iteration, self.cursor = self.iteration + 1, cursor
         return metrics
