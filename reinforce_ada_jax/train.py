@@ -180,7 +180,7 @@ class Run:
             if not largest <= FLOAT32_LOGPROB_GAP:
                 raise Stopped(
                     f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
-                    f"float32 they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients would not belong together."
+                    f"float32 they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients don't belong together."
                 )
         elif not mean <= ALARMING_LOGPROB_GAP:
             progress.say(
