@@ -22,7 +22,7 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.token import stream
-from tests.running import ROOT, environment
+from tests.running import ROOT, environment, tiny
 
 ITERATIONS = 12
 # Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
@@ -326,9 +326,8 @@ class ScriptedRun(train.Run):
         return {"evaluation/heldout/avg": self.iteration / 7}
 
 
-def test_an_interrupt_during_an_evaluation_loses_nothing(unbroken, tmp_path, keep_signals):
-    config = saved_config(unbroken[0])
-    config.update_from_flattened_dict({"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False})
+def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path, keep_signals):
+    config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False})
     parts = assembly.parts(config, assembly.model_folder(config.model.path))
     make = functools.partial(ScriptedRun, config, parts=parts, prompts=[], benchmarks={"heldout": []}, params=None)
     progress = metrics.Progress(6, 0)

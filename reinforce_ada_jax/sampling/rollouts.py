@@ -4,7 +4,6 @@
 requests stand in the device's queue; slots, pages and tokens are the compiled window's.
 """
 
-import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 
@@ -16,7 +15,7 @@ from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.state import RUNNING, TRUNCATED, DecodeState, Requests
-from reinforce_ada_jax.types import Request, RequestQueue, Response
+from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response
 
 
 @dataclasses.dataclass
@@ -90,7 +89,7 @@ class _Session:
         self.free_output_rows = list(range(options.output_rows))[::-1]
         self.in_flight: dict[int, Request] = {}  # by output row
         self.queued: list[int] = []  # output rows whose requests the device hasn't taken yet, in order
-        self.unopened: collections.deque[Request] = collections.deque()  # their prompts find no row or pages yet
+        self.unopened: list[Request] = []  # taken, but no row or pages are free for them yet
 
     def run(self) -> Iterator[list[Response]]:
         """Windows until the queue is dry and nothing is in flight."""
@@ -121,34 +120,38 @@ class _Session:
 
     def _take_requests(self) -> None:
         """Moves requests onto the device's queue; opens the prompts that are new."""
-        waiting = self.queue.take(len(self.free_output_rows))
+        taken = self.queue.take(len(self.free_output_rows))
         # Further rounds of open prompts come before prompts that had to wait, and those before new ones.
-        waiting.sort(key=lambda request: request.prompt.id not in self.prompt_rows)
-        num_open = sum(request.prompt.id in self.prompt_rows for request in waiting)
-        waiting[num_open:num_open] = self.unopened
-        self.unopened.clear()
-        rows, tokens = [], []
-        for request in waiting:
-            prompt = request.prompt
-            if prompt.id not in self.prompt_rows:
-                pages = num_pages(len(prompt.tokens) - 1, self.engine.options.page_size)
-                if not self.free_output_rows or not self._can_open(pages):
-                    self.unopened.append(request)
-                    continue
-                self.prompt_rows[prompt.id] = self.free_prompt_rows.pop()
-                self.prompt_pages[prompt.id] = pages
-                self.free_pages -= pages
-                rows.append(self.prompt_rows[prompt.id])
-                tokens.append(prompt.tokens)
-            if not self.free_output_rows:
-                self.unopened.append(request)
-                continue
-            output_row = self.free_output_rows.pop()
-            self.in_flight[output_row] = request
-            self.queued.append(output_row)
-        if rows:
-            self.counts.prefills += len(rows)
+        further = [request for request in taken if request.prompt.id in self.prompt_rows]
+        new = [request for request in taken if request.prompt.id not in self.prompt_rows]
+        waiting, self.unopened = [*further, *self.unopened, *new], []
+        opened: list[Prompt] = []
+        while waiting:
+            self.unopened += [request for request in waiting if not self._place(request, opened)]
+            # Behind those that have to wait may stand requests of open prompts: only by these do the prompts close.
+            waiting = self.queue.take(len(self.free_output_rows))
+        if opened:
+            self.counts.prefills += len(opened)
+            rows, tokens = [self.prompt_rows[prompt.id] for prompt in opened], [prompt.tokens for prompt in opened]
             self.state = self.engine.open_prompts(self.weights, self.state, rows, tokens)
+
+    def _place(self, request: Request, opened: list[Prompt]) -> bool:
+        """Gives a request an output row, and its prompt a row if it is new; False where it has to wait for one."""
+        prompt = request.prompt
+        if not self.free_output_rows:
+            return False
+        if prompt.id not in self.prompt_rows:
+            pages = num_pages(len(prompt.tokens) - 1, self.engine.options.page_size)
+            if not self._can_open(pages):
+                return False
+            self.prompt_rows[prompt.id] = self.free_prompt_rows.pop()
+            self.prompt_pages[prompt.id] = pages
+            self.free_pages -= pages
+            opened.append(prompt)
+        output_row = self.free_output_rows.pop()
+        self.in_flight[output_row] = request
+        self.queued.append(output_row)
+        return True
 
     def _requests(self) -> Requests:
         """The waiting requests as the device's queue."""

@@ -1,4 +1,5 @@
 import logging
+import pathlib
 import sys
 
 import jax
@@ -12,10 +13,33 @@ def test_the_orchestrator_leaves_the_root_logger_alone(monkeypatch):
     monkeypatch.delitem(sys.modules, "jetstream.core.orchestrator", raising=False)
     root = logging.getLogger()
     before = root.level, list(root.handlers)
-    module = jetstream.orchestrator()
+    module = jetstream.orchestrator.__wrapped__()
     assert (root.level, root.handlers) == before
     assert jax.tree_map is jax.tree_util.tree_map  # what the orchestrator calls
     assert {"Driver", "LLMOrchestrator"} <= set(dir(module))
+
+
+def test_the_generate_thread_survives_that_all_requests_end_at_once():
+    idle = "At this point we must have some requests inserted into the slots."
+    calls = []
+
+    class Driver:
+        def _generate_thread(self, idx):
+            calls.append(idx)
+            assert len(calls) > 2, idle
+
+    class Broken:
+        def _generate_thread(self, idx):
+            raise AssertionError("something else")
+
+    jetstream._survive_idling(Driver)
+    Driver()._generate_thread(5)
+    assert calls == [5, 5, 5]
+    jetstream._survive_idling(Broken)
+    with pytest.raises(AssertionError, match="something else"):
+        Broken()._generate_thread(0)
+    # The words are the orchestrator's own.
+    assert idle in pathlib.Path(jetstream.orchestrator().__file__).read_text()
 
 
 def test_tensorflow_stays_out():
@@ -25,6 +49,6 @@ def test_tensorflow_stays_out():
 
 def test_without_the_wheel_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(jetstream, "installed", lambda: False)
-    for load in (jetstream.engine_api, jetstream.tokenizer_api, jetstream.orchestrator):
+    for load in (jetstream.engine_api, jetstream.tokenizer_api, jetstream.orchestrator.__wrapped__):
         with pytest.raises(ModuleNotFoundError, match="pip install --no-deps google-jetstream==0.2.2"):
             load()

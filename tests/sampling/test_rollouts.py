@@ -15,15 +15,20 @@ from reinforce_ada_jax.types import Request
 from tests.sampling import tiny
 
 
-def rounds_of(*sizes) -> strategies.Strategy:
-    """Rounds of these sizes for every prompt."""
+def rounds_of(sizes: dict[str, tuple[int, ...]]) -> strategies.Strategy:
+    """Rounds of these sizes for each prompt."""
     return strategies.Strategy(
-        next_draws=lambda record: (*sizes, 0)[record.rounds],
-        max_draws=sum(sizes),
+        next_draws=lambda record: (*sizes[record.prompt.id], 0)[record.rounds],
+        max_draws=max(map(sum, sizes.values())),
         met=lambda record: True,
         keep=strategies.keep_all,
         pool_baseline=True,
     )
+
+
+def for_all(*sizes) -> strategies.Strategy:
+    """Rounds of these sizes for every prompt."""
+    return rounds_of({prompt.id: sizes for prompt in tiny.PROMPTS})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_a_limit_beyond_the_engine_is_refused(limit):
 
 def test_a_prompt_is_prefilled_once_for_all_its_rounds():
     rollouts = tiny.rollouts()
-    pools = tiny.collect_pools(rollouts, rounds_of(1, 4, 2, 6))
+    pools = tiny.collect_pools(rollouts, for_all(1, 4, 2, 6))
     assert {pool.rounds for pool in pools} == {4}
     assert rollouts.counts.prefills == 5
     tiny.assert_same(tiny.drawn(), tiny.samples(pools))
@@ -150,16 +155,16 @@ def test_balance_collects_the_same_pools_from_8_and_64_slots():
     tiny.assert_same(tiny.samples(few), tiny.samples(many))
 
 
-def test_nothing_compiles_after_the_first_session():
+@pytest.mark.parametrize("changes", [{}, dict(tensor=2)], ids=["one device", "tensor parallel"])
+def test_nothing_compiles_after_the_first_session(changes):
     """All prompts active, some, one, none; one round and many; another stream, limit and order."""
-    rollouts = tiny.rollouts()
-    tiny.drawn()
+    rollouts = tiny.rollouts(**changes)
+    tiny.drawn(**changes)
     compiled = CompileCounter()
     tiny.draw(rollouts, stream=7, limit=3, draws=2)
     tiny.draw(rollouts, prompts=tiny.PROMPTS[4:], draws=1)
     tiny.draw(rollouts, prompts=tiny.PROMPTS[:1], draws=20)
-    falling = rounds_of(4, 1, 1)
-    tiny.collect_pools(rollouts, falling, prompts=tiny.PROMPTS[::-1])
+    tiny.collect_pools(rollouts, for_all(4, 1, 1), prompts=tiny.PROMPTS[::-1])
     assert tiny.draw(rollouts, prompts=()) == {}
     assert compiled.since_last() == 0
     jax.jit(lambda x: x * 3 + 5)(1.0)
@@ -189,12 +194,20 @@ def test_prompts_that_the_queue_never_closed_are_closed_with_the_session():
 
 
 def test_requests_that_can_never_start_are_an_error():
-    # Two rows for open prompts and three prompts, none of them ever closed.
+    # P1, P4 and P5 hold 0 + 1 + 1 pages and are never closed; 8 of 13 are kept for a response. P16 needs 4.
     rollouts = tiny.rollouts(**tiny.SCARCE)
     sample_fn = rollouts.sampler(tiny.params(), stream=0, limit=12)
     with pytest.raises(RuntimeError, match="2 requests wait and none can start"):
-        list(sample_fn(OpenQueue(tiny.PROMPTS[:3])))
+        list(sample_fn(OpenQueue(tiny.PROMPTS[:4])))
     tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+
+
+def test_a_next_round_is_found_behind_requests_that_have_to_wait():
+    # P16 finds no pages beside P1, P4 and P5. Its 40 requests would fill every look into the queue, 6 at a time, and
+    # the second rounds stand behind them.
+    sizes = {"p1": (1, 1), "p4": (1, 1), "p5": (1, 1), "p16": (40,)}
+    pools = tiny.collect_pools(tiny.rollouts(**tiny.SCARCE), rounds_of(sizes), prompts=tiny.PROMPTS[:4])
+    assert [len(pool.responses) for pool in pools] == [2, 2, 2, 40]
 
 
 def test_a_session_broken_off_leaves_nothing_behind():
@@ -211,16 +224,10 @@ def test_a_session_broken_off_leaves_nothing_behind():
 def test_any_stream_of_requests_is_answered(data, limit, changes):
     """Prompts in any order, rounds of any size: nothing is lost or doubled, and every answer is that of its address."""
     prompts = data.draw(st.lists(st.sampled_from(tiny.PROMPTS), min_size=1, unique_by=lambda prompt: prompt.id))
-    sizes = {prompt.id: data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)) for prompt in prompts}
-    strategy = strategies.Strategy(
-        next_draws=lambda record: (*sizes[record.prompt.id], 0)[record.rounds],
-        max_draws=12,
-        met=lambda record: True,
-        keep=strategies.keep_all,
-        pool_baseline=True,
-    )
+    rounds = st.lists(st.integers(1, 11), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) <= tiny.DRAWS)
+    sizes = {prompt.id: data.draw(rounds) for prompt in prompts}
     rollouts = tiny.rollouts(**changes)
-    samples = tiny.samples(tiny.collect_pools(rollouts, strategy, prompts=prompts, limit=limit))
+    samples = tiny.samples(tiny.collect_pools(rollouts, rounds_of(sizes), prompts=prompts, limit=limit))
     assert samples.keys() == {(id, draw) for id, rounds in sizes.items() for draw in range(sum(rounds))}
     assert rollouts.counts.prefills == len(prompts)
     tiny.assert_same({address: tiny.cut(tiny.drawn()[address], limit) for address in samples}, samples)

@@ -36,8 +36,8 @@ OPTIONS = EngineOptions(
     max_response_tokens=12, temperature=1.0, stop_ids=(3, 7), seed=0, dtype="float32",
 )  # fmt: skip
 # The fewest pages that config.least_pages allows: 5 of a prompt, 8 of a prompt with its response, and the null page.
-# And fewer rows than prompts (5) and requests (65): 2 prompts open, 6 responses in flight.
-SCARCE = dict(pages=14, slots=3, open_prompts=2)
+# And fewer rows than prompts (5) and requests (65): 4 prompts open, 6 responses in flight.
+SCARCE = dict(pages=14, slots=3, open_prompts=4)
 
 # One token, with nothing to prefill; a page; one more, so that the cache holds whole pages only; the same for 16.
 PROMPTS = tuple(
