@@ -177,8 +177,11 @@ class Engine(EngineInterface):
         """The prefix of one prompt. JetStream deletes it after `insert`, so it holds arrays of its own only."""
         if existing_prefix is not None:
             raise ValueError("continuing an existing prefix is not supported: send the whole prompt.")
+        tokens = np.asarray(padded_tokens, np.int32)
+        if tokens[0] == jetstream.NO_TOKEN:
+            tokens, true_length = np.append(tokens[1:], np.int32(0)), true_length - 1
         self._check_prompt(true_length)
-        return self._prefill(params, jnp.asarray(padded_tokens)[None], jnp.asarray([true_length], jnp.int32))
+        return self._prefill(params, tokens[None], np.array([true_length], np.int32))
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefilled prompt into `slot`; what the slot held before is given up."""

@@ -20,6 +20,10 @@ REMEDY = (
     "bring TensorFlow) and `pip install 'reinforce_ada_jax[serve]'`."
 )
 
+# JetStream puts a tokenizer's `bos_id` before every token request; some models have none, and where there is one the
+# client's tokens have it. This id is none, for `Engine.prefill` to take off again.
+NO_TOKEN = -1
+
 
 def _stand_in_for_seqio() -> None:
     if "seqio" in sys.modules or importlib.util.find_spec("seqio") is not None:

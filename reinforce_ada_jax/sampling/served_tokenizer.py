@@ -42,5 +42,5 @@ class ServedTokenizer(_api.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """Not used: `encode` puts it where the tokenizer does, and token requests carry their own."""
-        return self._tokenizer.stop_ids[0]
+        """No token: JetStream puts this before every token request, and the engine takes it off again."""
+        return jetstream.NO_TOKEN

@@ -76,8 +76,8 @@ def test_buckets():
 
 
 def test_decoding_reads_the_learners_own_buffers():
-    params = tiny.params()
-    engine, before = tiny_engine(), len(jax.live_arrays())
+    engine, params = tiny_engine(), tiny.params()
+    before = len(jax.live_arrays())
     weights = engine.decode_weights(params)
     assert weights is params
     assert len(jax.live_arrays()) == before
@@ -85,7 +85,7 @@ def test_decoding_reads_the_learners_own_buffers():
 
 def test_tensor_parallel_weights_are_read_as_they_are():
     mesh = mesh_lib.make_mesh(tensor=2)
-    params = jax.device_put(tiny.params(), transformer.param_shardings(tiny.ARCHITECTURE, mesh))
+    params = tiny.params_on(mesh)
     assert tiny_engine(mesh).decode_weights(params) is params
 
 
@@ -102,7 +102,7 @@ def test_another_dtype_is_one_copy():
 
 def test_decode_weights_are_split_over_tensor_only():
     mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-    params = jax.device_put(tiny.params(), transformer.param_shardings(tiny.ARCHITECTURE, mesh))
+    params = tiny.params_on(mesh)
     weights = transformer.flatten(tiny_engine(mesh).decode_weights(params))
     for name, leaf in transformer.flatten(params).items():
         axes = [axis if axis == "tensor" else None for axis in leaf.sharding.spec]
@@ -265,13 +265,14 @@ def test_served_tokenizer_pads_to_a_bucket(served):
     padded, length = tokenizer.encode(served.texts[0], max_prefill_length=served.engine.max_prefill_length)
     assert (len(padded), length) == (16, 8)
     np.testing.assert_array_equal(padded[:8], served.prompts[0])
+    assert not {tokenizer.bos_id} & set(range(served.engine.architecture.vocab_size))
     # 17 tokens with BOS do not fit; the length says so, and `prefill` refuses.
     assert tokenizer.encode("." * 16, max_prefill_length=16)[1] == 17
     assert tokenizer.stop_tokens == {2}
 
 
 def test_jetstreams_orchestrator_answers_the_same(served):
-    """Its own threads, text in and text out, 8 clients at once for 3 slots; then again, for 2 tokens only."""
+    """Its own threads; 8 clients at once for 3 slots; text in and text out, then 2 tokens only, then tokens."""
     orchestrator = jetstream.orchestrator()
     from jetstream.core.proto import jetstream_pb2  # noqa: PLC0415  (found once the orchestrator is)
 
@@ -279,23 +280,27 @@ def test_jetstreams_orchestrator_answers_the_same(served):
     driver = orchestrator.Driver([engine], [engine], [served.params], [served.params])
     server = orchestrator.LLMOrchestrator(driver)
 
-    async def ask(text, max_tokens):
-        request = jetstream_pb2.DecodeRequest(
-            text_content=jetstream_pb2.DecodeRequest.TextContent(text=text), max_tokens=max_tokens
-        )
+    async def ask(**content):
+        request = jetstream_pb2.DecodeRequest(**content)
         samples = [response.stream_content.samples[0] async for response in server.Decode(request)]
         return "".join(sample.text for sample in samples), [id for sample in samples for id in sample.token_ids]
 
     async def ask_all():
         try:
-            return [await asyncio.gather(*[ask(text, limit) for text in served.texts]) for limit in (LIMIT, 2)]
+            return [
+                await asyncio.gather(*[ask(text_content=dict(text=text), max_tokens=LIMIT) for text in served.texts]),
+                await asyncio.gather(*[ask(text_content=dict(text=text), max_tokens=2) for text in served.texts]),
+                await ask(token_content=dict(token_ids=served.prompts[0].tolist()), max_tokens=LIMIT),
+            ]
         finally:
             # Before this loop closes: the driver's threads call back into it, and a failing one kills the process.
             driver.stop()
 
-    whole, short = asyncio.run(ask_all())
+    whole, short, by_tokens = asyncio.run(ask_all())
     stop = served.engine.options.stop_ids
     for (text, tokens), (_, first_two), answer in zip(whole, short, served.answers, strict=True):
         expected = [token for token in answer if token not in stop]  # JetStream leaves stop tokens out
         assert tokens == expected and first_two == expected[:2]
         assert text == served.engine.tokenizer.decode(np.array(answer))
+    # A client that sends tokens gets tokens. JetStream puts a BOS before its own, which would be the second.
+    assert by_tokens == ("", whole[0][1])

@@ -1,5 +1,6 @@
 """Whole sessions through the collection loop: what is drawn is a function of the address, and of nothing else."""
 
+import dataclasses
 import types
 
 import jax
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.metrics import CompileCounter
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.types import Request
+from reinforce_ada_jax.sampling.pages import num_pages
+from reinforce_ada_jax.types import Prompt, Request
 from tests.sampling import tiny
 
 
@@ -45,12 +47,27 @@ def test_sampled_logprobs_are_the_learners(changes):
         dict(slots=64),
         dict(window=1, page_size=16),
         tiny.SCARCE,
-        dict(tensor=2),
+        dict(fsdp=2, tensor=2),
     ],
     ids=str,
 )  # fmt: skip
 def test_the_address_alone_decides(changes):
     tiny.assert_same(tiny.drawn(), tiny.drawn(**changes))
+
+
+def test_the_comparison_itself(monkeypatch):
+    address = ("p5", 0)
+    changed = dict(tiny.drawn())
+    tokens = changed[address].tokens.copy()
+    tokens[0] = (tokens[0] + 1) % 24
+    changed[address] = dataclasses.replace(changed[address], tokens=tokens)
+    with pytest.raises(AssertionError, match="differs at token 0"):
+        tiny.assert_same(tiny.drawn(), changed)
+    # The same where these two were all but equal: a flip.
+    scores = np.zeros(24)
+    scores[changed[address].tokens[0]], scores[tiny.drawn()[address].tokens[0]] = 1.0, 1.0 + 5e-6
+    monkeypatch.setattr(tiny, "_scores", lambda *_, **__: scores)
+    assert tiny.assert_same(tiny.drawn(), changed) == 1
 
 
 def test_the_order_of_prompts_decides_nothing():
@@ -155,7 +172,7 @@ def test_balance_collects_the_same_pools_from_8_and_64_slots():
     tiny.assert_same(tiny.samples(few), tiny.samples(many))
 
 
-@pytest.mark.parametrize("changes", [{}, dict(tensor=2)], ids=["one device", "tensor parallel"])
+@pytest.mark.parametrize("changes", [{}, dict(fsdp=2, tensor=2)], ids=["one device", "four devices"])
 def test_nothing_compiles_after_the_first_session(changes):
     """All prompts active, some, one, none; one round and many; another stream, limit and order."""
     rollouts = tiny.rollouts(**changes)
@@ -231,3 +248,29 @@ def test_any_stream_of_requests_is_answered(data, limit, changes):
     assert samples.keys() == {(id, draw) for id, rounds in sizes.items() for draw in range(sum(rounds))}
     assert rollouts.counts.prefills == len(prompts)
     tiny.assert_same({address: tiny.cut(tiny.drawn()[address], limit) for address in samples}, samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_any_engine_answers_any_stream_of_requests(seed):
+    """Random sizes of everything, down to the fewest pages, and random prompts: as the standard engine answers."""
+    rng = np.random.default_rng(seed)
+    page_size = int(rng.choice([1, 2, 3, 5, 7, 16, 32]))
+    pages = num_pages(17, page_size) + num_pages(17 + 12, page_size) + 1 + int(rng.choice([0, 0, 1, 2, 5]))
+    slots, open_prompts, prefill_rows = (int(rng.integers(1, most + 1)) for most in (11, 6, 4))
+    rollouts = tiny.rollouts(
+        page_size=page_size, pages=pages, slots=slots, open_prompts=open_prompts, prefill_rows=prefill_rows,
+        window=int(rng.choice([1, 2, 3, 7, 16])),
+    )  # fmt: skip
+    for stream in range(4):
+        lengths = rng.integers(1, 18, size=rng.integers(1, 14))
+        prompts = [
+            Prompt(f"p{index}", "", "", rng.integers(0, 24, length).astype(np.int32))
+            for index, length in enumerate(lengths)
+        ]
+        strategy = rounds_of({prompt.id: tuple(rng.integers(1, 9, rng.integers(1, 4))) for prompt in prompts})
+        session = dict(prompts=prompts, stream=stream, limit=int(rng.integers(1, 13)))
+        one, other = (
+            tiny.samples(tiny.collect_pools(each, strategy, **session)) for each in (rollouts, tiny.rollouts())
+        )
+        tiny.assert_same(one, other, prompts=prompts, stream=stream)

@@ -49,24 +49,35 @@ Samples = dict[tuple[str, int], Response]
 
 
 @functools.cache
-def params():
-    """Weights whose next-token distributions are neither flat nor sure: logits vary by about 2."""
+def _weights():
+    """Random ones, whose next-token distributions are neither flat nor sure."""
     weights = transformer.init(ARCHITECTURE, jax.random.key(0))
     attention = weights["layers"]["attention"]
     for index, name in enumerate(("query_bias", "key_bias", "value_bias")):
         attention[name] = jax.random.normal(jax.random.key(index + 1), attention[name].shape)
-    weights["head"] = 2 * weights["head"]
+    weights["head"] = 2 * weights["head"]  # logits vary by about 2
     return weights
 
 
 @functools.cache
-def rollouts(tensor: int = 1, **changes) -> Rollouts:
+def params_on(mesh):
+    """The weights as a learner on `mesh` has them."""
+    return jax.device_put(_weights(), transformer.param_shardings(ARCHITECTURE, mesh))
+
+
+def params():
+    """The weights on one device."""
+    return params_on(mesh_lib.make_mesh())
+
+
+@functools.cache
+def rollouts(fsdp: int = 1, tensor: int = 1, **changes) -> Rollouts:
     """Rollouts of an engine that differs from `OPTIONS` in `changes`; pages for every slot and prompt unless named."""
     options = dataclasses.replace(OPTIONS, **changes)
     if not options.pages:
         enough = options.slots * options.table_width + options.open_prompts * options.prompt_width + 1
         options = dataclasses.replace(options, pages=enough)
-    return Rollouts(Engine(ARCHITECTURE, options, mesh=mesh_lib.make_mesh(tensor=tensor)))
+    return Rollouts(Engine(ARCHITECTURE, options, mesh=mesh_lib.make_mesh(fsdp=fsdp, tensor=tensor)))
 
 
 def verdicts(pairs):
@@ -81,9 +92,9 @@ def assert_idle(state, num_pages: int) -> None:
     assert sorted(free) == list(range(1, num_pages))
 
 
-def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT, weights=None):
+def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT):
     """A session through the very collection loop, which refuses lost and doubled responses."""
-    sample_fn = rollouts.sampler(weights or params(), stream=stream, limit=limit)
+    sample_fn = rollouts.sampler(params_on(rollouts.engine.mesh), stream=stream, limit=limit)
     pools = collect(prompts, sample_fn, verdicts, strategy)
     assert_idle(rollouts.state, rollouts.engine.options.pages)
     return pools
