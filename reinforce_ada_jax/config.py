@@ -126,13 +126,9 @@ def least_pages(config: config_dict.ConfigDict) -> int:
     return math.ceil(prompt / page_size) + math.ceil((prompt + longest_response(config)) / page_size) + 1
 
 
-def validate(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError for the first rule broken. Touches no device and no file."""
+def _check_values(config: config_dict.ConfigDict) -> None:
+    """The rules that look at one key at a time: names out of a list, numbers within their range."""
     collection, sampling, learning = config.collection, config.sampling, config.learning
-    if not config.model.path:
-        raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
-    if not config.data.prompts:
-        raise ValueError("data.prompts is empty: name a JSONL file of problems, --config.data.prompts=FILE.")
     _choice("collection.strategy", collection.strategy, STRATEGIES)
     _choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
     _choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
@@ -194,6 +190,16 @@ def validate(config: config_dict.ConfigDict) -> None:
         raise ValueError(f"learning.dual_clip is {learning.dual_clip}; it must be above 1: it bounds the loss at |A|.")
     if learning.truncated_is_cap is not None and not learning.truncated_is_cap > 0:
         raise ValueError(f"learning.truncated_is_cap is {learning.truncated_is_cap}; it must be above 0, or None.")
+
+
+def validate(config: config_dict.ConfigDict) -> None:
+    """Raises ValueError for the first rule broken. Touches no device and no file."""
+    collection, sampling, learning = config.collection, config.sampling, config.learning
+    if not config.model.path:
+        raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
+    if not config.data.prompts:
+        raise ValueError("data.prompts is empty: name a JSONL file of problems, --config.data.prompts=FILE.")
+    _check_values(config)
     if collection.strategy != "grpo" and collection.group_size > collection.samples_per_round:
         raise ValueError(
             f"collection.group_size is {collection.group_size}, collection.samples_per_round is "
