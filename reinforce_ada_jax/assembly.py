@@ -5,7 +5,9 @@ Stages don't know each other. Here the engine gets the stop tokens of the tokeni
 
 import dataclasses
 import pathlib
+from concurrent.futures import Future
 
+import jax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -47,12 +49,12 @@ class Parts:
         return prompts_lib.tokenize(problems, self.tokenizer, config.data.template, config.data.max_prompt_tokens)
 
     def verify_fn(self, verifiers: VerifierPool) -> VerifyFn:
-        """Decodes responses and grades them against the reference answers."""
+        """Decodes responses and grades them against the reference answers, beside decoding where there are workers."""
 
-        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
-            return verifiers.grade_all(
-                [(self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs]
-            )
+        grade = verifiers.submit if verifiers.workers else verifiers.grade_all
+
+        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
+            return grade((self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs)
 
         return verify
 
@@ -73,6 +75,12 @@ def parts(config: ConfigDict, folder: pathlib.Path) -> Parts:
     options = options_from_config(config, tokenizer.stop_ids)
     mesh = mesh_lib.make_mesh(**config.mesh)
     return Parts(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer))
+
+
+def deterministic(config: ConfigDict) -> bool:
+    """Whether the order of events may not depend on time; unless the configuration says, it may not on a CPU."""
+    chosen = config.collection.deterministic
+    return jax.default_backend() == "cpu" if chosen is None else chosen
 
 
 def verifier_pool(config: ConfigDict) -> VerifierPool:

@@ -14,6 +14,7 @@ from ml_collections import config_dict
 
 STRATEGIES = ("grpo", "positive", "balance")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
 DTYPES = ("float32", "bfloat16")
 REWARDS = ("cipher", "math")
 TEMPLATES = ("plain", "qwen_math")
@@ -48,9 +49,17 @@ def defaults() -> config_dict.ConfigDict:
             max_rounds=4,  # N: at most M * N draws for a prompt
             prompts_per_iteration=512,
             normalize_by_std=False,
+            barrier=False,  # rounds of all prompts in step, as in the reference program: the same samples, more time
+            # Hear verdicts at fixed points, so that equal runs make equal bits on devices that round by row position;
+            # default: on CPUs.
+            deterministic=config_dict.placeholder(bool),
+            # 1: slots that would be idle begin the next iteration's prompts, under this iteration's weights.
+            overlap_iterations=0,
         ),
         sampling=dict(
             temperature=1.0,
+            top_k=0,  # 0 and 1.0 only: cut off, samples are of another policy than the one that is trained
+            top_p=1.0,
             max_response_tokens=2048,
             slots=256,  # responses decoded side by side
             window=32,  # tokens decoded for all slots in one dispatch
@@ -58,6 +67,7 @@ def defaults() -> config_dict.ConfigDict:
             pages=0,  # pages of the cache; 0: enough for every slot and `open_prompts`
             open_prompts=0,  # prompts whose pages are held at a time; 0: as many as slots
             prefill_rows=16,  # prompts prefilled in one dispatch
+            attention="auto",  # "jnp", "pallas_tpu" or "pallas_gpu"; auto: the one made for the device
         ),
         learning=dict(
             prompts_per_update=128,  # 4 updates an iteration
@@ -74,7 +84,8 @@ def defaults() -> config_dict.ConfigDict:
             dual_clip=10.0,
             aggregation="token-mean",
             entropy_coefficient=0.0,  # the reference script; the paper's text says 1e-4
-            truncated_is_cap=config_dict.placeholder(float),  # cap of the sampler/learner importance weight; off
+            # Cap of the sampler/learner importance weight; default: none, or 2.0 with overlap_iterations.
+            truncated_is_cap=config_dict.placeholder(float),
             logprob_chunk=512,  # tokens whose logits exist at a time
         ),
         mesh=dict(data=1, fsdp=1, tensor=1),
@@ -86,6 +97,9 @@ def defaults() -> config_dict.ConfigDict:
             every=50,
             benchmarks=(),  # JSONL files, or "cipher:heldout"
             samples=32,
+            temperature=1.0,  # 0: the most probable token
+            top_k=0,  # 0: all
+            top_p=1.0,
             max_response_tokens=4096,
         ),
         logging=dict(
@@ -134,6 +148,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     _choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
     _choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
     _choice("reward.kind", config.reward.kind, REWARDS)
+    _choice("sampling.attention", sampling.attention, ATTENTIONS)
     _choice("data.template", config.data.template, TEMPLATES)
     at_least_one = {
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
@@ -160,6 +175,8 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "reward.workers": config.reward.workers,
         "sampling.pages": sampling.pages,
         "sampling.open_prompts": sampling.open_prompts,
+        "evaluation.temperature": config.evaluation.temperature,
+        "evaluation.top_k": config.evaluation.top_k,
         "learning.warmup_updates": learning.warmup_updates,
         "learning.weight_decay": learning.weight_decay,
         "checkpoint.every": config.checkpoint.every,
@@ -186,6 +203,21 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     for name, value in below_one.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
+    if not 0 < config.evaluation.top_p <= 1:
+        raise ValueError(f"evaluation.top_p is {config.evaluation.top_p}; it must be above 0 and at most 1.")
+    if sampling.top_k != 0 or sampling.top_p != 1:
+        raise ValueError(
+            f"sampling.top_k is {sampling.top_k} and sampling.top_p {sampling.top_p}: training samples must come from "
+            "the policy as it is (0 and 1.0), or every ratio of the update is wrong. To cut off the tail in "
+            "evaluations, set evaluation.top_k and evaluation.top_p."
+        )
+    if collection.overlap_iterations not in (0, 1):
+        raise ValueError(f"collection.overlap_iterations is {collection.overlap_iterations}; it must be 0 or 1.")
+    if collection.overlap_iterations and collection.barrier:
+        raise ValueError(
+            "collection.barrier keeps all prompts in step, collection.overlap_iterations lets the next iteration's "
+            "begin early: choose one of them."
+        )
     if not learning.dual_clip > 1:
         raise ValueError(f"learning.dual_clip is {learning.dual_clip}; it must be above 1: it bounds the loss at |A|.")
     if learning.truncated_is_cap is not None and not learning.truncated_is_cap > 0:

@@ -23,6 +23,7 @@ from reinforce_ada_jax.metrics import Progress, write_whole
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Pool, Prompt
 
@@ -78,15 +79,19 @@ def evaluate(
     """`evaluation/<set>/...` of these weights: samples drawn and graded by the very loop that trains."""
     metrics = {}
     strategy = strategies.fixed(config.evaluation.samples)
-    sample_fn = rollouts.sampler(
-        params, stream=stream(iteration, evaluation=True), limit=config.evaluation.max_response_tokens
+    evaluation = config.evaluation
+    sampling = SamplingParams(
+        evaluation.max_response_tokens, evaluation.temperature, top_k=evaluation.top_k, top_p=evaluation.top_p
     )
+    sample_fn = rollouts.sampler(params, stream=stream(iteration, evaluation=True), sampling=sampling)
 
     def report(closed: int, drawn: int) -> None:
         on_progress(f"evaluating {name}: {closed}/{len(prompts)} problems, {drawn:,} responses")
 
     for name, prompts in benchmarks.items():
-        pools = collect(prompts, sample_fn, verify_fn, strategy, on_progress=report)
+        pools = collect(
+            prompts, sample_fn, verify_fn, strategy, deterministic=assembly.deterministic(config), on_progress=report
+        )
         metrics |= {f"evaluation/{name}/{key}": value for key, value in statistics(pools).items()}
     return metrics
 

@@ -26,8 +26,9 @@ from reinforce_ada_jax import assembly, command, evaluate
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import ahead, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
+from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
@@ -38,8 +39,9 @@ from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.types import Prompt, Verdict
+from reinforce_ada_jax.types import Begun, Prompt
 
 # Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
 # (1e-6); elsewhere products are rounded to bfloat16 or less, and a mean beyond the second number is worth a word.
@@ -95,6 +97,8 @@ class Run:
         self.cursor = PromptCursor(seed=config.seed)
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
         self.pending: dict[str, float] | None = None
+        # Responses of the next iteration's prompts, drawn where this one's left slots idle.
+        self.begun: dict[str, Begun] = {}
         self.state = self._begin_or_resume(params)
         self.rollouts = Rollouts(parts.engine)
         self.interrupt = Interrupt()
@@ -110,45 +114,66 @@ class Run:
         state, saved = self.checkpoints.restore(latest, *abstract_state(self.config, self.learner))
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
+        self.begun = ahead.from_json(saved["begun"])
         return state
 
     def save(self) -> None:
         """Writes the whole state as of the last finished iteration."""
-        saved = {"iteration": self.iteration, "cursor": self.cursor.to_json(), "pending": self.pending}
+        saved = {
+            "iteration": self.iteration,
+            "cursor": self.cursor.to_json(),
+            "pending": self.pending,
+            "begun": ahead.to_json(self.begun),
+        }
         self.checkpoints.save(self.iteration, self.state, saved)
 
     # ---- the phases of an iteration ------------------------------------------------------------------------------
 
     def collect(
-        self, prompts: Sequence[Prompt], verifiers: VerifierPool, progress: Progress
+        self, prompts: Sequence[Prompt], upcoming: Ahead, verifiers: VerifierPool, progress: Progress
     ) -> tuple[list[Group], dict]:
-        """Draws and grades responses until every prompt's rule is met."""
-        iteration, verify = self.iteration + 1, self.parts.verify_fn(verifiers)
-        begin, verify_s = time.monotonic(), 0.0
-
-        def timed_verify(pairs) -> list[Verdict]:
-            nonlocal verify_s
-            start = time.monotonic()
-            verdicts = verify(pairs)
-            verify_s += time.monotonic() - start
-            return verdicts
+        """Draws and grades responses until every prompt's rule is met; idle slots begin the `upcoming` prompts."""
+        iteration, collection = self.iteration + 1, self.config.collection
+        begin, verify_s = time.monotonic(), verifiers.busy_s
 
         def report(closed: int, drawn: int) -> None:
             self.interrupt.check()
             rate = self.rollouts.counts.tokens / (time.monotonic() - begin)
             progress.phase(f"collecting: {closed}/{len(prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
 
+        sampling = self.config.sampling
         sample_fn = self.rollouts.sampler(
-            self.state.params, stream=stream(iteration), limit=self.config.sampling.max_response_tokens
+            self.state.params,
+            stream=stream(iteration),
+            sampling=SamplingParams(
+                sampling.max_response_tokens, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            ),
+            ahead_stream=stream(iteration + 1) if collection.overlap_iterations else None,
+            version=self.iteration,
         )
-        pools = collect(prompts, sample_fn, timed_verify, self.strategy, on_progress=report)
-        collection = self.config.collection
+        pools = collect(
+            prompts,
+            sample_fn,
+            self.parts.verify_fn(verifiers),
+            self.strategy,
+            barrier=collection.barrier,
+            deterministic=assembly.deterministic(self.config),
+            begun=self.begun,
+            ahead=upcoming,
+            on_progress=report,
+        )
         groups = [make_group(pool, self.strategy, collection.normalize_by_std) for pool in pools]
+        counts = self.rollouts.counts
         metrics = collection_metrics(groups, collection.group_size)
-        metrics["collection/slot_utilisation"] = self.rollouts.counts.slot_utilisation
-        metrics["collection/prefills"] = self.rollouts.counts.prefills
+        metrics["collection/slot_utilisation"] = counts.slot_utilisation
+        metrics["collection/prefills"] = counts.prefills
+        metrics["collection/dispatches"] = counts.dispatches
+        metrics["collection/ahead"] = sum(
+            response.version < self.iteration for pool in pools for response in pool.responses
+        )
         metrics["time/collect_s"] = time.monotonic() - begin
-        metrics["time/verify_s"] = verify_s
+        metrics["time/verify_s"] = verifiers.busy_s - verify_s
+        metrics["time/host_between_windows_s"] = counts.host_s
         return groups, metrics
 
     def minibatches(self, groups: Sequence[Group]) -> list[Batch]:
@@ -172,10 +197,18 @@ class Run:
         return batches
 
     def check_logprobs(self, batches: Sequence[Batch], progress: Progress) -> dict[str, float]:
-        """How far the engine's log-probabilities of its own tokens are from the learner's."""
-        gaps = [np.abs(np.asarray(batch.old_logprobs) - np.asarray(batch.behaviour_logprobs)) for batch in batches]
-        mean = sum(float(gap.sum()) for gap in gaps) / sum(int(np.sum(batch.response_length)) for batch in batches)
-        largest = max(float(gap.max()) for gap in gaps)
+        """How far the engine's log-probabilities of its own tokens are from the learner's, where both have the same
+        weights: samples drawn ahead are another policy's."""
+        total, largest, num_tokens = 0.0, 0.0, 0
+        for batch in batches:
+            fresh = np.asarray(batch.version) == self.iteration
+            gaps = np.abs(np.asarray(batch.old_logprobs) - np.asarray(batch.behaviour_logprobs))[fresh]
+            total, num_tokens = (
+                total + float(gaps.sum()),
+                num_tokens + int(np.asarray(batch.response_length)[fresh].sum()),
+            )
+            largest = max(largest, float(gaps.max(initial=0.0)))
+        mean = total / max(num_tokens, 1)
         if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
             if not largest <= FLOAT32_LOGPROB_GAP:
                 raise Stopped(
@@ -243,14 +276,20 @@ class Run:
 
     def one_iteration(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
         """Collect, update, advance; the metrics of this iteration."""
-        prompts, cursor = next_prompts(self.prompts, self.cursor, self.config.collection.prompts_per_iteration)
-        groups, metrics = self.collect(prompts, verifiers, progress)
+        size = self.config.collection.prompts_per_iteration
+        prompts, cursor = next_prompts(self.prompts, self.cursor, size)
+        upcoming = Ahead(())
+        if self.config.collection.overlap_iterations:
+            current = {prompt.id for prompt in prompts}  # an epoch's end and the next one's beginning may share some
+            following = next_prompts(self.prompts, cursor, size)[0]
+            upcoming = Ahead([prompt for prompt in following if prompt.id not in current])
+        groups, metrics = self.collect(prompts, upcoming, verifiers, progress)
         self.write_samples(groups)
         progress.phase("updating")
         batches = self.minibatches(groups)
         metrics |= self.check_logprobs(batches, progress)
         metrics |= self.update(batches)
-        self.iteration, self.cursor = self.iteration + 1, cursor
+        self.iteration, self.cursor, self.begun = self.iteration + 1, cursor, upcoming.begun
         return metrics
 
     def due(self, every: int) -> bool:

@@ -36,10 +36,17 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """One response wanted: draw number `draw` (from 0, in the order of the pool) of `prompt`."""
+    """One response wanted.
+
+    Attributes:
+      prompt: of which.
+      draw: its number, from 0, in the order of the pool.
+      ahead: it belongs to the next iteration, and is asked for now because a slot would be idle.
+    """
 
     prompt: Prompt
     draw: int
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,6 +60,7 @@ class Response:
       logprobs: float32[T], of each token under the distribution it was sampled from: the behaviour policy at the
         sampling temperature, untruncated.
       truncated: True when the length limit ended it, not a stop token.
+      version: of the weights it was drawn with, from first token to last: iterations finished by then.
     """
 
     prompt_id: str
@@ -60,6 +68,7 @@ class Response:
     tokens: np.ndarray
     logprobs: np.ndarray
     truncated: bool
+    version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +116,21 @@ class Pool:
         return np.array([verdict.correct for verdict in self.verdicts], bool)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Begun:
+    """What one iteration drew of a prompt that belongs to the next (`Request.ahead`).
+
+    Attributes:
+      responses: one for each draw of the rounds begun, by draw; None where it was not drawn.
+      verdicts: of the finished rounds; as long as `responses`, or shorter by the round that isn't finished.
+      rounds: finished rounds.
+    """
+
+    responses: tuple[Response | None, ...]
+    verdicts: tuple[Verdict, ...]
+    rounds: int
+
+
 class RequestQueue(Protocol):
     """What a sampler sees of the collection: requests to take, and prompts that need nothing more.
 
@@ -115,7 +139,13 @@ class RequestQueue(Protocol):
     """
 
     def take(self, limit: int) -> list[Request]:
-        """Up to `limit` requests, most urgent first; empty when none is waiting now."""
+        """Up to `limit` requests, most urgent first; empty when none is waiting now.
+
+        Called while everything taken before has been yielded, it waits for verdicts that may still bring requests.
+        """
+
+    def take_ahead(self, limit: int) -> list[Request]:
+        """Up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
 
     def closed(self) -> list[str]:
         """Ids of the prompts closed since the last call: no further request will name them."""

@@ -223,13 +223,16 @@ def test_a_resume_may_change_these_and_nothing_else():
         "evaluation.every": 7,
         "evaluation.benchmarks": ("x",),
         "evaluation.samples": 7,
+        "evaluation.temperature": 0.5,
+        "evaluation.top_k": 7,
+        "evaluation.top_p": 0.5,
         "evaluation.max_response_tokens": 7,
     }
     assert config_lib.differences(changed(**allowed), saved) == []
     for key, value in flat(valid()).items():
         if key in allowed:
             continue
-        if isinstance(value, bool):
+        if isinstance(value, bool) or key == "collection.deterministic":  # None by default
             other = not value
         elif isinstance(value, str):
             other = f"{value}x"

@@ -2,19 +2,21 @@
 
 The sampler and the verifier come in as functions; what is kept of a pool is in advantages.py. Two rules are kept here,
 both because short responses finish first and would otherwise be over-represented: a prompt's stopping rule is evaluated
-on whole rounds only, and pools are in draw order. There is no barrier between prompts.
+on whole rounds only, and pools are in draw order. There is no barrier between prompts, unless one is asked for.
 """
 
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 
+from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.strategies import Record, Strategy
-from reinforce_ada_jax.types import Pool, Prompt, Request, RequestQueue, Response, Verdict
+from reinforce_ada_jax.types import Begun, Pool, Prompt, Request, RequestQueue, Response, Verdict
 
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
-VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict]]
+VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list[Verdict]]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,30 +25,40 @@ class _Draws:
 
     Attributes:
       index: place among the prompts.
+      ahead: the prompt belongs to the next collection.
       responses: one for each draw asked for, by draw; None until it is back.
       verdicts: of the finished rounds, so it is shorter than `responses` while a round is under way.
       missing: responses of the current round that are not back.
       rounds: finished rounds.
-      pool: set when the prompt is closed.
+      closed: the strategy said stop.
     """
 
     prompt: Prompt
     index: int
+    ahead: bool
     responses: list[Response | None] = dataclasses.field(default_factory=list)
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     missing: int = 0
     rounds: int = 0
-    pool: Pool | None = None
+    closed: bool = False
+
+    def go_on_from(self, begun: Begun) -> None:
+        """Takes over what was drawn ahead."""
+        self.responses, self.verdicts, self.rounds = list(begun.responses), list(begun.verdicts), begun.rounds
+        self.missing = self.responses.count(None)
 
     def record(self) -> Record:
         num_correct = sum(verdict.correct for verdict in self.verdicts)
         return Record(self.prompt, rounds=self.rounds, drawn=len(self.verdicts), correct=num_correct)
 
-    def begin_round(self, size: int) -> list[Request]:
-        requests = [Request(self.prompt, draw) for draw in range(len(self.responses), len(self.responses) + size)]
+    def begin_round(self, size: int) -> None:
         self.responses += [None] * size
         self.missing = size
-        return requests
+
+    def requests(self) -> list[Request]:
+        """What is still to be drawn of the current round."""
+        missing = (draw for draw, response in enumerate(self.responses) if response is None)
+        return [Request(self.prompt, draw, self.ahead) for draw in missing]
 
     def finish_round(self, verdicts: Iterator[Verdict]) -> None:
         """Takes from `verdicts` those of this round, in draw order."""
@@ -54,80 +66,203 @@ class _Draws:
         self.rounds += 1
 
 
-class _Queue:
-    """types.RequestQueue, and the account of what was taken and what came back."""
+class _Waiting:
+    """Requests that nobody has taken, by the number of rounds their prompts have finished: fewest first.
+
+    A prompt's rounds follow one another, so the longest chain still to come is that of a prompt not begun. Beginning
+    all of them first and going on from round to round keeps the slots full almost to the end; finishing the prompts
+    begun before beginning others leaves the last ones to go through their rounds alone (docs/architecture.md).
+    """
 
     def __init__(self):
-        self._begun: collections.deque[Request] = collections.deque()
-        self._not_begun: collections.deque[list[Request]] = collections.deque()  # first rounds
+        self._by_rounds: dict[int, collections.deque[Request]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_rounds.values()))
+
+    def put(self, rounds: int, requests: list[Request]) -> None:
+        self._by_rounds.setdefault(rounds, collections.deque()).extend(requests)
+
+    def pop(self) -> Request:
+        rounds = min(self._by_rounds)
+        requests = self._by_rounds[rounds]
+        request = requests.popleft()
+        if not requests:
+            del self._by_rounds[rounds]
+        return request
+
+
+class _Collection:
+    """types.RequestQueue, and the account of what was taken, what came back, and what is being verified."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        ahead: Ahead,
+        verify_fn: VerifyFn,
+        strategy: Strategy,
+        *,
+        barrier: bool,
+        deterministic: bool,
+    ):
+        self._verify_fn, self._strategy = verify_fn, strategy
+        self._barrier, self._deterministic = barrier, deterministic
+        self._waiting, self._waiting_ahead = _Waiting(), _Waiting()
+        self._held: list[_Draws] = []  # next rounds behind the barrier
         self._returned: dict[tuple[str, int], bool] = {}  # every request taken: is its response back?
-        self._closed: list[str] = []
+        self._outstanding = 0
+        self._verifying: collections.deque[tuple[list[_Draws], Future[list[Verdict]]]] = collections.deque()
+        self._newly_closed: list[str] = []
+        self._num_open = len(prompts)
+        self.num_responses = 0
+        everyone = [*prompts, *ahead.prompts]
+        self.draws = [_Draws(prompt, index, index >= len(prompts)) for index, prompt in enumerate(everyone)]
+        self._draws_of = {draws.prompt.id: draws for draws in self.draws}
+        if len(self._draws_of) < len(everyone):
+            counts = collections.Counter(prompt.id for prompt in everyone)
+            repeated = [name for name, count in counts.items() if count > 1]
+            raise ValueError(
+                f"{len(repeated)} prompt ids are used more than once, {repeated[0]!r} first: ids must differ."
+            )
+
+    def begin(self, begun: Mapping[str, Begun]) -> None:
+        """Every prompt's first round, or what is left of the one that was begun ahead."""
+        complete = []
+        for draws in self.draws:
+            if draws.prompt.id in begun:
+                draws.go_on_from(begun[draws.prompt.id])
+            if draws.missing:
+                self._put(draws)
+            elif len(draws.verdicts) < len(draws.responses):
+                complete.append(draws)
+            else:
+                self._go_on(draws)
+        self._verify(complete)
+
+    # ---- what the sampler sees -----------------------------------------------------------------------------------
 
     def take(self, limit: int) -> list[Request]:
-        taken = []
-        while len(taken) < limit and (self._begun or self._not_begun):
-            if not self._begun:
-                self._begun.extend(self._not_begun.popleft())
-            request = self._begun.popleft()
-            self._returned[request.prompt.id, request.draw] = False
-            taken.append(request)
+        self._hear(wait=False)
+        while not self._waiting and not self._outstanding and (self._verifying or self._held):
+            if self._verifying:
+                self._finish_rounds(*self._verifying.popleft())
+            else:
+                held, self._held = sorted(self._held, key=lambda draws: draws.index), []
+                for draws in held:
+                    self._put(draws)
+        return self._take(self._waiting, limit)
+
+    def take_ahead(self, limit: int) -> list[Request]:
+        return self._take(self._waiting_ahead, limit) if self._num_open else []
+
+    def _take(self, waiting: _Waiting, limit: int) -> list[Request]:
+        taken = [waiting.pop() for _ in range(min(limit, len(waiting)))]
+        self._returned |= {(request.prompt.id, request.draw): False for request in taken}
+        self._outstanding += len(taken)
         return taken
 
     def closed(self) -> list[str]:
-        closed, self._closed = self._closed, []
+        closed, self._newly_closed = self._newly_closed, []
         return closed
 
-    def put(self, requests: list[Request]) -> None:
-        """Queues a prompt's next round: behind the prompts begun, ahead of those not begun."""
-        if requests[0].draw == 0:
-            self._not_begun.append(requests)
-        else:
-            self._begun.extend(requests)
+    # ---- what the loop does --------------------------------------------------------------------------------------
 
-    def close(self, prompt_id: str) -> None:
-        self._closed.append(prompt_id)
+    @property
+    def num_closed(self) -> int:
+        return sum(not draws.ahead for draws in self.draws) - self._num_open
 
-    def settle(self, response: Response) -> None:
-        """Notes that the response of a request is back."""
+    def receive(self, responses: list[Response]) -> None:
+        """Takes finished responses; sends the rounds that they complete to the verifier, in the order of prompts."""
+        self._hear(wait=self._deterministic)
+        complete = []
+        for response in responses:
+            self._settle(response)
+            draws = self._draws_of[response.prompt_id]
+            draws.responses[response.draw] = response
+            draws.missing -= 1
+            if draws.missing == 0:
+                complete.append(draws)
+        self.num_responses += len(responses)
+        self._verify(sorted(complete, key=lambda draws: draws.index))
+
+    def _settle(self, response: Response) -> None:
         address = response.prompt_id, response.draw
         if self._returned.get(address, True):
             how = "twice" if address in self._returned else "unasked"
             raise RuntimeError(f"The sampler returned draw {response.draw} of prompt {response.prompt_id!r} {how}.")
         self._returned[address] = True
+        self._outstanding -= 1
 
-    def check_settled(self) -> None:
-        """Raises RuntimeError when anything was asked for and did not come."""
+    def _verify(self, complete: list[_Draws]) -> None:
+        """Verifies rounds just completed, all in one call; its verdicts are heard now, or when they are there."""
+        if not complete:
+            return
+        verdicts = self._verify_fn(
+            [(draws.prompt, response) for draws in complete for response in draws.responses[len(draws.verdicts) :]]
+        )
+        if isinstance(verdicts, Future):
+            self._verifying.append((complete, verdicts))
+        else:
+            self._hand_out(complete, verdicts)
+
+    def _hear(self, *, wait: bool) -> None:
+        """Hears the verdicts of earlier calls. Where the order of events is fixed, just the next `receive` does."""
+        while self._verifying and (wait or (not self._deterministic and self._verifying[0][1].done())):
+            self._finish_rounds(*self._verifying.popleft())
+
+    def _finish_rounds(self, complete: list[_Draws], verdicts: Future[list[Verdict]]) -> None:
+        self._hand_out(complete, verdicts.result())
+
+    def _hand_out(self, complete: list[_Draws], verdicts: list[Verdict]) -> None:
+        expected = sum(len(draws.responses) - len(draws.verdicts) for draws in complete)
+        if len(verdicts) != expected:
+            raise RuntimeError(f"The verifier returned {len(verdicts)} verdicts for {expected} responses.")
+        remaining = iter(verdicts)
+        for draws in complete:
+            draws.finish_round(remaining)
+            self._go_on(draws)
+
+    def _go_on(self, draws: _Draws) -> None:
+        """Begins the prompt's next round, or closes it."""
+        record, strategy = draws.record(), self._strategy
+        size = strategy.next_draws(record)
+        if size < 0 or (size == 0 and record.rounds == 0) or record.drawn + size > strategy.max_draws:
+            raise ValueError(
+                f"The strategy asks for {size} more responses of prompt {draws.prompt.id!r} after {record.rounds} "
+                f"rounds and {record.drawn} responses; its first round must have at least 1, and all at most "
+                f"max_draws = {strategy.max_draws}."
+            )
+        if size == 0:
+            draws.closed = True
+            self._newly_closed.append(draws.prompt.id)
+            self._num_open -= not draws.ahead
+            return
+        draws.begin_round(size)
+        if self._barrier and record.rounds > 0:
+            self._held.append(draws)
+        else:
+            self._put(draws)
+
+    def _put(self, draws: _Draws) -> None:
+        waiting = self._waiting_ahead if draws.ahead else self._waiting
+        waiting.put(draws.rounds, draws.requests())
+
+    def finish(self) -> None:
+        """Hears what is still being verified. Raises RuntimeError when anything asked for did not come."""
+        while self._verifying:
+            self._finish_rounds(*self._verifying.popleft())
         lost = [address for address, returned in self._returned.items() if not returned]
-        waiting = len(self._begun) + sum(len(requests) for requests in self._not_begun)
+        waiting = len(self._waiting) + sum(draws.missing for draws in self._held)
         if lost or waiting:
             first = f" (first: draw {lost[0][1]} of prompt {lost[0][0]!r})" if lost else ""
             raise RuntimeError(
                 f"The sampler ended with {len(lost)} requests taken and not returned{first} and {waiting} not taken."
             )
 
-
-def _next_round(draws: _Draws, strategy: Strategy) -> list[Request]:
-    """Begins the prompt's next round; empty when the strategy says stop."""
-    record = draws.record()
-    size = strategy.next_draws(record)
-    if size < 0 or (size == 0 and record.rounds == 0) or record.drawn + size > strategy.max_draws:
-        raise ValueError(
-            f"The strategy asks for {size} more responses of prompt {draws.prompt.id!r} after {record.rounds} rounds "
-            f"and {record.drawn} responses; its first round must have at least 1, and all at most max_draws = "
-            f"{strategy.max_draws}."
-        )
-    return draws.begin_round(size)
-
-
-def _verify_rounds(complete: list[_Draws], verify_fn: VerifyFn) -> None:
-    """Verifies the rounds just completed, all in one call, and hands the verdicts out."""
-    pairs = [(draws.prompt, response) for draws in complete for response in draws.responses[len(draws.verdicts) :]]
-    verdicts = verify_fn(pairs)
-    if len(verdicts) != len(pairs):
-        raise RuntimeError(f"The verifier returned {len(verdicts)} verdicts for {len(pairs)} responses.")
-    remaining = iter(verdicts)
-    for draws in complete:
-        draws.finish_round(remaining)
+    def pool(self, draws: _Draws) -> Pool:
+        """All of a closed prompt's responses."""
+        met = self._strategy.met(draws.record())
+        return Pool(draws.prompt, tuple(draws.responses), tuple(draws.verdicts), draws.rounds, met)
 
 
 def collect(
@@ -136,19 +271,28 @@ def collect(
     verify_fn: VerifyFn,
     strategy: Strategy,
     *,
+    barrier: bool = False,
+    deterministic: bool = True,
+    begun: Mapping[str, Begun] | None = None,
+    ahead: Ahead | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
 
-    Each prompt goes on to its next round as soon as its own round is complete and verified. The order of events
-    follows from the sampler's yields alone: rounds completed by one yield are verified in one call and continued in
-    the order of `prompts`.
+    Each prompt goes on to its next round as soon as its own round is complete and verified.
 
     Args:
       prompts: P prompts with distinct ids.
       sample_fn: a generator function over a types.RequestQueue, which yields lists of finished responses in any order.
-      verify_fn: pairs (prompt, response) -> verdicts, aligned with them.
+      verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, for verification beside
+        the sampler's work. Futures are heard in the order of the calls.
       strategy: see strategies.py.
+      barrier: begin no next round before every prompt's round is finished, as the reference program does. The pools
+        are the same; only time differs.
+      deterministic: hear the verdicts of a future when the next yield comes, no sooner and no later, so that the order
+        of events follows from the sampler's yields alone; else as soon as they are there.
+      begun: what an earlier collection drew ahead, by prompt id.
+      ahead: prompts of the next collection, to be drawn where slots would be idle.
       on_progress: called after every yield with (prompts closed, responses drawn) so far.
 
     Returns:
@@ -159,39 +303,15 @@ def collect(
       RuntimeError: the sampler returned a response unasked or twice, or ended with requests outstanding; or the
         verifier returned the wrong number of verdicts.
     """
-    draws_of = {prompt.id: _Draws(prompt, index) for index, prompt in enumerate(prompts)}
-    if len(draws_of) < len(prompts):
-        counts = collections.Counter(prompt.id for prompt in prompts)
-        repeated = [name for name, count in counts.items() if count > 1]
-        raise ValueError(f"{len(repeated)} prompt ids are used more than once, {repeated[0]!r} first: ids must differ.")
-    queue = _Queue()
-    for draws in draws_of.values():
-        queue.put(_next_round(draws, strategy))
-
-    num_closed = num_responses = 0
-    for responses in sample_fn(queue):
-        complete = []
-        for response in responses:
-            queue.settle(response)
-            draws = draws_of[response.prompt_id]
-            draws.responses[response.draw] = response
-            draws.missing -= 1
-            if draws.missing == 0:
-                complete.append(draws)
-        num_responses += len(responses)
-        if complete:
-            complete.sort(key=lambda draws: draws.index)
-            _verify_rounds(complete, verify_fn)
-        for draws in complete:
-            requests = _next_round(draws, strategy)
-            if requests:
-                queue.put(requests)
-                continue
-            met = strategy.met(draws.record())
-            draws.pool = Pool(draws.prompt, tuple(draws.responses), tuple(draws.verdicts), draws.rounds, met)
-            queue.close(draws.prompt.id)
-            num_closed += 1
+    ahead = ahead or Ahead(())
+    collection = _Collection(prompts, ahead, verify_fn, strategy, barrier=barrier, deterministic=deterministic)
+    collection.begin(begun or {})
+    for responses in sample_fn(collection):
+        collection.receive(responses)
         if on_progress is not None:
-            on_progress(num_closed, num_responses)
-    queue.check_settled()
-    return [draws.pool for draws in draws_of.values()]
+            on_progress(collection.num_closed, collection.num_responses)
+    collection.finish()
+    for draws in collection.draws[len(prompts) :]:
+        if any(response is not None for response in draws.responses):
+            ahead.begun[draws.prompt.id] = Begun(tuple(draws.responses), tuple(draws.verdicts), draws.rounds)
+    return [collection.pool(draws) for draws in collection.draws[: len(prompts)]]

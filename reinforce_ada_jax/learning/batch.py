@@ -22,6 +22,7 @@ class Batch:
     advantages: Float[Array, " B"]
     behaviour_logprobs: Float[Array, "B R"]
     old_logprobs: Float[Array, "B R"]
+    version: Int[Array, " B"]  # `Response.version`
 
 
 def make_batch(
@@ -37,7 +38,7 @@ def make_batch(
     size = len(rows)
     tokens = np.zeros((size, max_prompt_tokens + max_response_tokens), np.int32)
     prompt_length, response_length = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    advantages = np.zeros(size, np.float32)
+    version, advantages = np.zeros(size, np.int32), np.zeros(size, np.float32)
     logprobs = np.zeros((size, max_response_tokens), np.float32)
     for row, (prompt, response, advantage) in enumerate(rows):
         before, length = len(prompt), len(response.tokens)
@@ -48,7 +49,7 @@ def make_batch(
             )
         tokens[row, :before], tokens[row, before : before + length] = prompt, response.tokens
         prompt_length[row], response_length[row], advantages[row] = before, length, advantage
-        logprobs[row, :length] = response.logprobs
+        logprobs[row, :length], version[row] = response.logprobs, response.version
     return Batch(
         tokens=tokens,
         prompt_length=prompt_length,
@@ -56,4 +57,5 @@ def make_batch(
         advantages=advantages,
         behaviour_logprobs=logprobs,
         old_logprobs=logprobs,
+        version=version,
     )

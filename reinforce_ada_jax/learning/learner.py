@@ -67,6 +67,12 @@ def response_logprobs(
     return token_logprobs(model, predicting, targets, temperature=temperature, chunk=chunk)
 
 
+def importance_cap(config: ConfigDict) -> float | None:
+    """`learning.truncated_is_cap`; where responses may have been drawn with earlier weights, there is always one."""
+    cap = config.learning.truncated_is_cap
+    return 2.0 if cap is None and config.collection.overlap_iterations else cap
+
+
 class Learner:
     """The compiled programs of one run: `init`, `score`, `update`."""
 
@@ -75,6 +81,7 @@ class Learner:
         self._optimizer = make_optimizer(config.learning)
         self._micro_batches = config.learning.micro_batches
         self._learning = config.learning
+        self._importance_cap = importance_cap(config)
         self._logprobs = functools.partial(
             response_logprobs,
             architecture,
@@ -134,7 +141,7 @@ class Learner:
             clip_high=learning.clip_high,
             dual_clip=learning.dual_clip,
             behaviour_logprobs=micro.behaviour_logprobs,
-            truncated_is_cap=learning.truncated_is_cap,
+            truncated_is_cap=self._importance_cap,
         )
 
         def aggregate(values, aggregation):

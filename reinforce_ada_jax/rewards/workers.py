@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Self
 
@@ -81,7 +82,8 @@ class VerifierPool:
     A worker that is stuck at the limit, or dies, is killed and replaced; its pair gets reason "timeout" or "crash" and
     no other pair notices. Where `grade_fn` raises, or returns anything but a Verdict with a reward in [0, 1], the
     reason is "error". Starting a worker counts against no pair's limit; a module with a function `warm_up()` has it
-    called first. One thread at a time may call `grade_all`. No process outlives the `with` block.
+    called first. One thread at a time may call `grade_all`, and none while something submitted isn't finished. No
+    process outlives the `with` block.
 
     Args:
       grade_fn: (response text, answer) -> Verdict, at the top level of an importable module (not `__main__`).
@@ -96,9 +98,11 @@ class VerifierPool:
         if not 0.0 < time_limit_s < math.inf:
             raise ValueError(f"time_limit_s is {time_limit_s}; it must be a finite number of seconds above 0.")
         self._grade_fn = grade_fn
-        self._num_workers = workers
         self._time_limit_s = time_limit_s
         self._address = _address(grade_fn) if workers else ""
+        self.workers = workers
+        self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
         self._workers: list[_Worker] = []
         self._num_failed_starts = 0
         self._entered = False
@@ -106,7 +110,7 @@ class VerifierPool:
     def __enter__(self) -> Self:
         self._entered = True
         try:
-            for _ in range(self._num_workers):
+            for _ in range(self.workers):
                 self._workers.append(self._start())
             while not all(worker.ready for worker in self._workers):
                 self._wait()
@@ -117,15 +121,31 @@ class VerifierPool:
 
     def __exit__(self, *_: object) -> None:
         self._entered = False
+        self._thread.shutdown(cancel_futures=True)
         for worker in self._workers:
             self._kill(worker)
         self._workers.clear()
 
-    def grade_all(self, pairs: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def submit(self, pairs: Iterable[tuple[str, str]]) -> Future[list[Verdict]]:
+        """`grade_all` in a thread of the pool's own, call after call; `pairs` is gone through in that thread."""
+        self._check_entered()
+        return self._thread.submit(self.grade_all, pairs)
+
+    def grade_all(self, pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
         """Verdicts for (response text, answer) pairs, in the order of `pairs`."""
+        self._check_entered()
+        begin = time.monotonic()
+        try:
+            return self._grade_all(list(pairs))
+        finally:
+            self.busy_s += time.monotonic() - begin
+
+    def _check_entered(self) -> None:
         if not self._entered:
-            raise ValueError("grade_all outside of the pool's `with` block: its workers live only inside. Enter it.")
-        if self._num_workers == 0:
+            raise ValueError("grading outside of the pool's `with` block: its workers live only inside. Enter it.")
+
+    def _grade_all(self, pairs: list[tuple[str, str]]) -> list[Verdict]:
+        if self.workers == 0:
             grade = guarded(self._grade_fn, caught=Exception)
             return [grade(response, answer) for response, answer in pairs]
         verdicts: list[Verdict | None] = [None] * len(pairs)
@@ -134,6 +154,7 @@ class VerifierPool:
         self._wait(limit_s=0.0)  # replaces what died while idle, which no pair may pay for
         try:
             while num_graded < len(pairs):
+                self._check_entered()  # the pool may be left while its thread is at work
                 for worker in self._workers:
                     if waiting and worker.ready and worker.item is None:
                         self._hand_over(worker, *waiting.popleft())

@@ -8,8 +8,11 @@ logits need to be kept, and only the partly filled last page of the prompt is co
 ended gives its pages back and takes the next request from the queue. The host sees none of that until the window ends.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int, UInt32
 
@@ -23,10 +26,13 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     DecodeState,
+    Handover,
     Outputs,
     Prefix,
     Prompts,
-    Requests,
+    Queue,
+    Report,
+    Sampling,
     Slots,
 )
 
@@ -104,17 +110,19 @@ def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
     return state.replace(pool=pool, slots=slots)
 
 
-def insert(state: DecodeState, prefix: Prefix, slot: Int[Array, ""], address: UInt32[Array, " 4"]) -> DecodeState:
+def insert(
+    state: DecodeState, prefix: Prefix, slot: Int[Array, ""], address: UInt32[Array, " 4"], sampling: Sampling
+) -> DecodeState:
     """Starts one response in a given slot with pages of its own, whatever the slot held before.
 
     The caller keeps count of pages: this is the way of an orchestrator that owns the slots, one prompt for each. The
-    response goes to the output row of the slot's number, and may be as long as that row.
+    response goes to the output row of the slot's number.
     """
     num_slots, width = state.slots.table.shape
     here = jnp.arange(num_slots) == slot
     state = release_slots(state, here)
-    length, limit = prefix.length[0], jnp.int32(state.outputs.tokens.shape[1])
-    used = num_pages(length + limit, _page_size(state))
+    length = prefix.length[0]
+    used = num_pages(length + sampling.limit, _page_size(state))
     pool, table = pages_lib.allocate(state.pool, used[None], width)
     old = state.slots
     slots = Slots(
@@ -122,7 +130,7 @@ def insert(state: DecodeState, prefix: Prefix, slot: Int[Array, ""], address: UI
         token=jnp.where(here, prefix.last_token, old.token),
         position=jnp.where(here, length - 1, old.position),
         count=jnp.where(here, 0, old.count),
-        limit=jnp.where(here, limit, old.limit),
+        sampling=jax.tree.map(lambda new, old: jnp.where(here, new, old), sampling, old.sampling),
         key=jnp.where(here[:, None], token_lib.draw_keys(state.seed, address[None]), old.key),
         output_row=jnp.where(here, slot, old.output_row),
         table=jnp.where(here[:, None], table, old.table),
@@ -132,21 +140,42 @@ def insert(state: DecodeState, prefix: Prefix, slot: Int[Array, ""], address: UI
     return _fill_pages(state.replace(pool=pool, slots=slots), prefix, table)
 
 
-def refill(state: DecodeState) -> DecodeState:
-    """Idle slots take the requests at the head of the queue, in order, as far as pages allow."""
-    slots, requests, prompts = state.slots, state.requests, state.prompts
+def enqueue(state: DecodeState, handover: Handover) -> DecodeState:
+    """Puts the host's requests behind those that wait. It never hands over more than there is room for."""
+    queue, size = state.queue, state.queue.prompt_row.shape[0]
+    entry = jnp.arange(size)
+    place = jnp.where(entry < handover.count, (queue.end + entry) % size, size)
+
+    def put(waiting, new):
+        return waiting.at[place].set(new, mode="drop")
+
+    queue = Queue(
+        prompt_row=put(queue.prompt_row, handover.prompt_row),
+        output_row=put(queue.output_row, handover.output_row),
+        key=put(queue.key, token_lib.draw_keys(state.seed, handover.address)),
+        sampling=jax.tree.map(put, queue.sampling, handover.sampling),
+        head=queue.head,
+        end=queue.end + handover.count,
+    )
+    return state.replace(queue=queue)
+
+
+def refill(state: DecodeState, reserve: Int[Array, ""] | int = 0) -> DecodeState:
+    """Idle slots take the requests at the head of the queue, in order, as long as `reserve` pages stay free."""
+    slots, queue, prompts = state.slots, state.queue, state.prompts
     page_size, width = _page_size(state), slots.table.shape[1]
     idle = ~slots.active
-    entry = requests.head + jnp.cumsum(idle) - 1
-    waiting = idle & (entry < requests.end)
-    entry = jnp.minimum(entry, requests.limit.shape[0] - 1)
-    row = requests.prompt_row[entry]
-    length, limit = prompts.length[row], requests.limit[entry]
+    entry = queue.head + jnp.cumsum(idle) - 1
+    waiting = idle & (entry < queue.end)
+    entry = entry % queue.prompt_row.shape[0]
+    row = queue.prompt_row[entry]
+    sampling = jax.tree.map(lambda x: x[entry], queue.sampling)
+    length = prompts.length[row]
     shared = (length - 1) // page_size
-    used = num_pages(length + limit, page_size)
+    used = num_pages(length + sampling.limit, page_size)
     wanted = jnp.where(waiting, used - shared, 0)
     # Later entries stand in later slots, so this cuts off the queue's tail and never skips a request.
-    taken = waiting & (jnp.cumsum(wanted) <= state.pool.available)
+    taken = waiting & (jnp.cumsum(wanted) <= state.pool.available - reserve)
     pool, own = pages_lib.allocate(state.pool, jnp.where(taken, wanted, 0), width)
 
     column = jnp.arange(width)[None]
@@ -162,9 +191,9 @@ def refill(state: DecodeState) -> DecodeState:
         token=choose(prompts.last_token[row], slots.token),
         position=choose(length - 1, slots.position),
         count=choose(jnp.zeros_like(slots.count), slots.count),
-        limit=choose(limit, slots.limit),
-        key=choose(requests.key[entry], slots.key),
-        output_row=choose(requests.output_row[entry], slots.output_row),
+        sampling=jax.tree.map(choose, sampling, slots.sampling),
+        key=choose(queue.key[entry], slots.key),
+        output_row=choose(queue.output_row[entry], slots.output_row),
         table=choose(table, slots.table),
         shared=choose(shared, slots.shared),
         used=choose(used, slots.used),
@@ -176,7 +205,7 @@ def refill(state: DecodeState) -> DecodeState:
     state = state.replace(
         pool=pool,
         slots=refilled,
-        requests=requests.replace(head=requests.head + jnp.sum(taken, dtype=jnp.int32)),
+        queue=queue.replace(head=queue.head + jnp.sum(taken, dtype=jnp.int32)),
     )
     return _copy_pages(state, last_page, first_own, partly_filled)
 
@@ -203,7 +232,7 @@ def _copy_pages(
 
 
 def decode_token(
-    model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, greedy: bool
+    model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, mesh: Mesh | None = None
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """One token for every active slot, written to its output row. Also says which responses ended with it."""
     slots, outputs = state.slots, state.outputs
@@ -211,6 +240,7 @@ def decode_token(
     page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
     page = jnp.where(slots.active, page, NULL)
     lengths = jnp.where(slots.active, slots.position + 1, 0)
+    attention = functools.partial(paged_attention, backend=backend, mesh=mesh)
 
     def attend(query, key, value, layer_index, pools):
         first = layer_index * pages_per_layer
@@ -218,18 +248,18 @@ def decode_token(
             write_token(pool, new[:, 0], first + page, slots.position % page_size)
             for pool, new in zip(pools, (key, value), strict=True)
         )
-        mixed = paged_attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table, backend=backend)
+        mixed = attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table)
         return mixed[:, None], (key_pages, value_pages), None
 
     hidden, (key_pages, value_pages), _ = run(
         model, slots.token[:, None], slots.position[:, None], attend, (state.key_pages, state.value_pages), dtype=dtype
     )
     logits = head_logits(model, hidden)[:, 0]
-    tokens, logprobs = token_lib.sample(logits, slots.key, slots.count, state.temperature, greedy=greedy)
+    tokens, logprobs = token_lib.sample(logits, slots.key, slots.count, slots.sampling)
 
     count = slots.count + 1
     stopped = slots.active & jnp.any(tokens[:, None] == state.stop_ids[None], axis=1)
-    ended = stopped | (slots.active & (count >= slots.limit))
+    ended = stopped | (slots.active & (count >= slots.sampling.limit))
     row = jnp.where(slots.active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
     outputs = Outputs(
@@ -255,31 +285,44 @@ def decode_token(
 
 
 def decode_window(
-    model: Decoder, state: DecodeState, requests: Requests, *, window: int, dtype: DTypeLike, backend: str, greedy: bool
-) -> DecodeState:
-    """Up to `window` tokens for all slots, refilled from `requests` as they become free.
+    model: Decoder,
+    state: DecodeState,
+    handover: Handover,
+    *,
+    window: int,
+    dtype: DTypeLike,
+    backend: str,
+    mesh: Mesh | None = None,
+) -> tuple[DecodeState, Report]:
+    """Up to `window` tokens for all slots, refilled from the queue as they become free.
 
     It ends before that when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and
-    some response finished: then the host can do better than wait.
+    an eighth of them finished: then the host can do better than wait.
     """
     num_slots = state.slots.active.shape[0]
-    state = state.replace(
-        requests=requests.replace(key=token_lib.draw_keys(state.seed, requests.address)),
-        # The host has read what the last window finished.
-        outputs=state.outputs.replace(status=jnp.zeros_like(state.outputs.status)),
-        busy=jnp.int32(0),
-        turns=jnp.int32(0),
-    )
+    state = enqueue(close_prompts(state, handover.closing), handover)
+    # What the last window finished stands in its report.
+    running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
+    state = state.replace(outputs=running, busy=jnp.int32(0), turns=jnp.int32(0))
 
     def wanted(state):
         active = jnp.sum(state.slots.active)
-        queue_empty = state.requests.head >= state.requests.end
-        finished = jnp.any(state.outputs.status != RUNNING)
-        starved = queue_empty & (num_slots - active >= max(1, num_slots // 4)) & finished
+        queue_empty = state.queue.head >= state.queue.end
+        finished = jnp.sum(state.outputs.status != RUNNING)
+        idle = num_slots - active
+        starved = queue_empty & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
         return (state.turns < window) & (active > 0) & ~starved
 
     def turn(state):
-        state, ended = decode_token(model, state, dtype=dtype, backend=backend, greedy=greedy)
-        return refill(release_slots(state, ended))
+        state, ended = decode_token(model, state, dtype=dtype, backend=backend, mesh=mesh)
+        return refill(release_slots(state, ended), handover.reserve)
 
-    return jax.lax.while_loop(wanted, turn, refill(state))
+    state = jax.lax.while_loop(wanted, turn, refill(state, handover.reserve))
+    report = Report(
+        outputs=state.outputs,
+        waiting=state.queue.end - state.queue.head,
+        free_pages=state.pool.available,
+        busy=state.busy,
+        turns=state.turns,
+    )
+    return state, report

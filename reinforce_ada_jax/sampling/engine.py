@@ -10,6 +10,7 @@ layout or dtype differ.
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,16 @@ from reinforce_ada_jax.mesh import tensor_spec
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode, jetstream
-from reinforce_ada_jax.sampling.state import DecodeState, EngineOptions, Prefix, Requests, empty_state
+from reinforce_ada_jax.sampling.paged_attention import choose_backend
+from reinforce_ada_jax.sampling.state import (
+    DecodeState,
+    EngineOptions,
+    Handover,
+    Prefix,
+    Report,
+    SamplingParams,
+    empty_state,
+)
 
 # Where JetStream isn't installed, the engine still decodes for rollouts; only an orchestrator needs the real base.
 EngineInterface: type = jetstream.engine_api().Engine if jetstream.installed() else object
@@ -31,7 +41,7 @@ SERVED_STREAM = 2**32 - 1
 SHORTEST_BUCKET = 16
 
 
-def options_from_config(config: Any, stop_ids: tuple[int, ...], *, greedy: bool = False) -> EngineOptions:
+def options_from_config(config: Any, stop_ids: tuple[int, ...]) -> EngineOptions:
     """The engine that a run's configuration describes, with its zeros ("count it for me") filled in."""
     sampling = config.sampling
     options = EngineOptions(
@@ -43,16 +53,17 @@ def options_from_config(config: Any, stop_ids: tuple[int, ...], *, greedy: bool 
         prefill_rows=sampling.prefill_rows,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=longest_response(config),
-        temperature=sampling.temperature,
         stop_ids=stop_ids,
         seed=config.seed,
         dtype=config.model.compute_dtype,
-        greedy=greedy,
+        attention=choose_backend(sampling.attention),
     )
-    if not options.pages:
-        enough = options.slots * options.table_width + options.open_prompts * options.prompt_width + 1
-        options = dataclasses.replace(options, pages=enough)
-    return options
+    return options if options.pages else dataclasses.replace(options, pages=enough_pages(options))
+
+
+def enough_pages(options: EngineOptions) -> int:
+    """Pages with which no request ever waits for one: every slot and every open prompt at its longest."""
+    return options.slots * options.table_width + options.open_prompts * options.prompt_width + 1
 
 
 def buckets(longest: int) -> list[int]:
@@ -66,11 +77,20 @@ def buckets(longest: int) -> list[int]:
 class Engine(EngineInterface):
     """Paged decoding for one architecture on one mesh. State goes in and comes out; nothing is kept but programs."""
 
-    def __init__(self, architecture: Architecture, options: EngineOptions, *, mesh: Mesh, tokenizer: Any = None):
+    def __init__(
+        self,
+        architecture: Architecture,
+        options: EngineOptions,
+        *,
+        mesh: Mesh,
+        tokenizer: Any = None,
+        served: SamplingParams | None = None,
+    ):
+        """`served`: how responses asked for through JetStream are drawn; else at temperature 1, as long as may be."""
         self.architecture, self.options, self._mesh, self.tokenizer = architecture, options, mesh, tokenizer
         self.dtype = jnp.dtype(options.dtype)
-        self._served = 0
-        how = dict(dtype=self.dtype, backend=options.attention, greedy=options.greedy)
+        self._served, self._served_draws = served or SamplingParams(limit=options.max_response_tokens), 0
+        how = dict(dtype=self.dtype, backend=options.attention, mesh=mesh)
         replicated, by_kv_head = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("tensor",)))
         new_state = functools.partial(empty_state, architecture, options)
         layout = jax.tree.map(lambda _: replicated, jax.eval_shape(new_state))
@@ -78,9 +98,14 @@ class Engine(EngineInterface):
 
         # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at
         # every exit: a state that came back laid out otherwise would compile everything once more.
+        @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, replicated))
+        def decode_window(params, state, handover):
+            return decode.decode_window(merge(architecture, params), state, handover, window=options.window, **how)
+
         @functools.partial(jax.jit, donate_argnums=1, out_shardings=layout)
-        def decode_window(params, state, requests):
-            return decode.decode_window(merge(architecture, params), state, requests, window=options.window, **how)
+        def open_prompts(params, state, tokens, length, rows):
+            prefix = decode.prefill(merge(architecture, params), tokens, length, dtype=self.dtype)
+            return decode.open_prompts(state, prefix, rows)
 
         @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, replicated))
         def generate(params, state):
@@ -96,8 +121,7 @@ class Engine(EngineInterface):
         self._init_state = jax.jit(new_state, out_shardings=layout)
         self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=layout)
         self._decode_window = decode_window
-        self._open_prompts = jax.jit(decode.open_prompts, donate_argnums=0, out_shardings=layout)
-        self._close_prompts = jax.jit(decode.close_prompts, donate_argnums=0, out_shardings=layout)
+        self._open_prompts = open_prompts
         self._decode_weights = self._make_decode_weights()
 
     # ---- weights -------------------------------------------------------------------------------------------------
@@ -139,10 +163,8 @@ class Engine(EngineInterface):
         """An empty state: no prompt open, no slot active, every page free."""
         return self._init_state()
 
-    def open_prompts(
-        self, params: Params, state: DecodeState, rows: list[int], prompts: list[np.ndarray]
-    ) -> DecodeState:
-        """Prefills `prompts` into the prompt table's `rows`, `prefill_rows` at a time, in buckets of length.
+    def prefill_batches(self, rows: Sequence[int], prompts: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+        """(tokens, length, rows) of each prefill: `prefill_rows` prompts of one bucket of length, padded.
 
         Raises:
           ValueError: a prompt is empty, or longer than the engine's limit.
@@ -155,21 +177,21 @@ class Engine(EngineInterface):
         size = self.options.prefill_rows
         for bucket, members in sorted(by_bucket.items()):
             for first in range(0, len(members), size):
-                batch = members[first : first + size]
                 tokens, length = np.zeros((size, bucket), np.int32), np.zeros(size, np.int32)
                 target = np.full(size, self.options.open_prompts, np.int32)  # out of range: dropped
-                for index, (row, prompt) in enumerate(batch):
+                for index, (row, prompt) in enumerate(members[first : first + size]):
                     tokens[index, : len(prompt)], length[index], target[index] = prompt, len(prompt), row
-                state = self._open_prompts(state, self._prefill(params, tokens, length), target)
-        return state
+                yield tokens, length, target
 
-    def decode_window(self, params: Params, state: DecodeState, requests: Requests) -> DecodeState:
-        """One dispatch: up to `window` tokens for all slots, refilled from `requests` (`decode.decode_window`)."""
-        return self._decode_window(params, state, requests)
+    def open_prompts(
+        self, params: Params, state: DecodeState, tokens: np.ndarray, length: np.ndarray, rows: np.ndarray
+    ) -> DecodeState:
+        """One dispatch: prefills one of `prefill_batches` into pages of its own and the prompt table's rows."""
+        return self._open_prompts(params, state, tokens, length, rows)
 
-    def close_prompts(self, state: DecodeState, closing: np.ndarray) -> DecodeState:
-        """Gives back the pages of the rows marked in `closing` (bool[R])."""
-        return self._close_prompts(state, closing)
+    def decode_window(self, params: Params, state: DecodeState, handover: Handover) -> tuple[DecodeState, Report]:
+        """One dispatch: up to `window` tokens for all slots, refilled from the queue (`decode.decode_window`)."""
+        return self._decode_window(params, state, handover)
 
     # ---- JetStream -----------------------------------------------------------------------------------------------
 
@@ -191,9 +213,9 @@ class Engine(EngineInterface):
                 f"{o.slots} slots of {o.table_width} pages do not fit into a pool of {o.pages} (one is reserved), and "
                 "an orchestrator fills them all: set sampling.pages = 0 to have them counted, or fewer slots."
             )
-        address = np.array([SERVED_STREAM, 0, 0, self._served], np.uint32)
-        self._served += 1
-        return self._insert(decode_state, prefix, jnp.int32(slot), address)
+        address = np.array([SERVED_STREAM, 0, 0, self._served_draws], np.uint32)
+        self._served_draws += 1
+        return self._insert(decode_state, prefix, jnp.int32(slot), address, self._served.as_arrays())
 
     def generate(self, params: Params, decode_state: DecodeState):
         """One token for every active slot, as JetStream's ResultTokens: token, valid, generated length."""

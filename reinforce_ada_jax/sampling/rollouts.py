@@ -1,10 +1,16 @@
 """The host's side of sampling: requests in, finished responses out, one thread.
 
-`Rollouts.sample` is the `sample_fn` of the collection loop. The host decides only which prompts are open and which
+`Rollouts.sampler` gives the `sample_fn` of the collection loop. The host decides only which prompts are open and which
 requests stand in the device's queue; slots, pages and tokens are the compiled window's.
+
+The device never waits for the host: a window is dispatched before the report of the one before it is read. What the
+host knows is therefore one window old, and every decision below is safe whatever that window does.
 """
 
+import collections
 import dataclasses
+import itertools
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,18 +20,38 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
-from reinforce_ada_jax.sampling.state import RUNNING, TRUNCATED, DecodeState, Requests
+from reinforce_ada_jax.sampling.state import (
+    ADDRESS_WORDS,
+    RUNNING,
+    TRUNCATED,
+    DecodeState,
+    Handover,
+    Report,
+    Sampling,
+    SamplingParams,
+)
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response
 
 
 @dataclasses.dataclass
 class RolloutCounts:
-    """What one call of `sample` did, for the metrics."""
+    """What one call of `sample_fn` did, for the metrics.
 
-    tokens: int = 0  # slot-turns that made a token
-    slot_turns: int = 0  # all slot-turns, idle ones included
-    windows: int = 0  # dispatches of the decode window
-    prefills: int = 0  # prompts prefilled
+    Attributes:
+      tokens: slot-turns that made a token.
+      slot_turns: all slot-turns, idle ones included.
+      windows: decode windows.
+      prefills: prompts prefilled.
+      dispatches: programs started on the device, windows and prefills.
+      host_s: seconds from reading a report to the next window, where by then nothing was left running on the device.
+    """
+
+    tokens: int = 0
+    slot_turns: int = 0
+    windows: int = 0
+    prefills: int = 0
+    dispatches: int = 0
+    host_s: float = 0.0
 
     @property
     def slot_utilisation(self) -> float:
@@ -41,166 +67,278 @@ class Rollouts:
         self.state: DecodeState | None = engine.init_decode_state()  # None while a session has it
         self.counts = RolloutCounts()
 
-    def sampler(self, params: Params, *, stream: int, limit: int) -> Callable[[RequestQueue], Iterator[list[Response]]]:
+    def sampler(
+        self,
+        params: Params,
+        *,
+        stream: int,
+        sampling: SamplingParams | Callable[[Request], SamplingParams],
+        ahead_stream: int | None = None,
+        version: int = 0,
+    ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
         """A `sample_fn` that draws from `params`.
 
         Args:
           params: the learner's, as they are.
           stream: the first word of every address (`token.stream`).
-          limit: response tokens at most.
+          sampling: how responses are drawn, or what says so for each request.
+          ahead_stream: that of requests for the next iteration; None to leave idle slots idle.
+          version: `Response.version` of what is drawn.
 
         Raises:
-          ValueError: the engine has no room for responses of `limit` tokens.
+          ValueError: the engine has no room for responses so long; from `sample_fn` where `sampling` is a function.
         """
-        longest = self.engine.options.max_response_tokens
-        if not 1 <= limit <= longest:
-            raise ValueError(
-                f"responses of up to {limit} tokens are asked for; the engine was built for 1 to {longest}."
-            )
-        weights = self.engine.decode_weights(params)
+        if isinstance(sampling, SamplingParams):
+            self._check(sampling)
+            sampling_of = lambda request: sampling  # noqa: E731
+        else:
+            sampling_of = lambda request: self._check(sampling(request))  # noqa: E731
+        terms = _Terms(self.engine.decode_weights(params), stream, ahead_stream, version, sampling_of)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
             self.counts = RolloutCounts()
             # The session has the state to itself: one that is broken off, slots still decoding, leaves none behind.
-            session = _Session(self, self._take_state(), weights, queue, stream, limit)
+            session = _Session(self.engine, self.counts, self._take_state(), queue, terms)
             yield from session.run()
             self.state = session.state
 
         return sample_fn
+
+    def _check(self, sampling: SamplingParams) -> SamplingParams:
+        longest = self.engine.options.max_response_tokens
+        if sampling.limit > longest:
+            raise ValueError(
+                f"responses of up to {sampling.limit} tokens are asked for; the engine was built for 1 to {longest}."
+            )
+        return sampling
 
     def _take_state(self) -> DecodeState:
         state, self.state = self.state, None
         return self.engine.init_decode_state() if state is None else state
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Terms:
+    """What a session draws from, and how; see `Rollouts.sampler`."""
+
+    weights: Params
+    stream: int
+    ahead_stream: int | None
+    version: int
+    sampling_of: Callable[[Request], SamplingParams]
+
+    def address(self, request: Request) -> np.ndarray:
+        stream = self.ahead_stream if request.ahead else self.stream
+        return token_lib.address(stream, request.prompt.id, request.draw)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Window:
+    """A window whose report hasn't been read, and what it began with.
+
+    Attributes:
+      page_change: pages closed less pages opened between the window before and this one.
+      reserve: see state.Handover.
+    """
+
+    report: Report
+    page_change: int
+    reserve: int
+
+
 class _Session:
-    """The bookkeeping of one call: rows of prompts and outputs by who occupies them."""
+    """The bookkeeping of one call: rows of prompts and outputs by who occupies them, and pages that are surely free."""
 
     def __init__(
-        self, rollouts: Rollouts, state: DecodeState, weights: Params, queue: RequestQueue, stream: int, limit: int
+        self,
+        engine: Engine,
+        counts: RolloutCounts,
+        state: DecodeState,
+        queue: RequestQueue,
+        terms: _Terms,
     ):
-        self.engine, self.counts = rollouts.engine, rollouts.counts
-        self.state, self.weights, self.queue, self.stream, self.limit = state, weights, queue, stream, limit
-        options = self.engine.options
+        self.engine, self.counts, self.options = engine, counts, engine.options
+        self.state, self.queue, self.terms = state, queue, terms
+        options = engine.options
         self.prompt_rows: dict[str, int] = {}
-        self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.prompt_pages: dict[str, int] = {}
-        self.free_pages = int(state.pool.available)
+        self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.free_output_rows = list(range(options.output_rows))[::-1]
         self.in_flight: dict[int, Request] = {}  # by output row
-        self.queued: list[int] = []  # output rows whose requests the device hasn't taken yet, in order
-        self.unopened: list[Request] = []  # taken, but no row or pages are free for them yet
+        self.ready: collections.deque[Request] = collections.deque()  # of open prompts, not handed over yet
+        self.unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
+        self.closing = np.zeros(options.open_prompts, bool)
+        self.sure_pages = options.pages - 1  # free when the next program runs, whatever the windows under way do
+        self.closed_pages = self.opened_pages = 0  # since the newest window began
+        self.newest: _Window | None = None
+        self.read_at = time.monotonic()
 
     def run(self) -> Iterator[list[Response]]:
-        """Windows until the queue is dry and nothing is in flight."""
+        """Windows until the queue is dry and nothing is in flight; the newest is always one ahead of what is read."""
+        windows: collections.deque[_Window] = collections.deque()
         while True:
-            self._close_prompts(self.queue.closed())
-            self._take_requests()
-            if not self.in_flight and not self.unopened:
+            self._feed()
+            if self.in_flight or self.ready or (self.unopened and self.closing.any()):
+                windows.append(self._dispatch())
+                if len(windows) == 1:
+                    continue
+            elif not windows:
                 break
-            yield self._decode()
-        self._close_prompts(list(self.prompt_rows))
+            yield self._read(windows.popleft(), windows[0] if windows else None)
+        if self.unopened:
+            raise RuntimeError(
+                f"{len(self.unopened)} prompts wait and none can be opened, with nothing in flight: prompts that need "
+                "nothing more were never closed."
+            )
+        self._close(list(self.prompt_rows))
+        if self.closing.any():
+            self._dispatch()  # a window of no turns, in which the last pages are given back
 
-    def _close_prompts(self, prompt_ids: list[str]) -> None:
-        closing = np.zeros(self.engine.options.open_prompts, bool)
+    # ---- prompts -------------------------------------------------------------------------------------------------
+
+    def _close(self, prompt_ids: list[str]) -> None:
         for prompt_id in prompt_ids:
             if prompt_id in self.prompt_rows:
-                row = self.prompt_rows.pop(prompt_id)
-                self.free_pages += self.prompt_pages.pop(prompt_id)
-                closing[row] = True
-                self.free_prompt_rows.append(row)
-        if closing.any():
-            self.state = self.engine.close_prompts(self.state, closing)
+                self.closing[self.prompt_rows.pop(prompt_id)] = True
+                self.closed_pages += self.prompt_pages.pop(prompt_id)
 
-    def _can_open(self, pages: int) -> bool:
-        """One response must always find room beside the open prompts, or nothing would ever move on."""
-        options = self.engine.options
-        room = options.pages - 1 - options.table_width - sum(self.prompt_pages.values())
-        return bool(self.free_prompt_rows) and pages <= min(room, self.free_pages)
+    def _room_for_prompts(self) -> int:
+        """Pages that open prompts may hold beside a response: one must always fit, or nothing would ever move on."""
+        return self.options.pages - 1 - self.options.table_width - sum(self.prompt_pages.values())
 
-    def _take_requests(self) -> None:
-        """Moves requests onto the device's queue; opens the prompts that are new."""
-        taken = self.queue.take(len(self.free_output_rows))
-        # Further rounds of open prompts come before prompts that had to wait, and those before new ones.
-        further = [request for request in taken if request.prompt.id in self.prompt_rows]
-        new = [request for request in taken if request.prompt.id not in self.prompt_rows]
-        waiting, self.unopened = [*further, *self.unopened, *new], []
-        opened: list[Prompt] = []
-        while waiting:
-            self.unopened += [request for request in waiting if not self._place(request, opened)]
-            # Behind those that have to wait may stand requests of open prompts: only by these do the prompts close.
-            waiting = self.queue.take(len(self.free_output_rows))
-        if opened:
-            self.counts.prefills += len(opened)
-            rows, tokens = [self.prompt_rows[prompt.id] for prompt in opened], [prompt.tokens for prompt in opened]
-            self.state = self.engine.open_prompts(self.weights, self.state, rows, tokens)
+    def _pages(self, prompt: Prompt) -> int:
+        return num_pages(len(prompt.tokens) - 1, self.options.page_size)
 
-    def _place(self, request: Request, opened: list[Prompt]) -> bool:
-        """Gives a request an output row, and its prompt a row if it is new; False where it has to wait for one."""
-        prompt = request.prompt
-        if not self.free_output_rows:
+    def _open(self, prompt: Prompt) -> bool:
+        """Gives a prompt a row and pages; False where it has to wait for them."""
+        pages = self._pages(prompt)
+        if not self.free_prompt_rows or pages > min(self._room_for_prompts(), self.sure_pages):
             return False
-        if prompt.id not in self.prompt_rows:
-            pages = num_pages(len(prompt.tokens) - 1, self.engine.options.page_size)
-            if not self._can_open(pages):
-                return False
-            self.prompt_rows[prompt.id] = self.free_prompt_rows.pop()
-            self.prompt_pages[prompt.id] = pages
-            self.free_pages -= pages
-            opened.append(prompt)
-        output_row = self.free_output_rows.pop()
-        self.in_flight[output_row] = request
-        self.queued.append(output_row)
+        self.prompt_rows[prompt.id] = self.free_prompt_rows.pop()
+        self.prompt_pages[prompt.id] = pages
+        self.sure_pages -= pages
+        self.opened_pages += pages
         return True
 
-    def _requests(self) -> Requests:
-        """The waiting requests as the device's queue."""
-        size = self.engine.options.output_rows
-        prompt_row, output_row, limit = (np.zeros(size, np.int32) for _ in range(3))
-        address = np.zeros((size, token_lib.ADDRESS_WORDS), np.uint32)
-        for index, row in enumerate(self.queued):
-            request = self.in_flight[row]
-            prompt_row[index] = self.prompt_rows[request.prompt.id]
-            output_row[index] = row
-            address[index] = token_lib.address(self.stream, request.prompt.id, request.draw)
-            limit[index] = self.limit
-        return Requests(
-            prompt_row=prompt_row, output_row=output_row, address=address, key=np.zeros((size, 2), np.uint32),
-            limit=limit, head=np.int32(0), end=np.int32(len(self.queued)),
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        """Takes as many requests as there are output rows for, and opens the prompts that are new."""
+        self._close(self.queue.closed())
+        opened: list[Prompt] = []
+        wanted = len(self.free_output_rows) - len(self.ready)
+        for prompt_id, requests in list(self.unopened.items()):
+            if wanted <= 0 or not self._open(requests[0].prompt):
+                break
+            opened.append(requests[0].prompt)
+            self.ready.extend(self.unopened.pop(prompt_id))
+            wanted -= len(requests)
+        while wanted > 0 and (taken := self.queue.take(wanted)):
+            # Behind those that have to wait may stand requests of open prompts: only by these do prompts close.
+            wanted -= self._place(taken, opened)
+        idle = self.options.slots - len(self.in_flight) - len(self.ready)
+        if self.terms.ahead_stream is not None and idle > 0 and not self.unopened:
+            self._place(self.queue.take_ahead(idle), opened)
+        if opened:
+            rows, tokens = [self.prompt_rows[prompt.id] for prompt in opened], [prompt.tokens for prompt in opened]
+            for batch in self.engine.prefill_batches(rows, tokens):
+                self.state = self.engine.open_prompts(self.terms.weights, self.state, *batch)
+                self.counts.dispatches += 1
+            self.counts.prefills += len(opened)
+
+    def _place(self, requests: list[Request], opened: list[Prompt]) -> int:
+        """Sorts requests into those that are ready and those whose prompts wait; the number of the former."""
+        num_ready = len(self.ready)
+        for request in requests:
+            prompt = request.prompt
+            if prompt.id not in self.prompt_rows:
+                if self.unopened or not self._open(prompt):
+                    self.unopened.setdefault(prompt.id, []).append(request)
+                    continue
+                opened.append(prompt)
+            self.ready.append(request)
+        return len(self.ready) - num_ready
+
+    def _handover(self, reserve: int) -> Handover:
+        """The requests that are ready, as the device takes them."""
+        size = self.options.output_rows
+        prompt_row, output_row, limit, top_k = (np.zeros(size, np.int32) for _ in range(4))
+        temperature, top_p = (np.ones(size, np.float32) for _ in range(2))
+        address = np.zeros((size, ADDRESS_WORDS), np.uint32)
+        count = 0
+        while self.ready and self.free_output_rows:
+            request, row = self.ready.popleft(), self.free_output_rows.pop()
+            self.in_flight[row] = request
+            sampling = self.terms.sampling_of(request)
+            prompt_row[count], output_row[count] = self.prompt_rows[request.prompt.id], row
+            address[count] = self.terms.address(request)
+            limit[count], temperature[count] = sampling.limit, sampling.temperature
+            top_k[count], top_p[count] = sampling.top_k, sampling.top_p
+            count += 1
+        closing, self.closing = self.closing, np.zeros_like(self.closing)
+        # Not before: a prompt opened by now would have stood in a row that this window is to give up.
+        self.free_prompt_rows += np.flatnonzero(closing).tolist()
+        return Handover(
+            prompt_row=prompt_row, output_row=output_row, address=address,
+            sampling=Sampling(limit=limit, temperature=temperature, top_k=top_k, top_p=top_p),
+            count=np.int32(count), closing=closing, reserve=np.int32(reserve),
         )  # fmt: skip
 
-    def _decode(self) -> list[Response]:
-        """One window; the responses that ended in it, by output row."""
-        state = self.state = self.engine.decode_window(self.weights, self.state, self._requests())
-        status, head, busy, turns, free_pages = jax.device_get(
-            (state.outputs.status, state.requests.head, state.busy, state.turns, state.pool.available)
-        )
-        self.free_pages = int(free_pages)
-        self.queued = self.queued[int(head) :]
+    # ---- windows -------------------------------------------------------------------------------------------------
+
+    def _surely_free(self, free_pages: int, reserve: int) -> int:
+        """Pages free after a window that began with at least `free_pages`: slots may take all but `reserve`, and
+        never more than their tables hold."""
+        held_by_slots = self.options.slots * self.options.table_width
+        rest = self.options.pages - 1 - sum(self.prompt_pages.values()) - held_by_slots
+        return max(min(free_pages, reserve), rest)
+
+    def _dispatch(self) -> _Window:
+        """Hands over what is ready and starts a window."""
+        next_prompts = itertools.islice(self.unopened.values(), self.options.prefill_rows)
+        wanted = sum(self._pages(requests[0].prompt) for requests in next_prompts)
+        reserve = max(0, min(wanted, self._room_for_prompts()))
+        handover = self._handover(reserve)
+        if self.newest is not None and self.newest.report.turns.is_ready():
+            self.counts.host_s += time.monotonic() - self.read_at
+        self.state, report = self.engine.decode_window(self.terms.weights, self.state, handover)
+        for array in jax.tree.leaves(report):
+            array.copy_to_host_async()
+        self.counts.dispatches += 1
+        self.newest = _Window(report, self.closed_pages - self.opened_pages, reserve)
+        self.sure_pages = self._surely_free(self.sure_pages + self.closed_pages, reserve)
+        self.closed_pages = self.opened_pages = 0
+        return self.newest
+
+    def _read(self, window: _Window, following: _Window | None) -> list[Response]:
+        """Waits for a window; the responses that ended in it, by output row. `following` is under way already."""
+        report = jax.device_get(window.report)
+        self.read_at = time.monotonic()
+        if following is None:
+            self.sure_pages = int(report.free_pages)
+        else:
+            began_with = int(report.free_pages) + following.page_change
+            self.sure_pages = self._surely_free(began_with, following.reserve)
         counts = self.counts
         counts.windows += 1
-        counts.tokens += int(busy)
-        counts.slot_turns += int(turns) * self.engine.options.slots
-        if turns == 0:
+        counts.tokens += int(report.busy)
+        counts.slot_turns += int(report.turns) * self.options.slots
+        if report.waiting and not report.turns:
             raise RuntimeError(
-                f"{len(self.in_flight) + len(self.unopened)} requests wait and none can start: a pool of "
-                f"{self.engine.options.pages} pages has no room for one more prompt with one response, or prompts "
-                "of which nothing is in flight were never closed."
+                f"{report.waiting} requests wait and none can start: a pool of {self.options.pages} pages has no room "
+                "for one response beside the open prompts."
             )
-        finished = np.flatnonzero(status != RUNNING)
+        outputs = report.outputs
         responses = []
-        if finished.size:
-            tokens, logprobs, length = jax.device_get(
-                (state.outputs.tokens, state.outputs.logprobs, state.outputs.length)
-            )
-            for row in map(int, finished):
-                request = self.in_flight.pop(row)
-                self.free_output_rows.append(row)
-                responses.append(Response(
-                    prompt_id=request.prompt.id,
-                    draw=request.draw,
-                    tokens=tokens[row, : length[row]].copy(),
-                    logprobs=logprobs[row, : length[row]].copy(),
-                    truncated=bool(status[row] == TRUNCATED),
-                ))  # fmt: skip
+        for row in np.flatnonzero(outputs.status != RUNNING).tolist():
+            request, length = self.in_flight.pop(row), outputs.length[row]
+            self.free_output_rows.append(row)
+            responses.append(Response(
+                prompt_id=request.prompt.id,
+                draw=request.draw,
+                tokens=outputs.tokens[row, :length].copy(),
+                logprobs=outputs.logprobs[row, :length].copy(),
+                truncated=bool(outputs.status[row] == TRUNCATED),
+                version=self.terms.version,
+            ))  # fmt: skip
         return responses

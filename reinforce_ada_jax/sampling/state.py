@@ -4,18 +4,65 @@ Frozen records without behaviour; what happens to them is in decode.py, and who 
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling import pages as pages_lib
-from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import PagePool
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
+# uint32 words of a sample's address: stream, prompt id (two), draw.
+ADDRESS_WORDS = 4
+# Responses that may be in flight for each slot: one decoding, the others waiting or on their way to the host. Short
+# responses end several to a slot and window, and a queue that runs dry inside a window leaves slots idle.
+ROWS_PER_SLOT = 4
+
+
+@struct.dataclass
+class Sampling:
+    """How responses are drawn (`SamplingParams`): scalars for one, arrays for the rows of a queue or the slots."""
+
+    limit: Int[Array, " R"]  # response tokens at most
+    temperature: Float[Array, " R"]
+    top_k: Int[Array, " R"]
+    top_p: Float[Array, " R"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn.
+
+    Attributes:
+      limit: response tokens at most.
+      temperature: 0 takes the most probable token.
+      top_k: draw among so many of the most probable tokens; 0 for all.
+      top_p: draw among the fewest tokens that hold this much probability, of what top_k left; in (0, 1].
+    """
+
+    limit: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self):
+        if not (self.limit >= 1 and 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError(
+                f"{self}: limit must be at least 1, temperature at least 0 and finite, top_k at least 0, and top_p "
+                "above 0 and at most 1."
+            )
+
+    def as_arrays(self) -> Sampling:
+        """The same, as the device has it."""
+        return Sampling(
+            limit=np.int32(self.limit), temperature=np.float32(self.temperature),
+            top_k=np.int32(self.top_k), top_p=np.float32(self.top_p),
+        )  # fmt: skip
 
 
 @struct.dataclass
@@ -28,14 +75,36 @@ class Prompts:
 
 
 @struct.dataclass
-class Requests:
-    """The queue: entries [head, end) wait. A request names the prompt's row and the output row it will fill."""
+class Handover:
+    """What the host hands over with a window.
+
+    Attributes:
+      prompt_row: of each request, where its prompt is open.
+      output_row: of each request, the row of `Outputs` that it will fill.
+      address: of each request.
+      sampling: of each request.
+      count: requests; the first so many entries. They stand behind those that wait already.
+      closing: prompt rows of which no draw is running or waiting, to be given up.
+      reserve: pages that new responses must leave free, for prompts about to be opened.
+    """
 
     prompt_row: Int[Array, " Q"]
     output_row: Int[Array, " Q"]
     address: UInt32[Array, "Q 4"]
-    key: UInt32[Array, "Q 2"]  # of the address; the window derives it as it begins
-    limit: Int[Array, " Q"]  # response tokens at most
+    sampling: Sampling
+    count: Int[Array, ""]
+    closing: Bool[Array, " R"]
+    reserve: Int[Array, ""]
+
+
+@struct.dataclass
+class Queue:
+    """Requests that wait for a slot: a ring, in which entry i stands at i modulo its size. [head, end) wait."""
+
+    prompt_row: Int[Array, " Q"]
+    output_row: Int[Array, " Q"]
+    key: UInt32[Array, "Q 2"]
+    sampling: Sampling
     head: Int[Array, ""]
     end: Int[Array, ""]
 
@@ -48,7 +117,7 @@ class Slots:
     token: Int[Array, " S"]  # the next input; its key and value are not in the cache yet
     position: Int[Array, " S"]  # of `token` in its sequence
     count: Int[Array, " S"]  # response tokens so far
-    limit: Int[Array, " S"]
+    sampling: Sampling
     key: UInt32[Array, "S 2"]
     output_row: Int[Array, " S"]
     table: Int[Array, "S width"]
@@ -74,14 +143,32 @@ class DecodeState:
     value_pages: Float[Array, "K L*pages page_size H"]
     pool: PagePool
     prompts: Prompts
-    requests: Requests
+    queue: Queue
     slots: Slots
     outputs: Outputs
     seed: Int[Array, ""]
-    temperature: Float[Array, ""]
     stop_ids: Int[Array, " stops"]
     busy: Int[Array, ""]  # slot-turns that made a token, and
-    turns: Int[Array, ""]  # turns, since the last drain
+    turns: Int[Array, ""]  # turns, in this window
+
+
+@struct.dataclass
+class Report:
+    """What the host reads of a window: a copy, so that the next window may begin before it is read.
+
+    Attributes:
+      outputs: status other than RUNNING where a response ended in this window.
+      waiting: requests that no slot has taken yet.
+      free_pages: at the end of the window.
+      busy: slot-turns that made a token.
+      turns: turns of all slots.
+    """
+
+    outputs: Outputs
+    waiting: Int[Array, ""]
+    free_pages: Int[Array, ""]
+    busy: Int[Array, ""]
+    turns: Int[Array, ""]
 
 
 @struct.dataclass
@@ -106,17 +193,15 @@ class EngineOptions:
     prefill_rows: int
     max_prompt_tokens: int
     max_response_tokens: int
-    temperature: float
     stop_ids: tuple[int, ...]
     seed: int
     dtype: str
-    greedy: bool = False
     attention: str = "jnp"
 
     @property
     def output_rows(self) -> int:
-        """Responses in flight: one for each slot, and as many waiting."""
-        return 2 * self.slots
+        """Responses in flight."""
+        return ROWS_PER_SLOT * self.slots
 
     @property
     def table_width(self) -> int:
@@ -131,47 +216,52 @@ class EngineOptions:
 
 def empty_state(architecture: Architecture, o: EngineOptions) -> DecodeState:
     """No prompt open, no slot active, every page free."""
-    dtype, row = jnp.dtype(o.dtype), dict(dtype=jnp.int32)
     pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, architecture.head_size)
+
+    def integers(*shape):
+        return jnp.zeros(shape, jnp.int32)
+
+    def sampling(rows):
+        floats = dict(temperature=jnp.ones(rows, jnp.float32), top_p=jnp.ones(rows, jnp.float32))
+        return Sampling(limit=integers(rows), top_k=integers(rows), **floats)
+
     return DecodeState(
-        key_pages=jnp.zeros(pool, dtype),
-        value_pages=jnp.zeros(pool, dtype),
+        key_pages=jnp.zeros(pool, jnp.dtype(o.dtype)),
+        value_pages=jnp.zeros(pool, jnp.dtype(o.dtype)),
         pool=pages_lib.make_pool(o.pages),
         prompts=Prompts(
-            table=jnp.zeros((o.open_prompts, o.prompt_width), **row),
-            length=jnp.ones(o.open_prompts, **row),
-            last_token=jnp.zeros(o.open_prompts, **row),
+            table=integers(o.open_prompts, o.prompt_width),
+            length=jnp.ones(o.open_prompts, jnp.int32),
+            last_token=integers(o.open_prompts),
         ),
-        requests=Requests(
-            prompt_row=jnp.zeros(o.output_rows, **row),
-            output_row=jnp.zeros(o.output_rows, **row),
-            address=jnp.zeros((o.output_rows, token_lib.ADDRESS_WORDS), jnp.uint32),
+        queue=Queue(
+            prompt_row=integers(o.output_rows),
+            output_row=integers(o.output_rows),
             key=jnp.zeros((o.output_rows, 2), jnp.uint32),
-            limit=jnp.zeros(o.output_rows, **row),
-            head=jnp.int32(0),
-            end=jnp.int32(0),
+            sampling=sampling(o.output_rows),
+            head=integers(),
+            end=integers(),
         ),
         slots=Slots(
             active=jnp.zeros(o.slots, bool),
-            token=jnp.zeros(o.slots, **row),
-            position=jnp.zeros(o.slots, **row),
-            count=jnp.zeros(o.slots, **row),
-            limit=jnp.zeros(o.slots, **row),
+            token=integers(o.slots),
+            position=integers(o.slots),
+            count=integers(o.slots),
+            sampling=sampling(o.slots),
             key=jnp.zeros((o.slots, 2), jnp.uint32),
-            output_row=jnp.zeros(o.slots, **row),
-            table=jnp.zeros((o.slots, o.table_width), **row),
-            shared=jnp.zeros(o.slots, **row),
-            used=jnp.zeros(o.slots, **row),
+            output_row=integers(o.slots),
+            table=integers(o.slots, o.table_width),
+            shared=integers(o.slots),
+            used=integers(o.slots),
         ),
         outputs=Outputs(
-            tokens=jnp.zeros((o.output_rows, o.max_response_tokens), **row),
+            tokens=integers(o.output_rows, o.max_response_tokens),
             logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
-            length=jnp.zeros(o.output_rows, **row),
-            status=jnp.zeros(o.output_rows, **row),
+            length=integers(o.output_rows),
+            status=integers(o.output_rows),
         ),
         seed=jnp.int32(o.seed),
-        temperature=jnp.float32(o.temperature),
         stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
-        busy=jnp.int32(0),
-        turns=jnp.int32(0),
+        busy=integers(),
+        turns=integers(),
     )

@@ -1,12 +1,17 @@
 """The collection loop under scripted samplers, which take and return in every order that a real one might."""
 
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.collection import ahead as ahead_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -123,20 +128,197 @@ def test_the_last_to_come_back_keeps_its_place():
     assert pool.correct.tolist() == [True, False, True] + [False] * 5
 
 
-def test_next_rounds_go_ahead_of_prompts_not_begun():
+def test_prompts_not_begun_go_ahead_of_next_rounds():
     log = []
-    strategy = balance(group_size=2, samples_per_round=2, max_rounds=2)
-    collect(make_prompts(3), sampler(2, everything, log), verifier(np.zeros((3, 4))), strategy)
-    # A queue that appends would take p0, p1, p2 and then p0 again.
-    assert [taken[0] for taken in log if taken] == [("p0", 0), ("p0", 2), ("p1", 0), ("p1", 2), ("p2", 0), ("p2", 2)]
+    strategy = balance(group_size=2, samples_per_round=2, max_rounds=3)
+    collect(make_prompts(3), sampler(2, everything, log), verifier(np.zeros((3, 6))), strategy)
+    # The longest chain of rounds still to come is that of a prompt not begun. Finishing p0 first would leave p2 to go
+    # through its three rounds alone.
+    rounds = [taken[0] for taken in log if taken]
+    assert rounds == [(f"p{row}", draw) for draw in (0, 2, 4) for row in range(3)]
 
 
-def test_next_rounds_go_behind_prompts_begun():
-    log = []
+def test_fewer_finished_rounds_go_first_even_if_they_come_later():
+    strategy, then = balance(group_size=2, samples_per_round=1, max_rounds=3), []
+
+    def sample(queue):
+        (p0,), (p1,) = queue.take(1), queue.take(1)
+        yield [respond(p0)]
+        yield [respond(p0) for p0 in queue.take(1)]  # the third round of p0 waits
+        yield [respond(p1)]  # and the second one of p1
+        while taken := queue.take(1):
+            then.extend((request.prompt.id, request.draw) for request in taken)
+            yield [respond(request) for request in taken]
+
+    collect(make_prompts(2), sample, verifier(np.zeros((2, 3))), strategy)
+    assert then == [("p1", 1), ("p0", 2), ("p1", 2)]
+
+
+def barrier_and_not(rewards, slots, strategy):
+    """Pools of both ways, and the rounds in the order in which they were taken."""
+    logs = [], []
+    pools = [
+        collect(make_prompts(len(rewards)), sampler(slots, first, log), verifier(rewards), strategy, barrier=barrier)
+        for barrier, log in zip((False, True), logs, strict=True)
+    ]
+    rounds = [[draw // 2 for taken in log for _, draw in taken] for log in logs]
+    return pools, rounds
+
+
+def test_a_barrier_keeps_all_prompts_in_step_and_changes_no_pool():
+    rewards = (np.random.default_rng(0).random((6, 8)) < np.linspace(0, 1, 6)[:, None]).astype(float)
+    strategy = balance(group_size=2, samples_per_round=2, max_rounds=4)
+    # 3 slots of 6 prompts' 2 draws: without a barrier later rounds begin while others' first ones are under way.
+    pools, rounds = barrier_and_not(rewards, 5, strategy)
+    assert [summary(pool, strategy) for pool in pools[0]] == [summary(pool, strategy) for pool in pools[1]]
+    assert sorted(rounds[0]) == sorted(rounds[1]) == rounds[1]
+
+
+def test_behind_the_barrier_nothing_begins_before_everything_is_back():
+    in_flight_at_take = []
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=2)
-    collect(make_prompts(3), sampler(3, lambda f: f[:2], log), verifier(np.zeros((3, 4))), strategy)
-    # p1 was begun with draw 0; its draw 1 comes first, then the next round of p0, and p2 waits.
-    assert log[:2] == [[("p0", 0), ("p0", 1), ("p1", 0)], [("p1", 1), ("p0", 2)]]
+
+    def sample(queue):
+        in_flight = []
+        while True:
+            taken = queue.take(10)
+            if taken:
+                in_flight_at_take.append(len(in_flight))
+            in_flight += taken
+            if not in_flight:
+                return
+            yield [respond(in_flight.pop(0))]
+
+    collect(make_prompts(2), sample, verifier(np.zeros((2, 4))), strategy, barrier=True)
+    assert in_flight_at_take == [0, 0]
+    in_flight_at_take.clear()
+    collect(make_prompts(2), sample, verifier(np.zeros((2, 4))), strategy)
+    assert in_flight_at_take == [0, 2, 2]
+
+
+class Later:
+    """A verifier whose verdicts are there when the test says so."""
+
+    def __init__(self, rewards):
+        self.verify, self.calls = verifier(rewards), []
+
+    def __call__(self, pairs):
+        future = Future()
+        self.calls.append((future, pairs))
+        return future
+
+    def answer(self, call):
+        future, pairs = self.calls[call]
+        future.set_result(self.verify(pairs))
+
+
+def test_verification_beside_sampling_gives_the_same_pools():
+    rewards = (np.random.default_rng(0).random((6, 32)) < np.linspace(0, 1, 6)[:, None]).astype(float)
+    strategy, grade = balance(), verifier(rewards)
+    expected = [summary(pool, strategy) for pool in collect(make_prompts(6), sampler(9, first), grade, strategy)]
+    with ThreadPoolExecutor(1) as thread:
+
+        def verify(pairs):
+            return thread.submit(lambda: time.sleep(0.001 * (len(pairs) % 3)) or grade(pairs))
+
+        for deterministic in (True, False):
+            pools = collect(make_prompts(6), sampler(9, first), verify, strategy, deterministic=deterministic)
+            assert [summary(pool, strategy) for pool in pools] == expected
+
+
+def drive(verify, *, deterministic):
+    """A collection of two prompts, one round of one draw after another, and a sampler that stops at every yield."""
+    strategy = balance(group_size=2, samples_per_round=1, max_rounds=2)
+    log = []
+
+    def sample(queue):
+        (one,), (other,) = queue.take(1), queue.take(1)
+        yield [respond(one)]
+        log.append(len(queue.take(1)))  # p0's verdict is there, p1 is out
+        yield []
+        log.append(len(queue.take(1)))
+        yield [respond(other)]
+        while taken := queue.take(1):
+            log.append(len(taken))
+            yield [respond(taken[0])]
+
+    return strategy, sample, log
+
+
+def test_verdicts_are_heard_when_they_are_there():
+    verify = Later(np.zeros((2, 2)))
+    strategy, sample, log = drive(verify, deterministic=False)
+    at_once = lambda pairs: (verify(pairs), verify.answer(-1))[0]  # noqa: E731
+    with pytest.raises(RuntimeError, match="1 requests taken and not returned"):
+        collect(make_prompts(2), sample, at_once, strategy, deterministic=False)
+    assert log[:2] == [1, 0]
+
+
+def test_verdicts_are_heard_at_the_next_yield_where_the_order_is_fixed():
+    verify = Later(np.zeros((2, 2)))
+    strategy, sample, log = drive(verify, deterministic=True)
+    at_once = lambda pairs: (verify(pairs), verify.answer(-1))[0]  # noqa: E731
+    with pytest.raises(RuntimeError, match="1 requests taken and not returned"):
+        collect(make_prompts(2), sample, at_once, strategy)
+    # Not at the take after the yield that completed the round, though the verdict was there; one yield later.
+    assert log[:2] == [0, 1]
+
+
+def test_a_verifier_that_fails_beside_sampling_ends_the_collection():
+    def verify(pairs):
+        future = Future()
+        future.set_exception(RuntimeError("no worker starts"))
+        return future
+
+    with pytest.raises(RuntimeError, match="no worker starts"):
+        collect(make_prompts(2), sampler(2, everything), verify, balance())
+
+
+def filling(slots, log):
+    """Fills its slots with the next collection's requests where its own run out; one response a yield."""
+
+    def sample(queue):
+        in_flight = []
+        while True:
+            taken = queue.take(slots - len(in_flight))
+            taken += queue.take_ahead(slots - len(in_flight) - len(taken))
+            log.extend((request.prompt.id, request.draw, request.ahead) for request in taken)
+            in_flight += taken
+            if not in_flight:
+                return
+            yield [respond(in_flight.pop(0))]
+
+    return sample
+
+
+def test_idle_slots_begin_the_next_collection_which_goes_on_from_there():
+    rewards = (np.random.default_rng(1).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
+    strategy, prompts, log = balance(), make_prompts(8), []
+    expected = collect(prompts, sampler(9, first), verifier(rewards), strategy)
+    ahead = Ahead(prompts[4:])
+    now = collect(prompts[:4], filling(12, log), verifier(rewards), strategy, ahead=ahead)
+    drawn = {id: len([1 for response in begun.responses if response]) for id, begun in ahead.begun.items()}
+    assert sum(drawn.values()) == sum(is_ahead for *_, is_ahead in log) > 0
+    assert all(is_ahead == (id >= "p4") for id, _, is_ahead in log)
+    again = []
+    saved = ahead_lib.from_json(json.loads(json.dumps(ahead_lib.to_json(ahead.begun))))
+    then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, begun=saved)
+    assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}
+    assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
+
+
+def test_nothing_is_begun_ahead_once_the_last_prompt_is_closed():
+    taken = []
+
+    def sample(queue):
+        for request in queue.take(10):
+            yield [respond(request)]
+        taken.extend(queue.take_ahead(10))
+
+    collect(
+        make_prompts(2)[:1], sample, verifier(np.zeros((2, 1))), strategies.fixed(1), ahead=Ahead(make_prompts(2)[1:])
+    )
+    assert taken == []
 
 
 def test_no_barrier_between_prompts():
@@ -184,7 +366,7 @@ def test_closed_prompts_are_reported_once_and_progress_after_every_yield():
     pools = collect(
         make_prompts(2), sample, verifier(rewards), strategy, on_progress=lambda *numbers: progress.append(numbers)
     )
-    assert closed == [[], ["p0"], ["p1"], []]
+    assert closed == [[], ["p1"], ["p0"], []]
     assert progress == [(0, 2), (1, 4), (2, 6)]
     assert [pool.rounds for pool in pools] == [2, 1]
 

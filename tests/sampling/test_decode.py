@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Requests
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Handover, Sampling
 from tests.sampling import tiny
 
 P1, P4, P5, P16, P17 = tiny.PROMPTS
@@ -20,33 +20,42 @@ def opened(engine, prompts, rows=None, state=None):
     """A state with prompts open, in rows 0, 1, ... unless named."""
     state = engine.init_decode_state() if state is None else state
     rows = list(range(len(prompts))) if rows is None else rows
-    return engine.open_prompts(tiny.params(), state, rows, [prompt.tokens for prompt in prompts])
+    for batch in engine.prefill_batches(rows, [prompt.tokens for prompt in prompts]):
+        state = engine.open_prompts(tiny.params(), state, *batch)
+    return state
 
 
-def queue(engine, *entries):
-    """The device's queue of (prompt, draw, limit, prompt row), answers in output rows 0, 1, ..."""
+def handover(engine, *entries, first_output=0, closing=(), reserve=0):
+    """Requests (prompt, draw, limit, prompt row), to be answered in output rows from `first_output` on."""
     size = engine.options.output_rows
     words, numbers = np.zeros((size, 4), np.uint32), np.zeros((3, size), np.int32)
     for index, (prompt, draw, limit, row) in enumerate(entries):
-        words[index], numbers[:, index] = token_lib.address(0, prompt.id, draw), (row, index, limit)
-    return Requests(
-        prompt_row=numbers[0], output_row=numbers[1], limit=numbers[2], address=words,
-        key=np.zeros((size, 2), np.uint32), head=np.int32(0), end=np.int32(len(entries)),
+        words[index], numbers[:, index] = token_lib.address(0, prompt.id, draw), (row, first_output + index, limit)
+    ones = np.ones(size, np.float32)
+    return Handover(
+        prompt_row=numbers[0], output_row=numbers[1], address=words,
+        sampling=Sampling(limit=numbers[2], temperature=ones, top_k=np.zeros(size, np.int32), top_p=ones),
+        count=np.int32(len(entries)), closing=np.isin(np.arange(5), closing), reserve=np.int32(reserve),
     )  # fmt: skip
 
 
-def decode(engine, state, requests):
+def window(engine, state, *entries, **how):
+    """One window: the state after it, and its report."""
+    return engine.decode_window(tiny.params(), state, handover(engine, *entries, **how))
+
+
+def decode(engine, state, *entries, **how):
     """Windows until no slot is active; {output row: (tokens, logprobs, status)}."""
     finished = {}
     while True:
-        state = engine.decode_window(tiny.params(), state, requests)
-        status, outputs = jax.device_get((state.outputs.status, state.outputs))
-        for row in np.flatnonzero(status != RUNNING):
+        state, report = window(engine, state, *entries, **how)
+        entries, outputs = (), jax.device_get(report.outputs)
+        for row in np.flatnonzero(outputs.status != RUNNING):
+            assert row not in finished
             length = outputs.length[row]
-            finished[int(row)] = (outputs.tokens[row, :length], outputs.logprobs[row, :length], status[row])
+            finished[int(row)] = (outputs.tokens[row, :length], outputs.logprobs[row, :length], outputs.status[row])
         if not state.slots.active.any():
             return state, finished
-        requests = requests.replace(head=jax.device_get(state.requests.head))
 
 
 def available(state):
@@ -63,7 +72,7 @@ def assert_response(finished, response):
 
 def test_every_request_has_its_own_limit(engine):
     entries = [(P5, draw, limit, 0) for draw, limit in enumerate(range(1, 13))]
-    _, finished = decode(engine, opened(engine, [P5]), queue(engine, *entries))
+    _, finished = decode(engine, opened(engine, [P5]), *entries)
     assert sorted(finished) == list(range(12))
     for row, (_, draw, limit, _) in enumerate(entries):
         assert_response(finished[row], tiny.cut(tiny.drawn()["p5", draw], limit))
@@ -73,7 +82,7 @@ def test_a_stop_token_in_the_last_allowed_place_is_no_truncation(engine):
     stopped = next(r for r in tiny.drawn().values() if r.prompt_id == "p5" and 2 < len(r.tokens) < 12)
     length = len(stopped.tokens)
     entries = [(P5, stopped.draw, limit, 0) for limit in (length - 1, length, length + 1)]
-    _, finished = decode(engine, opened(engine, [P5]), queue(engine, *entries))
+    _, finished = decode(engine, opened(engine, [P5]), *entries)
     assert [status for _, (_, _, status) in sorted(finished.items())] == [TRUNCATED, STOPPED, STOPPED]
     assert [len(tokens) for _, (tokens, _, _) in sorted(finished.items())] == [length - 1, length, length]
 
@@ -88,8 +97,9 @@ def test_prompts_hold_pages_for_all_but_their_last_token(engine):
         assert available(state) == before
     assert state.prompts.length.tolist() == [1, 4, 5, 16, 17]
     assert state.prompts.last_token.tolist() == [prompt.tokens[-1] for prompt in tiny.PROMPTS]
-    state = engine.close_prompts(state, np.ones(5, bool))
+    state, report = window(engine, state, closing=range(5))
     tiny.assert_idle(state, engine.options.pages)
+    assert int(report.free_pages) == engine.options.pages - 1
 
 
 def test_a_slot_holds_what_it_needs_beyond_the_whole_pages_of_the_prompt(engine):
@@ -98,10 +108,10 @@ def test_a_slot_holds_what_it_needs_beyond_the_whole_pages_of_the_prompt(engine)
     draws = [next(r.draw for r in tiny.drawn().values() if r.prompt_id == id and r.truncated) for id in ("p5", "p16")]
     state = opened(engine, [P5, P16])
     before = available(state)
-    state = engine.decode_window(tiny.params(), state, queue(engine, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1)))
+    state, report = window(engine, state, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1))
     assert before - available(state) == (5 - 1) + (7 - 3)
-    assert (int(state.turns), int(state.busy)) == (4, 8)
-    state, _ = decode(engine, state, queue(engine))
+    assert (int(report.turns), int(report.busy)) == (4, 8)
+    state, _ = decode(engine, state)
     assert available(state) == before
 
 
@@ -110,40 +120,61 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
     responses = tiny.drawn()
     running = [r.draw for r in responses.values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
     state = opened(engine, [P5, P17])
-    state = engine.decode_window(tiny.params(), state, queue(engine, *[(P5, draw, 12, 0) for draw in running]))
+    state, _ = window(engine, state, *[(P5, draw, 12, 0) for draw in running])
     held = available(state)
-    state = engine.close_prompts(state, np.arange(5) == 1)
+    state, rest = window(engine, state, closing=[1])
     assert available(state) == held + 4
     state = opened(engine, [P16], [1], state)
     assert available(state) == held
+    assert not (rest.outputs.status != RUNNING).any()
     # The answers of P5 are in output rows 0 to 2: those of P16 go to 3 and on.
-    entries = [(P16, draw, 12, 1) for draw in range(6)]
-    requests = queue(engine, *entries)
-    requests = requests.replace(output_row=requests.output_row + 3)
-    state, finished = decode(engine, state, requests)
+    state, finished = decode(engine, state, *[(P16, draw, 12, 1) for draw in range(6)], first_output=3)
     assert sorted(finished) == list(range(9))
     for row, (id, draw) in enumerate([("p5", draw) for draw in running] + [("p16", draw) for draw in range(6)]):
         assert_response(finished[row], responses[id, draw])
-    tiny.assert_idle(engine.close_prompts(state, np.arange(5) < 2), engine.options.pages)
+    tiny.assert_idle(window(engine, state, closing=[0, 1])[0], engine.options.pages)
 
 
 def test_a_window_without_work_takes_no_turn(engine):
-    state = engine.decode_window(tiny.params(), opened(engine, [P5]), queue(engine))
-    assert (int(state.turns), int(state.busy)) == (0, 0)
+    _, report = window(engine, opened(engine, [P5]))
+    assert (int(report.turns), int(report.busy), int(report.waiting)) == (0, 0, 0)
 
 
 def test_a_window_ends_when_the_queue_is_dry_and_a_quarter_of_the_slots_idle(engine):
     # One draw in 8 slots, of 2 tokens at most: after 2 turns of 4 the host can do better than wait.
-    draw = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 4)
-    state = opened(engine, [P5])
-    state = engine.decode_window(tiny.params(), state, queue(engine, (P5, draw, 2, 0), (P5, draw, 12, 0)))
-    assert (int(state.turns), int(state.busy)) == (2, 4)
+    draw = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 8)
+    state, report = window(engine, opened(engine, [P5]), (P5, draw, 2, 0), (P5, draw, 12, 0))
+    assert (int(report.turns), int(report.busy)) == (2, 4)
     # Nothing finished yet: idle slots alone end no window.
-    state = engine.decode_window(tiny.params(), state, queue(engine))
-    assert (int(state.turns), int(state.busy)) == (4, 4)
+    _, report = window(engine, state)
+    assert (int(report.turns), int(report.busy)) == (4, 4)
+
+
+def test_requests_wait_on_the_device_from_window_to_window(engine):
+    """20 draws for 8 slots, then 12 more while those wait: the ring of 32 goes round; nothing is lost or doubled."""
+    state, report = window(engine, opened(engine, [P5, P16]), *[(P5, draw % 13, 12, 0) for draw in range(20)])
+    assert 0 < int(report.waiting) <= 12
+    first = {row: None for row in np.flatnonzero(report.outputs.status != RUNNING)}
+    state, finished = decode(engine, state, *[(P16, draw, 12, 1) for draw in range(12)], first_output=20)
+    assert first.keys() | finished.keys() == set(range(32)) and not first.keys() & finished.keys()
+    for row, answer in finished.items():
+        assert_response(answer, tiny.drawn()["p5", row % 13] if row < 20 else tiny.drawn()["p16", row - 20])
+
+
+def test_new_responses_leave_the_reserved_pages(engine):
+    # P5 holds one page; a draw of it takes 5 - 1. With all but 9 pages reserved two of three begin.
+    state = opened(engine, [P5])
+    draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
+    reserve = available(state) - 9
+    state, report = window(engine, state, *[(P5, draw, 12, 0) for draw in draws], reserve=reserve)
+    assert (int(report.busy), int(report.waiting)) == (2 * 4, 1)
+    assert int(report.free_pages) == reserve + 1
+    # The third begins as soon as nothing is reserved.
+    _, report = window(engine, state)
+    assert int(report.waiting) == 0
 
 
 @pytest.mark.parametrize("length", [0, 18])
 def test_prompts_that_do_not_fit_are_refused(engine, length):
     with pytest.raises(ValueError, match=f"a prompt has {length} tokens, the engine takes 1 to 17"):
-        engine.open_prompts(tiny.params(), engine.init_decode_state(), [0], [np.zeros(length, np.int32)])
+        list(engine.prefill_batches([0], [np.zeros(length, np.int32)]))

@@ -20,10 +20,12 @@ from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling import jetstream
 from reinforce_ada_jax.sampling.engine import Engine, buckets, options_from_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt
 from tests.sampling import tiny
 
 CIPHER = pathlib.Path(reinforce_ada_jax.__file__).parent / "assets" / "cipher"
+GREEDY = SamplingParams(8, temperature=0.0)
 LIMIT = 8  # a word of 6 letters and its end, and one to spare
 
 
@@ -44,17 +46,13 @@ def pointers(tree):
 def test_options_are_those_of_the_configuration():
     config = defaults()
     config.seed, config.model.compute_dtype, config.data.max_prompt_tokens = 5, "float32", 17
-    config.sampling.update(
-        dict(slots=3, window=2, page_size=4, prefill_rows=2, max_response_tokens=12, temperature=0.7)
-    )
+    config.sampling.update(dict(slots=3, window=2, page_size=4, prefill_rows=2, max_response_tokens=12))
     options = options_from_config(config, (3, 7))
-    expected = dataclasses.replace(
-        tiny.OPTIONS, slots=3, window=2, open_prompts=3, temperature=0.7, seed=5, pages=3 * 8 + 3 * 5 + 1
-    )
+    expected = dataclasses.replace(tiny.OPTIONS, slots=3, window=2, open_prompts=3, seed=5, pages=3 * 8 + 3 * 5 + 1)
     assert options == expected
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
-    assert (int(state.seed), state.stop_ids.tolist(), float(state.temperature)) == (5, [3, 7], np.float32(0.7))
+    assert (int(state.seed), state.stop_ids.tolist()) == (5, [3, 7])
     # An evaluation with longer responses is decoded by the same engine.
     config.evaluation.update(dict(benchmarks=("a.jsonl",), max_response_tokens=20))
     assert options_from_config(config, (3, 7)).max_response_tokens == 20
@@ -143,8 +141,8 @@ def served():
     config = defaults()
     config.model.compute_dtype, config.data.max_prompt_tokens = "float32", 8
     config.sampling.update(dict(slots=3, window=4, page_size=4, prefill_rows=1, max_response_tokens=LIMIT))
-    options = options_from_config(config, tokenizer.stop_ids, greedy=True)
-    engine = Engine(architecture, options, mesh=mesh_lib.make_mesh(), tokenizer=tokenizer)
+    options = options_from_config(config, tokenizer.stop_ids)
+    engine = Engine(architecture, options, mesh=mesh_lib.make_mesh(), tokenizer=tokenizer, served=GREEDY)
     texts = [problem["problem"] for problem in cipher.problems("heldout")[:8]]
     prompts = [tokenizer.encode(text) for text in texts]
     rows, answers = np.zeros((8, 16), np.int32), [[] for _ in texts]
@@ -202,7 +200,7 @@ def generate_all(served, state, problems):
 
 def test_the_window_decodes_what_the_full_forward_pass_does(served):
     prompts = [Prompt(text, text, "", tokens) for text, tokens in zip(served.texts, served.prompts, strict=True)]
-    sample_fn = Rollouts(served.engine).sampler(served.params, stream=0, limit=LIMIT)
+    sample_fn = Rollouts(served.engine).sampler(served.params, stream=0, sampling=GREEDY)
     pools = collect(prompts, sample_fn, tiny.verdicts, strategies.fixed(2))
     for pool, answer in zip(pools, served.answers, strict=True):
         assert [response.tokens.tolist() for response in pool.responses] == [answer, answer]

@@ -13,6 +13,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.metrics import CompileCounter
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import num_pages
+from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt, Request
 from tests.sampling import tiny
 
@@ -87,27 +88,17 @@ def test_another_stream_gives_other_samples():
     assert tiny.logprob_gaps(evaluation).max() < 1e-4
 
 
-@pytest.fixture
-def numbers_of():
-    """Sets numbers of the standard engine's state: the same program draws with another seed or temperature."""
+def test_another_seed_gives_other_samples():
     rollouts = tiny.rollouts()
-    before = rollouts.state
-
-    def replace(**numbers):
-        placed = {name: jax.device_put(np.asarray(x), before.seed.sharding) for name, x in numbers.items()}
-        rollouts.state = rollouts.state.replace(**placed)
-        return rollouts
-
-    yield replace
-    replace(seed=np.int32(0), temperature=np.float32(1.0))
+    seed = rollouts.state.seed
+    rollouts.state = rollouts.state.replace(seed=jax.device_put(np.int32(1), seed.sharding))
+    other = tiny.draw(rollouts)
+    rollouts.state = rollouts.state.replace(seed=seed)
+    tiny.assert_different(tiny.drawn(), other)
 
 
-def test_another_seed_gives_other_samples(numbers_of):
-    tiny.assert_different(tiny.drawn(), tiny.draw(numbers_of(seed=np.int32(1))))
-
-
-def test_logprobs_are_those_at_the_temperature(numbers_of):
-    samples = tiny.draw(numbers_of(temperature=np.float32(0.7)))
+def test_logprobs_are_those_at_the_temperature():
+    samples = tiny.draw(tiny.rollouts(), temperature=0.7)
     assert tiny.logprob_gaps(samples, temperature=0.7).max() < 1e-4
     assert tiny.logprob_gaps(samples).max() > 0.1  # the same tokens at temperature 1
     assert tiny.logprob_gaps(tiny.drawn(), temperature=0.7).max() > 0.1
@@ -139,10 +130,16 @@ def test_the_limit_of_a_session(limit):
     tiny.assert_same(expected, samples)
 
 
-@pytest.mark.parametrize("limit", [0, 13])
-def test_a_limit_beyond_the_engine_is_refused(limit):
-    with pytest.raises(ValueError, match=f"up to {limit} tokens are asked for; the engine was built for 1 to 12"):
-        tiny.rollouts().sampler(tiny.params(), stream=0, limit=limit)
+def test_a_limit_beyond_the_engine_is_refused():
+    message = "up to 13 tokens are asked for; the engine was built for 1 to 12"
+    with pytest.raises(ValueError, match=message):
+        tiny.rollouts().sampler(tiny.params(), stream=0, sampling=SamplingParams(13))
+    with pytest.raises(ValueError, match=message):
+        list(
+            tiny.rollouts().sampler(tiny.params(), stream=0, sampling=lambda _: SamplingParams(13))(
+                OpenQueue(tiny.PROMPTS)
+            )
+        )
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_rounds():
@@ -198,13 +195,16 @@ class OpenQueue:
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return taken
 
+    def take_ahead(self, limit):
+        return []
+
     def closed(self):
         return []
 
 
 def test_prompts_that_the_queue_never_closed_are_closed_with_the_session():
     rollouts = tiny.rollouts()
-    sample_fn = rollouts.sampler(tiny.params(), stream=0, limit=12)
+    sample_fn = rollouts.sampler(tiny.params(), stream=0, sampling=SamplingParams(12))
     responses = [response for finished in sample_fn(OpenQueue(tiny.PROMPTS)) for response in finished]
     assert len(responses) == 10
     tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
@@ -213,8 +213,8 @@ def test_prompts_that_the_queue_never_closed_are_closed_with_the_session():
 def test_requests_that_can_never_start_are_an_error():
     # P1, P4 and P5 hold 0 + 1 + 1 pages and are never closed; 8 of 13 are kept for a response. P16 needs 4.
     rollouts = tiny.rollouts(**tiny.SCARCE)
-    sample_fn = rollouts.sampler(tiny.params(), stream=0, limit=12)
-    with pytest.raises(RuntimeError, match="2 requests wait and none can start"):
+    sample_fn = rollouts.sampler(tiny.params(), stream=0, sampling=SamplingParams(12))
+    with pytest.raises(RuntimeError, match="1 prompts wait and none can be opened"):
         list(sample_fn(OpenQueue(tiny.PROMPTS[:4])))
     tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
 
@@ -229,7 +229,7 @@ def test_a_next_round_is_found_behind_requests_that_have_to_wait():
 
 def test_a_session_broken_off_leaves_nothing_behind():
     rollouts = tiny.rollouts()
-    session = rollouts.sampler(tiny.params(), stream=9, limit=12)(OpenQueue(tiny.PROMPTS, draws=13))
+    session = rollouts.sampler(tiny.params(), stream=9, sampling=SamplingParams(12))(OpenQueue(tiny.PROMPTS, draws=13))
     next(session)
     tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
     session.close()

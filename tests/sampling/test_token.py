@@ -6,12 +6,23 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.state import Sampling
 from reinforce_ada_jax.sampling.token import address, stream
 
 LOGITS = np.array([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.0], np.float32)
 MANY = 20_000
-sample = jax.jit(token_lib.sample, static_argnames="greedy")
+_sample = jax.jit(token_lib.sample)
 draw_keys, perturbed_scores = jax.jit(token_lib.draw_keys), jax.jit(token_lib.perturbed_scores)
+
+
+def sample(logits, keys, positions, temperature, *, top_k=0, top_p=1.0):
+    """`token.sample` with the same sampling for every row."""
+    rows = len(logits)
+    sampling = Sampling(
+        limit=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
+        top_k=np.full(rows, top_k, np.int32), top_p=np.full(rows, top_p, np.float32),
+    )  # fmt: skip
+    return _sample(logits, keys, positions, sampling)
 
 
 def keys_of(stream_word=0, prompt_id="p", draws=MANY, seed=0):
@@ -64,53 +75,104 @@ def test_positions_have_noise_of_their_own():
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
 def test_frequencies_over_draws_are_the_softmax(temperature):
     logits = jnp.tile(LOGITS, (MANY, 1))
-    tokens, _ = sample(logits, keys_of(), jnp.zeros(MANY, int), temperature, greedy=False)
+    tokens, _ = sample(logits, keys_of(), jnp.zeros(MANY, int), temperature)
     assert_softmax(tokens, temperature)
 
 
 def test_frequencies_over_positions_are_the_softmax():
     keys, logits = jnp.tile(keys_of(draws=1), (MANY, 1)), jnp.tile(LOGITS, (MANY, 1))
-    tokens, _ = sample(logits, keys, jnp.arange(MANY), 1.0, greedy=False)
+    tokens, _ = sample(logits, keys, jnp.arange(MANY), 1.0)
     assert_softmax(tokens, 1.0)
 
 
 @pytest.mark.parametrize("other", [dict(stream_word=1), dict(prompt_id="q"), dict(seed=1)])
 def test_draws_of_another_stream_prompt_or_seed_are_independent(other):
     logits, places = jnp.tile(LOGITS, (MANY, 1)), jnp.zeros(MANY, int)
-    one, _ = sample(logits, keys_of(), places, 1.0, greedy=False)
-    two, _ = sample(logits, keys_of(**other), places, 1.0, greedy=False)
+    one, _ = sample(logits, keys_of(), places, 1.0)
+    two, _ = sample(logits, keys_of(**other), places, 1.0)
     # Two independent draws agree with probability sum(p^2).
     weights = np.exp(LOGITS)
     agree = np.sum((weights / weights.sum()) ** 2)
     assert abs(np.mean(one == two) - agree) < 4 * np.sqrt(agree * (1 - agree) / MANY)
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_logprob_is_that_of_the_untruncated_distribution(temperature, greedy):
+@pytest.mark.parametrize("cut", [{}, dict(top_k=3), dict(top_p=0.5)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_logprob_is_that_of_the_untruncated_distribution(temperature, cut):
     logits = 3 * jax.random.normal(jax.random.key(0), (64, 8))
-    tokens, logprobs = sample(logits, keys_of(draws=64), jnp.arange(64), temperature, greedy=greedy)
-    wide = np.asarray(logits, np.float64) / temperature
+    tokens, logprobs = sample(logits, keys_of(draws=64), jnp.arange(64), temperature, **cut)
+    wide = np.asarray(logits, np.float64) / (temperature or 1.0)
     expected = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(logprobs, expected[np.arange(64), tokens], atol=1e-5)
 
 
-def test_greedy_takes_the_most_probable_token():
-    logits = jax.random.normal(jax.random.key(0), (64, 8))
-    tokens, _ = sample(logits, keys_of(draws=64), jnp.zeros(64, int), 1.0, greedy=True)
+def test_temperature_0_takes_the_most_probable_token_and_the_first_of_equals():
+    logits = jax.random.normal(jax.random.key(0), (64, 8)).at[0].set(1.0)
+    tokens, _ = sample(logits, keys_of(draws=64), jnp.zeros(64, int), 0.0)
     np.testing.assert_array_equal(tokens, np.argmax(logits, axis=1))
+    assert tokens[0] == 0
+
+
+# Probabilities by token, and which of them a cut leaves. p counts what k left: 0.4 and 0.3 are 4/7 and 3/7 of k = 2.
+PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15], np.float32)
+CUTS = [
+    (dict(top_k=1), [1]),
+    (dict(top_k=2), [1, 3]),
+    (dict(top_k=5), [0, 1, 2, 3, 4]),
+    (dict(top_k=9), [0, 1, 2, 3, 4]),
+    (dict(top_p=0.01), [1]),
+    (dict(top_p=0.39), [1]),
+    (dict(top_p=0.41), [1, 3]),
+    (dict(top_p=0.71), [1, 3, 4]),
+    (dict(top_p=0.96), [0, 1, 2, 3, 4]),
+    (dict(top_k=2, top_p=0.56), [1]),
+    (dict(top_k=2, top_p=0.58), [1, 3]),
+]
+
+
+@pytest.mark.parametrize(("cut", "left"), CUTS, ids=str)
+def test_a_cut_leaves_these_tokens_in_their_proportions(cut, left):
+    logits = jnp.tile(np.log(PROBABILITIES), (MANY, 1))
+    tokens, _ = sample(logits, keys_of(), jnp.zeros(MANY, int), 1.0, **cut)
+    counts = np.bincount(tokens, minlength=5)
+    assert np.flatnonzero(counts).tolist() == left
+    expected = PROBABILITIES[left] / PROBABILITIES[left].sum()
+    sigma = np.sqrt(MANY * expected * (1 - expected))
+    assert (np.abs(counts[left] - MANY * expected) <= 4 * sigma).all()
+
+
+def test_the_temperature_comes_before_the_cut():
+    # At temperature 2 the square roots: 0.268 0.232 0.164 0.134 0.095 over 1. p = 0.45 takes two; at 1 it takes two as
+    # well, and 0.51 two at 1 and three at 2.
+    logits = jnp.tile(np.log(PROBABILITIES), (MANY, 1))
+    kept = [
+        np.unique(sample(logits, keys_of(), jnp.zeros(MANY, int), temperature, top_p=0.62)[0]).tolist()
+        for temperature in (1.0, 2.0)
+    ]
+    assert kept == [[1, 3], [1, 3, 4]]
+
+
+def test_each_row_has_its_own_sampling():
+    logits = jnp.tile(np.log(PROBABILITIES), (MANY, 1))
+    rows = np.arange(MANY) % 3
+    sampling = Sampling(
+        limit=np.ones(MANY, np.int32), temperature=np.where(rows == 0, 0.0, 1.0).astype(np.float32),
+        top_k=np.where(rows == 1, 2, 0).astype(np.int32), top_p=np.ones(MANY, np.float32),
+    )  # fmt: skip
+    tokens, _ = _sample(logits, keys_of(), jnp.zeros(MANY, int), sampling)
+    assert [np.unique(tokens[rows == row]).tolist() for row in range(3)] == [[1], [1, 3], [0, 1, 2, 3, 4]]
 
 
 def test_neither_slot_nor_batch_size_changes_a_draw():
     logits = 2 * jax.random.normal(jax.random.key(0), (64, 8))
     keys, positions = keys_of(draws=64), jnp.arange(64) % 7
-    whole = sample(logits, keys, positions, 1.0, greedy=False)
+    whole = sample(logits, keys, positions, 1.0)
     order = np.random.default_rng(0).permutation(64)
-    permuted = sample(logits[order], keys[order], positions[order], 1.0, greedy=False)
+    permuted = sample(logits[order], keys[order], positions[order], 1.0)
     for one, other in zip(whole, permuted, strict=True):
         np.testing.assert_array_equal(one[order], other)
     for slot in range(0, 64, 8):
         alone = slice(slot, slot + 1)
-        token, logprob = sample(logits[alone], keys[alone], positions[alone], 1.0, greedy=False)
+        token, logprob = sample(logits[alone], keys[alone], positions[alone], 1.0)
         assert token[0] == whole[0][slot]
         np.testing.assert_allclose(logprob[0], whole[1][slot], atol=1e-6)

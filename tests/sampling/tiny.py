@@ -20,9 +20,9 @@ from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.logprobs import distribution
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.engine import Engine, enough_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 ARCHITECTURE = from_hf(
@@ -33,7 +33,7 @@ ARCHITECTURE = from_hf(
 )  # fmt: skip
 OPTIONS = EngineOptions(
     slots=8, window=4, page_size=4, pages=0, open_prompts=5, prefill_rows=2, max_prompt_tokens=17,
-    max_response_tokens=12, temperature=1.0, stop_ids=(3, 7), seed=0, dtype="float32",
+    max_response_tokens=12, stop_ids=(3, 7), seed=0, dtype="float32",
 )  # fmt: skip
 # The fewest pages that config.least_pages allows: 5 of a prompt, 8 of a prompt with its response, and the null page.
 # And fewer rows than prompts (5) and requests (65): 4 prompts open, 6 responses in flight.
@@ -75,8 +75,7 @@ def rollouts(fsdp: int = 1, tensor: int = 1, **changes) -> Rollouts:
     """Rollouts of an engine that differs from `OPTIONS` in `changes`; pages for every slot and prompt unless named."""
     options = dataclasses.replace(OPTIONS, **changes)
     if not options.pages:
-        enough = options.slots * options.table_width + options.open_prompts * options.prompt_width + 1
-        options = dataclasses.replace(options, pages=enough)
+        options = dataclasses.replace(options, pages=enough_pages(options))
     return Rollouts(Engine(ARCHITECTURE, options, mesh=mesh_lib.make_mesh(fsdp=fsdp, tensor=tensor)))
 
 
@@ -92,10 +91,11 @@ def assert_idle(state, num_pages: int) -> None:
     assert sorted(free) == list(range(1, num_pages))
 
 
-def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT):
+def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT, temperature=1.0, **how):
     """A session through the very collection loop, which refuses lost and doubled responses."""
-    sample_fn = rollouts.sampler(params_on(rollouts.engine.mesh), stream=stream, limit=limit)
-    pools = collect(prompts, sample_fn, verdicts, strategy)
+    sampling = SamplingParams(limit, temperature)
+    sample_fn = rollouts.sampler(params_on(rollouts.engine.mesh), stream=stream, sampling=sampling)
+    pools = collect(prompts, sample_fn, verdicts, strategy, **how)
     assert_idle(rollouts.state, rollouts.engine.options.pages)
     return pools
 

@@ -1,0 +1,230 @@
+"""Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU.
+
+Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
+inside `shard_map` over the mesh axis `tensor`, each device with its own heads. What neither knows: how pages are
+assigned (`pages.py`) or written (`paged_attention.write_token`).
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import triton as plgpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as tpu_kernel
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+# Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head size 128 in bf16, twice buffered. Up
+# to 5,120 compile for v5e; a slot's last block is read whole, so more would be read in vain.
+TPU_BLOCK_TOKENS = 512
+# The TPU kernel keeps the page table in a core's scalar memory. For v5e to tpu7x, 0.97 MiB compile and 1.02 fail.
+TPU_SCALAR_BYTES = 2**20
+GPU_BLOCK_TOKENS = 64
+# Programs that keep a large GPU busy (an H100 has 132 multiprocessors); fewer slots and heads than that split tokens.
+GPU_PROGRAMS = 256
+# Triton multiplies matrices with at least so many rows and columns.
+TRITON_TILE = 16
+# The maximum of no scores: finite, so that the difference of two of them is 0.
+NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def pool_head_size(head_size: int, backend: str) -> int:
+    """Columns that a page needs for each head, of which the first `head_size` are used and the others stay zero.
+
+    The TPU kernel reads lanes of 128, Triton blocks of a power of two. Padding the pages at every step would copy the
+    whole cache, so they are allocated that wide. Zero columns change neither scores nor what is mixed.
+    """
+    if backend == "pallas_tpu":
+        return -(-head_size // 128) * 128
+    if backend == "pallas_gpu":
+        return max(TRITON_TILE, 1 << (head_size - 1).bit_length())
+    return head_size
+
+
+def _over_heads(
+    attend: Callable[..., jax.Array], query: jax.Array, key_pages: jax.Array, *rest: jax.Array, mesh: Mesh, backend: str
+) -> jax.Array:
+    """`attend` on every device with its own heads, in columns of the pool's width."""
+    head_size, columns = query.shape[-1], key_pages.shape[-1]
+    needed = pool_head_size(head_size, backend)
+    if columns != needed:
+        raise ValueError(
+            f"pages have {columns} columns for heads of size {head_size}, and {backend} reads {needed}: allocate the "
+            "pool with pool_head_size."
+        )
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, columns - head_size)))
+    of_pool, of_query = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    attend = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(of_query, of_pool, of_pool, PartitionSpec(), PartitionSpec()),
+        out_specs=of_query,
+        check_vma=False,  # a kernel doesn't say along which axes its result varies
+    )
+    return attend(query, key_pages, *rest)[..., :head_size]
+
+
+# ---- TPU ---------------------------------------------------------------------------------------------------------
+
+
+def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
+    """(blocks, pages of each) that cover a table of `width` pages with blocks of about `TPU_BLOCK_TOKENS` tokens."""
+    blocks = -(-width // max(1, TPU_BLOCK_TOKENS // page_size))
+    return blocks, -(-width // blocks)
+
+
+def pallas_tpu(
+    query: Float[Array, "S N H"],
+    key_pages: Float[Array, "K pages page_size columns"],
+    value_pages: Float[Array, "K pages page_size columns"],
+    lengths: Int[Array, " S"],
+    table: Int[Array, "S width"],
+    *,
+    mesh: Mesh,
+    interpret: bool = False,
+) -> Float[Array, "S N H"]:
+    """`paged_attention` by the kernel shipped with JAX. It rounds keys and values to bfloat16, whatever the pool has.
+
+    Whatever stands beyond a slot's length must be finite: the kernel masks scores by adding to them.
+
+    Raises:
+      ValueError: the pool isn't `pool_head_size` wide, or the page table is too large for a TPU's scalar memory.
+    """
+    slots, width = table.shape
+    page_size = key_pages.shape[2]
+    blocks, block_pages = tpu_blocks(width, page_size)
+    table_bytes = 4 * slots * (blocks * block_pages + 1)
+    if table_bytes >= TPU_SCALAR_BYTES:
+        raise ValueError(
+            f"a page table of {slots} slots and {width} pages each takes {table_bytes:,} bytes, and a TPU's scalar "
+            f"memory has {TPU_SCALAR_BYTES:,}: raise sampling.page_size, or lower sampling.slots."
+        )
+
+    def attend(query, key_pages, value_pages, lengths, table):
+        # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
+        mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()
+        with mode:
+            return tpu_kernel(query, key_pages, value_pages, lengths, table, pages_per_compute_block=block_pages)
+
+    # In float32, so that nothing is rounded by the scale (the kernel has none) or between blocks: it keeps the running
+    # result in the query's dtype.
+    scaled = query.astype(jnp.float32) / math.sqrt(query.shape[-1])
+    table = jnp.pad(table, ((0, 0), (0, blocks * block_pages - width)))
+    mixed = _over_heads(attend, scaled, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_tpu")
+    return mixed.astype(query.dtype)
+
+
+# ---- GPU ---------------------------------------------------------------------------------------------------------
+
+
+def _gpu_kernel(
+    query_ref: Float[Array, "rows H"],
+    key_ref: Float[Array, "pages page_size H"],
+    value_ref: Float[Array, "pages page_size H"],
+    length_ref: Int[Array, ""],
+    table_ref: Int[Array, " width"],
+    mixed_ref: Float[Array, "rows H"],
+    best_ref: Float[Array, " rows"],
+    total_ref: Float[Array, " rows"],
+    *,
+    scale: float,
+):
+    """One slot, one kv head, one of its splits: softmax numerators times values, their maximum score and their sum."""
+    split, num_splits = pl.program_id(2), pl.num_programs(2)
+    page_size, length = key_ref.shape[1], length_ref[...]
+    query = query_ref[...]
+
+    def one_block(block, carry):
+        mixed, best, total = carry
+        token = block * GPU_BLOCK_TOKENS + jnp.arange(GPU_BLOCK_TOKENS)
+        live = token < length
+        # Beyond the length, the last live token once more: nothing else is read, so nothing else need be finite.
+        token = jnp.minimum(token, length - 1)
+        page, offset = table_ref[token // page_size], token % page_size
+        key, value = (ref[page, offset].astype(query.dtype) for ref in (key_ref, value_ref))
+        # HIGHEST keeps float32 products whole (Triton's own choice is TF32); it means nothing for bfloat16.
+        dot = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        scores = jnp.where(live[None], dot(query, key.T) * scale, NO_SCORE)
+        new_best = jnp.maximum(best, scores.max(axis=1))
+        weights = jnp.exp(scores - new_best[:, None])  # 0 where dead: every block that is looked at has a live token
+        shrink = jnp.exp(best - new_best)
+        mixed = mixed * shrink[:, None] + dot(weights.astype(query.dtype), value)
+        return mixed, new_best, total * shrink + weights.sum(axis=1)
+
+    num_blocks = pl.cdiv(length, GPU_BLOCK_TOKENS)
+    share = pl.cdiv(num_blocks, num_splits)
+    first = split * share
+    num_rows = query.shape[0]
+    nothing = (
+        jnp.zeros(query.shape, jnp.float32),
+        jnp.full(num_rows, NO_SCORE, jnp.float32),
+        jnp.zeros(num_rows, jnp.float32),
+    )
+    last = jnp.minimum(first + share, num_blocks)
+    mixed_ref[...], best_ref[...], total_ref[...] = jax.lax.fori_loop(first, last, one_block, nothing)
+
+
+def pallas_gpu(
+    query: Float[Array, "S N H"],
+    key_pages: Float[Array, "K pages page_size columns"],
+    value_pages: Float[Array, "K pages page_size columns"],
+    lengths: Int[Array, " S"],
+    table: Int[Array, "S width"],
+    *,
+    mesh: Mesh,
+    interpret: bool = False,
+) -> Float[Array, "S N H"]:
+    """`paged_attention` as flash decoding (Dao et al. 2023) in Triton: online softmax in float32, any page size.
+
+    A program reads the live tokens of one slot and kv head; where slots and heads are few, several share them. The
+    kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.
+
+    Raises:
+      ValueError: the pool isn't `pool_head_size` wide.
+    """
+    scale = 1 / math.sqrt(query.shape[-1])
+
+    def attend(query, key_pages, value_pages, lengths, table):
+        (slots, heads, columns), kv_heads = query.shape, key_pages.shape[0]
+        group = heads // kv_heads
+        rows = max(TRITON_TILE, 1 << (group - 1).bit_length())
+        blocks = -(-table.shape[1] * key_pages.shape[2] // GPU_BLOCK_TOKENS)
+        splits = max(1, min(blocks, GPU_PROGRAMS // (slots * kv_heads)))
+        query = query.reshape(slots, kv_heads, group, columns)
+        query = jnp.pad(query, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+
+        def part(*shape):
+            """A block of one slot, kv head and split."""
+            return pl.BlockSpec((None, None, None, *shape), lambda s, k, i: (s, k, i, *[0] * len(shape)))
+
+        pool = pl.BlockSpec((None, *key_pages.shape[1:]), lambda s, k, i: (k, 0, 0, 0))
+        one_query = pl.BlockSpec((None, None, rows, columns), lambda s, k, i: (s, k, 0, 0))
+        one_length = pl.BlockSpec((None,), lambda s, k, i: (s,))
+        one_table = pl.BlockSpec((None, table.shape[1]), lambda s, k, i: (s, 0))
+        shape = (slots, kv_heads, splits, rows)
+        mixed, best, total = pl.pallas_call(
+            functools.partial(_gpu_kernel, scale=scale),
+            grid=(slots, kv_heads, splits),
+            in_specs=[one_query, pool, pool, one_length, one_table],
+            out_specs=[part(rows, columns), part(rows), part(rows)],
+            out_shape=[
+                jax.ShapeDtypeStruct((*shape, columns), jnp.float32),
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+                jax.ShapeDtypeStruct(shape, jnp.float32),
+            ],
+            compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+            interpret=interpret,
+            name="paged_attention",
+        )(query, key_pages, value_pages, lengths, table)
+        weight = jnp.exp(best - best.max(axis=2, keepdims=True))
+        total = jnp.sum(total * weight, axis=2)
+        mixed = jnp.sum(mixed * weight[..., None], axis=2) / jnp.where(total > 0, total, 1)[..., None]
+        return mixed[:, :, :group].reshape(slots, heads, columns)
+
+    mixed = _over_heads(attend, query, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_gpu")
+    return mixed.astype(query.dtype)

@@ -1,0 +1,168 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.mesh import make_mesh
+from reinforce_ada_jax.sampling import pallas_attention
+from reinforce_ada_jax.sampling.paged_attention import paged_attention
+from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu, pallas_tpu, pool_head_size, tpu_blocks
+
+WIDTH = 4
+FUNCTIONS = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
+# page size, head size, query heads, kv heads, mesh: groups of 1, 2, 6 and 8 (from 8 on JAX's kernel goes another way).
+SIZES = [
+    (16, 128, 12, 2, dict(tensor=2)),
+    (64, 64, 4, 2, dict(tensor=1)),
+    (64, 128, 8, 1, dict(tensor=1)),
+    (16, 64, 2, 2, dict(data=2, tensor=2)),
+    (4, 8, 4, 2, dict(tensor=1)),  # the tests' tiny model
+]
+
+
+def ragged(page_size):
+    """Nothing, one token, a page and one less and one more, and the whole table."""
+    return np.array([0, 1, page_size - 1, page_size, page_size + 1, WIDTH * page_size], np.int32)
+
+
+def make_case(page_size, head_size, heads, kv_heads, rubbish, lengths=None):
+    """(query, key pages, value pages, lengths, table): float32 of bfloat16 values, `rubbish` where no slot looks."""
+    rng = np.random.default_rng(0)
+    lengths = ragged(page_size) if lengths is None else lengths
+    slots = len(lengths)
+    num_pages = 1 + slots * WIDTH
+    query = rng.normal(size=(slots, heads, head_size)).astype(jnp.bfloat16).astype(np.float32)
+    pools = np.full((2, kv_heads, num_pages, page_size, head_size), rubbish, np.float32)
+    unused = iter(1 + rng.permutation(num_pages - 1))
+    table = rng.integers(num_pages, size=(slots, WIDTH)).astype(np.int32)  # any valid pages beyond the lengths
+    for slot, length in enumerate(lengths):
+        for column in range(-(-length // page_size)):
+            table[slot, column] = next(unused)
+            filled = min(page_size, length - column * page_size)
+            new = rng.normal(size=(2, kv_heads, filled, head_size)).astype(jnp.bfloat16)
+            pools[:, :, table[slot, column], :filled] = new
+    return query, *pools, lengths, table
+
+
+def wider(pages, backend):
+    """The pool as the engine allocates it: the added columns are zeros."""
+    head_size = pages.shape[-1]
+    return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, pool_head_size(head_size, backend) - head_size)))
+
+
+def run(backend, case, dtype=jnp.float32, **axes):
+    query, key_pages, value_pages, lengths, table = case
+    attend = functools.partial(FUNCTIONS[backend], mesh=make_mesh(**axes), interpret=True)
+    pools = (jnp.asarray(wider(pages, backend), dtype) for pages in (key_pages, value_pages))
+    mixed = jax.jit(attend)(jnp.asarray(query, dtype), *pools, lengths, table)
+    assert mixed.dtype == dtype and mixed.shape == query.shape
+    return np.asarray(mixed, np.float32)
+
+
+def expected(case, dtype=jnp.float32):
+    """By the jnp backend, with zeros where no slot looks (it doesn't take NaN there)."""
+    query, key_pages, value_pages, lengths, table = case
+    clean = (jnp.asarray(np.nan_to_num(pages), dtype) for pages in (key_pages, value_pages))
+    return np.asarray(paged_attention(jnp.asarray(query, dtype), *clean, lengths, table, backend="jnp"), np.float32)
+
+
+# Keys and values are bfloat16 numbers, so JAX's kernel, which rounds them to that, rounds nothing here.
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("backend, rubbish", [("pallas_tpu", 1e4), ("pallas_gpu", np.nan)])
+def test_equals_the_jnp_backend(backend, rubbish, sizes):
+    *sizes, axes = sizes
+    case = make_case(*sizes, rubbish)
+    mixed = run(backend, case, **axes)
+    np.testing.assert_allclose(mixed, expected(case), atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(mixed[case[3] == 0], 0.0)
+
+
+@pytest.mark.parametrize("backend", FUNCTIONS)
+def test_in_bfloat16(backend):
+    case = make_case(16, 128, 12, 2, 1e4)
+    np.testing.assert_allclose(run(backend, case, jnp.bfloat16), expected(case, jnp.bfloat16), atol=2e-2, rtol=0)
+
+
+def test_in_float32_the_tpu_kernel_rounds_keys_and_values_to_bfloat16():
+    query, key_pages, value_pages, lengths, table = make_case(16, 128, 4, 2, 1e4)
+    case = query, key_pages * np.float32(1.001), value_pages * np.float32(1.001), lengths, table
+    error = np.abs(run("pallas_tpu", case) - expected(case)).max()
+    assert 1e-4 < error < 2e-2
+
+
+@pytest.mark.parametrize("backend", FUNCTIONS)
+def test_no_token_at_all_gives_zeros(backend):
+    case = make_case(16, 128, 4, 2, 1e4, np.zeros(3, np.int32))
+    np.testing.assert_array_equal(run(backend, case), 0.0)
+
+
+def test_however_many_gpu_programs_share_a_slot(monkeypatch):
+    case = make_case(64, 64, 4, 2, np.nan, np.array([0, 1, 256, 65, 200], np.int32))
+    alone = np.asarray(expected(case))
+    for programs in (1, 20, 30, 10_000):  # 1, 2, 3 and 4 (a program for each block of 64 tokens) for a slot and head
+        monkeypatch.setattr(pallas_attention, "GPU_PROGRAMS", programs)
+        np.testing.assert_allclose(run("pallas_gpu", case), alone, atol=1e-5, rtol=0)
+
+
+def test_large_scores_stay_finite():
+    query, *rest = make_case(16, 128, 4, 2, 1e4)
+    case = (query * 1e4, *rest)  # scores of some 1e5: exp of one is inf in float32
+    for backend in FUNCTIONS:
+        np.testing.assert_allclose(run(backend, case), expected(case), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "backend, sizes",
+    [
+        ("pallas_tpu", {8: 128, 64: 128, 80: 128, 128: 128, 192: 256}),
+        ("pallas_gpu", {8: 16, 64: 64, 80: 128, 128: 128, 192: 256}),
+        ("jnp", {8: 8, 80: 80}),
+    ],
+)
+def test_pool_head_size(backend, sizes):
+    assert {size: pool_head_size(size, backend) for size in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    "width, page_size, blocks, pages",
+    [
+        (80, 64, 10, 8),  # 8 pages of 64 are 512 tokens
+        (81, 64, 11, 8),
+        (9, 64, 2, 5),  # two blocks of 5 with one page added, not of 8 with seven
+        (3, 16, 1, 3),
+        (4, 1024, 4, 1),  # a page larger than a block
+    ],
+)
+def test_tpu_blocks(width, page_size, blocks, pages):
+    assert tpu_blocks(width, page_size) == (blocks, pages)
+
+
+@pytest.mark.parametrize("backend, columns", [("pallas_tpu", 128), ("pallas_gpu", 16)])
+def test_a_pool_that_is_too_narrow_is_refused(backend, columns):
+    case = make_case(16, 8, 4, 2, 0.0)
+    with pytest.raises(ValueError, match=f"pages have 8 columns for heads of size 8, and {backend} reads {columns}"):
+        FUNCTIONS[backend](*case, mesh=make_mesh(), interpret=True)
+
+
+def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
+    slots, width = 512, 512
+    shapes = [(slots, 4, 128), (2, 9, 16, 128), (2, 9, 16, 128), (slots,), (slots, width)]
+    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 2
+    arrays = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    with pytest.raises(ValueError, match=r"512 slots and 512 pages each takes 1,0\d\d,\d\d\d bytes.*1,048,576: raise"):
+        jax.eval_shape(functools.partial(pallas_tpu, mesh=make_mesh()), *arrays)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("backend, platform, target", [
+    ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "__gpu$xla.gpu.triton"),
+])  # fmt: skip
+def test_lowers_for_the_real_device_without_one(backend, platform, target, head_size, tensor):
+    columns, dtype = pool_head_size(head_size, backend), jnp.bfloat16
+    shapes = [(64, 12, head_size), (2, 5000, 64, columns), (2, 5000, 64, columns), (64,), (64, 81)]
+    arrays = map(jax.ShapeDtypeStruct, shapes, [dtype] * 3 + [jnp.int32] * 2)
+    attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(tensor=tensor)))
+    assert target in attend.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
