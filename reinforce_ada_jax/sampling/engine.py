@@ -255,8 +255,8 @@ class Engine(EngineInterface):
 
     @property
     def max_prefill_length(self) -> int:
-        """The longest bucket: a power of two, as JetStream demands."""
-        return buckets(self.options.max_prompt_tokens)[-1]
+        """The longest bucket: a power of two, as JetStream demands, with room for the token that it puts in front."""
+        return buckets(self.options.max_prompt_tokens + 1)[-1]
 
     @property
     def mesh(self) -> Mesh:

@@ -57,6 +57,11 @@ def tokenizer_api() -> types.ModuleType:
     return _load("jetstream.engine.tokenizer_api")
 
 
+def protocol() -> tuple[types.ModuleType, types.ModuleType]:
+    """The messages of JetStream's gRPC service, and its stubs."""
+    return _load("jetstream.core.proto.jetstream_pb2"), _load("jetstream.core.proto.jetstream_pb2_grpc")
+
+
 def _survive_idling(driver: type) -> None:
     """Lets the generate thread begin anew where it would die, and kill the process, of finding nothing to do.
 

@@ -1,4 +1,6 @@
-"""The policy's tokenizer behind JetStream's tokenizer interface, for its orchestrator and server."""
+"""The policy's tokenizer behind JetStream's tokenizer interface, and text that grows with the tokens of a response."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,3 +46,39 @@ class ServedTokenizer(_api.Tokenizer):
     def bos_id(self) -> int:
         """No token: JetStream puts this before every token request, and the engine takes it off again."""
         return jetstream.NO_TOKEN
+
+
+class TextStream:
+    """The text of a response, piece by piece: the pieces joined are the text of all its tokens.
+
+    Decoding token by token would tear characters whose UTF-8 spans several tokens, and lose the spaces with which
+    SentencePiece's words begin. So each piece is the difference that new tokens make behind the ones before them, and
+    it is held back while it ends in U+FFFD, which stands for an incomplete character.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        # The last tokens: those given out as text, of which as many as the next piece needs before it; then new ones.
+        self._tokens: list[int] = []
+        self._num_shown = 0
+
+    def _unseen(self) -> str:
+        shown, text = (
+            self._tokenizer.decode(np.array(tokens, np.int32))
+            for tokens in (self._tokens[: self._num_shown], self._tokens)
+        )
+        return text[len(shown) :]
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What can be read now and couldn't before; "" while a character is incomplete."""
+        self._tokens += tokens
+        piece = self._unseen()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._tokens = self._tokens[self._num_shown :]
+        self._num_shown = len(self._tokens)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, when no token follows: U+FFFD where a character stayed incomplete."""
+        return self._unseen()

@@ -49,6 +49,7 @@ def test_tensorflow_stays_out():
 
 def test_without_the_wheel_the_remedy_is_named(monkeypatch):
     monkeypatch.setattr(jetstream, "installed", lambda: False)
-    for load in (jetstream.engine_api, jetstream.tokenizer_api, jetstream.orchestrator.__wrapped__):
+    loads = (jetstream.engine_api, jetstream.tokenizer_api, jetstream.protocol, jetstream.orchestrator.__wrapped__)
+    for load in loads:
         with pytest.raises(ModuleNotFoundError, match="pip install --no-deps google-jetstream==0.2.2"):
             load()
