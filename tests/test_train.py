@@ -182,6 +182,21 @@ def test_kill_and_resume(start, unbroken, tmp_path):
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
+def test_with_overlapping_iterations_too(start, tmp_path):
+    overlap = "--config.collection.overlap_iterations=1"
+    finish(start(tmp_path / "unbroken", overlap))
+    process = start(tmp_path / "run", overlap)
+    wait_for_lines(process, tmp_path / "run", 7)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    finish(start(tmp_path / "run", overlap))
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+    # From the second iteration on some responses were there already, drawn with the weights before.
+    ahead = [line["collection/ahead"] for line in metrics.read(tmp_path / "run")]
+    assert ahead[0] == 0 and min(ahead[1:]) > 0
+    assert restored(tmp_path / "run")[1]["begun"]
+
+
 def test_interrupt_and_resume(start, unbroken, tmp_path):
     process = start(tmp_path / "run")
     wait_for_lines(process, tmp_path / "run", 2)

@@ -71,7 +71,8 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     slot = jnp.repeat(jnp.arange(num_slots), counts, total_repeat_length=most)
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
-    grouped = (query * head_size**-0.5).reshape(num_slots, kv_heads, group, head_size)
+    # K first, as in the pages: XLA would transpose these, many times as large.
+    grouped = (query * head_size**-0.5).reshape(num_slots, kv_heads, group, head_size).swapaxes(0, 1)
 
     def turn(index, partial):
         def these(row):
@@ -79,7 +80,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
 
         pages = these(page)
         scores = jnp.einsum(
-            "CKGH,KCTH->KCGT", grouped[these(slot)], key_pages[:, pages], preferred_element_type=jnp.float32
+            "KCGH,KCTH->KCGT", grouped[:, these(slot)], key_pages[:, pages], preferred_element_type=jnp.float32
         )
         seen = jnp.arange(page_size)[None] < these(tokens)[:, None]
         scores = jnp.where(seen[None, :, None], scores, -jnp.inf)

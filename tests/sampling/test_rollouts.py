@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.ahead import Ahead
+from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.metrics import CompileCounter
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import num_pages
@@ -183,6 +185,47 @@ def test_nothing_compiles_after_the_first_session(changes):
     assert compiled.since_last() == 0
     jax.jit(lambda x: x * 3 + 5)(1.0)
     assert compiled.since_last() == 1  # the counter counts
+
+
+def test_a_barrier_costs_time_and_nothing_else():
+    config = types.SimpleNamespace(group_size=4, samples_per_round=5, max_rounds=4)
+    strategy, rollouts, turns, pools = strategies.balance(config), tiny.rollouts(), {}, {}
+    for barrier in (False, True):
+        pools[barrier] = tiny.collect_pools(rollouts, strategy, barrier=barrier)
+        turns[barrier] = rollouts.counts.slot_turns
+    assert [pool.rounds for pool in pools[False]] == [pool.rounds for pool in pools[True]]
+    assert len({pool.rounds for pool in pools[True]}) > 1
+    tiny.assert_same(tiny.samples(pools[False]), tiny.samples(pools[True]))
+    assert turns[False] < turns[True]
+
+
+def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():
+    """P16 and P17 belong to stream 1; what is drawn of them while P1, P4 and P5 are collected is not drawn again."""
+    rollouts, strategy, weights = tiny.rollouts(slots=8), strategies.fixed(tiny.DRAWS), tiny.params()
+    now, then, ahead = tiny.PROMPTS[:3], tiny.PROMPTS[3:], Ahead(tiny.PROMPTS[3:])
+    sampling = SamplingParams(tiny.LIMIT)
+    first = rollouts.sampler(weights, stream=0, ahead_stream=1, version=6, sampling=sampling)
+    pools = collect(now, first, tiny.verdicts, strategy, ahead=ahead)
+    tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
+    second = rollouts.sampler(weights, stream=1, version=7, sampling=sampling)
+    pools += collect(then, second, tiny.verdicts, strategy, begun=ahead.begun)
+    drawn = tiny.samples(pools)
+    versions = {address: response.version for address, response in drawn.items()}
+    assert {version for (id, _), version in versions.items() if id in ("p1", "p4", "p5")} == {6}
+    assert {version for (id, _), version in versions.items() if id in ("p16", "p17")} == {6, 7}
+    of_now = {address: response for address, response in drawn.items() if address[0] in ("p1", "p4", "p5")}
+    tiny.assert_same({address: tiny.drawn()[address] for address in of_now}, of_now)
+    expected = tiny.draw(tiny.rollouts(), prompts=then, stream=1)
+    tiny.assert_same(expected, {address: drawn[address] for address in expected}, prompts=then, stream=1)
+
+
+def test_dispatches_are_counted_and_windows_end_early_for_a_reason():
+    rollouts = tiny.rollouts(slots=64, window=64)
+    samples = tiny.draw(rollouts)
+    counts, tokens = rollouts.counts, sum(len(response.tokens) for response in samples.values())
+    # 65 draws of at most 12 tokens in 64 slots: a window, one behind it, and one or two for what is left.
+    assert counts.dispatches == counts.windows + 3 + 1  # 3 batches of prefill; the last window only gives pages back
+    assert counts.windows <= 5 and counts.tokens == tokens
 
 
 class OpenQueue:
