@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.paged_attention import paged_attention, write_token
+from reinforce_ada_jax.sampling.paged_attention import pad_columns, paged_attention, write_token
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -62,7 +62,7 @@ def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]
     where = (heads, (layer + page[None])[None], jnp.broadcast_to(position % page_size, (rows, tokens))[None, None])
 
     def write(pages, new):
-        return pages.at[where].set(new.transpose(3, 0, 1, 2, 4).astype(pages.dtype))
+        return pages.at[where].set(pad_columns(new, pages).transpose(3, 0, 1, 2, 4).astype(pages.dtype))
 
     return state.replace(
         key_pages=write(state.key_pages, prefix.keys), value_pages=write(state.value_pages, prefix.values)

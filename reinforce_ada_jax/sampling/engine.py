@@ -147,7 +147,7 @@ class Engine(EngineInterface):
     def cache_bytes(self) -> int:
         """Of all pages, keys and values, all layers."""
         a, o = self.architecture, self.options
-        token_bytes = 2 * a.num_layers * a.num_kv_heads * a.head_size * self.dtype.itemsize
+        token_bytes = 2 * a.num_layers * a.num_kv_heads * o.columns(a) * self.dtype.itemsize
         return o.pages * o.page_size * token_bytes
 
     def _check_prompt(self, length: int) -> None:

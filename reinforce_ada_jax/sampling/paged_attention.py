@@ -1,6 +1,6 @@
 """Attention of one new token per slot over pages of keys and values: one signature, several backends.
 
-Keys and values of all layers share one pool [K, L * pages, page_size, H]; page p of layer l stands at l * pages + p.
+Keys and values of all layers share one pool [K, L * pages, page_size, columns]: page p of layer l is l * pages + p.
 Backends are chosen by name (`BACKENDS`). `jnp` runs on any device; the kernels for TPU and GPU are in
 pallas_attention.py. All of them read live pages only: those that hold tokens of active slots.
 """
@@ -26,8 +26,8 @@ def choose_backend(name: str) -> str:
 
 def paged_attention(
     query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size H"],
-    value_pages: Float[Array, "K pages page_size H"],
+    key_pages: Float[Array, "K pages page_size columns"],
+    value_pages: Float[Array, "K pages page_size columns"],
     lengths: Int[Array, " S"],
     table: Int[Array, "S width"],
     *,
@@ -38,7 +38,7 @@ def paged_attention(
 
     Args:
       query: the new token's, rotated.
-      key_pages: the pool, the new token's key already written.
+      key_pages: the pool, the new token's key already written; columns beyond H are zero (`pool_head_size`).
       value_pages: likewise.
       lengths: tokens that each slot may see, the new one included; at most width * page_size.
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
@@ -61,7 +61,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     A gather of every slot's whole table in place of this took 10 times as long at 64 slots with room for 320 tokens.
     """
     num_slots, num_heads, head_size = query.shape
-    kv_heads, _, page_size, _ = key_pages.shape
+    kv_heads, _, page_size, columns = key_pages.shape
     width, group = table.shape[1], num_heads // kv_heads
     at_a_time = max(1, min(TOKENS_PER_TURN // page_size, num_slots * width))
     most = num_slots * width + -(num_slots * width) % at_a_time
@@ -72,7 +72,8 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
     # K first, as in the pages: XLA would transpose these, many times as large.
-    grouped = (query * head_size**-0.5).reshape(num_slots, kv_heads, group, head_size).swapaxes(0, 1)
+    grouped = pad_columns(query * head_size**-0.5, key_pages)
+    grouped = grouped.reshape(num_slots, kv_heads, group, columns).swapaxes(0, 1)
 
     def turn(index, partial):
         def these(row):
@@ -101,7 +102,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     partial = (
         jnp.zeros((kv_heads, most, group), jnp.float32),
         jnp.zeros((kv_heads, most, group), jnp.float32),
-        jnp.zeros((kv_heads, most, group, head_size), jnp.float32),
+        jnp.zeros((kv_heads, most, group, columns), jnp.float32),
     )
     turns = num_pages(jnp.sum(counts), at_a_time)
     largest, total, values = jax.lax.fori_loop(0, turns, turn, partial)
@@ -113,18 +114,25 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     scale = jnp.exp(largest - overall)  # K S width G; 0 where not live
     mixed = jnp.sum(scale[..., None] * values[:, of_slot], axis=2)
     mixed = mixed / jnp.maximum(jnp.sum(scale * total[:, of_slot], axis=2), jnp.finfo(jnp.float32).tiny)[..., None]
-    return mixed.transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
+    return mixed[..., :head_size].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
+
+
+def pad_columns(new: Float[Array, "... H"], pages: Float[Array, "K pages page_size columns"]) -> Float[Array, "... C"]:
+    """Keys or values with zeros up to the width of the pages."""
+    missing = pages.shape[-1] - new.shape[-1]
+    return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new
 
 
 def write_token(
-    pages: Float[Array, "K pages page_size H"],
+    pages: Float[Array, "K pages page_size columns"],
     new: Float[Array, "S K H"],
     page: Int[Array, " S"],
     offset: Int[Array, " S"],
-) -> Float[Array, "K pages page_size H"]:
+) -> Float[Array, "K pages page_size columns"]:
     """Puts one token's keys (or values) of every slot at (page, offset).
 
     All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool.
     """
     heads = jnp.arange(pages.shape[0])[:, None]
-    return pages.at[heads, page[None, :], offset[None, :]].set(new.transpose(1, 0, 2).astype(pages.dtype))
+    new = pad_columns(new, pages).transpose(1, 0, 2)
+    return pages.at[heads, page[None, :], offset[None, :]].set(new.astype(pages.dtype))

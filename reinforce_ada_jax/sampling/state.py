@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling.pages import PagePool
+from reinforce_ada_jax.sampling.pallas_attention import pool_head_size
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
@@ -139,8 +140,8 @@ class Outputs:
 class DecodeState:
     """Everything that decoding carries from turn to turn, donated to each program and given back."""
 
-    key_pages: Float[Array, "K L*pages page_size H"]
-    value_pages: Float[Array, "K L*pages page_size H"]
+    key_pages: Float[Array, "K L*pages page_size columns"]
+    value_pages: Float[Array, "K L*pages page_size columns"]
     pool: PagePool
     prompts: Prompts
     queue: Queue
@@ -198,6 +199,10 @@ class EngineOptions:
     dtype: str
     attention: str = "jnp"
 
+    def columns(self, architecture: Architecture) -> int:
+        """Numbers that a page holds for each token and head: the head size, padded with zeros for some kernels."""
+        return pool_head_size(architecture.head_size, self.attention)
+
     @property
     def output_rows(self) -> int:
         """Responses in flight."""
@@ -216,7 +221,7 @@ class EngineOptions:
 
 def empty_state(architecture: Architecture, o: EngineOptions) -> DecodeState:
     """No prompt open, no slot active, every page free."""
-    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, architecture.head_size)
+    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, o.columns(architecture))
 
     def integers(*shape):
         return jnp.zeros(shape, jnp.int32)

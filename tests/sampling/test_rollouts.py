@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.metrics import CompileCounter
+from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
+from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt, Request
 from tests.sampling import tiny
@@ -56,6 +60,14 @@ def test_sampled_logprobs_are_the_learners(changes):
 )  # fmt: skip
 def test_the_address_alone_decides(changes):
     tiny.assert_same(tiny.drawn(), tiny.drawn(**changes))
+
+
+def test_wider_pages_change_nothing(monkeypatch):
+    """As the kernels for TPU and GPU have them for some head sizes: here 13 columns for heads of 8."""
+    monkeypatch.setattr(state, "pool_head_size", lambda head_size, backend: 13)
+    wide = Rollouts(Engine(tiny.ARCHITECTURE, tiny.rollouts().engine.options, mesh=mesh_lib.make_mesh()))
+    assert wide.state.key_pages.shape[-1] == 13
+    tiny.assert_same(tiny.drawn(), tiny.draw(wide))
 
 
 def test_the_comparison_itself(monkeypatch):
