@@ -156,7 +156,7 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
 
 
 # jax 0.11 still compiles for Triton, and says that it will not for ever.
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("backend, platform, target", [

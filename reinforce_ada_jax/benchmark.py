@@ -1,0 +1,292 @@
+"""Measurements of the parts of a run, and plans for runs on machines that aren't there.
+
+    python -m reinforce_ada_jax.benchmark rollout --model=HF_DIR --workload=FILE --slots=64 --window=64 --json=OUT
+    python -m reinforce_ada_jax.benchmark rollout ... --against=transformers --against_python=.venv-parity/bin/python
+    python -m reinforce_ada_jax.benchmark rollout --model=qwen2.5-1.5b --dtype=bfloat16 --requests=1024
+        --prompt_tokens=512 --response_tokens=1024 --slots=256 --page_size=64
+    python -m reinforce_ada_jax.benchmark adaptive --slots=256 --scale=0.25 --barrier
+    python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=qwen2.5-1.5b
+        --dtype=bfloat16 --bandwidth=8.1e11
+
+`rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance.
+With --simulate nothing runs but the scheduling. What the numbers mean, and what they were: docs/performance.md.
+"""
+
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from reinforce_ada_jax import command, metrics, rollout_benchmark, workloads
+from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy.architecture import Architecture, from_hf
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.rollout_benchmark import Contender
+from reinforce_ada_jax.sampling.simulation import Cost
+from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.workloads import Workload
+
+
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
+    """Every flag of every benchmark, with the defaults that `rollout` was tuned to on two cores."""
+    texts = {
+        "workload": (None, "A rollout workload, as in shared/benchmarks; else --requests says what is drawn."),
+        "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(workloads.PUBLISHED)}."),
+        "shape": (None, "HIDDENxLAYERS: a random model of this shape, made in the folder --model if it isn't there."),
+        "dtype": ("float32", "Of weights and arithmetic."),
+        "attention": ("auto", "The attention backend of the engine."),
+        "against": (None, f"Also measure one of {', '.join(rollout_benchmark.CONTENDERS)}, in turns."),
+        "against_python": (sys.executable, "The interpreter of its environment."),
+        "lengths": (None, "Of responses: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
+        "json": (None, "Where to write the numbers."),
+    }
+    integers = {
+        "slots": (64, "Responses decoded side by side."),
+        "window": (64, "Tokens decoded for all slots in one dispatch."),
+        "page_size": (64, "Tokens a page holds."),
+        "pages": (0, "Pages; 0: so many that none is ever waited for."),
+        "open_prompts": (0, "Prompts whose pages are held at a time; 0: as many as slots."),
+        "prefill_rows": (16, "Prompts prefilled in one dispatch."),
+        "repeat": (None, "Timed repetitions; 5 of `rollout`, 1 of `adaptive`."),
+        "requests": (None, "In place of --workload: so many prompts,"),
+        "prompt_tokens": (512, "each of so many tokens,"),
+        "samples": (1, "with so many responses,"),
+        "response_tokens": (1024, "each of so many tokens, unless --lengths is given."),
+        "prompts": (512, "Prompts of the adaptive workload."),
+        "max_response_tokens": (None, "In a simulation: reserve pages for so many tokens; else for those that come."),
+        "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
+        "seed": (0, "Of workloads and random weights."),
+    }
+    for name, (default, text) in texts.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    for name, (default, text) in integers.items():
+        lower_bound = 0 if name in ("pages", "open_prompts", "seed") else 1
+        flags.DEFINE_integer(name, default, text, lower_bound=lower_bound, flag_values=values)
+    flags.DEFINE_float("scale", 1.0, "Adaptive response lengths are multiplied by this.", flag_values=values)
+    flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
+    flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: turn=0.01,host=0.002,...", flag_values=values)
+    flags.DEFINE_bool("barrier", False, "Also with all rounds in step.", flag_values=values)
+    flags.DEFINE_bool("simulate", False, "In virtual time.", flag_values=values)
+    return values
+
+
+# ---- what to run -----------------------------------------------------------------------------------------------------
+
+
+def _architecture(options: flags.FlagValues) -> Architecture:
+    if options.shape:
+        return workloads.shaped(options.shape)
+    if options.model is None:
+        raise ValueError("--model is missing: a Hugging Face folder, or with --shape one to be made.")
+    if options.model in workloads.PUBLISHED:
+        return from_hf(workloads.PUBLISHED[options.model])
+    return huggingface.read_config(options.model)
+
+
+def _load_model(options: flags.FlagValues, architecture: Architecture) -> Params:
+    """The folder's weights in float32, as references are; where it has none, random ones of --dtype.
+
+    With --shape the folder is made first, so that contenders can read it.
+    """
+
+    def random_weights(dtype: str) -> Params:
+        return transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(dtype))
+
+    if options.model is None:
+        raise ValueError("--shape needs --model=FOLDER, where the model is put.")
+    folder = pathlib.Path(options.model)
+    if options.shape and not folder.exists():
+        huggingface.save(folder, architecture, random_weights("float32"))
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return random_weights(options.dtype)
+    found, params = huggingface.load(folder)
+    if found != architecture:
+        raise ValueError(f"{folder} holds another model than --shape={options.shape}: name another folder.")
+    return params
+
+
+def _workload(options: flags.FlagValues, vocab_size: int) -> Workload:
+    if (options.workload is None) == (options.requests is None):
+        raise ValueError("give either --workload=FILE or --requests (with --prompt_tokens, --response_tokens).")
+    if options.workload is not None:
+        return workloads.load(pathlib.Path(options.workload))
+    lengths = workloads.constant(options.response_tokens)
+    if options.lengths:
+        lengths = workloads.parse_lengths(options.lengths)
+    return workloads.synthetic(
+        options.requests, options.samples, options.prompt_tokens, lengths, vocab_size, options.seed
+    )
+
+
+def _engine_options(options: flags.FlagValues, workload: Workload) -> EngineOptions:
+    names = ("slots", "window", "page_size", "pages", "prefill_rows", "dtype", "attention")
+    # Behind a barrier no prompt is closed before the last round has begun: all of them stay open.
+    open_prompts = max(options.slots, len(workload.prompts)) if options.barrier else options.slots
+    return rollout_benchmark.engine_options(
+        workload,
+        **{name: options[name].value for name in names},
+        open_prompts=options.open_prompts or open_prompts,
+        limit=options.max_response_tokens if options.simulate else None,
+    )
+
+
+def _cost(options: flags.FlagValues) -> Cost:
+    """--bandwidth with --model, amended by --cost; without either, every turn takes 10 ms."""
+    cost = Cost(turn=0.01)
+    if options.bandwidth:
+        cost = rollout_benchmark.roofline(_architecture(options), jnp.dtype(options.dtype).itemsize, options.bandwidth)
+    changes = dict(item.partition("=")[::2] for item in options.cost)
+    unknown = sorted(changes.keys() - vars(cost).keys())
+    if unknown:
+        raise ValueError(f"--cost has no {unknown[0]!r}; it has {', '.join(vars(cost))}.")
+    return Cost(**(vars(cost) | {name: float(seconds) for name, seconds in changes.items()}))
+
+
+# ---- benchmarks ------------------------------------------------------------------------------------------------------
+
+
+def _logprob_gaps(
+    options: flags.FlagValues,
+    architecture: Architecture,
+    params: Params,
+    workload: Workload,
+    contender: Contender | None,
+) -> dict[str, float]:
+    """Whose log-probabilities ours were held against: the workload's where it was made for this model, and in float32
+    the contender's on the first prompts."""
+    gaps = {}
+    if not options.shape and workload.reference is not None:
+        gaps["workload"] = workloads.check_reference(architecture, params, *workload.reference, "the workload")
+    if contender is not None and options.dtype == "float32":
+        rows = [prompt.tokens for prompt in workload.prompts[:4]]
+        theirs = contender.logprobs(rows)
+        gaps[contender.name] = max(
+            workloads.check_reference(architecture, params, row, expected, contender.name)
+            for row, expected in zip(rows, theirs, strict=True)
+        )
+    return gaps
+
+
+def _check_contender(options: flags.FlagValues) -> None:
+    if options.against is None:
+        return
+    if options.against not in rollout_benchmark.CONTENDERS:
+        raise ValueError(f"--against={options.against} is not one of {', '.join(rollout_benchmark.CONTENDERS)}.")
+    if options.model in workloads.PUBLISHED:
+        raise ValueError("--against needs a --model folder with weights, which both can read.")
+
+
+@contextlib.contextmanager
+def _contender(options: flags.FlagValues, workload: Workload) -> Iterator[Contender | None]:
+    if options.against is None:
+        yield None
+        return
+    with command.user_input():
+        contender = Contender(
+            options.against, options.against_python, pathlib.Path(options.model), workload, options.dtype
+        )
+    try:
+        yield contender
+    finally:
+        contender.close()
+
+
+def rollout(options: flags.FlagValues) -> dict[str, Any]:
+    """Timed repetitions of a workload; see `rollout_benchmark.measure`."""
+    with command.user_input():
+        if options.simulate and options.workload:
+            workload = _workload(options, 0)
+        else:
+            architecture = _architecture(options)
+            workload = _workload(options, architecture.vocab_size)
+        engine_options = _engine_options(options, workload)
+        if options.simulate:
+            return rollout_benchmark.simulate(
+                workload, engine_options, _cost(options), barrier=False, limit=options.max_response_tokens
+            )
+        _check_contender(options)
+        params = _load_model(options, architecture)
+    with _contender(options, workload) as contender:
+        with command.user_input():
+            gaps = _logprob_gaps(options, architecture, params, workload, contender)
+        params = jax.tree.map(lambda weight: weight.astype(options.dtype), params)
+        result = rollout_benchmark.measure(
+            architecture, params, workload, engine_options, repeat=options.repeat or 5, contender=contender,
+            copy_bytes=0 if options.workload else options.copy_mb * 2**20,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )  # fmt: skip
+    return result | {"logprob_gap": gaps, "workload": options.workload or "synthetic"}
+
+
+def adaptive(options: flags.FlagValues) -> dict[str, Any]:
+    """Rounds until scripted verdicts balance, on a model that costs next to nothing; see `workloads.adaptive`."""
+    architecture = workloads.smallest()
+    with command.user_input():
+        sizes = workloads.AdaptiveSizes(prompts=options.prompts, scale=options.scale)
+        lengths = workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
+        workload = workloads.adaptive(sizes, lengths, architecture.vocab_size, options.seed)
+        engine_options = _engine_options(options, workload)
+        if options.simulate:
+            return rollout_benchmark.simulate(
+                workload, engine_options, _cost(options), barrier=options.barrier, limit=options.max_response_tokens
+            )
+    params = transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(options.dtype))
+    progress = metrics.Progress(total=1, done=0)
+
+    def report(closed: int, drawn: int) -> None:
+        progress.phase(f"{closed}/{len(workload.prompts)} prompts, {drawn:,} responses")
+
+    result = rollout_benchmark.adaptive(
+        architecture,
+        params,
+        workload,
+        engine_options,
+        barrier=options.barrier,
+        repeat=options.repeat or 1,
+        on_progress=report,
+    )
+    progress.close()
+    return result
+
+
+# A benchmark of another part of a run is a function from the flags to its numbers.
+BENCHMARKS = {"rollout": rollout, "adaptive": adaptive}
+
+
+def summary(result: dict[str, Any], indent: str = "") -> str:
+    """A line a number, nested ones indented."""
+    lines = []
+    for name, value in result.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}", summary(value, indent + "  ")]
+            continue
+        if isinstance(value, float):
+            text = f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
+        elif isinstance(value, list):
+            text = " ".join(f"{item:.3g}" for item in value)
+        else:
+            text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        lines.append(f"{indent}{name:<28}{text}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str], options: flags.FlagValues) -> None:
+    """Runs the benchmark that the first argument names, prints its numbers, and keeps them in --json."""
+    if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
+        command.fail(f"say which benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
+    result = {"benchmark": arguments[0], **BENCHMARKS[arguments[0]](options)}
+    print(summary(result))
+    if options.json:
+        metrics.write_whole(pathlib.Path(options.json), json.dumps(result, indent=2) + "\n")
+        print(f"kept in {options.json}")
+
+
+if __name__ == "__main__":
+    define_flags()
+    command.run_with_arguments(lambda arguments: main(arguments, flags.FLAGS))
