@@ -2,10 +2,10 @@
 
     python -m reinforce_ada_jax.benchmark rollout --model=HF_DIR --workload=FILE --slots=64 --window=64 --json=OUT
     python -m reinforce_ada_jax.benchmark rollout ... --against=transformers --against_python=.venv-parity/bin/python
-    python -m reinforce_ada_jax.benchmark rollout --model=qwen2.5-1.5b --dtype=bfloat16 --requests=1024
+    python -m reinforce_ada_jax.benchmark rollout --model=Qwen2.5-1.5B --dtype=bfloat16 --requests=1024
         --prompt_tokens=512 --response_tokens=1024 --slots=256 --page_size=64
     python -m reinforce_ada_jax.benchmark adaptive --slots=256 --scale=0.25 --barrier
-    python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=qwen2.5-1.5b
+    python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=Qwen2.5-1.5B
         --dtype=bfloat16 --bandwidth=8.1e11
 
 `rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance.
@@ -13,7 +13,9 @@ With --simulate nothing runs but the scheduling. What the numbers mean, and what
 """
 
 import contextlib
+import importlib.util
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from absl import flags
 from reinforce_ada_jax import command, metrics, rollout_benchmark, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
+from reinforce_ada_jax.policy.published import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rollout_benchmark import Contender
 from reinforce_ada_jax.sampling.simulation import Cost
@@ -37,7 +40,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     """Every flag of every benchmark, with the defaults that `rollout` was tuned to on two cores."""
     texts = {
         "workload": (None, "A rollout workload, as in shared/benchmarks; else --requests says what is drawn."),
-        "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(workloads.PUBLISHED)}."),
+        "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(PUBLISHED)}."),
         "shape": (None, "HIDDENxLAYERS: a random model of this shape, made in the folder --model if it isn't there."),
         "dtype": ("float32", "Of weights and arithmetic."),
         "attention": ("auto", "The attention backend of the engine."),
@@ -47,12 +50,13 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "json": (None, "Where to write the numbers."),
     }
     integers = {
-        "slots": (64, "Responses decoded side by side."),
+        "slots": (64, "Responses decoded side by side, by all replicas together."),
+        "replicas": (None, "Copies of the weights, each with its share of the slots; on a CPU one for each core."),
         "window": (64, "Tokens decoded for all slots in one dispatch."),
-        "page_size": (64, "Tokens a page holds."),
+        "page_size": (32, "Tokens a page holds."),
         "pages": (0, "Pages; 0: so many that none is ever waited for."),
-        "open_prompts": (0, "Prompts whose pages are held at a time; 0: as many as slots."),
-        "prefill_rows": (16, "Prompts prefilled in one dispatch."),
+        "open_prompts": (0, "Prompts whose pages each replica holds at a time; 0: a quarter more than it has slots."),
+        "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
         "repeat": (None, "Timed repetitions; 5 of `rollout`, 1 of `adaptive`."),
         "requests": (None, "In place of --workload: so many prompts,"),
         "prompt_tokens": (512, "each of so many tokens,"),
@@ -84,8 +88,8 @@ def _architecture(options: flags.FlagValues) -> Architecture:
         return workloads.shaped(options.shape)
     if options.model is None:
         raise ValueError("--model is missing: a Hugging Face folder, or with --shape one to be made.")
-    if options.model in workloads.PUBLISHED:
-        return from_hf(workloads.PUBLISHED[options.model])
+    if options.model in PUBLISHED:
+        return from_hf(PUBLISHED[options.model])
     return huggingface.read_config(options.model)
 
 
@@ -124,13 +128,21 @@ def _workload(options: flags.FlagValues, vocab_size: int) -> Workload:
     )
 
 
+def _replicas(options: flags.FlagValues) -> int:
+    return options.replicas or 1
+
+
 def _engine_options(options: flags.FlagValues, workload: Workload) -> EngineOptions:
-    names = ("slots", "window", "page_size", "pages", "prefill_rows", "dtype", "attention")
+    names = ("window", "page_size", "pages", "prefill_rows", "dtype", "attention")
+    if options.slots % _replicas(options):
+        raise ValueError(f"--slots={options.slots} can't be shared by {_replicas(options)} replicas.")
+    slots = options.slots // _replicas(options)
     # Behind a barrier no prompt is closed before the last round has begun: all of them stay open.
-    open_prompts = max(options.slots, len(workload.prompts)) if options.barrier else options.slots
+    open_prompts = max(slots, len(workload.prompts)) if options.barrier else slots + slots // 4
     return rollout_benchmark.engine_options(
         workload,
         **{name: options[name].value for name in names},
+        slots=slots,
         open_prompts=options.open_prompts or open_prompts,
         limit=options.max_response_tokens if options.simulate else None,
     )
@@ -178,7 +190,7 @@ def _check_contender(options: flags.FlagValues) -> None:
         return
     if options.against not in rollout_benchmark.CONTENDERS:
         raise ValueError(f"--against={options.against} is not one of {', '.join(rollout_benchmark.CONTENDERS)}.")
-    if options.model in workloads.PUBLISHED:
+    if options.model in PUBLISHED:
         raise ValueError("--against needs a --model folder with weights, which both can read.")
 
 
@@ -217,7 +229,8 @@ def rollout(options: flags.FlagValues) -> dict[str, Any]:
             gaps = _logprob_gaps(options, architecture, params, workload, contender)
         params = jax.tree.map(lambda weight: weight.astype(options.dtype), params)
         result = rollout_benchmark.measure(
-            architecture, params, workload, engine_options, repeat=options.repeat or 5, contender=contender,
+            architecture, params, workload, engine_options, replicas=_replicas(options),
+            repeat=options.repeat or 5, contender=contender,
             copy_bytes=0 if options.workload else options.copy_mb * 2**20,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
@@ -247,6 +260,7 @@ def adaptive(options: flags.FlagValues) -> dict[str, Any]:
         params,
         workload,
         engine_options,
+        replicas=_replicas(options),
         barrier=options.barrier,
         repeat=options.repeat or 1,
         on_progress=report,
@@ -276,6 +290,20 @@ def summary(result: dict[str, Any], indent: str = "") -> str:
     return "\n".join(lines)
 
 
+def only_cpu() -> bool:
+    """Whether JAX will find nothing but CPUs, asked before it looks."""
+    if jax.config.jax_platforms:
+        return jax.config.jax_platforms == "cpu"
+    return not any(importlib.util.find_spec(name) for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))
+
+
+def use_cores(options: flags.FlagValues) -> None:
+    """On a CPU a replica for each core, unless --replicas says how many."""
+    if only_cpu() and not options.simulate:
+        options.replicas = options.replicas or len(os.sched_getaffinity(0))
+        rollout_benchmark.use_one_core_each(options.replicas)
+
+
 def main(arguments: list[str], options: flags.FlagValues) -> None:
     """Runs the benchmark that the first argument names, prints its numbers, and keeps them in --json."""
     if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
@@ -289,4 +317,9 @@ def main(arguments: list[str], options: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    command.run_with_arguments(lambda arguments: main(arguments, flags.FLAGS))
+
+    def start(arguments: list[str]) -> None:
+        use_cores(flags.FLAGS)
+        main(arguments, flags.FLAGS)
+
+    command.run_with_arguments(start)

@@ -4,7 +4,7 @@
         [--mean_context=TOKENS] [--json=FILE]
 
 Needs `pip install libtpu` (the TPU compiler; any machine will do) and of the model only its config.json, or nothing for
-a model whose sizes are in `PUBLISHED`. Exit code 1: something doesn't fit; 2: the input is at fault.
+a model whose sizes are known (`policy/published.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
 
 Memory is the compiler's own account, per device. FLOPs and bytes are counted here by hand, because `cost_analysis`
 counts the body of a loop once and sees nothing inside Pallas kernels; the least time follows from them and says
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax import assembly, command
@@ -35,11 +35,12 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
+from reinforce_ada_jax.policy.published import PUBLISHED
 from reinforce_ada_jax.policy.transformer import nest, param_shardings, weight_shapes
 from reinforce_ada_jax.sampling.engine import Engine, buckets, options_from_config
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.pallas_attention import pool_head_size
-from reinforce_ada_jax.sampling.state import ADDRESS_WORDS, EngineOptions, Handover, Sampling
+from reinforce_ada_jax.sampling.state import EngineOptions
 
 GIB = 2**30
 
@@ -69,26 +70,6 @@ CHIPS = {
     "v6e": Chip(int(31.24 * GIB), 1640e9, 918e12),
     "tpu7x": Chip(int(94.74 * GIB), 7400e9 / 2, 2307e12 / 2),
 }
-
-# config.json, in what matters here, of the models that configs/ names.
-PUBLISHED = {
-    "Qwen2.5-Math-1.5B": dict(
-        model_type="qwen2", vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-        num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True,
-    ),
-    "Qwen2.5-Math-7B": dict(
-        model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, tie_word_embeddings=False,
-    ),
-    "Qwen3-4B-Instruct-2507": dict(
-        model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-    ),
-    "Llama-3.2-3B-Instruct": dict(
-        model_type="llama", vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
-        num_attention_heads=24, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-    ),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,50 +159,21 @@ def learner_bytes(architecture: Architecture, config: ConfigDict, mesh: Mesh) ->
 def engine_programs(engine: Engine, config: ConfigDict, mean_context: int) -> list[Program]:
     """The engine's own jitted programs on the engine's mesh: the decode window, and prefill by bucket of length."""
     a, o, mesh = engine.architecture, engine.options, engine.mesh
-    replicated, tensor = NamedSharding(mesh, PartitionSpec()), mesh.shape["tensor"]
-
-    def array(*shape, dtype=jnp.int32):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
-
-    shardings, _ = engine._decode_weights
-    shapes = nest({name: jax.ShapeDtypeStruct(shape, engine.dtype) for name, (shape, _) in weight_shapes(a).items()})
-    params = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
-    )
+    tensor, params, lower = mesh.shape["tensor"], engine.abstract_weights(), engine.programs()
     weights, moments = learner_bytes(a, config, mesh)
     same_arrays = jax.tree.map(
-        lambda x, here, there: x.dtype == config.model.parameter_dtype and here.is_equivalent_to(there, len(x.shape)),
-        params, shardings, param_shardings(a, mesh),
-    )  # fmt: skip
+        lambda x, there: x.dtype == config.model.parameter_dtype and x.sharding.is_equivalent_to(there, x.ndim),
+        params,
+        param_shardings(a, mesh),
+    )
     beside = moments if all(jax.tree.leaves(same_arrays)) else weights + moments
-    state = engine._init_state.eval_shape()
-    rows = o.output_rows
-    handover = Handover(
-        prompt_row=array(rows),
-        output_row=array(rows),
-        address=array(rows, ADDRESS_WORDS, dtype=jnp.uint32),
-        sampling=Sampling(
-            limit=array(rows), temperature=array(rows, dtype=jnp.float32),
-            top_k=array(rows), top_p=array(rows, dtype=jnp.float32),
-        ),
-        count=array(),
-        closing=array(o.open_prompts, dtype=jnp.bool),
-        reserve=array(),
-    )  # fmt: skip
 
     def prefill(tokens):
-        batch = array(o.prefill_rows, tokens), array(o.prefill_rows), array(o.prefill_rows)
-        return Program(
-            f"prefill {o.prefill_rows} x {tokens}",
-            lambda: engine._open_prompts.lower(params, state, *batch),
-            prefill_call(a, o, tensor, tokens), "call", beside,
-        )  # fmt: skip
+        work = prefill_call(a, o, tensor, tokens)
+        return Program(f"prefill {o.prefill_rows} x {tokens}", lower[f"prefill {tokens}"], work, "call", beside)
 
-    window = Program(
-        f"decode window of {o.window}",
-        lambda: engine._decode_window.lower(params, state, handover),
-        decode_turn(a, o, tensor, mean_context), "turn", beside,
-    )  # fmt: skip
+    work = decode_turn(a, o, tensor, mean_context)
+    window = Program(f"decode window of {o.window}", lower["decode window"], work, "turn", beside)
     return [window, *(prefill(tokens) for tokens in buckets(o.max_prompt_tokens))]
 
 
@@ -386,7 +338,8 @@ def main(config: ConfigDict, topology: str, model: str | None, mean_context: int
     print(
         f"slice    {topology}, {len(devices)} devices of {_gib(chip.hbm_bytes)} GiB; mesh {axes}\n"
         f"model    {architecture.family}, {architecture.num_parameters:,} weights, from {source}\n"
-        f"engine   {options.slots} slots, {options.pages:,} pages of {options.page_size} tokens, {options.attention}, "
+        f"engine   {engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
+        f"{options.page_size} tokens, {options.attention}, "
         f"{options.dtype}; slots see {mean_context:,} tokens in the mean\n\n"
         f"Per device; memory in GiB; `beside` is the learner's, which a training run keeps there too.\n{HEADER}",
         flush=True,
@@ -398,7 +351,7 @@ def main(config: ConfigDict, topology: str, model: str | None, mean_context: int
         print(row(results[-1]), flush=True)
         if results[-1]["reason"]:
             print(f"    {results[-1]['reason']}", flush=True)
-    tokens = options.slots / results[0]["least_seconds"]
+    tokens = engine.replicas * options.slots / results[0]["least_seconds"]
     print(f"\nDecoding: at most {tokens:,.0f} tokens/s with every slot busy (a roofline, not a measurement).")
     if file is not None:
         pathlib.Path(file).write_text(json.dumps(results, indent=2) + "\n")

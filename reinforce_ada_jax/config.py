@@ -61,11 +61,11 @@ def defaults() -> config_dict.ConfigDict:
             top_k=0,  # 0 and 1.0 only: cut off, samples are of another policy than the one that is trained
             top_p=1.0,
             max_response_tokens=2048,
-            slots=256,  # responses decoded side by side
+            slots=256,  # responses decoded side by side, in each of mesh.data * mesh.fsdp replicas
             window=32,  # tokens decoded for all slots in one dispatch
             page_size=64,  # tokens a page of the key/value cache holds
-            pages=0,  # pages of the cache; 0: enough for every slot and `open_prompts`
-            open_prompts=0,  # prompts whose pages are held at a time; 0: as many as slots
+            pages=0,  # pages of a replica's cache; 0: enough for every slot and `open_prompts`
+            open_prompts=0,  # prompts whose pages a replica holds at a time; 0: a quarter more than it has slots
             prefill_rows=16,  # prompts prefilled in one dispatch
             attention="auto",  # "jnp", "pallas_tpu" or "pallas_gpu"; auto: the one made for the device
         ),

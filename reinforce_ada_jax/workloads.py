@@ -22,18 +22,6 @@ from reinforce_ada_jax.policy.logprobs import distribution
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 LOGPROB_TOLERANCE = 1e-4
-# The published sizes of models that are known by name; their weights are random here.
-PUBLISHED = {
-    "qwen2.5-1.5b": dict(
-        model_type="qwen2", vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
-        num_attention_heads=12, num_key_value_heads=2, rope_theta=1e6, tie_word_embeddings=True,
-        max_position_embeddings=131072,
-    ),
-    "qwen2.5-7b": dict(
-        model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, rope_theta=1e6, max_position_embeddings=131072,
-    ),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from absl import flags
 
 from reinforce_ada_jax import benchmark, rollout_benchmark, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy.published import PUBLISHED
 from reinforce_ada_jax.types import Prompt, Request
 
 ARCHITECTURE = workloads.smallest()
@@ -207,7 +208,7 @@ def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
 
 def test_a_plan_from_a_distribution():
     # Prefill in rows of 16 and buckets of 64 tokens: 64 prompts are 4 dispatches of 1024 tokens.
-    flag = ("rollout", "--simulate", "--model=qwen2.5-1.5b", "--requests=64", "--prompt_tokens=50", "--samples=4")
+    flag = ("rollout", "--simulate", "--model=Qwen2.5-1.5B", "--requests=64", "--prompt_tokens=50", "--samples=4")
     result = run(*flag, "--lengths=100,0.5,16,400", "--slots=64", "--cost=turn=0,prefill_token=1")
     assert result["responses"] == 256 and result["seconds"] == 4 * 1024
     assert 0.5 < result["slot_utilisation"] < 1
@@ -215,7 +216,7 @@ def test_a_plan_from_a_distribution():
 
 def test_an_embedding_of_its_own_is_not_read():
     # Qwen2.5-7B: 7.6e9 weights, of which 152064 * 3584 are the embedding, not read where the head is another matrix.
-    architecture = huggingface.from_hf(workloads.PUBLISHED["qwen2.5-7b"])
+    architecture = huggingface.from_hf(PUBLISHED["Qwen2.5-7B"])
     cost = rollout_benchmark.roofline(architecture, 2, 1e12)
     assert cost.turn == pytest.approx(2 * (7_615_616_512 - 152064 * 3584) / 1e12)
     assert cost.cached_token == pytest.approx(2 * 2 * 28 * 4 * 128 / 1e12)

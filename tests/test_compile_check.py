@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 from reinforce_ada_jax import command, compile_check
-from reinforce_ada_jax.compile_check import CHIPS, GIB, PUBLISHED, Program, Work
+from reinforce_ada_jax.compile_check import CHIPS, GIB, Program, Work
 from reinforce_ada_jax.mesh import make_mesh
 from reinforce_ada_jax.policy.architecture import from_hf
+from reinforce_ada_jax.policy.published import PUBLISHED
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, PrefillBatch
 from tests.running import CONFIGS, ROOT, environment, load, tiny
 from tests.sampling import tiny as tiny_engine
 
@@ -87,7 +88,9 @@ def test_learner_bytes():
 
 # As the models' cards have them.
 PARAMETERS = {
+    "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-Math-7B": 7_615_616_512,
     "Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Llama-3.2-3B-Instruct": 3_212_749_824,
@@ -116,7 +119,8 @@ def test_programs_take_just_what_rollouts_hand_over(monkeypatch):
     lowered = [program.lower() for program in programs]
 
     def record(program, *arguments):
-        key = "decode window of 4" if len(arguments) == 3 else f"prefill 2 x {arguments[2].shape[1]}"
+        work = arguments[2]
+        key = f"prefill 2 x {work.tokens.shape[1]}" if isinstance(work, PrefillBatch) else "decode window of 4"
         calls[key] = shapes(arguments)
         return program(*arguments)
 

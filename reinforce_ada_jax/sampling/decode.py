@@ -9,6 +9,7 @@ ended gives its pages back and takes the next request from the queue. The host s
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,9 @@ from reinforce_ada_jax.sampling.state import (
     Sampling,
     Slots,
 )
+
+# With an empty queue and no more than such a part of the slots active, the others aren't computed any more.
+NARROWER = (2, 4)
 
 
 def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
@@ -297,27 +301,50 @@ def decode_window(
     """Up to `window` tokens for all slots, refilled from the queue as they become free.
 
     It ends before that when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and
-    an eighth of them finished: then the host can do better than wait.
+    an eighth of them finished: then the host can do better than wait. With the queue empty and half or a quarter
+    of the slots or fewer active, only so many are computed.
     """
     num_slots = state.slots.active.shape[0]
+    widths = [num_slots // part for part in NARROWER if num_slots >= part]
     state = enqueue(close_prompts(state, handover.closing), handover)
     # What the last window finished stands in its report.
     running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
     state = state.replace(outputs=running, busy=jnp.int32(0), turns=jnp.int32(0))
 
+    def queue_empty(state):
+        return state.queue.head >= state.queue.end
+
     def wanted(state):
         active = jnp.sum(state.slots.active)
-        queue_empty = state.queue.head >= state.queue.end
         finished = jnp.sum(state.outputs.status != RUNNING)
         idle = num_slots - active
-        starved = queue_empty & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
+        starved = queue_empty(state) & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
         return (state.turns < window) & (active > 0) & ~starved
 
     def turn(state):
         state, ended = decode_token(model, state, dtype=dtype, backend=backend, mesh=mesh)
-        return refill(release_slots(state, ended), handover.reserve)
+        return release_slots(state, ended)
 
-    state = jax.lax.while_loop(wanted, turn, refill(state, handover.reserve))
+    def few_left(state, width):
+        return queue_empty(state) & (jnp.sum(state.slots.active) <= width)
+
+    state = jax.lax.while_loop(
+        lambda state: wanted(state) & ~few_left(state, max(widths, default=0)),
+        lambda state: refill(turn(state), handover.reserve),
+        refill(state, handover.reserve),
+    )
+    # The tail, with nothing left to refill from: loops over ever fewer slots, the active ones among them.
+    for width, next_width in itertools.pairwise((*widths, 0)):
+        order = jnp.argsort(~state.slots.active)
+        first, rest = (jax.tree.map(lambda x, of=of: x[of], state.slots) for of in (order[:width], order[width:]))
+        state = jax.lax.while_loop(
+            lambda state, width=width, next_width=next_width: (
+                wanted(state) & few_left(state, width) & ~few_left(state, next_width)
+            ),
+            turn,
+            state.replace(slots=first),
+        )
+        state = state.replace(slots=jax.tree.map(lambda *parts: jnp.concatenate(parts), state.slots, rest))
     report = Report(
         outputs=state.outputs,
         waiting=state.queue.end - state.queue.head,

@@ -10,7 +10,8 @@ layout or dtype differ.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,14 @@ from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_sha
 from reinforce_ada_jax.sampling import decode, jetstream
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import (
+    ADDRESS_WORDS,
     DecodeState,
     EngineOptions,
     Handover,
+    PrefillBatch,
     Prefix,
     Report,
+    Sampling,
     SamplingParams,
     empty_state,
 )
@@ -39,6 +43,8 @@ EngineInterface: type = jetstream.engine_api().Engine if jetstream.installed() e
 # Responses asked for through JetStream draw from a stream of their own, numbered as they come.
 SERVED_STREAM = 2**32 - 1
 SHORTEST_BUCKET = 16
+# Along these axes of the mesh decoding has copies of the weights; each copy has slots, pages and a queue of its own.
+REPLICA_AXES = ("data", "fsdp")
 
 
 def options_from_config(config: Any, stop_ids: tuple[int, ...]) -> EngineOptions:
@@ -49,7 +55,8 @@ def options_from_config(config: Any, stop_ids: tuple[int, ...]) -> EngineOptions
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
-        open_prompts=sampling.open_prompts or sampling.slots,
+        # With only as many as slots, the queue runs dry while next rounds are on their way (docs/performance.md).
+        open_prompts=sampling.open_prompts or sampling.slots + sampling.slots // 4,
         prefill_rows=sampling.prefill_rows,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=longest_response(config),
@@ -74,8 +81,53 @@ def buckets(longest: int) -> list[int]:
     return lengths
 
 
+def check_prompt(options: EngineOptions, length: int) -> None:
+    """Raises ValueError where a prompt of so many tokens can't be opened."""
+    if not 1 <= length <= options.max_prompt_tokens:
+        raise ValueError(
+            f"a prompt has {length} tokens, the engine takes 1 to {options.max_prompt_tokens}: a longer one would have "
+            "been cut. Send a shorter one, or raise data.max_prompt_tokens."
+        )
+
+
+def prefill_batches(
+    options: EngineOptions, opened: Sequence[Sequence[tuple[int, np.ndarray]]]
+) -> Iterator[list[PrefillBatch]]:
+    """What to prefill, one dispatch after the other: a batch for each replica, all of one bucket of length.
+
+    Args:
+      options: `prefill_rows` prompts stand in a batch, fewer are padded.
+      opened: each replica's prompts, (row, tokens).
+
+    Raises:
+      ValueError: a prompt is empty, or longer than the engine's limit.
+    """
+    by_bucket: dict[int, list[list[tuple[int, np.ndarray]]]] = {}
+    for replica, prompts in enumerate(opened):
+        for row, tokens in prompts:
+            check_prompt(options, len(tokens))
+            fits = next(length for length in buckets(options.max_prompt_tokens) if length >= len(tokens))
+            by_bucket.setdefault(fits, [[] for _ in opened])[replica].append((row, tokens))
+    size = options.prefill_rows
+    for bucket, members in sorted(by_bucket.items()):
+        for first in range(0, max(map(len, members)), size):
+            yield [_prefill_batch(options, bucket, prompts[first : first + size]) for prompts in members]
+
+
+def _prefill_batch(options: EngineOptions, bucket: int, prompts: Sequence[tuple[int, np.ndarray]]) -> PrefillBatch:
+    size = options.prefill_rows
+    tokens, length = np.zeros((size, bucket), np.int32), np.zeros(size, np.int32)
+    rows = np.full(size, options.open_prompts, np.int32)  # out of range: dropped
+    for index, (row, prompt) in enumerate(prompts):
+        tokens[index, : len(prompt)], length[index], rows[index] = prompt, len(prompt), row
+    return PrefillBatch(tokens=tokens, length=length, rows=rows)
+
+
 class Engine(EngineInterface):
-    """Paged decoding for one architecture on one mesh. State goes in and comes out; nothing is kept but programs."""
+    """Paged decoding for one architecture on one mesh. State goes in and comes out; nothing is kept but programs.
+
+    Along `data` and `fsdp` the mesh holds replicas, which decode side by side; `options` are those of one of them.
+    """
 
     def __init__(
         self,
@@ -90,24 +142,36 @@ class Engine(EngineInterface):
         self.architecture, self.options, self._mesh, self.tokenizer = architecture, options, mesh, tokenizer
         self.dtype = jnp.dtype(options.dtype)
         self._served, self._served_draws = served or SamplingParams(limit=options.max_response_tokens), 0
+        self.replicas = mesh.shape["data"] * mesh.shape["fsdp"]
         how = dict(dtype=self.dtype, backend=options.attention, mesh=mesh)
-        replicated, by_kv_head = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("tensor",)))
+        replica_axes = () if self.replicas == 1 else (REPLICA_AXES,)
+        by_replica, by_kv_head = (
+            NamedSharding(mesh, PartitionSpec(*replica_axes, *axes)) for axes in ((), ("tensor",))
+        )
         new_state = functools.partial(empty_state, architecture, options)
-        layout = jax.tree.map(lambda _: replicated, jax.eval_shape(new_state))
+        layout = jax.tree.map(lambda _: by_replica, jax.eval_shape(new_state))
         layout = layout.replace(key_pages=by_kv_head, value_pages=by_kv_head)
+
+        def all_empty():
+            state = new_state()
+            if self.replicas == 1:
+                return state
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), state)
 
         # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at
         # every exit: a state that came back laid out otherwise would compile everything once more.
-        @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, replicated))
+        @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, by_replica))
+        @self._on_each_replica
         def decode_window(params, state, handover):
             return decode.decode_window(merge(architecture, params), state, handover, window=options.window, **how)
 
         @functools.partial(jax.jit, donate_argnums=1, out_shardings=layout)
-        def open_prompts(params, state, tokens, length, rows):
-            prefix = decode.prefill(merge(architecture, params), tokens, length, dtype=self.dtype)
-            return decode.open_prompts(state, prefix, rows)
+        @self._on_each_replica
+        def open_prompts(params, state, batch):
+            prefix = decode.prefill(merge(architecture, params), batch.tokens, batch.length, dtype=self.dtype)
+            return decode.open_prompts(state, prefix, batch.rows)
 
-        @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, replicated))
+        @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, by_replica))
         def generate(params, state):
             before = state.slots
             state, ended = decode.decode_token(merge(architecture, params), state, **how)
@@ -118,11 +182,36 @@ class Engine(EngineInterface):
             lambda params, tokens, length: decode.prefill(merge(architecture, params), tokens, length, dtype=self.dtype)
         )
         self._generate = generate
-        self._init_state = jax.jit(new_state, out_shardings=layout)
+        self._init_state = jax.jit(all_empty, out_shardings=layout)
         self._insert = jax.jit(decode.insert, donate_argnums=0, out_shardings=layout)
         self._decode_window = decode_window
         self._open_prompts = open_prompts
         self._decode_weights = self._make_decode_weights()
+
+    def _on_each_replica(self, program):
+        """`program(params, state, work)` on every replica's devices, each with its own state and work.
+
+        Nothing passes between replicas, so each goes at its own pace. One replica: no axis for them, nothing to map.
+        """
+        if self.replicas == 1:
+            return program
+
+        def on_one(params, *own):
+            outputs = program(params, *jax.tree.map(lambda x: x[0], own))
+            return jax.tree.map(lambda x: x[None], outputs)
+
+        everyones, own = PartitionSpec(), PartitionSpec(REPLICA_AXES)
+        return jax.shard_map(
+            on_one,
+            mesh=self._mesh,
+            in_specs=(everyones, own, own),
+            out_specs=own,
+            axis_names=set(REPLICA_AXES),
+            check_vma=False,  # replicas' loops take different numbers of turns
+        )
+
+    def _stack(self, of_replicas: Sequence[Any]) -> Any:
+        return of_replicas[0] if self.replicas == 1 else jax.tree.map(lambda *x: np.stack(x), *of_replicas)
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -143,6 +232,40 @@ class Engine(EngineInterface):
         )
         return params if all(jax.tree.leaves(same)) else cast(params)
 
+    def abstract_weights(self) -> Params:
+        """Shapes, dtypes and shardings of the weights as decoding has them."""
+        shapes, shardings = weight_shapes(self.architecture), self._decode_weights[0]
+        arrays = nest({name: jax.ShapeDtypeStruct(shape, self.dtype) for name, (shape, _) in shapes.items()})
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), arrays, shardings)
+
+    def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """What rollouts run, lowered on demand for the mesh's devices, which need not be here."""
+        o, params, state = self.options, self.abstract_weights(), self._init_state.eval_shape()
+
+        def own(*shape, dtype=jnp.int32):
+            replicas = () if self.replicas == 1 else (self.replicas,)
+            axes = () if self.replicas == 1 else (REPLICA_AXES,)
+            return jax.ShapeDtypeStruct(
+                (*replicas, *shape), dtype, sharding=NamedSharding(self._mesh, PartitionSpec(*axes))
+            )
+
+        rows, size = o.output_rows, o.prefill_rows
+        handover = Handover(
+            prompt_row=own(rows), output_row=own(rows), address=own(rows, ADDRESS_WORDS, dtype=jnp.uint32),
+            sampling=Sampling(
+                limit=own(rows), temperature=own(rows, dtype=jnp.float32),
+                top_k=own(rows), top_p=own(rows, dtype=jnp.float32),
+            ),
+            count=own(), closing=own(o.open_prompts, dtype=jnp.bool), reserve=own(),
+        )  # fmt: skip
+
+        def prefill(tokens):
+            batch = PrefillBatch(tokens=own(size, tokens), length=own(size), rows=own(size))
+            return lambda: self._open_prompts.lower(params, state, batch)
+
+        window = {"decode window": lambda: self._decode_window.lower(params, state, handover)}
+        return window | {f"prefill {tokens}": prefill(tokens) for tokens in buckets(o.max_prompt_tokens)}
+
     @property
     def cache_bytes(self) -> int:
         """Of all pages, keys and values, all layers."""
@@ -150,48 +273,31 @@ class Engine(EngineInterface):
         token_bytes = 2 * a.num_layers * a.num_kv_heads * o.columns(a) * self.dtype.itemsize
         return o.pages * o.page_size * token_bytes
 
-    def _check_prompt(self, length: int) -> None:
-        if not 1 <= length <= self.options.max_prompt_tokens:
-            raise ValueError(
-                f"a prompt has {length} tokens, the engine takes 1 to {self.options.max_prompt_tokens}: a longer one "
-                "would have been cut. Send a shorter one, or raise data.max_prompt_tokens."
-            )
-
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def init_decode_state(self) -> DecodeState:
         """An empty state: no prompt open, no slot active, every page free."""
         return self._init_state()
 
-    def prefill_batches(self, rows: Sequence[int], prompts: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
-        """(tokens, length, rows) of each prefill: `prefill_rows` prompts of one bucket of length, padded.
+    def open_prompts(self, params: Params, state: DecodeState, batches: Sequence[PrefillBatch]) -> DecodeState:
+        """One dispatch: each replica prefills its own of `prefill_batches` into pages and rows of its prompt table."""
+        return self._open_prompts(params, state, self._stack(batches))
 
-        Raises:
-          ValueError: a prompt is empty, or longer than the engine's limit.
+    def decode_window(
+        self, params: Params, state: DecodeState, handovers: Sequence[Handover]
+    ) -> tuple[DecodeState, Report]:
+        """One dispatch: up to `window` tokens for all slots, refilled from the queue (`decode.decode_window`).
+
+        `handovers` has one for each replica; `reports` takes their reports apart.
         """
-        by_bucket: dict[int, list[tuple[int, np.ndarray]]] = {}
-        for row, tokens in zip(rows, prompts, strict=True):
-            self._check_prompt(len(tokens))
-            fits = next(length for length in buckets(self.options.max_prompt_tokens) if length >= len(tokens))
-            by_bucket.setdefault(fits, []).append((row, tokens))
-        size = self.options.prefill_rows
-        for bucket, members in sorted(by_bucket.items()):
-            for first in range(0, len(members), size):
-                tokens, length = np.zeros((size, bucket), np.int32), np.zeros(size, np.int32)
-                target = np.full(size, self.options.open_prompts, np.int32)  # out of range: dropped
-                for index, (row, prompt) in enumerate(members[first : first + size]):
-                    tokens[index, : len(prompt)], length[index], target[index] = prompt, len(prompt), row
-                yield tokens, length, target
+        return self._decode_window(params, state, self._stack(handovers))
 
-    def open_prompts(
-        self, params: Params, state: DecodeState, tokens: np.ndarray, length: np.ndarray, rows: np.ndarray
-    ) -> DecodeState:
-        """One dispatch: prefills one of `prefill_batches` into pages of its own and the prompt table's rows."""
-        return self._open_prompts(params, state, tokens, length, rows)
-
-    def decode_window(self, params: Params, state: DecodeState, handover: Handover) -> tuple[DecodeState, Report]:
-        """One dispatch: up to `window` tokens for all slots, refilled from the queue (`decode.decode_window`)."""
-        return self._decode_window(params, state, handover)
+    def reports(self, report: Report) -> list[Report]:
+        """Waits for a window: each replica's report, on the host."""
+        report = jax.device_get(report)
+        if self.replicas == 1:
+            return [report]
+        return [jax.tree.map(operator.itemgetter(replica), report) for replica in range(self.replicas)]
 
     # ---- JetStream -----------------------------------------------------------------------------------------------
 
@@ -202,12 +308,16 @@ class Engine(EngineInterface):
         tokens = np.asarray(padded_tokens, np.int32)
         if tokens[0] == jetstream.NO_TOKEN:
             tokens, true_length = np.append(tokens[1:], np.int32(0)), true_length - 1
-        self._check_prompt(true_length)
+        check_prompt(self.options, true_length)
         return self._prefill(params, tokens[None], np.array([true_length], np.int32))
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefilled prompt into `slot`; what the slot held before is given up."""
         o = self.options
+        if self.replicas > 1:
+            raise ValueError(
+                f"an orchestrator feeds one replica, and there are {self.replicas}: use a mesh with data = fsdp = 1."
+            )
         if o.pages <= o.slots * o.table_width:
             raise ValueError(
                 f"{o.slots} slots of {o.table_width} pages do not fit into a pool of {o.pages} (one is reserved), and "

@@ -15,8 +15,8 @@ from reinforce_ada_jax.sampling.pages import num_pages
 
 BACKENDS = ("jnp", "pallas_tpu", "pallas_gpu")
 FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
-# Tokens that the jnp backend looks at in one turn: two cores were fastest with 512 to 2,048 of them.
-TOKENS_PER_TURN = 1024
+# Keys and values that the jnp backend looks at in one turn: they stay in a core's own cache (L2 of 1 or 2 MiB).
+BYTES_PER_TURN = 2**19
 
 
 def choose_backend(name: str) -> str:
@@ -55,7 +55,7 @@ def paged_attention(
 
 
 def _live_pages(query, key_pages, value_pages, lengths, table):
-    """The live pages of all slots in one row, worked through a few at a time, in as many turns as there are.
+    """The live pages of all slots in one row, worked through a few at a time, in as many turns as it takes.
 
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
     A gather of every slot's whole table in place of this took 10 times as long at 64 slots with room for 320 tokens.
@@ -63,7 +63,8 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     num_slots, num_heads, head_size = query.shape
     kv_heads, _, page_size, columns = key_pages.shape
     width, group = table.shape[1], num_heads // kv_heads
-    at_a_time = max(1, min(TOKENS_PER_TURN // page_size, num_slots * width))
+    page_bytes = 2 * kv_heads * page_size * columns * key_pages.dtype.itemsize
+    at_a_time = max(1, min(BYTES_PER_TURN // page_bytes, num_slots * width))
     most = num_slots * width + -(num_slots * width) % at_a_time
 
     counts = num_pages(lengths, page_size)

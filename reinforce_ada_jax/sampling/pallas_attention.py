@@ -59,9 +59,11 @@ def _over_heads(
         )
     query = jnp.pad(query, ((0, 0), (0, 0), (0, columns - head_size)))
     of_pool, of_query = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
+    # Inside a replica (`engine.Engine`) the other axes of the mesh are taken, and the mesh is known.
+    inside = not jax.sharding.get_abstract_mesh().empty
     attend = jax.shard_map(
         attend,
-        mesh=mesh,
+        **(dict(axis_names={"tensor"}) if inside else dict(mesh=mesh)),
         in_specs=(of_query, of_pool, of_pool, PartitionSpec(), PartitionSpec()),
         out_specs=of_query,
         check_vma=False,  # a kernel doesn't say along which axes its result varies

@@ -11,20 +11,21 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.engine import Engine, prefill_batches
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.state import (
     ADDRESS_WORDS,
     RUNNING,
     TRUNCATED,
     DecodeState,
+    EngineOptions,
     Handover,
     Report,
     Sampling,
@@ -132,34 +133,13 @@ class _Terms:
         return token_lib.address(stream, request.prompt.id, request.draw)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Window:
-    """A window whose report hasn't been read, and what it began with.
-
-    Attributes:
-      page_change: pages closed less pages opened between the window before and this one.
-      reserve: see state.Handover.
+class _Replica:
+    """The bookkeeping of one replica: rows of prompts and outputs by who occupies them, and pages that are surely
+    free.
     """
 
-    report: Report
-    page_change: int
-    reserve: int
-
-
-class _Session:
-    """The bookkeeping of one call: rows of prompts and outputs by who occupies them, and pages that are surely free."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        counts: RolloutCounts,
-        state: DecodeState,
-        queue: RequestQueue,
-        terms: _Terms,
-    ):
-        self.engine, self.counts, self.options = engine, counts, engine.options
-        self.state, self.queue, self.terms = state, queue, terms
-        options = engine.options
+    def __init__(self, options: EngineOptions):
+        self.options = options
         self.prompt_rows: dict[str, int] = {}
         self.prompt_pages: dict[str, int] = {}
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
@@ -167,36 +147,43 @@ class _Session:
         self.in_flight: dict[int, Request] = {}  # by output row
         self.ready: collections.deque[Request] = collections.deque()  # of open prompts, not handed over yet
         self.unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
+        self.opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts to be prefilled
         self.closing = np.zeros(options.open_prompts, bool)
         self.sure_pages = options.pages - 1  # free when the next program runs, whatever the windows under way do
+        # Of each window under way: pages closed less pages opened since the one before, and its reserve.
+        self.under_way: collections.deque[tuple[int, int]] = collections.deque()
         self.closed_pages = self.opened_pages = 0  # since the newest window began
-        self.newest: _Window | None = None
-        self.read_at = time.monotonic()
 
-    def run(self) -> Iterator[list[Response]]:
-        """Windows until the queue is dry and nothing is in flight; the newest is always one ahead of what is read."""
-        windows: collections.deque[_Window] = collections.deque()
-        while True:
-            self._feed()
-            if self.in_flight or self.ready or (self.unopened and self.closing.any()):
-                windows.append(self._dispatch())
-                if len(windows) == 1:
-                    continue
-            elif not windows:
-                break
-            yield self._read(windows.popleft(), windows[0] if windows else None)
-        if self.unopened:
-            raise RuntimeError(
-                f"{len(self.unopened)} prompts wait and none can be opened, with nothing in flight: prompts that need "
-                "nothing more were never closed."
-            )
-        self._close(list(self.prompt_rows))
-        if self.closing.any():
-            self._dispatch()  # a window of no turns, in which the last pages are given back
+    # ---- what it has and can take --------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a window has something to do: responses, or giving up prompts for those that wait."""
+        return bool(self.in_flight or self.ready or (self.unopened and self.closing.any()))
+
+    @property
+    def load(self) -> int:
+        """Responses that it has to make."""
+        return len(self.in_flight) + len(self.ready) + sum(map(len, self.unopened.values()))
+
+    @property
+    def wanted(self) -> int:
+        """Requests that it could hand over now."""
+        return max(0, len(self.free_output_rows) - len(self.ready))
+
+    @property
+    def idle_slots(self) -> int:
+        """Slots that will find nothing to do."""
+        return 0 if self.unopened else max(0, self.options.slots - len(self.in_flight) - len(self.ready))
+
+    def has(self, prompt_id: str) -> bool:
+        """Whether the prompt is open here, or waits to be."""
+        return prompt_id in self.prompt_rows or prompt_id in self.unopened
 
     # ---- prompts -------------------------------------------------------------------------------------------------
 
-    def _close(self, prompt_ids: list[str]) -> None:
+    def close(self, prompt_ids: Sequence[str]) -> None:
+        """The next window gives these prompts up."""
         for prompt_id in prompt_ids:
             if prompt_id in self.prompt_rows:
                 self.closing[self.prompt_rows.pop(prompt_id)] = True
@@ -214,53 +201,35 @@ class _Session:
         pages = self._pages(prompt)
         if not self.free_prompt_rows or pages > min(self._room_for_prompts(), self.sure_pages):
             return False
-        self.prompt_rows[prompt.id] = self.free_prompt_rows.pop()
+        self.prompt_rows[prompt.id] = row = self.free_prompt_rows.pop()
         self.prompt_pages[prompt.id] = pages
         self.sure_pages -= pages
         self.opened_pages += pages
+        self.opened.append((row, prompt.tokens))
         return True
 
-    # ---- requests ------------------------------------------------------------------------------------------------
-
-    def _feed(self) -> None:
-        """Takes as many requests as there are output rows for, and opens the prompts that are new."""
-        self._close(self.queue.closed())
-        opened: list[Prompt] = []
-        wanted = len(self.free_output_rows) - len(self.ready)
+    def open_waiting(self) -> None:
+        """Opens prompts that had to wait, in order, as far as they find room."""
         for prompt_id, requests in list(self.unopened.items()):
-            if wanted <= 0 or not self._open(requests[0].prompt):
+            if not self.wanted or not self._open(requests[0].prompt):
                 break
-            opened.append(requests[0].prompt)
             self.ready.extend(self.unopened.pop(prompt_id))
-            wanted -= len(requests)
-        while wanted > 0 and (taken := self.queue.take(wanted)):
-            # Behind those that have to wait may stand requests of open prompts: only by these do prompts close.
-            wanted -= self._place(taken, opened)
-        idle = self.options.slots - len(self.in_flight) - len(self.ready)
-        if self.terms.ahead_stream is not None and idle > 0 and not self.unopened:
-            self._place(self.queue.take_ahead(idle), opened)
-        if opened:
-            rows, tokens = [self.prompt_rows[prompt.id] for prompt in opened], [prompt.tokens for prompt in opened]
-            for batch in self.engine.prefill_batches(rows, tokens):
-                self.state = self.engine.open_prompts(self.terms.weights, self.state, *batch)
-                self.counts.dispatches += 1
-            self.counts.prefills += len(opened)
 
-    def _place(self, requests: list[Request], opened: list[Prompt]) -> int:
-        """Sorts requests into those that are ready and those whose prompts wait; the number of the former."""
-        num_ready = len(self.ready)
-        for request in requests:
-            prompt = request.prompt
-            if prompt.id not in self.prompt_rows:
-                if self.unopened or not self._open(prompt):
-                    self.unopened.setdefault(prompt.id, []).append(request)
-                    continue
-                opened.append(prompt)
+    def place(self, request: Request) -> None:
+        """Takes a request: it is ready, or its prompt waits."""
+        prompt = request.prompt
+        if prompt.id in self.prompt_rows or (not self.unopened and self._open(prompt)):
             self.ready.append(request)
-        return len(self.ready) - num_ready
+        else:
+            self.unopened.setdefault(prompt.id, []).append(request)
 
-    def _handover(self, reserve: int) -> Handover:
-        """The requests that are ready, as the device takes them."""
+    # ---- windows -------------------------------------------------------------------------------------------------
+
+    def hand_over(self, terms: _Terms) -> Handover:
+        """The requests that are ready, as the device takes them, and the prompts to give up."""
+        next_prompts = itertools.islice(self.unopened.values(), self.options.prefill_rows)
+        wanted = sum(self._pages(requests[0].prompt) for requests in next_prompts)
+        reserve = max(0, min(wanted, self._room_for_prompts()))
         size = self.options.output_rows
         prompt_row, output_row, limit, top_k = (np.zeros(size, np.int32) for _ in range(4))
         temperature, top_p = (np.ones(size, np.float32) for _ in range(2))
@@ -269,22 +238,23 @@ class _Session:
         while self.ready and self.free_output_rows:
             request, row = self.ready.popleft(), self.free_output_rows.pop()
             self.in_flight[row] = request
-            sampling = self.terms.sampling_of(request)
+            sampling = terms.sampling_of(request)
             prompt_row[count], output_row[count] = self.prompt_rows[request.prompt.id], row
-            address[count] = self.terms.address(request)
+            address[count] = terms.address(request)
             limit[count], temperature[count] = sampling.limit, sampling.temperature
             top_k[count], top_p[count] = sampling.top_k, sampling.top_p
             count += 1
         closing, self.closing = self.closing, np.zeros_like(self.closing)
         # Not before: a prompt opened by now would have stood in a row that this window is to give up.
         self.free_prompt_rows += np.flatnonzero(closing).tolist()
+        self.under_way.append((self.closed_pages - self.opened_pages, reserve))
+        self.sure_pages = self._surely_free(self.sure_pages + self.closed_pages, reserve)
+        self.closed_pages = self.opened_pages = 0
         return Handover(
             prompt_row=prompt_row, output_row=output_row, address=address,
             sampling=Sampling(limit=limit, temperature=temperature, top_k=top_k, top_p=top_p),
             count=np.int32(count), closing=closing, reserve=np.int32(reserve),
         )  # fmt: skip
-
-    # ---- windows -------------------------------------------------------------------------------------------------
 
     def _surely_free(self, free_pages: int, reserve: int) -> int:
         """Pages free after a window that began with at least `free_pages`: slots may take all but `reserve`, and
@@ -293,43 +263,18 @@ class _Session:
         rest = self.options.pages - 1 - sum(self.prompt_pages.values()) - held_by_slots
         return max(min(free_pages, reserve), rest)
 
-    def _dispatch(self) -> _Window:
-        """Hands over what is ready and starts a window."""
-        next_prompts = itertools.islice(self.unopened.values(), self.options.prefill_rows)
-        wanted = sum(self._pages(requests[0].prompt) for requests in next_prompts)
-        reserve = max(0, min(wanted, self._room_for_prompts()))
-        handover = self._handover(reserve)
-        if self.newest is not None and self.newest.report.turns.is_ready():
-            self.counts.host_s += time.monotonic() - self.read_at
-        self.state, report = self.engine.decode_window(self.terms.weights, self.state, handover)
-        for array in jax.tree.leaves(report):
-            array.copy_to_host_async()
-        self.counts.dispatches += 1
-        self.newest = _Window(report, self.closed_pages - self.opened_pages, reserve)
-        self.sure_pages = self._surely_free(self.sure_pages + self.closed_pages, reserve)
-        self.closed_pages = self.opened_pages = 0
-        return self.newest
-
-    def _read(self, window: _Window, following: _Window | None) -> list[Response]:
-        """Waits for a window; the responses that ended in it, by output row. `following` is under way already."""
-        report = jax.device_get(window.report)
-        self.read_at = time.monotonic()
-        if following is None:
-            self.sure_pages = int(report.free_pages)
-        else:
-            began_with = int(report.free_pages) + following.page_change
-            self.sure_pages = self._surely_free(began_with, following.reserve)
-        counts = self.counts
-        counts.windows += 1
-        counts.tokens += int(report.busy)
-        counts.slot_turns += int(report.turns) * self.options.slots
+    def hear(self, report: Report, version: int) -> list[Response]:
+        """The responses that ended in the oldest window under way, by output row."""
+        self.under_way.popleft()
+        self.sure_pages = int(report.free_pages)
+        for page_change, reserve in self.under_way:  # at most one
+            self.sure_pages = self._surely_free(self.sure_pages + page_change, reserve)
         if report.waiting and not report.turns:
             raise RuntimeError(
                 f"{report.waiting} requests wait and none can start: a pool of {self.options.pages} pages has no room "
                 "for one response beside the open prompts."
             )
-        outputs = report.outputs
-        responses = []
+        outputs, responses = report.outputs, []
         for row in np.flatnonzero(outputs.status != RUNNING).tolist():
             request, length = self.in_flight.pop(row), outputs.length[row]
             self.free_output_rows.append(row)
@@ -339,6 +284,95 @@ class _Session:
                 tokens=outputs.tokens[row, :length].copy(),
                 logprobs=outputs.logprobs[row, :length].copy(),
                 truncated=bool(outputs.status[row] == TRUNCATED),
-                version=self.terms.version,
+                version=version,
             ))  # fmt: skip
         return responses
+
+
+class _Session:
+    """One call of `sample_fn`: windows for all replicas, one ahead of what is read."""
+
+    def __init__(self, engine: Engine, counts: RolloutCounts, state: DecodeState, queue: RequestQueue, terms: _Terms):
+        self.engine, self.counts, self.state, self.queue, self.terms = engine, counts, state, queue, terms
+        self.replicas = [_Replica(engine.options) for _ in range(engine.replicas)]
+        self.windows: collections.deque[Report] = collections.deque()  # under way, not read
+        self.turns = np.zeros(engine.replicas, np.int64)
+        self.read_at = time.monotonic()
+
+    def run(self) -> Iterator[list[Response]]:
+        """Windows until the queue is dry and nothing is in flight."""
+        while True:
+            self._feed()
+            if any(replica.busy for replica in self.replicas):
+                self._dispatch()
+                if len(self.windows) == 1:
+                    continue
+            elif not self.windows:
+                break
+            yield self._read()
+        waiting = sum(len(replica.unopened) for replica in self.replicas)
+        if waiting:
+            raise RuntimeError(
+                f"{waiting} prompts wait and none can be opened, with nothing in flight: prompts that need nothing "
+                "more were never closed, or a barrier keeps all of them open and sampling.open_prompts is smaller "
+                "than their number."
+            )
+        for replica in self.replicas:
+            replica.close(list(replica.prompt_rows))
+        if any(replica.closing.any() for replica in self.replicas):
+            self._dispatch()  # a window of no turns, in which the last pages are given back
+
+    def _home(self, prompt_id: str) -> _Replica:
+        """The replica where a prompt is open; for a new one, that with the least to do."""
+        for replica in self.replicas:
+            if replica.has(prompt_id):
+                return replica
+        return min(self.replicas, key=lambda replica: replica.load)
+
+    def _feed(self) -> None:
+        """Takes as many requests as can be handed over, and opens the prompts that are new."""
+        closed = self.queue.closed()
+        for replica in self.replicas:
+            replica.close(closed)
+            replica.open_waiting()
+        # Behind those that have to wait may stand requests of open prompts: only by these do prompts close.
+        while (wanted := sum(replica.wanted for replica in self.replicas)) and (taken := self.queue.take(wanted)):
+            for request in taken:
+                self._home(request.prompt.id).place(request)
+        idle_slots = sum(replica.idle_slots for replica in self.replicas)
+        if self.terms.ahead_stream is not None and idle_slots:
+            for request in self.queue.take_ahead(idle_slots):
+                self._home(request.prompt.id).place(request)
+        opened = [replica.opened for replica in self.replicas]
+        for batches in prefill_batches(self.engine.options, opened):
+            self.state = self.engine.open_prompts(self.terms.weights, self.state, batches)
+            self.counts.dispatches += 1
+        self.counts.prefills += sum(map(len, opened))
+        for replica in self.replicas:
+            replica.opened = []
+
+    def _dispatch(self) -> None:
+        """Hands over what is ready and starts a window."""
+        handovers = [replica.hand_over(self.terms) for replica in self.replicas]
+        if self.windows and self.windows[-1].turns.is_ready():
+            self.counts.host_s += time.monotonic() - self.read_at
+        self.state, report = self.engine.decode_window(self.terms.weights, self.state, handovers)
+        for array in jax.tree.leaves(report):
+            array.copy_to_host_async()
+        self.windows.append(report)
+        self.counts.dispatches += 1
+
+    def _read(self) -> list[Response]:
+        """Waits for the oldest window; the responses that ended in it, by replica and output row."""
+        reports = self.engine.reports(self.windows.popleft())
+        self.read_at = time.monotonic()
+        self.counts.windows += 1
+        self.counts.tokens += sum(int(report.busy) for report in reports)
+        self.turns += [int(report.turns) for report in reports]
+        # A replica that takes fewer turns than another one idles meanwhile.
+        self.counts.slot_turns = int(self.turns.max()) * self.engine.options.slots * len(reports)
+        return [
+            response
+            for replica, report in zip(self.replicas, reports, strict=True)
+            for response in replica.hear(report, self.terms.version)
+        ]

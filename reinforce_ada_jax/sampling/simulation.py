@@ -14,9 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, EngineOptions, Handover, Outputs, Report
+from reinforce_ada_jax.sampling.state import (
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    EngineOptions,
+    Handover,
+    Outputs,
+    PrefillBatch,
+    Report,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +80,7 @@ class SimulatedEngine:
         self._device_s = self._host_s = 0.0  # when they are through with what they were given
         self._window_ends = collections.deque([0.0, 0.0], maxlen=2)
 
-    # The very same bucketing and padding.
-    prefill_batches = Engine.prefill_batches
-    _check_prompt = Engine._check_prompt
+    replicas = 1
 
     @property
     def seconds(self) -> float:
@@ -88,21 +94,21 @@ class SimulatedEngine:
         """No prompt open, no slot active, every page free."""
         return SimulatedState(self.options.pages - 1)
 
-    def open_prompts(
-        self, params: None, state: "SimulatedState", tokens: np.ndarray, length: np.ndarray, rows: Sequence[int]
-    ) -> "SimulatedState":
+    def open_prompts(self, params: None, state: "SimulatedState", batches: Sequence[PrefillBatch]) -> "SimulatedState":
         """One prefill."""
-        self._run(self.cost.prefill + self.cost.prefill_token * tokens.size, host=0.0)
-        for row, prompt_length in zip(rows, length, strict=True):
+        (batch,) = batches
+        self._run(self.cost.prefill + self.cost.prefill_token * batch.tokens.size, host=0.0)
+        for row, prompt_length in zip(batch.rows, batch.length, strict=True):
             if row < self.options.open_prompts:
                 state.prompts[int(row)] = int(prompt_length)
                 state.free_pages -= num_pages(int(prompt_length) - 1, self.options.page_size)
         return state
 
     def decode_window(
-        self, params: None, state: "SimulatedState", handover: Handover
+        self, params: None, state: "SimulatedState", handovers: Sequence[Handover]
     ) -> tuple["SimulatedState", Report]:
         """One window; see `decode.decode_window`, in whose order everything happens."""
+        (handover,) = handovers
         for row in np.flatnonzero(handover.closing).tolist():
             state.free_pages += num_pages(state.prompts.pop(row) - 1, self.options.page_size)
         state.queue.extend(self._entries(handover))
@@ -129,6 +135,10 @@ class SimulatedEngine:
         seconds = self.cost.window + turns * self.cost.turn + cached * self.cost.cached_token
         self._window_ends.append(self._run(seconds, host=self.cost.host))
         return state, self._report(state, ended, turns, busy)
+
+    def reports(self, report: Report) -> list[Report]:
+        """The one replica's."""
+        return [jax.device_get(report)]
 
     def _run(self, seconds: float, *, host: float) -> float:
         """Puts a program behind those under way; when it ends.

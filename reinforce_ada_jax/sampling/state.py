@@ -99,6 +99,15 @@ class Handover:
 
 
 @struct.dataclass
+class PrefillBatch:
+    """Prompts of about one length, right-padded; rows of the prompt table beyond its end are padding."""
+
+    tokens: Int[Array, "B T"]
+    length: Int[Array, " B"]
+    rows: Int[Array, " B"]
+
+
+@struct.dataclass
 class Queue:
     """Requests that wait for a slot: a ring, in which entry i stands at i modulo its size. [head, end) wait."""
 
@@ -184,7 +193,7 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
-    """Sizes and numbers of an engine; the static ones fix the compiled programs."""
+    """Sizes and numbers of one replica of an engine; the static ones fix the compiled programs."""
 
     slots: int
     window: int

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.engine import prefill_batches
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Handover, Sampling
 from tests.sampling import tiny
 
@@ -20,8 +21,8 @@ def opened(engine, prompts, rows=None, state=None):
     """A state with prompts open, in rows 0, 1, ... unless named."""
     state = engine.init_decode_state() if state is None else state
     rows = list(range(len(prompts))) if rows is None else rows
-    for batch in engine.prefill_batches(rows, [prompt.tokens for prompt in prompts]):
-        state = engine.open_prompts(tiny.params(), state, *batch)
+    for batches in prefill_batches(engine.options, [[(row, p.tokens) for row, p in zip(rows, prompts, strict=True)]]):
+        state = engine.open_prompts(tiny.params(), state, batches)
     return state
 
 
@@ -41,7 +42,7 @@ def handover(engine, *entries, first_output=0, closing=(), reserve=0):
 
 def window(engine, state, *entries, **how):
     """One window: the state after it, and its report."""
-    return engine.decode_window(tiny.params(), state, handover(engine, *entries, **how))
+    return engine.decode_window(tiny.params(), state, [handover(engine, *entries, **how)])
 
 
 def decode(engine, state, *entries, **how):
@@ -177,4 +178,4 @@ def test_new_responses_leave_the_reserved_pages(engine):
 @pytest.mark.parametrize("length", [0, 18])
 def test_prompts_that_do_not_fit_are_refused(engine, length):
     with pytest.raises(ValueError, match=f"a prompt has {length} tokens, the engine takes 1 to 17"):
-        list(engine.prefill_batches([0], [np.zeros(length, np.int32)]))
+        list(prefill_batches(engine.options, [[(0, np.zeros(length, np.int32))]]))

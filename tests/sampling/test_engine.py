@@ -46,9 +46,9 @@ def pointers(tree):
 def test_options_are_those_of_the_configuration():
     config = defaults()
     config.seed, config.model.compute_dtype, config.data.max_prompt_tokens = 5, "float32", 17
-    config.sampling.update(dict(slots=3, window=2, page_size=4, prefill_rows=2, max_response_tokens=12))
+    config.sampling.update(dict(slots=4, window=2, page_size=4, prefill_rows=2, max_response_tokens=12))
     options = options_from_config(config, (3, 7))
-    expected = dataclasses.replace(tiny.OPTIONS, slots=3, window=2, open_prompts=3, seed=5, pages=3 * 8 + 3 * 5 + 1)
+    expected = dataclasses.replace(tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=4 * 8 + 5 * 5 + 1)
     assert options == expected
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
@@ -118,6 +118,16 @@ def test_pages_are_split_by_kv_heads():
     # [K, L * pages, page_size, H]
     state = tiny_engine(mesh_lib.make_mesh(tensor=2)).init_decode_state()
     assert state.key_pages.sharding.shard_shape(state.key_pages.shape) == (1, 2 * 14, 4, 8)
+
+
+def test_every_replica_has_slots_and_pages_of_its_own():
+    engine = tiny_engine(mesh_lib.make_mesh(data=2, fsdp=2, tensor=2))
+    state = engine.init_decode_state()
+    assert engine.replicas == 4 and state.key_pages.shape == (4, 2, 2 * 14, 4, 8)
+    assert state.key_pages.sharding.shard_shape(state.key_pages.shape) == (1, 1, 2 * 14, 4, 8)
+    assert state.slots.active.sharding.shard_shape(state.slots.active.shape) == (1, 8)
+    with pytest.raises(ValueError, match="feeds one replica, and there are 4"):
+        engine.insert(None, None, 0)
 
 
 # ---- JetStream ---------------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.metrics import CompileCounter
+from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
-from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.rollouts import Rollouts, _Replica
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt, Request
 from tests.sampling import tiny
@@ -60,6 +61,25 @@ def test_sampled_logprobs_are_the_learners(changes):
 )  # fmt: skip
 def test_the_address_alone_decides(changes):
     tiny.assert_same(tiny.drawn(), tiny.drawn(**changes))
+
+
+def test_replicas_share_the_prompts():
+    """Four replicas of 2 slots: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
+    rollouts = tiny.rollouts(fsdp=4, slots=2)
+    homes = {}
+
+    class Watching(_Replica):
+        def place(self, request):
+            homes.setdefault(request.prompt.id, set()).add(id(self))
+            super().place(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts_lib, "_Replica", Watching)
+        tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+    assert all(len(home) == 1 for home in homes.values()) and len(set().union(*homes.values())) == 4
+    assert rollouts.counts.prefills == 5
+    tokens = sum(len(response.tokens) for response in tiny.drawn().values())
+    assert rollouts.counts.tokens == tokens and rollouts.counts.slot_turns % 8 == 0
 
 
 def test_wider_pages_change_nothing(monkeypatch):

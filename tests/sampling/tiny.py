@@ -85,10 +85,11 @@ def verdicts(pairs):
 
 
 def assert_idle(state, num_pages: int) -> None:
-    """No slot decodes, and every page but the null page is free, once."""
+    """No slot decodes, and every page but the null page is free, once, in every replica."""
     assert not state.slots.active.any()
-    free = np.asarray(state.pool.stack)[: int(state.pool.available)]
-    assert sorted(free) == list(range(1, num_pages))
+    stacks, available = np.asarray(state.pool.stack), np.asarray(state.pool.available)
+    for stack, count in zip(stacks.reshape(-1, stacks.shape[-1]), available.reshape(-1), strict=True):
+        assert sorted(stack[:count]) == list(range(1, num_pages))
 
 
 def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT, temperature=1.0, **how):
