@@ -4,8 +4,9 @@
         --config.model.path=models/Qwen2.5-Math-1.5B --config.data.prompts=data/prompts.jsonl
 
 Hardware: v5e-8, one host of 8 chips with 16 GB each. Weights, moments and gradients are float32 and sharded over all of
-them; decoding runs in 4 replicas of 64 slots, each on 2 chips. Compiled ahead of time for v5e:2x4 (jax 0.10.2), a chip
-needs COMPILED
+them; decoding runs in 4 replicas of 64 slots, each on 2 chips. Compiled ahead of time for v5e:2x4 (jax 0.10.2) with
+evaluations of 4,096 tokens, a chip holds 7.0 GiB for decoding (weights, 6,401 pages) and 7.7 GiB for the update of 512
+rows of 3,072 tokens. No slice has timed it.
 Prompts: RLHFlow/reinforce_ada_hard_prompt_1.5b or its easy counterpart (Hugging Face), as JSONL.
 Source of the numbers: arXiv 2510.04996 and its reference script: 512 prompts an iteration, 4 updates, M = 8, N = 4,
 n = 4, clip 0.2 / 0.28, learning rate 1e-6, 1,024 + 2,048 tokens, evaluation with up to 4,096.

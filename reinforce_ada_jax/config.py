@@ -175,7 +175,6 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "reward.workers": config.reward.workers,
         "sampling.pages": sampling.pages,
         "sampling.open_prompts": sampling.open_prompts,
-        "evaluation.temperature": config.evaluation.temperature,
         "evaluation.top_k": config.evaluation.top_k,
         "learning.warmup_updates": learning.warmup_updates,
         "learning.weight_decay": learning.weight_decay,
@@ -203,6 +202,11 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     for name, value in below_one.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
+    if not 0 <= config.evaluation.temperature < math.inf:
+        raise ValueError(
+            f"evaluation.temperature is {config.evaluation.temperature}; it must be at least 0 (the most probable "
+            "token) and finite."
+        )
     if not 0 < config.evaluation.top_p <= 1:
         raise ValueError(f"evaluation.top_p is {config.evaluation.top_p}; it must be above 0 and at most 1.")
     if sampling.top_k != 0 or sampling.top_p != 1:
@@ -258,6 +262,12 @@ def validate(config: config_dict.ConfigDict) -> None:
         "learning.micro_batches * mesh.data * mesh.fsdp",
         learning.micro_batches * config.mesh.data * config.mesh.fsdp,
     )
+    if collection.barrier and 0 < sampling.open_prompts < collection.prompts_per_iteration:
+        raise ValueError(
+            f"sampling.open_prompts is {sampling.open_prompts}, collection.prompts_per_iteration is "
+            f"{collection.prompts_per_iteration}: with collection.barrier every prompt stays open until the last "
+            "round, so all must be open at a time. Use at least so many, or 0 to have them counted for you."
+        )
     if sampling.pages and sampling.pages < least_pages(config):
         raise ValueError(
             f"sampling.pages is {sampling.pages}: a prompt of {config.data.max_prompt_tokens} tokens with a response "

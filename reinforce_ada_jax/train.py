@@ -342,6 +342,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    replicas = f" in each of {parts.engine.replicas} replicas" if parts.engine.replicas > 1 else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
         f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
@@ -353,8 +354,8 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
             f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
             f"mesh        {axes} of {jax.devices()[0].device_kind}",
             f"memory      weights and moments {3 * parameter_bytes / 2**20:,.1f} MiB, cache "
-            f"{cache_bytes / 2**20:,.1f} MiB ({options.pages} pages of {options.page_size} tokens, {options.slots} "
-            "slots)",
+            f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
+            f"{options.slots} slots)",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
             f"{num_prompts:,}), {updates_each} each; {collection.strategy}: at most {draws} responses a prompt, "
             f"groups of {collection.group_size}",

@@ -87,12 +87,35 @@ POSITIVE = """
         ("reward.kind", "code", "it must be one of cipher, math"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, "no baseline.*at least 2"),
+        ("collection.overlap_iterations", 2, "it must be 0 or 1"),
+        ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
+        ("evaluation.temperature", -1.0, "at least 0"),
+        ("evaluation.temperature", math.nan, "at least 0"),
+        ("evaluation.top_k", -1, "it must not be negative"),
+        ("evaluation.top_p", 0.0, "above 0 and at most 1"),
+        ("evaluation.top_p", 1.1, "above 0 and at most 1"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message):
     shown = repr(value) if isinstance(value, str) else value
     with pytest.raises(ValueError, match=f"{re.escape(f'{key} is {shown}')}[;:] .*{message}"):
         config_lib.validate(changed(**{key: value}))
+
+
+@pytest.mark.parametrize("cut", [{"sampling.top_k": 50}, {"sampling.top_p": 0.95}])
+def test_training_samples_the_policy_as_it_is(cut):
+    with pytest.raises(ValueError, match="training samples must come from the policy .* set evaluation.top_k"):
+        config_lib.validate(changed(**cut))
+
+
+def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
+    barrier = {"collection.barrier": True}
+    with pytest.raises(ValueError, match="choose one of them"):
+        config_lib.validate(changed(**barrier, **{"collection.overlap_iterations": 1}))
+    with pytest.raises(ValueError, match="open_prompts is 511, collection.prompts_per_iteration is 512"):
+        config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 511}))
+    config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 512}))
+    config_lib.validate(changed(**barrier))
 
 
 @pytest.mark.parametrize("strategy", ["positive", "balance"])

@@ -50,13 +50,15 @@ REPLICA_AXES = ("data", "fsdp")
 def options_from_config(config: Any, stop_ids: tuple[int, ...]) -> EngineOptions:
     """The engine that a run's configuration describes, with its zeros ("count it for me") filled in."""
     sampling = config.sampling
+    # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
+    # (docs/performance.md); behind a barrier none is closed before the last round has begun.
+    barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
     options = EngineOptions(
         slots=sampling.slots,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
-        # With only as many as slots, the queue runs dry while next rounds are on their way (docs/performance.md).
-        open_prompts=sampling.open_prompts or sampling.slots + sampling.slots // 4,
+        open_prompts=sampling.open_prompts or max(sampling.slots + sampling.slots // 4, barrier_prompts),
         prefill_rows=sampling.prefill_rows,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=longest_response(config),
@@ -268,7 +270,7 @@ class Engine(EngineInterface):
 
     @property
     def cache_bytes(self) -> int:
-        """Of all pages, keys and values, all layers."""
+        """Of a replica's pages, keys and values, all layers."""
         a, o = self.architecture, self.options
         token_bytes = 2 * a.num_layers * a.num_kv_heads * o.columns(a) * self.dtype.itemsize
         return o.pages * o.page_size * token_bytes

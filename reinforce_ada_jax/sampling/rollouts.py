@@ -91,9 +91,10 @@ class Rollouts:
         """
         if isinstance(sampling, SamplingParams):
             self._check(sampling)
-            sampling_of = lambda request: sampling  # noqa: E731
-        else:
-            sampling_of = lambda request: self._check(sampling(request))  # noqa: E731
+
+        def sampling_of(request: Request) -> SamplingParams:
+            return sampling if isinstance(sampling, SamplingParams) else self._check(sampling(request))
+
         terms = _Terms(self.engine.decode_weights(params), stream, ahead_stream, version, sampling_of)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:

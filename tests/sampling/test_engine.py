@@ -50,6 +50,8 @@ def test_options_are_those_of_the_configuration():
     options = options_from_config(config, (3, 7))
     expected = dataclasses.replace(tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=4 * 8 + 5 * 5 + 1)
     assert options == expected
+    config.collection.barrier, config.collection.prompts_per_iteration = True, 8
+    assert options_from_config(config, (3, 7)).open_prompts == 8
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
     assert (int(state.seed), state.stop_ids.tolist()) == (5, [3, 7])
