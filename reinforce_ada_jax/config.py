@@ -65,7 +65,8 @@ def defaults() -> config_dict.ConfigDict:
             window=32,  # tokens decoded for all slots in one dispatch
             page_size=64,  # tokens a page of the key/value cache holds
             pages=0,  # pages of a replica's cache; 0: enough for every slot and `open_prompts`
-            open_prompts=0,  # prompts whose pages a replica holds at a time; 0: a quarter more than it has slots
+            # Prompts whose pages a replica holds at a time; 0: a quarter more than slots, or all behind a barrier.
+            open_prompts=0,
             prefill_rows=16,  # prompts prefilled in one dispatch
             attention="auto",  # "jnp", "pallas_tpu" or "pallas_gpu"; auto: the one made for the device
         ),

@@ -203,11 +203,8 @@ class Run:
         for batch in batches:
             fresh = np.asarray(batch.version) == self.iteration
             gaps = np.abs(np.asarray(batch.old_logprobs) - np.asarray(batch.behaviour_logprobs))[fresh]
-            total, num_tokens = (
-                total + float(gaps.sum()),
-                num_tokens + int(np.asarray(batch.response_length)[fresh].sum()),
-            )
-            largest = max(largest, float(gaps.max(initial=0.0)))
+            total, largest = total + float(gaps.sum()), max(largest, float(gaps.max(initial=0.0)))
+            num_tokens += int(np.asarray(batch.response_length)[fresh].sum())
         mean = total / max(num_tokens, 1)
         if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
             if not largest <= FLOAT32_LOGPROB_GAP:

@@ -30,7 +30,6 @@ class _Draws:
       verdicts: of the finished rounds, so it is shorter than `responses` while a round is under way.
       missing: responses of the current round that are not back.
       rounds: finished rounds.
-      closed: the strategy said stop.
     """
 
     prompt: Prompt
@@ -40,7 +39,6 @@ class _Draws:
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     missing: int = 0
     rounds: int = 0
-    closed: bool = False
 
     def go_on_from(self, begun: Begun) -> None:
         """Takes over what was drawn ahead."""
@@ -233,7 +231,6 @@ class _Collection:
                 f"max_draws = {strategy.max_draws}."
             )
         if size == 0:
-            draws.closed = True
             self._newly_closed.append(draws.prompt.id)
             self._num_open -= not draws.ahead
             return

@@ -102,13 +102,13 @@ class VerifierPool:
         self._address = _address(grade_fn) if workers else ""
         self.workers = workers
         self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
         self._workers: list[_Worker] = []
         self._num_failed_starts = 0
         self._entered = False
 
     def __enter__(self) -> Self:
         self._entered = True
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
         try:
             for _ in range(self.workers):
                 self._workers.append(self._start())

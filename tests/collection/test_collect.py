@@ -154,11 +154,18 @@ def test_fewer_finished_rounds_go_first_even_if_they_come_later():
     assert then == [("p1", 1), ("p0", 2), ("p1", 2)]
 
 
+def first_prompt(in_flight):
+    first_id = min(request.prompt.id for request in in_flight)
+    return [request for request in in_flight if request.prompt.id == first_id]
+
+
 def barrier_and_not(rewards, slots, strategy):
     """Pools of both ways, and the rounds in the order in which they were taken."""
     logs = [], []
     pools = [
-        collect(make_prompts(len(rewards)), sampler(slots, first, log), verifier(rewards), strategy, barrier=barrier)
+        collect(
+            make_prompts(len(rewards)), sampler(slots, first_prompt, log), verifier(rewards), strategy, barrier=barrier
+        )
         for barrier, log in zip((False, True), logs, strict=True)
     ]
     rounds = [[draw // 2 for taken in log for _, draw in taken] for log in logs]
@@ -168,10 +175,10 @@ def barrier_and_not(rewards, slots, strategy):
 def test_a_barrier_keeps_all_prompts_in_step_and_changes_no_pool():
     rewards = (np.random.default_rng(0).random((6, 8)) < np.linspace(0, 1, 6)[:, None]).astype(float)
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=4)
-    # 3 slots of 6 prompts' 2 draws: without a barrier later rounds begin while others' first ones are under way.
-    pools, rounds = barrier_and_not(rewards, 5, strategy)
+    # Each prompt's draws come back ahead of the next prompt's: without a barrier its later rounds begin meanwhile.
+    pools, rounds = barrier_and_not(rewards, 16, strategy)
     assert [summary(pool, strategy) for pool in pools[0]] == [summary(pool, strategy) for pool in pools[1]]
-    assert sorted(rounds[0]) == sorted(rounds[1]) == rounds[1]
+    assert sorted(rounds[0]) == sorted(rounds[1]) == rounds[1] != rounds[0]
 
 
 def test_behind_the_barrier_nothing_begins_before_everything_is_back():

@@ -251,7 +251,7 @@ def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():
     tiny.assert_same(expected, {address: drawn[address] for address in expected}, prompts=then, stream=1)
 
 
-def test_dispatches_are_counted_and_windows_end_early_for_a_reason():
+def test_dispatches_are_counted():
     rollouts = tiny.rollouts(slots=64, window=64)
     samples = tiny.draw(rollouts)
     counts, tokens = rollouts.counts, sum(len(response.tokens) for response in samples.values())
