@@ -18,6 +18,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.rewards import cipher, math_answer
+from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine, options_from_config
 from reinforce_ada_jax.types import Prompt, Response, Verdict
@@ -48,13 +49,15 @@ class Parts:
         problems = prompts_lib.load_problems(source)
         return prompts_lib.tokenize(problems, self.tokenizer, config.data.template, config.data.max_prompt_tokens)
 
-    def verify_fn(self, verifiers: VerifierPool) -> VerifyFn:
+    def verify_fn(self, verifiers: VerifierPool, shaping: Shaping) -> VerifyFn:
         """Decodes responses and grades them against the reference answers, beside decoding where there are workers."""
 
-        grade = verifiers.submit if verifiers.workers else verifiers.grade_all
-
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
-            return grade((self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs)
+            texts = ((self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs)
+            lengths = [len(response.tokens) for _, response in pairs]
+            if verifiers.workers:
+                return shaping.later(verifiers.submit(texts), lengths)
+            return shaping.all(verifiers.grade_all(texts), lengths)
 
         return verify
 
@@ -81,6 +84,14 @@ def deterministic(config: ConfigDict) -> bool:
     """Whether the order of events may not depend on time; unless the configuration says, it may not on a CPU."""
     chosen = config.collection.deterministic
     return jax.default_backend() == "cpu" if chosen is None else chosen
+
+
+def shaping(config: ConfigDict) -> Shaping:
+    """How training rewards are made of graded ones; evaluations know the threshold only."""
+    reward = config.reward
+    return Shaping(
+        reward.positive_threshold, reward.overlong_tokens, reward.overlong_penalty, config.sampling.max_response_tokens
+    )
 
 
 def verifier_pool(config: ConfigDict) -> VerifierPool:

@@ -7,8 +7,10 @@
     python -m reinforce_ada_jax.benchmark adaptive --slots=256 --scale=0.25 --barrier
     python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=Qwen2.5-1.5B
         --dtype=bfloat16 --bandwidth=8.1e11
+    python -m reinforce_ada_jax.benchmark learning --output=runs/learning --seeds=3 --jobs=2 --json=OUT
 
-`rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance.
+`rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance;
+`learning` trains the built-in model by every algorithm.
 With --simulate nothing runs but the scheduling. What the numbers mean, and what they were: docs/performance.md.
 """
 
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from reinforce_ada_jax import command, metrics, rollout_benchmark, workloads
+from reinforce_ada_jax import command, learning_benchmark, metrics, rollout_benchmark, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.published import PUBLISHED
@@ -34,6 +36,9 @@ from reinforce_ada_jax.rollout_benchmark import Contender
 from reinforce_ada_jax.sampling.simulation import Cost
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.workloads import Workload
+
+# Tokens at which algorithms are compared: about what 100 updates of grpo with n = 4, and of balance, take.
+LEARNING_BUDGETS = (64_000, 150_000, 340_000)
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
@@ -48,6 +53,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "against_python": (sys.executable, "The interpreter of its environment."),
         "lengths": (None, "Of responses: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
         "json": (None, "Where to write the numbers."),
+        "output": ("runs/learning", "The folder for the runs of `learning`, their table and their figure."),
     }
     integers = {
         "slots": (64, "Responses decoded side by side, by all replicas together."),
@@ -66,6 +72,8 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "max_response_tokens": (None, "In a simulation: reserve pages for so many tokens; else for those that come."),
         "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
         "seed": (0, "Of workloads and random weights."),
+        "seeds": (3, "Runs of `learning` for each algorithm."),
+        "jobs": (1, "Of these side by side, one core each."),
     }
     for name, (default, text) in texts.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -74,6 +82,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         flags.DEFINE_integer(name, default, text, lower_bound=lower_bound, flag_values=values)
     flags.DEFINE_float("scale", 1.0, "Adaptive response lengths are multiplied by this.", flag_values=values)
     flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
+    flags.DEFINE_list("algorithms", [], "Of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: turn=0.01,host=0.002,...", flag_values=values)
     flags.DEFINE_bool("barrier", False, "Also with all rounds in step.", flag_values=values)
     flags.DEFINE_bool("simulate", False, "In virtual time.", flag_values=values)
@@ -269,8 +278,21 @@ def adaptive(options: flags.FlagValues) -> dict[str, Any]:
     return result
 
 
+def learning(options: flags.FlagValues) -> dict[str, Any]:
+    """Held-out accuracy at equal updates and equal tokens; see learning_benchmark.py."""
+    with command.user_input():
+        return learning_benchmark.measure(
+            pathlib.Path(options.output),
+            seeds=options.seeds,
+            jobs=options.jobs,
+            names=options.algorithms,
+            budgets=LEARNING_BUDGETS,
+            say=lambda text: print(text, flush=True),
+        )
+
+
 # A benchmark of another part of a run is a function from the flags to its numbers.
-BENCHMARKS = {"rollout": rollout, "adaptive": adaptive}
+BENCHMARKS = {"rollout": rollout, "adaptive": adaptive, "learning": learning}
 
 
 def summary(result: dict[str, Any], indent: str = "") -> str:

@@ -12,8 +12,12 @@ from typing import Any
 
 from ml_collections import config_dict
 
-STRATEGIES = ("grpo", "positive", "balance")
+from reinforce_ada_jax.collection_rules import check_choice, check_collection
+
+ESTIMATORS = ("ema", "value")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+RATIOS = ("token", "sequence")
+KL_KINDS = ("k1", "k2", "k3")
 ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
 DTYPES = ("float32", "bfloat16")
 REWARDS = ("cipher", "math")
@@ -41,20 +45,48 @@ def defaults() -> config_dict.ConfigDict:
             kind="math",
             workers=2,  # grading processes; 0 grades in this process (for checkers that can neither hang nor crash)
             time_limit_s=6.0,  # wall clock for one grading, enforced by killing the worker
+            positive_threshold=0.7,  # a graded reward above it is correct: what stopping rules and pass rates look at
+            overlong_tokens=0,  # the last so many tokens before the length limit cost, in a straight line, up to
+            overlong_penalty=1.0,
         ),
         collection=dict(
-            strategy="balance",
-            group_size=4,  # n: rows of one prompt that reach the update
+            strategy="balance",  # one of collection_rules.STRATEGIES, or "file.py:function" (docs/strategies.md)
+            group_size=4,  # n: rows of one prompt that reach the update; of grpo, dapo and ngu the size of a round
             samples_per_round=8,  # M
             max_rounds=4,  # N: at most M * N draws for a prompt
-            prompts_per_iteration=512,
+            # Correct and wrong responses that end the rounds.
+            k_pos=config_dict.placeholder(int),  # default: 1 for positive, n // 2 for balance
+            k_neg=config_dict.placeholder(int),  # default: 0 for positive, n - n // 2 for balance
+            # estimate: N_x is fixed before drawing, within [min_draws, max_draws], and sums to budget * prompts.
+            min_draws=2,
+            max_draws=config_dict.placeholder(int),  # N_max, of ngu too, where 0 is no limit; default: M * N
+            budget=config_dict.placeholder(float),  # draws for a prompt on average; default: M
+            # N_x goes with sqrt(w); "sampling": with w; "variance": with sqrt((1 - p) / p). Advantages pay the rest.
+            allocation="hybrid",
+            max_extra_batches=3,  # dapo: how often an iteration's prompts may be drawn anew for dropped groups
+            retry_probability=0.95,  # ngu: of one more round for a prompt that is all wrong
+            max_age=4,  # ngu: updates since a response was drawn, beyond which it is not trained on
+            keep="",  # "group": a balanced group of n; "pool": every response; default: the strategy's own
+            baseline="",  # one of collection_rules.BASELINES; default: the strategy's own
             normalize_by_std=False,
+            objective="identity",  # J = E[f(p)]: f = p, log p, or p^alpha
+            objective_alpha=0.5,
+            objective_epsilon=1e-2,  # pass rates below it count as it in w(p) = f'(p)
+            prompts_per_iteration=512,
             barrier=False,  # rounds of all prompts in step, as in the reference program: the same samples, more time
             # Hear verdicts at fixed points, so that equal runs make equal bits on devices that round by row position;
             # default: on CPUs.
             deterministic=config_dict.placeholder(bool),
             # 1: slots that would be idle begin the next iteration's prompts, under this iteration's weights.
             overlap_iterations=0,
+        ),
+        estimator=dict(  # of pass rates, for the strategy estimate
+            kind="ema",  # "value": a head on the policy's last prompt token
+            decay=0.85,
+            prior_correct=0.5,  # a and b of the Beta prior
+            prior_wrong=0.5,
+            learning_rate=3e-2,  # of the value head
+            steps=8,  # of its optimiser, for every iteration's pools
         ),
         sampling=dict(
             temperature=1.0,
@@ -84,7 +116,10 @@ def defaults() -> config_dict.ConfigDict:
             clip_high=0.28,
             dual_clip=10.0,
             aggregation="token-mean",
+            ratio="token",  # "sequence": one ratio a response, the geometric mean of its tokens' (GSPO)
             entropy_coefficient=0.0,  # the reference script; the paper's text says 1e-4
+            kl_coefficient=0.0,  # above 0: a frozen copy of the first weights is kept as reference
+            kl_kind="k3",
             # Cap of the sampler/learner importance weight; default: none, or 2.0 with overlap_iterations.
             truncated_is_cap=config_dict.placeholder(float),
             logprob_chunk=512,  # tokens whose logits exist at a time
@@ -119,11 +154,6 @@ def _multiple(name: str, value: int, of_name: str, of: int) -> None:
         )
 
 
-def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")
-
-
 def longest_response(config: config_dict.ConfigDict) -> int:
     """Tokens of the longest response that will be sampled, training or evaluation."""
     if config.evaluation.benchmarks:
@@ -144,13 +174,15 @@ def least_pages(config: config_dict.ConfigDict) -> int:
 def _check_values(config: config_dict.ConfigDict) -> None:
     """The rules that look at one key at a time: names out of a list, numbers within their range."""
     collection, sampling, learning = config.collection, config.sampling, config.learning
-    _choice("collection.strategy", collection.strategy, STRATEGIES)
-    _choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
-    _choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
-    _choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
-    _choice("reward.kind", config.reward.kind, REWARDS)
-    _choice("sampling.attention", sampling.attention, ATTENTIONS)
-    _choice("data.template", config.data.template, TEMPLATES)
+    check_choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
+    check_choice("learning.ratio", learning.ratio, RATIOS)
+    check_choice("learning.kl_kind", learning.kl_kind, KL_KINDS)
+    check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)
+    check_choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
+    check_choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
+    check_choice("reward.kind", config.reward.kind, REWARDS)
+    check_choice("sampling.attention", sampling.attention, ATTENTIONS)
+    check_choice("data.template", config.data.template, TEMPLATES)
     at_least_one = {
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
         "evaluation.samples": config.evaluation.samples,
@@ -158,8 +190,9 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "checkpoint.keep": config.checkpoint.keep,
         **{
             f"collection.{key}": collection[key]
-            for key in ("group_size", "samples_per_round", "max_rounds", "prompts_per_iteration")
+            for key in ("group_size", "samples_per_round", "max_rounds", "prompts_per_iteration", "min_draws")
         },
+        "estimator.steps": config.estimator.steps,
         **{
             f"sampling.{key}": sampling[key]
             for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")
@@ -174,6 +207,12 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "seed": config.seed,
         "iterations": config.iterations,
         "reward.workers": config.reward.workers,
+        "reward.overlong_tokens": config.reward.overlong_tokens,
+        "reward.overlong_penalty": config.reward.overlong_penalty,
+        "collection.max_extra_batches": collection.max_extra_batches,
+        "collection.max_age": collection.max_age,
+        "collection.objective_epsilon": collection.objective_epsilon,
+        "learning.kl_coefficient": learning.kl_coefficient,
         "sampling.pages": sampling.pages,
         "sampling.open_prompts": sampling.open_prompts,
         "evaluation.top_k": config.evaluation.top_k,
@@ -195,11 +234,20 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "learning.epsilon": learning.epsilon,
         "learning.clip_high": learning.clip_high,
         "reward.time_limit_s": config.reward.time_limit_s,
+        "estimator.prior_correct": config.estimator.prior_correct,
+        "estimator.prior_wrong": config.estimator.prior_wrong,
+        "estimator.learning_rate": config.estimator.learning_rate,
+        "collection.objective_alpha": collection.objective_alpha,
     }
     for name, value in positive.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value}; it must be above 0 and finite.")
-    below_one = {"learning.b1": learning.b1, "learning.b2": learning.b2, "learning.clip_low": learning.clip_low}
+    below_one = {
+        "learning.b1": learning.b1,
+        "learning.b2": learning.b2,
+        "learning.clip_low": learning.clip_low,
+        "estimator.decay": config.estimator.decay,
+    }
     for name, value in below_one.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
@@ -215,6 +263,12 @@ def _check_values(config: config_dict.ConfigDict) -> None:
             f"sampling.top_k is {sampling.top_k} and sampling.top_p {sampling.top_p}: training samples must come from "
             "the policy as it is (0 and 1.0), or every ratio of the update is wrong. To cut off the tail in "
             "evaluations, set evaluation.top_k and evaluation.top_p."
+        )
+    if collection.overlap_iterations and collection.strategy in ("estimate", "dapo"):
+        raise ValueError(
+            f"collection.overlap_iterations begins prompts before it is known what {collection.strategy} will ask of "
+            "them (estimate allots draws after the last iteration's verdicts, dapo does not know its prompts yet): set "
+            "it to 0."
         )
     if collection.overlap_iterations not in (0, 1):
         raise ValueError(f"collection.overlap_iterations is {collection.overlap_iterations}; it must be 0 or 1.")
@@ -237,19 +291,12 @@ def validate(config: config_dict.ConfigDict) -> None:
     if not config.data.prompts:
         raise ValueError("data.prompts is empty: name a JSONL file of problems, --config.data.prompts=FILE.")
     _check_values(config)
-    if collection.strategy != "grpo" and collection.group_size > collection.samples_per_round:
+    check_collection(collection)
+    if not config.reward.overlong_tokens <= sampling.max_response_tokens:
         raise ValueError(
-            f"collection.group_size is {collection.group_size}, collection.samples_per_round is "
-            f"{collection.samples_per_round}: {collection.strategy} keeps group_size responses of a prompt that may "
-            "stop after one round, so group_size must not exceed samples_per_round. Lower the one or raise the other."
+            f"reward.overlong_tokens is {config.reward.overlong_tokens}, sampling.max_response_tokens only "
+            f"{sampling.max_response_tokens}: the penalty would begin before the first token. Lower it."
         )
-    if collection.group_size < 2:
-        raise ValueError(
-            f"collection.group_size is {collection.group_size}: a group of one has no baseline to differ from. Use at "
-            "least 2."
-        )
-    if collection.strategy == "balance" and collection.max_rounds * collection.samples_per_round < 2:
-        raise ValueError("balance needs at least 2 draws for a prompt: raise collection.max_rounds.")
     _multiple(
         "collection.prompts_per_iteration",
         collection.prompts_per_iteration,

@@ -22,6 +22,8 @@ from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.metrics import Progress, write_whole
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
@@ -65,6 +67,11 @@ def load_benchmarks(parts: Parts, config: ConfigDict) -> Benchmarks:
             raise ValueError(f"two benchmarks are called {name!r}: rename one of the files.")
         benchmarks[name] = parts.prompts(source, config)
     return benchmarks
+
+
+def verify_fn(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> VerifyFn:
+    """Right or wrong; nothing shapes the reward of an evaluation."""
+    return parts.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
 
 
 def evaluate(
@@ -149,7 +156,7 @@ def main(
     progress = Progress(total=1, done=0)
     with assembly.verifier_pool(config) as verifiers:
         metrics = evaluate(
-            sets, params, Rollouts(parts.engine), parts.verify_fn(verifiers), config, iteration, progress.phase
+            sets, params, Rollouts(parts.engine), verify_fn(parts, verifiers, config), config, iteration, progress.phase
         )
     progress.close()
     print(table(metrics, config.evaluation.samples))

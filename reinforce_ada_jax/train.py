@@ -10,6 +10,7 @@ Start-up: check the configuration (no device yet), the work directory, the model
 weights, or the newest checkpoint; say what will run. Ctrl-C ends the run after saving the last finished iteration.
 """
 
+import functools
 import json
 import pathlib
 import signal
@@ -29,11 +30,14 @@ from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_chec
 from reinforce_ada_jax.collection import ahead, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.ahead import Ahead
-from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.collect import EstimateFn, collect
+from reinforce_ada_jax.collection.estimators import Ema, calibration
+from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.metrics import collection_metrics
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.learning.batch import Batch, make_batch
-from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
@@ -99,7 +103,12 @@ class Run:
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
         self.begun: dict[str, Begun] = {}
+        self.estimator = make_estimator(config, parts) if self.strategy.plan else None
         self.state = self._begin_or_resume(params)
+        # What the KL term compares with: the weights that the run began with, frozen.
+        self.reference = (
+            load_params(config, parts, config.model.compute_dtype) if config.learning.kl_coefficient else None
+        )
         self.rollouts = Rollouts(parts.engine)
         self.interrupt = Interrupt()
         written = self.iteration - (self.pending is not None)
@@ -115,6 +124,8 @@ class Run:
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
         self.begun = ahead.from_json(saved["begun"])
+        if self.estimator is not None:
+            self.estimator.load_json(saved["estimator"])
         return state
 
     def save(self) -> None:
@@ -124,15 +135,30 @@ class Run:
             "cursor": self.cursor.to_json(),
             "pending": self.pending,
             "begun": ahead.to_json(self.begun),
+            "estimator": None if self.estimator is None else self.estimator.to_json(),
         }
         self.checkpoints.save(self.iteration, self.state, saved)
 
     # ---- the phases of an iteration ------------------------------------------------------------------------------
 
+    def estimate_fn(self) -> EstimateFn | None:
+        """Pass rates expected under the current weights, where the strategy plans with them."""
+        if isinstance(self.estimator, ValueHead):
+            return functools.partial(self.estimator.estimate, self.state.params)
+        return None if self.estimator is None else self.estimator.estimate
+
     def collect(
-        self, prompts: Sequence[Prompt], upcoming: Ahead, verifiers: VerifierPool, progress: Progress
+        self,
+        prompts: Sequence[Prompt],
+        spare: Sequence[Prompt],
+        upcoming: Ahead,
+        verifiers: VerifierPool,
+        progress: Progress,
     ) -> tuple[list[Group], dict]:
-        """Draws and grades responses until every prompt's rule is met; idle slots begin the `upcoming` prompts."""
+        """Draws and grades responses until every prompt's rule is met.
+
+        `spare` prompts take the place of those of which nothing is kept; idle slots begin the `upcoming` ones.
+        """
         iteration, collection = self.iteration + 1, self.config.collection
         begin, verify_s = time.monotonic(), verifiers.busy_s
 
@@ -154,17 +180,25 @@ class Run:
         pools = collect(
             prompts,
             sample_fn,
-            self.parts.verify_fn(verifiers),
+            self.parts.verify_fn(verifiers, assembly.shaping(self.config)),
             self.strategy,
+            spare=spare,
+            estimate_fn=self.estimate_fn(),
+            seed=self.config.seed,
+            iteration=iteration,
             barrier=collection.barrier,
             deterministic=assembly.deterministic(self.config),
             begun=self.begun,
             ahead=upcoming,
             on_progress=report,
         )
-        groups = [make_group(pool, self.strategy, collection.normalize_by_std) for pool in pools]
+        updates = collection.prompts_per_iteration // self.config.learning.prompts_per_update
+        groups = []
+        for pool in pools:
+            ages = np.array([(self.iteration - response.version) * updates for response in pool.responses])
+            groups.append(make_group(pool, self.strategy, ages))
         counts = self.rollouts.counts
-        metrics = collection_metrics(groups, collection.group_size)
+        metrics = collection_metrics(groups, collection.group_size, len(prompts)) | calibration(pools)
         metrics["collection/slot_utilisation"] = counts.slot_utilisation
         metrics["collection/prefills"] = counts.prefills
         metrics["collection/dispatches"] = counts.dispatches
@@ -181,20 +215,52 @@ class Run:
 
         Those are taken before the first update and stay fixed through all of them (PPO's `old` policy).
         """
-        size, batches = self.config.learning.prompts_per_update, []
-        for first in range(0, len(groups), size):
+        count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
+        batches = []
+        for places in deal([len(group.kept) for group in groups], count):
             rows = [
-                (group.pool.prompt.tokens, group.pool.responses[draw], advantage)
-                for group in groups[first : first + size]
-                for draw, advantage in zip(group.kept, group.advantages, strict=True)
+                (groups[place].pool.prompt.tokens, groups[place].pool.responses[draw], advantage)
+                for place in places
+                for draw, advantage in zip(groups[place].kept, groups[place].advantages, strict=True)
             ]
+            if not rows:
+                continue
             batch = self.learner.put(make_batch(
                 rows,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,
                 max_response_tokens=self.config.sampling.max_response_tokens,
+                num_rows=self.batch_rows(len(rows)),
             ))  # fmt: skip
-            batches.append(batch.replace(old_logprobs=self.learner.score(self.state.params, batch)))
+            batch = batch.replace(old_logprobs=self.learner.score(self.state.params, batch))
+            if self.reference is not None:
+                batch = batch.replace(reference_logprobs=self.learner.score(self.reference, batch))
+            batches.append(batch)
         return batches
+
+    def batch_rows(self, rows: int) -> int:
+        """Rows that a minibatch is padded to: one number for the whole run, so that nothing is compiled twice.
+
+        Only where a strategy keeps any number of responses it grows, by doubling. Padding costs memory, not time.
+        """
+        micro_rows = self.learner.micro_rows
+        if self.strategy.max_kept is not None:
+            most = self.config.learning.prompts_per_update * self.strategy.max_kept
+            return micro_rows * -(-most // micro_rows)
+        size = micro_rows * self.config.learning.micro_batches
+        while size < rows:
+            size *= 2
+        return size
+
+    def say_what_is_missing(self, groups: Sequence[Group], batches: Sequence[Batch], progress: Progress) -> None:
+        """A word where an iteration trains on less than it was meant to."""
+        wanted, kept = self.config.collection.prompts_per_iteration, sum(bool(group.kept.size) for group in groups)
+        if self.strategy.extra_batches and kept < wanted:
+            progress.say(
+                f"iteration {self.iteration + 1}: {kept} of {wanted} groups have a signal after {len(groups)} prompts, "
+                "which are all that collection.max_extra_batches and the data allow; the update goes on with them."
+            )
+        if not batches:
+            progress.say(f"iteration {self.iteration + 1}: every group was dropped, so nothing is updated.")
 
     def check_logprobs(self, batches: Sequence[Batch], progress: Progress) -> dict[str, float]:
         """How far the engine's log-probabilities of its own tokens are from the learner's, where both have the same
@@ -230,9 +296,10 @@ class Run:
                     f"iteration {self.iteration + 1}, update {number} of {len(batches)}: loss {results[-1].loss:.4g}, "
                     f"gradient norm {results[-1].grad_norm:.4g}: not finite. The update was not applied."
                 )
-        names = [name for name in results[0]._fields if name != "finite"]
-        means = {f"update/{name}": float(np.mean([getattr(result, name) for result in results])) for name in names}
-        return means | {"time/update_s": time.monotonic() - begin}
+        # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.
+        columns = {name: [getattr(result, name) for result in results] for name in UpdateMetrics._fields}
+        means = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
+        return means | {"update/count": len(batches), "time/update_s": time.monotonic() - begin}
 
     def evaluate(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
         """avg@k and pass@k of the current weights, also kept in evaluations/."""
@@ -243,8 +310,8 @@ class Run:
 
         begin = time.monotonic()
         metrics = evaluate.evaluate(
-            self.benchmarks, self.state.params, self.rollouts, self.parts.verify_fn(verifiers), self.config,
-            self.iteration, report,
+            self.benchmarks, self.state.params, self.rollouts, evaluate.verify_fn(self.parts, verifiers, self.config),
+            self.config, self.iteration, report,
         )  # fmt: skip
         evaluate.save(self.workdir, self.iteration, metrics)
         averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
@@ -280,12 +347,22 @@ class Run:
             current = {prompt.id for prompt in prompts}  # an epoch's end and the next one's beginning may share some
             following = next_prompts(self.prompts, cursor, size)[0]
             upcoming = Ahead([prompt for prompt in following if prompt.id not in current])
-        groups, metrics = self.collect(prompts, upcoming, verifiers, progress)
+        spare = []
+        if self.strategy.extra_batches:
+            taken = {prompt.id for prompt in prompts}
+            spare = prompts_after(self.prompts, cursor, self.strategy.extra_batches * size, taken)
+        groups, metrics = self.collect(prompts, [prompt for prompt, _ in spare], upcoming, verifiers, progress)
+        used = len(groups) - size
+        if used:
+            cursor = spare[used - 1][1]
         self.write_samples(groups)
         progress.phase("updating")
         batches = self.minibatches(groups)
+        self.say_what_is_missing(groups, batches, progress)
         metrics |= self.check_logprobs(batches, progress)
         metrics |= self.update(batches)
+        if self.estimator is not None:
+            metrics |= self.estimator.observe([group.pool for group in groups])
         self.iteration, self.cursor, self.begun = self.iteration + 1, cursor, upcoming.begun
         return metrics
 
@@ -318,9 +395,25 @@ class Run:
                 self.save()
 
 
-def load_params(config: ConfigDict, parts: Parts) -> Params:
-    """The weights of the model folder, where the learner wants them."""
-    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(config.model.parameter_dtype))[1]
+def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:
+    """The weights of the model folder, where the learner wants them; as master weights unless `dtype` says else."""
+    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype or config.model.parameter_dtype))[1]
+
+
+def make_estimator(config: ConfigDict, parts: Parts) -> Ema | ValueHead:
+    """The estimator of pass rates that the `estimator` section describes."""
+    estimator = config.estimator
+    if estimator.kind == "ema":
+        return Ema(decay=estimator.decay, prior_correct=estimator.prior_correct, prior_wrong=estimator.prior_wrong)
+    return ValueHead(
+        parts.architecture,
+        parts.mesh,
+        dtype=jnp.dtype(config.model.compute_dtype),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        learning_rate=estimator.learning_rate,
+        steps=estimator.steps,
+        rows=config.sampling.prefill_rows,
+    )
 
 
 def peak_memory() -> int:
@@ -336,6 +429,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
     parameter_bytes = architecture.num_parameters * jnp.dtype(config.model.parameter_dtype).itemsize
     cache_bytes = parts.engine.cache_bytes
     draws = strategies.build(collection).max_draws
+    limit = "any number of" if draws is None else f"at most {draws}"
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -354,7 +448,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
             f"{options.slots} slots)",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
-            f"{num_prompts:,}), {updates_each} each; {collection.strategy}: at most {draws} responses a prompt, "
+            f"{num_prompts:,}), {updates_each} each; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
             f"lengths     up to {longest:,} tokens{made_for}",
             f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
@@ -366,6 +460,7 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Start-up in order, then the loop, then where things are."""
     with command.user_input():
         config_lib.validate(config)
+        strategies.build(config.collection)  # a user's own file is read here
         config_lib.check_workdir(config, workdir)
         parts = assembly.parts(config, assembly.model_folder(config.model.path))
         prompts = parts.prompts(config.data.prompts, config)

@@ -77,7 +77,7 @@ class Verdict:
 
     Attributes:
       correct: what stopping rules and pass rates look at.
-      reward: what advantages look at, in [0, 1].
+      reward: what advantages look at: any finite number, 0 and 1 where nothing shapes it.
       reason: one word when something other than a comparison decided ("no_answer", "timeout", "crash", "error",
         ...), empty otherwise.
     """
@@ -97,6 +97,7 @@ class Pool:
       verdicts: N verdicts, aligned with `responses`.
       rounds: how many rounds were drawn.
       met: whether the strategy's stopping rule was met (False: the round limit ended it).
+      estimate: the pass rate expected before drawing, where the strategy plans with one; else None.
     """
 
     prompt: Prompt
@@ -104,6 +105,7 @@ class Pool:
     verdicts: tuple[Verdict, ...]
     rounds: int
     met: bool
+    estimate: float | None = None
 
     @property
     def rewards(self) -> np.ndarray:

@@ -1,11 +1,19 @@
-"""Configurations as tests load and change them, and the environment in which they start commands."""
+"""Configurations as tests load and change them, the environment in which they start commands, and what runs left."""
 
 import importlib.util
 import os
 import pathlib
 import types
+from typing import Any
 
+import jax
+import numpy as np
 from ml_collections import ConfigDict
+
+from reinforce_ada_jax import assembly, metrics
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state
+from reinforce_ada_jax.learning.learner import Learner, LearnerState
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -37,3 +45,26 @@ def environment(compiled: pathlib.Path | None = None) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (cache if compiled else {})
+
+
+def saved_config(workdir: pathlib.Path) -> ConfigDict:
+    """What config.json of a work directory says."""
+    return config_lib.from_json((workdir / "config.json").read_text())
+
+
+def restored(workdir: pathlib.Path, iteration: int | None = None) -> tuple[LearnerState, dict[str, Any]]:
+    """(learner state as numpy, the JSON record) of a checkpoint, the newest by default."""
+    config = saved_config(workdir)
+    parts = assembly.parts(config, assembly.model_folder(config.model.path))
+    learner, checkpoints = Learner(parts.architecture, config, parts.mesh), Checkpoints(workdir, keep=2)
+    state, record = checkpoints.restore(iteration or checkpoints.latest(), *abstract_state(config, learner))
+    checkpoints.close()
+    return jax.tree.map(np.asarray, state), record
+
+
+def reproducible(workdir: pathlib.Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what may differ between equal runs."""
+    return [
+        {key: value for key, value in line.items() if not key.startswith(("time/", "compile/", "memory/"))}
+        for line in metrics.read(workdir)
+    ]

@@ -7,7 +7,9 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
+from reinforce_ada_jax import collection_rules
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection import strategies
 from tests import running
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -125,6 +127,108 @@ def test_a_group_must_fit_into_one_round(strategy):
         config_lib.validate(changed(**sizes))
     # grpo draws group_size responses and ignores samples_per_round.
     config_lib.validate(changed(**sizes | {"collection.strategy": "grpo"}))
+
+
+# Settings of the collection section that can't be meant, and what is said of them; the rules are collection_rules.py's.
+COLLECTION_MISTAKES = [
+    (
+        {"strategy": "best"},
+        "'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or name a function",
+    ),
+    ({"keep": "all"}, "collection.keep is 'all'; it must be one of group, pool"),
+    ({"baseline": "mean"}, "collection.baseline is 'mean'; it must be one of group, pool, leave_one_out, anchored"),
+    ({"objective": "exp"}, "collection.objective is 'exp'; it must be one of identity, log, power"),
+    ({"allocation": "even"}, "collection.allocation is 'even'; it must be one of hybrid, sampling, variance"),
+    ({"group_size": 1}, "a group of one has no baseline.*at least 2"),
+    # 20 + 13 of at most 4 * 8 = 32 draws; 20 + 12 can be met.
+    (
+        {"k_pos": 20, "k_neg": 13},
+        r"20 \+ 13, but a prompt gets at most 32 draws \(4 rounds of 8\).*or raise .*max_rounds",
+    ),
+    ({"k_pos": -1}, "k_pos is -1 and collection.k_neg 2: neither may be negative"),
+    ({"k_pos": 0, "k_neg": 0}, "together they must be at least 1"),
+    ({"strategy": "positive", "k_neg": 1}, "k_neg is 1 with the strategy positive.*use balance"),
+    ({"strategy": "positive", "k_pos": 33}, r"33 \+ 0, but a prompt gets at most 32"),
+    ({"group_size": 16}, "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower the one or raise"),
+    ({"strategy": "estimate", "budget": 1.5}, r"budget is 1.5 .* 1024 to 16384 for 512 prompts.*within \[2, 32\]"),
+    ({"strategy": "estimate", "budget": 33.0}, "budget is 33 draws for a prompt.*at least 2 and at most 32"),
+    ({"strategy": "estimate", "max_draws": 6}, "budget is 8 draws for a prompt.*at most 6"),
+    ({"strategy": "estimate", "min_draws": 33}, "min_draws is 33 and collection.max_draws 32: lower the first"),
+    ({"strategy": "estimate", "keep": "group"}, "groups of 4, but a prompt may get only 2 draws: raise"),
+    *[
+        (
+            {"strategy": strategy, "objective": "log", "objective_epsilon": 0.0},
+            "objective_epsilon is 0.0.*set it above 0",
+        )
+        for strategy in collection_rules.STRATEGIES
+    ],
+    ({"objective": "power", "objective_epsilon": 0.0}, "objective_epsilon is 0.0 with the objective power.*above 0"),
+    ({"objective_epsilon": 1.0}, "objective_epsilon is 1.0; it must be below 1"),
+    # An observed pass rate of 1 would get sqrt((1 - p) / p) = 0 draws, and advantages of 1 / 0.
+    ({"strategy": "estimate", "allocation": "variance", "objective_epsilon": 0.0}, "allocation variance.*above 0"),
+    # w(0) = 2 * 0: nothing is drawn and nothing weighs, 0 / 0.
+    (
+        {"strategy": "estimate", "objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
+        "the objective power.*above 0",
+    ),
+    (
+        {"strategy": "ngu", "retry_probability": 1.0, "max_draws": 0},
+        "retried for ever.*Lower the probability, or set a",
+    ),
+    ({"strategy": "ngu", "retry_probability": 1.1}, r"retry_probability is 1.1; it must be in \[0, 1\]"),
+    ({"strategy": "ngu", "max_draws": 3}, "max_draws is 3, less than one round of 4"),
+    *[
+        ({"strategy": strategy, "keep": keep}, f"keep is '{keep}' with the strategy {strategy}.*leave it empty")
+        for strategy in ("dapo", "ngu")
+        for keep in ("group", "pool")
+    ],
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), COLLECTION_MISTAKES)
+def test_collection_settings_that_cannot_be_meant(settings, message):
+    config = changed(**{f"collection.{key}": value for key, value in settings.items()})
+    with pytest.raises(ValueError, match=message):
+        config_lib.validate(config)
+    # Whoever calls collect from a trainer of his own hears the same.
+    with pytest.raises(ValueError, match=message):
+        strategies.build(config.collection)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"k_pos": 20, "k_neg": 12},
+        {"k_pos": 0, "k_neg": 1},
+        {"group_size": 8, "keep": "pool"},
+        {"strategy": "estimate", "budget": 2.0},
+        {"strategy": "estimate", "budget": 32.0},
+        {"strategy": "estimate", "keep": "group", "min_draws": 4},
+        {"strategy": "estimate", "objective_epsilon": 0.0},
+        {"objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
+        {"strategy": "ngu", "retry_probability": 1.0},
+        {"strategy": "ngu", "retry_probability": 0.99, "max_draws": 0},
+        {"strategy": "ngu", "overlap_iterations": 1},
+    ],
+)
+def test_collection_settings_at_their_limits(settings):
+    config = changed(**{f"collection.{key}": value for key, value in settings.items()})
+    config_lib.validate(config)
+    strategies.build(config.collection)
+
+
+@pytest.mark.parametrize("strategy", ["estimate", "dapo"])
+def test_no_overlap_where_the_next_prompts_draws_are_unknown(strategy):
+    overlap = {"collection.strategy": strategy, "collection.overlap_iterations": 1}
+    with pytest.raises(ValueError, match=f"before it is known what {strategy} will ask of them.*set it to 0"):
+        config_lib.validate(changed(**overlap))
+
+
+def test_a_users_strategy_is_looked_for_when_it_is_built():
+    config = changed(**{"collection.strategy": "absent.py:mine"})
+    config_lib.validate(config)  # touches no file
+    with pytest.raises(ValueError, match=r"there is no file 'absent\.py'"):
+        strategies.build(config.collection)
 
 
 def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches():

@@ -16,13 +16,10 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import assembly, command, evaluate, export, metrics, train
-from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state
 from reinforce_ada_jax.data import cipher
-from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.token import stream
-from tests.running import ROOT, environment, tiny
+from tests.running import ROOT, environment, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 12
 # Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
@@ -84,28 +81,6 @@ def unbroken(start, tmp_path_factory):
     """(work directory, stdout) of a run that nothing disturbed."""
     workdir = tmp_path_factory.mktemp("unbroken") / "run"
     return workdir, finish(start(workdir))[0]
-
-
-def saved_config(workdir):
-    return config_lib.from_json((workdir / "config.json").read_text())
-
-
-def restored(workdir, iteration=None):
-    """(learner state as numpy, the JSON record) of a checkpoint, the newest by default."""
-    config = saved_config(workdir)
-    parts = assembly.parts(config, assembly.model_folder(config.model.path))
-    learner, checkpoints = Learner(parts.architecture, config, parts.mesh), Checkpoints(workdir, keep=2)
-    state, record = checkpoints.restore(iteration or checkpoints.latest(), *abstract_state(config, learner))
-    checkpoints.close()
-    return jax.tree.map(np.asarray, state), record
-
-
-def reproducible(workdir):
-    """metrics.jsonl without what may differ between equal runs."""
-    return [
-        {key: value for key, value in line.items() if not key.startswith(("time/", "compile/", "memory/"))}
-        for line in metrics.read(workdir)
-    ]
 
 
 def texts(folder):
@@ -229,10 +204,10 @@ from reinforce_ada_jax.collection import advantages
 
 calls = 0
 
-def poisoned(pool, strategy, normalize_by_std, original=advantages.make_group):
+def poisoned(pool, strategy, ages, original=advantages.make_group):
     global calls
     calls += 1
-    group = original(pool, strategy, normalize_by_std)
+    group = original(pool, strategy, ages)
     if calls == 8 * 2 + 6:  # the sixth prompt of iteration 3: its second update
         group.advantages[0] = numpy.nan
     return group

@@ -1,6 +1,11 @@
 """What a response is worth: its reward against a baseline, and the group record that carries this to the update.
 
-The baseline comes from the group itself or from the prompt's whole pool ("global statistics" of the reference program).
+    group           r_i - mean(group)
+    pool            r_i - mean(pool), the "global statistics" of the reference program
+    leave_one_out   r_i - mean(the pool's other responses)
+    anchored        correct ones r_i - mean(pool); wrong ones share the negative of their sum equally
+
+Each may be divided by the standard deviation of what its mean is taken of, and is multiplied by the prompt's weight.
 """
 
 import dataclasses
@@ -21,13 +26,15 @@ class Group:
 
     Attributes:
       pool: where they come from.
-      kept: int[n], their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`.
+      kept: int[n], their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
       advantages: float64[n], aligned with `kept`.
+      weight_clipped: the prompt's pass rate was below the least that its weight is computed at.
     """
 
     pool: Pool
     kept: np.ndarray
     advantages: np.ndarray
+    weight_clipped: bool = False
 
 
 def pool_statistics(rewards: np.ndarray) -> tuple[float, float]:
@@ -84,10 +91,65 @@ def group_advantages(
     return advantages / (pool_std + STD_EPSILON)
 
 
-def make_group(pool: Pool, strategy: Strategy, normalize_by_std: bool) -> Group:
-    """The group that `strategy` keeps of `pool`, with its advantages."""
+def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
+    """r_i - mean of the others: the baseline that leaves the gradient unbiased (RLOO, arXiv 2402.14740).
+
+    A pool of one has no others; its mean is 0.
+
+    Args:
+      rewards: float[N], in [0, 1].
+    """
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.size < 2:
+        return rewards.copy()
+    return (rewards - pool_statistics(rewards)[0]) * (rewards.size / (rewards.size - 1))
+
+
+def anchored_advantages(rewards: np.ndarray, correct: np.ndarray, pool_mean: float) -> np.ndarray:
+    """Positives anchored at the pool, negatives so that the group sums to 0 (NGU, arXiv 2609.13443).
+
+        correct: r_i - mean(pool);   wrong: -(sum of those) / n-,   for 0/1 rewards -(n+ / n-) (1 - mean(pool))
+
+    Args:
+      rewards: float[n], of the kept responses.
+      correct: bool[n], their verdicts.
+      pool_mean: over every response ever drawn, those no longer kept included.
+    """
+    advantages = np.where(correct, np.asarray(rewards, np.float64) - pool_mean, 0.0)
+    num_wrong = int((~correct).sum())
+    return np.where(correct, advantages, -advantages.sum() / max(num_wrong, 1))
+
+
+def _compared(pool: Pool, kept: np.ndarray, strategy: Strategy) -> np.ndarray:
+    """The kept rewards against the strategy's baseline, without the prompt's weight."""
+    rewards, by_std = pool.rewards, strategy.normalize_by_std
+    if strategy.baseline == "group":
+        return group_advantages(rewards[kept], normalize_by_std=by_std)
+    mean, std = pool_statistics(rewards)
+    if strategy.baseline == "pool":
+        return group_advantages(rewards[kept], pool_mean=mean, pool_std=std, normalize_by_std=by_std)
+    if strategy.baseline == "leave_one_out":
+        advantages = leave_one_out_advantages(rewards)[kept]
+    elif strategy.baseline == "anchored":
+        advantages = anchored_advantages(rewards[kept], pool.correct[kept], mean)
+    else:
+        raise ValueError(f"baseline is {strategy.baseline!r}; it must be one of group, pool, leave_one_out, anchored.")
+    return advantages / (std + STD_EPSILON) if by_std else advantages
+
+
+def make_group(pool: Pool, strategy: Strategy, ages: np.ndarray | None = None) -> Group:
+    """The group that `strategy` keeps of `pool`, with its advantages.
+
+    Args:
+      pool: every response of a prompt.
+      strategy: what it keeps, and what it compares with.
+      ages: int[N], updates since each response was drawn; None: all are fresh.
+    """
     kept = strategy.keep(pool.correct)
-    rewards = pool.rewards[kept]
-    mean, std = pool_statistics(pool.rewards if strategy.pool_baseline else rewards)
-    advantages = group_advantages(rewards, pool_mean=mean, pool_std=std, normalize_by_std=normalize_by_std)
-    return Group(pool, kept, advantages)
+    if ages is not None and strategy.max_age is not None:
+        kept = kept[np.asarray(ages)[kept] <= strategy.max_age]
+    if not kept.size:
+        return Group(pool, kept, np.zeros(0))
+    pass_rate = float(pool.correct.mean())
+    advantages = strategy.weight(pass_rate) * _compared(pool, kept, strategy)
+    return Group(pool, kept, advantages, weight_clipped=pass_rate < strategy.clips_below)

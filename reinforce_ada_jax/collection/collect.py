@@ -7,16 +7,28 @@ on whole rounds only, and pools are in draw order. There is no barrier between p
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
+import numpy as np
+
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.ahead import Ahead
-from reinforce_ada_jax.collection.strategies import Record, Strategy
+from reinforce_ada_jax.collection.strategies import CollectionConfig, Record, Strategy
 from reinforce_ada_jax.types import Begun, Pool, Prompt, Request, RequestQueue, Response, Verdict
 
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
 VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list[Verdict]]]
+EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
+
+
+def coin(seed: int, iteration: int, prompt_id: str, rounds: int) -> float:
+    """A number in [0, 1) that its address decides: whether a prompt goes on after `rounds` rounds, where that is left
+    to chance."""
+    address = f"{seed}/{iteration}/{rounds}/{prompt_id}".encode()
+    return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest()) / 2**64
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,11 +42,15 @@ class _Draws:
       verdicts: of the finished rounds, so it is shorter than `responses` while a round is under way.
       missing: responses of the current round that are not back.
       rounds: finished rounds.
+      estimate: pass rate expected, where the strategy plans.
+      planned: draws planned.
     """
 
     prompt: Prompt
     index: int
     ahead: bool
+    estimate: float | None = None
+    planned: int | None = None
     responses: list[Response | None] = dataclasses.field(default_factory=list)
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     missing: int = 0
@@ -47,7 +63,14 @@ class _Draws:
 
     def record(self) -> Record:
         num_correct = sum(verdict.correct for verdict in self.verdicts)
-        return Record(self.prompt, rounds=self.rounds, drawn=len(self.verdicts), correct=num_correct)
+        return Record(
+            self.prompt, self.rounds, len(self.verdicts), num_correct, estimate=self.estimate, planned=self.planned
+        )
+
+    def pool(self, strategy: Strategy) -> Pool:
+        """All responses of a closed prompt."""
+        met = strategy.met(self.record())
+        return Pool(self.prompt, tuple(self.responses), tuple(self.verdicts), self.rounds, met, self.estimate)
 
     def begin_round(self, size: int) -> None:
         self.responses += [None] * size
@@ -102,9 +125,15 @@ class _Collection:
         *,
         barrier: bool,
         deterministic: bool,
+        spare: Sequence[Prompt],
+        estimate_fn: EstimateFn | None,
+        seed: int,
+        iteration: int,
     ):
         self._verify_fn, self._strategy = verify_fn, strategy
         self._barrier, self._deterministic = barrier, deterministic
+        self._seed, self._iteration = seed, iteration
+        self._spare = collections.deque(spare)
         self._waiting, self._waiting_ahead = _Waiting(), _Waiting()
         self._held: list[_Draws] = []  # next rounds behind the barrier
         self._returned: dict[tuple[str, int], bool] = {}  # every request taken: is its response back?
@@ -116,12 +145,26 @@ class _Collection:
         everyone = [*prompts, *ahead.prompts]
         self.draws = [_Draws(prompt, index, index >= len(prompts)) for index, prompt in enumerate(everyone)]
         self._draws_of = {draws.prompt.id: draws for draws in self.draws}
-        if len(self._draws_of) < len(everyone):
-            counts = collections.Counter(prompt.id for prompt in everyone)
-            repeated = [name for name, count in counts.items() if count > 1]
+        counts = collections.Counter(prompt.id for prompt in [*everyone, *spare])
+        repeated = [name for name, count in counts.items() if count > 1]
+        if repeated:
             raise ValueError(
                 f"{len(repeated)} prompt ids are used more than once, {repeated[0]!r} first: ids must differ."
             )
+        if strategy.plan is not None:
+            self._plan(everyone, strategy.plan, estimate_fn)
+
+    def _plan(self, prompts: Sequence[Prompt], plan: Callable, estimate_fn: EstimateFn | None) -> None:
+        """Fixes every prompt's draws before the first one."""
+        estimates = np.full(len(prompts), 0.5) if estimate_fn is None else np.asarray(estimate_fn(prompts), float)
+        if estimates.shape != (len(prompts),) or not ((estimates >= 0) & (estimates <= 1)).all():
+            raise ValueError(
+                f"estimate_fn must give {len(prompts)} pass rates in [0, 1]; it gave {estimates.shape}, from "
+                f"{estimates.min(initial=np.inf):g} to {estimates.max(initial=-np.inf):g}."
+            )
+        planned = plan(estimates, [prompt.id for prompt in prompts])
+        for draws, pass_rate, size in zip(self.draws, estimates.tolist(), planned.tolist(), strict=True):
+            draws.estimate, draws.planned = pass_rate, size
 
     def begin(self, begun: Mapping[str, Begun]) -> None:
         """Every prompt's first round, or what is left of the one that was begun ahead."""
@@ -224,21 +267,41 @@ class _Collection:
         """Begins the prompt's next round, or closes it."""
         record, strategy = draws.record(), self._strategy
         size = strategy.next_draws(record)
-        if size < 0 or (size == 0 and record.rounds == 0) or record.drawn + size > strategy.max_draws:
+        too_many = strategy.max_draws is not None and record.drawn + size > strategy.max_draws
+        if size < 0 or (size == 0 and record.rounds == 0) or too_many:
             raise ValueError(
                 f"The strategy asks for {size} more responses of prompt {draws.prompt.id!r} after {record.rounds} "
                 f"rounds and {record.drawn} responses; its first round must have at least 1, and all at most "
                 f"max_draws = {strategy.max_draws}."
             )
-        if size == 0:
-            self._newly_closed.append(draws.prompt.id)
-            self._num_open -= not draws.ahead
+        if size == 0 or (record.rounds > 0 and not self._chance_goes_on(draws, strategy.chance(record))):
+            self._close(draws)
             return
         draws.begin_round(size)
         if self._barrier and record.rounds > 0:
             self._held.append(draws)
         else:
             self._put(draws)
+
+    def _chance_goes_on(self, draws: _Draws, chance: float) -> bool:
+        return coin(self._seed, self._iteration + draws.ahead, draws.prompt.id, draws.rounds) < chance
+
+    def _close(self, draws: _Draws) -> None:
+        """Nothing more for this prompt. If nothing of it is kept, a spare one takes its place.
+
+        The prompts opened are so always as many as asked for plus those dropped, in their order: the shortest
+        beginning of the list that keeps enough, whoever finishes first.
+        """
+        self._newly_closed.append(draws.prompt.id)
+        if draws.ahead:
+            return
+        self._num_open -= 1
+        if self._spare and not self._strategy.keep(draws.pool(self._strategy).correct).size:
+            self._num_open += 1
+            replacement = _Draws(self._spare.popleft(), len(self.draws), ahead=False)
+            self.draws.append(replacement)
+            self._draws_of[replacement.prompt.id] = replacement
+            self._go_on(replacement)
 
     def _put(self, draws: _Draws) -> None:
         waiting = self._waiting_ahead if draws.ahead else self._waiting
@@ -256,18 +319,17 @@ class _Collection:
                 f"The sampler ended with {len(lost)} requests taken and not returned{first} and {waiting} not taken."
             )
 
-    def pool(self, draws: _Draws) -> Pool:
-        """All of a closed prompt's responses."""
-        met = self._strategy.met(draws.record())
-        return Pool(draws.prompt, tuple(draws.responses), tuple(draws.verdicts), draws.rounds, met)
-
 
 def collect(
     prompts: Sequence[Prompt],
     sample_fn: SampleFn,
     verify_fn: VerifyFn,
-    strategy: Strategy,
+    config: CollectionConfig | Strategy,
     *,
+    spare: Sequence[Prompt] = (),
+    estimate_fn: EstimateFn | None = None,
+    seed: int = 0,
+    iteration: int = 0,
     barrier: bool = False,
     deterministic: bool = True,
     begun: Mapping[str, Begun] | None = None,
@@ -283,7 +345,11 @@ def collect(
       sample_fn: a generator function over a types.RequestQueue, which yields lists of finished responses in any order.
       verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, for verification beside
         the sampler's work. Futures are heard in the order of the calls.
-      strategy: see strategies.py.
+      config: names the strategy and its settings (`strategies.CollectionConfig`), or is a strategy already.
+      spare: more prompts, of which the next one is opened whenever a prompt closes of which nothing is kept.
+      estimate_fn: prompts -> the pass rates expected of them, for strategies that plan; None: 1/2 for all.
+      seed: of the run; with `iteration`, the prompt's id and the round it decides what a strategy leaves to chance.
+      iteration: see `seed`.
       barrier: begin no next round before every prompt's round is finished, as the reference program does. The pools
         are the same; only time differs.
       deterministic: hear the verdicts of a future when the next yield comes, no sooner and no later, so that the order
@@ -293,22 +359,34 @@ def collect(
       on_progress: called after every yield with (prompts closed, responses drawn) so far.
 
     Returns:
-      P pools, aligned with `prompts`.
+      P pools, aligned with `prompts`, and after them those of the spare prompts that were opened, in their order.
 
     Raises:
-      ValueError: two prompts share an id, or the strategy breaks its own bounds.
+      ValueError: two prompts share an id, the strategy breaks its own bounds, or the settings break a rule.
       RuntimeError: the sampler returned a response unasked or twice, or ended with requests outstanding; or the
         verifier returned the wrong number of verdicts.
     """
+    strategy = config if isinstance(config, Strategy) else strategies.build(config)
     ahead = ahead or Ahead(())
-    collection = _Collection(prompts, ahead, verify_fn, strategy, barrier=barrier, deterministic=deterministic)
+    collection = _Collection(
+        prompts,
+        ahead,
+        verify_fn,
+        strategy,
+        barrier=barrier,
+        deterministic=deterministic,
+        spare=spare,
+        estimate_fn=estimate_fn,
+        seed=seed,
+        iteration=iteration,
+    )
     collection.begin(begun or {})
     for responses in sample_fn(collection):
         collection.receive(responses)
         if on_progress is not None:
             on_progress(collection.num_closed, collection.num_responses)
     collection.finish()
-    for draws in collection.draws[len(prompts) :]:
-        if any(response is not None for response in draws.responses):
+    for draws in collection.draws:
+        if draws.ahead and any(response is not None for response in draws.responses):
             ahead.begun[draws.prompt.id] = Begun(tuple(draws.responses), tuple(draws.verdicts), draws.rounds)
-    return [collection.pool(draws) for draws in collection.draws[: len(prompts)]]
+    return [draws.pool(strategy) for draws in collection.draws if not draws.ahead]

@@ -1,9 +1,32 @@
-"""Which responses of a pool form its group: the rows that reach the update.
+"""Which responses of a pool form its group, and which groups form a minibatch: the rows that reach the update.
 
 What those rows are worth is in advantages.py; which strategy keeps which rows is in strategies.py.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
+
+
+def deal(sizes: Sequence[int], num_minibatches: int) -> list[list[int]]:
+    """Groups dealt out to minibatches such that each has as many groups and about as many rows as the others.
+
+    The largest first, to and fro (0 1 2 2 1 0 ...): no two minibatches differ by more than one group, nor by more rows
+    than the largest group has. Groups without rows are left out.
+
+    Args:
+      sizes: rows of each group.
+      num_minibatches: at least 1.
+
+    Returns:
+      For every minibatch the places of its groups, ascending; a minibatch may be empty where groups are few.
+    """
+    largest_first = sorted((place for place, size in enumerate(sizes) if size), key=lambda place: -sizes[place])
+    there_and_back = [*range(num_minibatches), *reversed(range(num_minibatches))]
+    minibatches: list[list[int]] = [[] for _ in range(num_minibatches)]
+    for turn, place in enumerate(largest_first):
+        minibatches[there_and_back[turn % (2 * num_minibatches)]].append(place)
+    return [sorted(places) for places in minibatches]
 
 
 def balanced_group(correct: np.ndarray, group_size: int) -> np.ndarray:

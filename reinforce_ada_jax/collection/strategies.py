@@ -1,33 +1,28 @@
-"""Collection strategies: how many responses to draw for a prompt, when to stop, which to keep.
+"""Collection strategies: how many responses to draw for a prompt, when to stop, which to keep, what they are worth.
 
-A strategy is data made of plain functions; the loop in collect.py knows none of them by name. To add one, write a
-function that returns a `Strategy`, give it a line in `build` and its name in config.STRATEGIES:
-
-    def triple(config):
-        def met(record):
-            return record.correct >= 3
-
-        return Strategy(
-            next_draws=until(met, config.samples_per_round, config.max_rounds),
-            max_draws=config.samples_per_round * config.max_rounds,
-            met=met,
-            keep=lambda correct: balanced_group(correct, config.group_size),
-            pool_baseline=True,
-        )
+A strategy is data made of plain functions over a prompt's record; the loop in collect.py knows none of them by name.
+docs/strategies.md shows how to add one from outside of the package.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Protocol
+import importlib.util
+import pathlib
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import numpy as np
 
+from reinforce_ada_jax import collection_rules
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection import objectives
+from reinforce_ada_jax.collection.allocation import allocate
 from reinforce_ada_jax.collection.groups import balanced_group
 from reinforce_ada_jax.types import Prompt
 
 
 class CollectionConfig(Protocol):
-    """What is read of the `collection` section of a configuration, and nothing else."""
+    """The `collection` section of a configuration. These four must be there; what is not has config.py's default."""
 
     strategy: str
     group_size: int
@@ -44,12 +39,28 @@ class Record:
       rounds: finished rounds; 0 before the first.
       drawn: responses in them.
       correct: of these, the correct ones.
+      estimate: the pass rate expected before drawing, where the strategy plans; else None.
+      planned: draws planned for this prompt, where the strategy plans; else None.
     """
 
     prompt: Prompt
     rounds: int
     drawn: int
     correct: int
+    estimate: float | None = None
+    planned: int | None = None
+
+
+def always(record: Record) -> float:
+    """The common `chance`: what a rule asks for is drawn."""
+    del record
+    return 1.0
+
+
+def one(pass_rate: float) -> float:
+    """The common `weight`."""
+    del pass_rate
+    return 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,17 +70,37 @@ class Strategy:
     Attributes:
       next_draws: how many more responses to draw for a prompt now; 0 closes it. Asked before the first round, where
         it must be at least 1, and after every finished round, never in the middle of one.
-      max_draws: the most that `next_draws` may add up to for one prompt; the loop refuses more.
       met: whether the stopping rule is met; decides nothing, counted as `collection/unmet_share`.
-      keep: bool[N] verdicts of a pool -> int[n] draw indices kept for the update, ascending.
-      pool_baseline: whether advantages compare with the whole pool's statistics or with the kept group's own.
+      keep: bool[N] verdicts of a pool -> int[n] draw indices kept for the update, ascending; none: the prompt is
+        dropped.
+      max_draws: the most that `next_draws` may add up to for one prompt; the loop refuses more. None: no limit.
+      max_kept: the most that `keep` keeps of one prompt; None: no limit.
+      baseline: what a reward is compared with: "group", "pool", "leave_one_out" or "anchored" (advantages.py).
+      normalize_by_std: whether advantages are divided by the standard deviation.
+      weight: pass rate of a pool, in [0, 1] -> factor of its advantages, the share of w(p) that draws did not pay.
+      clips_below: pass rates below this have its weight; said in the metrics.
+      chance: of the next round being drawn after all, in [0, 1]; asked where `next_draws` gives more after the first.
+      plan: (estimates of P prompts, their ids) -> draws planned for each, made once before the first round.
+      extra_batches: how often an iteration's prompts may be drawn anew to take the place of dropped ones.
+      max_age: updates since a response was drawn, beyond which it is not kept; None: no limit.
     """
 
     next_draws: Callable[[Record], int]
-    max_draws: int
     met: Callable[[Record], bool]
     keep: Callable[[np.ndarray], np.ndarray]
-    pool_baseline: bool
+    max_draws: int | None
+    max_kept: int | None
+    baseline: str = "pool"
+    normalize_by_std: bool = False
+    weight: Callable[[float], float] = one
+    clips_below: float = 0.0
+    chance: Callable[[Record], float] = always
+    plan: Callable[[np.ndarray, Sequence[str]], np.ndarray] | None = None
+    extra_batches: int = 0
+    max_age: int | None = None
+
+
+# ---- what strategies are made of -------------------------------------------------------------------------------------
 
 
 def until(met: Callable[[Record], bool], samples_per_round: int, max_rounds: int) -> Callable[[Record], int]:
@@ -82,6 +113,11 @@ def until(met: Callable[[Record], bool], samples_per_round: int, max_rounds: int
     return next_draws
 
 
+def one_round(record: Record) -> bool:
+    """The common `met` of strategies that have no rule: one round has been drawn."""
+    return record.rounds == 1
+
+
 def keep_all(correct: np.ndarray) -> np.ndarray:
     """The common `keep` of strategies that drop nothing."""
     return np.arange(len(correct))
@@ -89,11 +125,17 @@ def keep_all(correct: np.ndarray) -> np.ndarray:
 
 def fixed(samples: int) -> Strategy:
     """One round of `samples`, all of them kept: evaluation, and `grpo`."""
+    return Strategy(
+        until(one_round, samples, 1),
+        met=one_round,
+        keep=keep_all,
+        max_draws=samples,
+        max_kept=samples,
+        baseline="group",
+    )
 
-    def met(record: Record) -> bool:
-        return record.rounds == 1
 
-    return Strategy(until(met, samples, 1), max_draws=samples, met=met, keep=keep_all, pool_baseline=False)
+# ---- the published ones ----------------------------------------------------------------------------------------------
 
 
 def grpo(config: CollectionConfig) -> Strategy:
@@ -101,38 +143,168 @@ def grpo(config: CollectionConfig) -> Strategy:
     return fixed(config.group_size)
 
 
-def _balanced(config: CollectionConfig, met: Callable[[Record], bool]) -> Strategy:
+def _sequential(config: CollectionConfig) -> Strategy:
+    """Rounds of M until k_pos responses are correct and k_neg wrong; a balanced group of n."""
+    k_pos, k_neg = collection_rules.goals(config)
+
+    def met(record: Record) -> bool:
+        return record.correct >= k_pos and record.drawn - record.correct >= k_neg
+
     return Strategy(
         next_draws=until(met, config.samples_per_round, config.max_rounds),
-        max_draws=config.samples_per_round * config.max_rounds,
         met=met,
         keep=lambda correct: balanced_group(correct, config.group_size),
-        pool_baseline=True,
+        max_draws=collection_rules.max_draws(config),
+        max_kept=config.group_size,
     )
 
 
 def positive(config: CollectionConfig) -> Strategy:
-    """Ada-Seq-pos: rounds of M until a response is correct; a balanced group (arXiv 2510.04996)."""
-    return _balanced(config, lambda record: record.correct >= 1)
+    """Ada-Seq-pos: rounds until k_pos = 1 response is correct (arXiv 2510.04996, section 3)."""
+    return _sequential(config)
 
 
 def balance(config: CollectionConfig) -> Strategy:
-    """Ada-Seq-balance: rounds of M until n // 2 are correct and n - n // 2 wrong; a balanced group (2510.04996)."""
-    num_right = config.group_size // 2
-    num_wrong = config.group_size - num_right
+    """Ada-Seq-balance: rounds until k_pos = n // 2 are correct and k_neg = n - n // 2 wrong (2510.04996, section 3)."""
+    return _sequential(config)
 
-    def met(record: Record) -> bool:
-        return record.correct >= num_right and record.drawn - record.correct >= num_wrong
 
-    return _balanced(config, met)
+def estimate(config: CollectionConfig) -> Strategy:
+    """Ada-Est: the draws of every prompt are fixed before the first one, out of one budget (2510.04996, section 3.2).
+
+    N_x is proportional to w_sample at the estimated pass rate; advantages pay w / w_sample at the observed one.
+    """
+    terms = (config.allocation, config.objective)
+    settings = {"alpha": config.objective_alpha, "epsilon": config.objective_epsilon}
+    most = collection_rules.max_draws(config)
+
+    def plan(estimates: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        total = round(collection_rules.draw_budget(config) * len(names))
+        return allocate(objectives.sample_weight(*terms, estimates, **settings), total, config.min_draws, most, names)
+
+    return Strategy(
+        next_draws=lambda record: 0 if record.rounds else record.planned,
+        met=one_round,
+        keep=keep_all,
+        max_draws=most,
+        max_kept=most,
+        weight=lambda pass_rate: float(objectives.gradient_weight(*terms, pass_rate, **settings)),
+        plan=plan,
+    )
+
+
+def dapo(config: CollectionConfig) -> Strategy:
+    """Dynamic sampling: one round of n; a group all correct or all wrong gives its place to a new prompt (2503.14476).
+
+    The prompts of an iteration are then the first ones in the order of the data of which enough are kept: which
+    finishes first decides nothing, and nothing that was drawn is thrown away for being too many.
+    """
+
+    def mixed(correct: np.ndarray) -> np.ndarray:
+        return np.arange(len(correct)) if 0 < correct.sum() < len(correct) else np.arange(0)
+
+    return dataclasses.replace(
+        fixed(config.group_size),
+        met=lambda record: 0 < record.correct < record.drawn,
+        keep=mixed,
+        extra_batches=config.max_extra_batches,
+    )
+
+
+def ngu(config: CollectionConfig) -> Strategy:
+    """Never giving up: rounds of n while all is wrong, each with chance p_retry; all-correct prompts are dropped.
+
+    Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights; so responses have an age
+    only where `collection.overlap_iterations` began them under older ones.
+    """
+    most = collection_rules.max_draws(config)
+
+    def next_draws(record: Record) -> int:
+        full = most is not None and record.drawn + config.group_size > most
+        return 0 if record.rounds and (record.correct or full) else config.group_size
+
+    return Strategy(
+        next_draws=next_draws,
+        met=lambda record: record.correct > 0,
+        keep=lambda correct: np.arange(0 if correct.all() else len(correct)),
+        max_draws=most,
+        max_kept=most,
+        baseline="anchored",
+        chance=lambda record: config.retry_probability,
+        max_age=config.max_age,
+    )
+
+
+# ---- from a configuration --------------------------------------------------------------------------------------------
+
+BUILT_IN = {function.__name__: function for function in (grpo, positive, balance, estimate, dapo, ngu)}
+
+
+def _load_function(reference: str) -> Callable[[Any], Strategy]:
+    """The function that "file.py:name" names: the user's own code, run as such.
+
+    Raises:
+      ValueError: there is no such file, or no such function in it.
+    """
+    path, _, name = reference.rpartition(":")
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"collection.strategy is {reference!r}, but there is no file {path!r}.")
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    if spec is None:
+        raise ValueError(
+            f"collection.strategy is {reference!r}, but {path!r} is no Python file: its name must end in .py."
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, name):
+        raise ValueError(f"collection.strategy is {reference!r}, but {path} defines no {name!r}.")
+    return getattr(module, name)
+
+
+def with_defaults(config: CollectionConfig) -> SimpleNamespace:
+    """The settings of `config`, each one that it lacks at config.py's default."""
+    defaults = config_lib.defaults().collection
+    return SimpleNamespace(**{key: getattr(config, key, value) for key, value in defaults.items()})
 
 
 def build(config: CollectionConfig) -> Strategy:
-    """The strategy that the `collection` section of a configuration names; ValueError for an unknown name."""
-    if config.strategy == "grpo":
-        return grpo(config)
-    if config.strategy == "positive":
-        return positive(config)
-    if config.strategy == "balance":
-        return balance(config)
-    raise ValueError(f"collection.strategy is {config.strategy!r}; it must be one of grpo, positive, balance.")
+    """The strategy that the `collection` section of a configuration describes.
+
+    `keep`, `baseline`, `normalize_by_std` and `objective` apply to every strategy; each has its own for the first two.
+
+    Raises:
+      ValueError: the settings break a rule (collection_rules.py), or name a function that is not there.
+    """
+    config = with_defaults(config)
+    collection_rules.check_collection(config)
+    make = BUILT_IN[config.strategy] if config.strategy in BUILT_IN else _load_function(config.strategy)
+    strategy = make(config)
+    if not isinstance(strategy, Strategy):
+        raise ValueError(
+            f"collection.strategy is {config.strategy!r}, which gave {strategy!r}; it must give a Strategy."
+        )
+    strategy = dataclasses.replace(strategy, normalize_by_std=config.normalize_by_std)
+    if config.keep == "group":
+        strategy = dataclasses.replace(
+            strategy,
+            keep=lambda correct: balanced_group(correct, config.group_size),
+            max_kept=config.group_size,
+        )
+    if config.keep == "pool":
+        strategy = dataclasses.replace(strategy, keep=keep_all, max_kept=strategy.max_draws)
+    if config.baseline:
+        strategy = dataclasses.replace(strategy, baseline=config.baseline)
+    if config.overlap_iterations and (strategy.plan or strategy.extra_batches):
+        raise ValueError(
+            f"collection.overlap_iterations begins prompts before {config.strategy} can say what it asks of them (it "
+            "plans draws, or replaces prompts): set it to 0."
+        )
+    if config.objective != "identity" and strategy.plan is None:
+        # Draws pay nothing here: a fixed number is kept, so advantages pay the whole weight.
+        least = config.objective_epsilon
+
+        def weight(pass_rate: float) -> float:
+            return float(objectives.weight(config.objective, max(pass_rate, least), alpha=config.objective_alpha))
+
+        strategy = dataclasses.replace(strategy, weight=weight, clips_below=least)
+    return strategy

@@ -122,6 +122,26 @@ class PromptCursor:
         return cls(**state)
 
 
+def prompts_after(
+    prompts: list[Prompt], cursor: PromptCursor, count: int, taken: set[str]
+) -> list[tuple[Prompt, PromptCursor]]:
+    """Up to `count` prompts one after another, each with the cursor after it; fewer where the data have no more.
+
+    All are different, and none has an id in `taken`. They may reach into the next epoch.
+    """
+    following: list[tuple[Prompt, PromptCursor]] = []
+    taken = set(taken)
+    while len(following) < count and len(taken) < len(prompts):
+        order = np.random.default_rng([cursor.seed, cursor.epoch]).permutation(len(prompts))
+        for position in range(cursor.position, len(prompts)):
+            prompt = prompts[order[position]]
+            if prompt.id not in taken and len(following) < count:
+                taken.add(prompt.id)
+                following.append((prompt, dataclasses.replace(cursor, position=position + 1)))
+        cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, position=0)
+    return following
+
+
 def next_prompts(prompts: list[Prompt], cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
     """The next `count` prompts, all different, and the cursor after them. A pure function.
 

@@ -14,28 +14,43 @@ class Batch:
     """Rows of prompt + response, right-padded; B rows, T = longest prompt + longest response, R = longest response.
 
     Masks are never stored: `prompt_length` and `response_length` say what counts, whatever ids the padding has.
+    A row without response tokens is padding; rows with tokens come first. `Learner.put` cuts the rows into
+    micro-batches, and every array then has their axis in front.
     """
 
-    tokens: Int[Array, "B T"]
-    prompt_length: Int[Array, " B"]
-    response_length: Int[Array, " B"]
-    advantages: Float[Array, " B"]
-    behaviour_logprobs: Float[Array, "B R"]
-    old_logprobs: Float[Array, "B R"]
-    version: Int[Array, " B"]  # `Response.version`
+    tokens: Int[Array, "*M B T"]
+    prompt_length: Int[Array, "*M B"]
+    response_length: Int[Array, "*M B"]
+    advantages: Float[Array, "*M B"]
+    behaviour_logprobs: Float[Array, "*M B R"]
+    old_logprobs: Float[Array, "*M B R"]
+    version: Int[Array, "*M B"]  # `Response.version`
+    reference_logprobs: Float[Array, "*M B R"] | None = None  # where there is a KL term; else nothing is held
 
 
 def make_batch(
-    rows: Sequence[tuple[np.ndarray, Response, float]], *, max_prompt_tokens: int, max_response_tokens: int
+    rows: Sequence[tuple[np.ndarray, Response, float]],
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    num_rows: int | None = None,
 ) -> Batch:
-    """A batch of (prompt tokens, response, advantage), in the order given.
+    """A batch of (prompt tokens, response, advantage), in the order given, and empty rows up to `num_rows`.
 
     `old_logprobs` starts as the behaviour's, and is replaced by the learner's own before the first update.
 
+    Args:
+      rows: what the batch is made of.
+      max_prompt_tokens: limit of a prompt.
+      max_response_tokens: limit of a response, R.
+      num_rows: rows of the batch, B; None: as many as are given.
+
     Raises:
-      ValueError: a prompt or a response longer than its limit.
+      ValueError: a prompt or a response longer than its limit, or more rows than `num_rows`.
     """
-    size = len(rows)
+    size = len(rows) if num_rows is None else num_rows
+    if len(rows) > size:
+        raise ValueError(f"{len(rows)} rows are more than the {size} that the batch is to have: raise num_rows.")
     tokens = np.zeros((size, max_prompt_tokens + max_response_tokens), np.int32)
     prompt_length, response_length = np.zeros(size, np.int32), np.zeros(size, np.int32)
     version, advantages = np.zeros(size, np.int32), np.zeros(size, np.float32)

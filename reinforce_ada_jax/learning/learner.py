@@ -2,6 +2,9 @@
 
 A minibatch is worked through in micro-batches inside one compiled program. Every micro-batch divides by the token and
 row counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradient.
+
+A minibatch has a fixed number of rows, of which any number may be padding at its end. The loop over micro-batches ends
+at the last one that has a token, so padding costs memory, not time, and how much of it there is compiles nothing anew.
 """
 
 import functools
@@ -41,14 +44,27 @@ class UpdateMetrics(NamedTuple):
     entropy: Float[Array, ""]
     clip_fraction: Float[Array, ""]
     dual_clip_fraction: Float[Array, ""]
-    approx_kl: Float[Array, ""]
+    approx_kl: Float[Array, ""]  # of the old policy and this one
+    kl: Float[Array, ""]  # of this policy and the reference, by `learning.kl_kind`; 0 where there is none
     grad_norm: Float[Array, ""]
     finite: Bool[Array, ""]
 
 
-def response_mask(batch: Batch) -> Bool[Array, "B R"]:
+def response_mask(batch: Batch) -> Bool[Array, "*M B R"]:
     """True at response tokens, the stop token included."""
-    return jnp.arange(batch.behaviour_logprobs.shape[1])[None] < batch.response_length[:, None]
+    shape = batch.behaviour_logprobs.shape
+    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < batch.response_length[..., None]
+
+
+def num_live(batch: Batch) -> Int[Array, ""]:
+    """How many micro-batches there are up to the last one with a token."""
+    live = (batch.response_length > 0).any(axis=1)
+    return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
+
+
+def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
+    """One micro-batch of many."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
 
 
 def response_logprobs(
@@ -79,8 +95,10 @@ class Learner:
     def __init__(self, architecture: Architecture, config: ConfigDict, mesh: Mesh):
         self.architecture, self.mesh = architecture, mesh
         self._optimizer = make_optimizer(config.learning)
-        self._micro_batches = config.learning.micro_batches
         self._learning = config.learning
+        # Rows of a micro-batch: those of a minibatch of whole groups, divided.
+        rows = config.learning.prompts_per_update * config.collection.group_size
+        self.micro_rows = rows // config.learning.micro_batches
         self._importance_cap = importance_cap(config)
         self._logprobs = functools.partial(
             response_logprobs,
@@ -91,7 +109,7 @@ class Learner:
         )
         self.param_shardings = param_shardings(architecture, mesh)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, ("rows", None)))
+        self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, (None, "rows", None)))
         # The old state is donated: weights and moments are updated in place.
         self.update = jax.jit(self._update, donate_argnums=0)
 
@@ -109,25 +127,34 @@ class Learner:
         return LearnerState(params=params, optimizer=optimizer, updates=jax.device_put(jnp.int32(0), self._replicated))
 
     def put(self, batch: Batch) -> Batch:
-        """The batch on the devices, rows split over `data` and `fsdp`."""
-        rows = {1: mesh_lib.sharding(self.mesh, ("rows",)), 2: mesh_lib.sharding(self.mesh, ("rows", None))}
-        return jax.tree.map(lambda x: jax.device_put(x, rows[x.ndim]), batch)
+        """The batch on the devices, cut into micro-batches of consecutive rows, each split over `data` and `fsdp`.
 
-    def _split(self, batch: Batch) -> Batch:
-        """[B, ...] -> [micro-batches, B / micro-batches, ...], each micro-batch spread over all row shards."""
+        Raises:
+          ValueError: a number of rows that is no multiple of `micro_rows`, or 0.
+        """
+        rows = len(batch.response_length)
+        if rows == 0 or rows % self.micro_rows:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be cut into micro-batches of {self.micro_rows} (learning."
+                "prompts_per_update * collection.group_size / learning.micro_batches): pad it with empty rows to a "
+                "multiple of that (make_batch's num_rows)."
+            )
 
-        def one(x):
-            x = x.reshape(-1, self._micro_batches, *x.shape[1:]).swapaxes(0, 1)
-            axes = (None, "rows", *[None] * (x.ndim - 2))
-            return jax.lax.with_sharding_constraint(x, mesh_lib.sharding(self.mesh, axes))
+        def place(x):
+            x = x.reshape(-1, self.micro_rows, *x.shape[1:])
+            return jax.device_put(x, mesh_lib.sharding(self.mesh, (None, "rows", *[None] * (x.ndim - 2))))
 
-        return jax.tree.map(one, batch)
+        return jax.tree.map(place, batch)
 
-    def _score(self, params: Params, batch: Batch) -> Float[Array, "B R"]:
+    def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
         """The learner's own log-probabilities of the sampled tokens; 0 beyond the response."""
-        logprobs = jax.lax.map(lambda micro: self._logprobs(params, micro)[0], self._split(batch))
-        logprobs = logprobs.swapaxes(0, 1).reshape(batch.behaviour_logprobs.shape)
-        return jnp.where(response_mask(batch), logprobs, 0.0)
+
+        def one(index, scored):
+            logprobs, _ = self._logprobs(params, micro_batch(batch, index))
+            return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
+
+        zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
+        return jnp.where(response_mask(batch), jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
 
     def _loss(self, params: Params, micro: Batch, num_tokens, num_rows):
         logprobs, entropy = self._logprobs(params, micro)
@@ -142,6 +169,7 @@ class Learner:
             dual_clip=learning.dual_clip,
             behaviour_logprobs=micro.behaviour_logprobs,
             truncated_is_cap=self._importance_cap,
+            ratio=learning.ratio,
         )
 
         def aggregate(values, aggregation):
@@ -151,19 +179,35 @@ class Learner:
         loss = aggregate(terms.loss, learning.aggregation)
         if learning.entropy_coefficient:
             loss = loss - learning.entropy_coefficient * aggregate(entropy, learning.aggregation)
-        means = [aggregate(x, "token-mean") for x in (terms.clipped, terms.dual_clipped, terms.old_minus_new)]
+        kl = jnp.zeros_like(logprobs)
+        if micro.reference_logprobs is not None:
+            # Masked before the difference: what padding holds must reach neither the value nor its slope.
+            here, there = jnp.where(mask, logprobs, 0.0), jnp.where(mask, micro.reference_logprobs, 0.0)
+            kl = loss_lib.kl_estimate(here, there, learning.kl_kind)
+        if learning.kl_coefficient:
+            loss = loss + learning.kl_coefficient * aggregate(kl, learning.aggregation)
+        means = [aggregate(x, "token-mean") for x in (terms.clipped, terms.dual_clipped, terms.old_minus_new, kl)]
         return loss, (loss, entropy_mean, *means)
 
     def _update(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, UpdateMetrics]:
-        """One optimiser step on one minibatch. A non-finite loss or gradient leaves the state as it was."""
+        """One optimiser step on one minibatch. A non-finite loss or gradient leaves the state as it was.
+
+        Raises:
+          ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`.
+        """
+        if self._learning.kl_coefficient and batch.reference_logprobs is None:
+            raise ValueError(
+                f"learning.kl_coefficient is {self._learning.kl_coefficient}, but the batch has no reference_logprobs: "
+                "score it with the reference's weights first, or set the coefficient to 0."
+            )
         num_tokens, num_rows = loss_lib.denominators(response_mask(batch))
         gradient = jax.grad(self._loss, has_aux=True)
 
-        def accumulate(carry, micro):
-            return jax.tree.map(jnp.add, carry, gradient(state.params, micro, num_tokens, num_rows)), None
+        def accumulate(index, sums):
+            return jax.tree.map(jnp.add, sums, gradient(state.params, micro_batch(batch, index), num_tokens, num_rows))
 
-        zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0),) * 5)
-        (gradients, sums), _ = jax.lax.scan(accumulate, zeros, self._split(batch))
+        zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0),) * 6)
+        gradients, sums = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(sums[0]) & jnp.isfinite(grad_norm)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)

@@ -49,6 +49,7 @@ def policy_terms(
     dual_clip: float,
     behaviour_logprobs: Float[Array, "B T"] | None = None,
     truncated_is_cap: float | None = None,
+    ratio: str = "token",
 ) -> PolicyTerms:
     """The clipped policy loss of every token.
 
@@ -56,8 +57,11 @@ def policy_terms(
     L   = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A),  and where A < 0 at most dual_clip |A|
     L  *= min(exp(logp_old - logp_behaviour), cap)                 when a cap is given
 
+    With ratio "sequence" all tokens of a row have one rho: that of the mean of logp - logp_old over them, the
+    geometric mean of the tokens' ratios. With the aggregation "seq-mean-token-mean" that is the objective of GSPO.
+
     Source: PPO (arXiv 1707.06347), clip-higher (DAPO, 2503.14476), dual clip (1912.09729), as the reference program
-    of arXiv 2510.04996 puts them together; tests/golden/reference/policy_loss.jsonl.
+    of arXiv 2510.04996 puts them together; tests/golden/reference/policy_loss.jsonl. GSPO: 2507.18071, section 4.1.
 
     Only `logprobs` is differentiated. What stands under the mask may be anything, nan and infinities included.
 
@@ -70,17 +74,26 @@ def policy_terms(
       clip_high: how far it may rise above 1, > 0.
       dual_clip: bound of the loss at negative advantages, in units of |A|, > 1.
       behaviour_logprobs: under the distribution the tokens were sampled from.
-      truncated_is_cap: cap of the importance weight between sampler and learner, > 0. None: no such weight.
+      truncated_is_cap: cap of the importance weight between sampler and learner, > 0. None: no such weight. It is each
+        token's own, whatever `ratio` is.
+      ratio: "token" or "sequence". A sequence's ratio moves far less than a token's: its clips are to be narrower by
+        orders of magnitude (GSPO's runs: 3e-4 and 4e-4).
 
     Raises:
-      ValueError: a cap without behaviour_logprobs.
+      ValueError: a cap without behaviour_logprobs, or an unknown ratio.
     """
+    if ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio is {ratio!r}; it must be one of token, sequence.")
     logprobs = _masked(logprobs, mask)
     old_logprobs = jax.lax.stop_gradient(_masked(old_logprobs, mask))
     advantages = jax.lax.stop_gradient(_masked(advantages, mask))
-    ratio = jnp.exp(jnp.clip(logprobs - old_logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    plain = -ratio * advantages
-    clipped = -jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantages
+    log_ratio = logprobs - old_logprobs
+    if ratio == "sequence":
+        row_tokens = jnp.maximum(mask.astype(bool).sum(axis=-1, keepdims=True), 1)
+        log_ratio = jnp.broadcast_to(log_ratio.sum(axis=-1, keepdims=True) / row_tokens, log_ratio.shape)
+    rho = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    plain = -rho * advantages
+    clipped = -jnp.clip(rho, 1 - clip_low, 1 + clip_high) * advantages
     pessimistic = jnp.maximum(plain, clipped)
     bound = -dual_clip * advantages
     loss = jnp.where(advantages < 0, jnp.minimum(pessimistic, bound), pessimistic)
@@ -97,7 +110,7 @@ def policy_terms(
     )
 
 
-def denominators(mask: Mask) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def denominators(mask: Bool[Array, "... T"] | Float[Array, "... T"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The number of tokens of a minibatch and of rows that have any, both at least 1.
 
     Rows without a token are padding and count nowhere, as if they were cut off.
@@ -156,6 +169,7 @@ def clipped_policy_loss(
     aggregation: str,
     behaviour_logprobs: Float[Array, "B T"] | None = None,
     truncated_is_cap: float | None = None,
+    ratio: str = "token",
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The clipped policy loss of a whole minibatch: `policy_terms`, then `aggregate`.
 
@@ -173,6 +187,7 @@ def clipped_policy_loss(
         dual_clip=dual_clip,
         behaviour_logprobs=behaviour_logprobs,
         truncated_is_cap=truncated_is_cap,
+        ratio=ratio,
     )
     num_tokens, num_rows = denominators(mask)
 
@@ -192,6 +207,14 @@ def kl_estimate(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
 
     With d = logp - logp_ref:  k1 = d;  k2 = d^2 / 2;  k3 = clip(exp(-d') - 1 + d', -10, 10), d' = clip(d, -20, 20).
     Source: http://joschu.net/blog/kl-approx.html; bounds of the reference program; tests/golden/reference/kl.jsonl.
+
+    As a loss, by the expectation over the policy of each one's slope:
+
+        k1  grad logp                  0: it penalises nothing, whatever the reference is
+        k2  d grad logp                the slope of KL(policy || reference)
+        k3  (1 - exp(-d)) grad logp    the slope of KL(reference || policy), which is the same to first order in d
+
+    So k2 or k3 are the ones to train with; k1 is a figure to look at.
 
     Args:
       logprobs: of the sampled tokens, under the policy; differentiated. No mask is taken: padding must be finite.

@@ -8,6 +8,7 @@ sent, until the other end closes.
 import functools
 import importlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -29,7 +30,7 @@ ORPHAN_GRACE_S = 5.0
 
 
 def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> GradeFn:
-    """`grade_fn`, with reason "error" where it raises `caught` or returns anything but a Verdict with reward in [0, 1].
+    """`grade_fn`, with reason "error" where it raises `caught` or returns anything but a Verdict with a finite reward.
 
     What a checker raises on a model's text is a wrong answer with a reason, never the end of a run. The first failure
     is logged with its traceback; the pool's caller counts them all by reason.
@@ -42,8 +43,8 @@ def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> GradeFn:
             verdict = grade_fn(response, answer)
             if not isinstance(verdict, Verdict):
                 raise TypeError(f"a grade function must return a Verdict, not {type(verdict).__name__}")
-            if not 0.0 <= verdict.reward <= 1.0:
-                raise ValueError(f"a reward must be in [0, 1], not {verdict.reward}")
+            if not math.isfinite(verdict.reward):
+                raise ValueError(f"a reward must be finite, not {verdict.reward}")
             return verdict
         except caught:
             if not logged:

@@ -80,7 +80,7 @@ class VerifierPool:
             verdicts = pool.grade_all([(response, answer), ...])
 
     A worker that is stuck at the limit, or dies, is killed and replaced; its pair gets reason "timeout" or "crash" and
-    no other pair notices. Where `grade_fn` raises, or returns anything but a Verdict with a reward in [0, 1], the
+    no other pair notices. Where `grade_fn` raises, or returns anything but a Verdict with a finite reward, the
     reason is "error". Starting a worker counts against no pair's limit; a module with a function `warm_up()` has it
     called first. One thread at a time may call `grade_all`, and none while something submitted isn't finished. No
     process outlives the `with` block.

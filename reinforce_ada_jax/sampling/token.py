@@ -41,11 +41,12 @@ def perturbed_scores(
 ) -> Float[Array, "S V"]:
     """log pi + Gumbel noise of this draw and position; the argmax is a sample of pi."""
 
-    def noise(key_data, position):
+    def perturbed(row):
+        logprobs, key_data, position = row
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
-        return jax.random.gumbel(key, logprobs.shape[-1:], jnp.float32)
+        return logprobs + jax.random.gumbel(key, logprobs.shape, jnp.float32)
 
-    return logprobs + jax.vmap(noise)(keys, positions)
+    return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=8)
 
 
 def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:

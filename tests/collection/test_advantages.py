@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 from types import SimpleNamespace
@@ -6,7 +7,13 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.advantages import group_advantages, make_group, pool_statistics
+from reinforce_ada_jax.collection.advantages import (
+    anchored_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    make_group,
+    pool_statistics,
+)
 from reinforce_ada_jax.collection.simulate import run_strategy
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference" / "group_advantage.jsonl"
@@ -68,18 +75,152 @@ def test_make_group():
     # Round 1 has one hit, round 2 another: 8 draws, mean 1/4; kept the hits 2, 5 and the first wrong 0, 1.
     # From the group's own mean the advantages would be +-1/2.
     (pool,) = run_strategy(config, np.array([[0, 0, 1, 0, 0, 1, 0, 0]]))
-    group = make_group(pool, strategies.build(config), normalize_by_std=False)
+    group = make_group(pool, strategies.build(config))
     assert group.pool is pool
     assert group.kept.tolist() == [0, 1, 2, 5]
     np.testing.assert_array_equal(group.advantages, [-0.25, -0.25, 0.75, 0.75])
     # Variance of 2 hits in 8: (2 * 9/16 + 6 * 1/16) / 7 = 1.5 / 7, deviation 0.46291; 0.75 / 0.46291 = 1.62018.
-    normalized = make_group(pool, strategies.build(config), normalize_by_std=True)
+    config.normalize_by_std = True
+    normalized = make_group(pool, strategies.build(config))
     np.testing.assert_allclose(normalized.advantages, [-0.54006, -0.54006, 1.62018, 1.62018], rtol=0, atol=1e-5)
 
 
 def test_make_group_of_grpo_keeps_all_and_compares_with_itself():
     config = SimpleNamespace(strategy="grpo", group_size=4, samples_per_round=8, max_rounds=4)
     (pool,) = run_strategy(config, np.array([[0, 1, 1, 1]]))
-    group = make_group(pool, strategies.build(config), normalize_by_std=False)
+    group = make_group(pool, strategies.build(config))
     assert group.kept.tolist() == [0, 1, 2, 3]
     np.testing.assert_array_equal(group.advantages, [-0.75, 0.25, 0.25, 0.25])
+
+
+# ---- baselines -------------------------------------------------------------------------------------------------------
+
+# `balance` with n = 4 and M = 4: the second round has the second hit, so S is 01000010 with k/N = 2/8; the group is the
+# hits 1 and 6 and the first two wrong ones, 0 and 2. Deviation of the group sqrt(4 * 1/4 / 3) = 0.577350, of the pool
+# sqrt((2 * 9/16 + 6 * 1/16) / 7) = 0.462910.
+ADVANTAGES = {
+    # (of a hit, of a wrong one), plain and divided by the deviation.
+    "group": ((1 / 2, -1 / 2), (0.866025, -0.866025)),
+    "pool": ((3 / 4, -1 / 4), (1.620185, -0.540062)),
+    # A hit sees 1 other hit in 7, a wrong one 2 in 7; within the group alone they would see 1 and 2 in 3.
+    "leave_one_out": ((6 / 7, -2 / 7), (1.851640, -0.617213)),
+    # The two hits sum to 3/2, which the two wrong ones share.
+    "anchored": ((3 / 4, -3 / 4), (1.620185, -1.620185)),
+}
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("baseline", ADVANTAGES)
+def test_baselines(baseline, normalize):
+    config = SimpleNamespace(
+        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2,
+        baseline=baseline, normalize_by_std=normalize,
+    )  # fmt: skip
+    (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 1, 0]]))
+    group = make_group(pool, strategies.build(config))
+    assert group.kept.tolist() == [0, 1, 2, 6]
+    hit, wrong = ADVANTAGES[baseline][normalize]
+    # The 1e-6 added to a deviation moves these by up to 5e-6.
+    np.testing.assert_allclose(group.advantages, [wrong, hit, wrong, hit], rtol=0, atol=5e-6)
+
+
+def test_an_unknown_baseline_of_a_users_strategy_is_refused():
+    config = SimpleNamespace(strategy="grpo", group_size=2, samples_per_round=2, max_rounds=1)
+    (pool,) = run_strategy(config, np.array([[0, 1]]))
+    strategy = dataclasses.replace(strategies.build(config), baseline="median")
+    with pytest.raises(ValueError, match="'median'; it must be one of group, pool, leave_one_out, anchored"):
+        make_group(pool, strategy)
+
+
+def test_leave_one_out_by_hand():
+    # Others' means: (0 + 1/2) / 2, (1 + 1/2) / 2, (1 + 0) / 2.
+    np.testing.assert_allclose(leave_one_out_advantages(np.array([1.0, 0.0, 0.5])), [0.75, -0.75, 0.0], atol=1e-15)
+    np.testing.assert_array_equal(leave_one_out_advantages(np.array([0.8, 0.8, 0.8])), [0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(leave_one_out_advantages(np.array([0.4])), [0.4])  # nothing else to compare with
+
+
+def test_anchored_by_hand():
+    # Published form for 0/1 rewards: hits 1 - mean, wrong ones -(n+/n-)(1 - mean), with n+ = 1, n- = 3, mean 1/5.
+    correct = np.array([False, True, False, False])
+    anchored = anchored_advantages(correct.astype(float), correct, 0.2)
+    np.testing.assert_allclose(anchored, [-0.8 / 3, 0.8, -0.8 / 3, -0.8 / 3], rtol=1e-15)
+    # A penalty lowered one hit to 0.5: (1 - 0.4) + (0.5 - 0.4) = 0.7 is what the wrong one carries, whatever it has.
+    correct = np.array([True, True, False])
+    np.testing.assert_allclose(
+        anchored_advantages(np.array([1.0, 0.5, 0.1]), correct, 0.4), [0.6, 0.1, -0.7], atol=1e-15
+    )
+    # Only hits, or none: nobody to share with, nothing to share.
+    np.testing.assert_allclose(anchored_advantages(np.ones(2), np.ones(2, bool), 0.25), [0.75, 0.75])
+    np.testing.assert_array_equal(anchored_advantages(np.zeros(2), np.zeros(2, bool), 0.0), [0.0, 0.0])
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"objective": "identity"}, 1.0),
+        ({"objective": "log"}, 4.0),  # the whole 1/p at k/N = 1/4; at p + eps it would be 1 / 0.26 = 3.846
+        ({"objective": "power"}, 1.0),  # 1 / (2 sqrt(1/4))
+        ({"objective": "power", "objective_alpha": 0.25}, 0.25 * 4**0.75),
+        ({"objective": "power", "objective_alpha": 2.0}, 0.5),  # 2 p
+        ({"objective": "log", "objective_epsilon": 0.5}, 2.0),  # 1/4 counts as 1/2, and that is said
+        ({"objective": "log", "objective_epsilon": 0.25}, 4.0),  # at the bound nothing is cut off
+    ],
+)
+def test_a_fixed_group_takes_the_whole_weight(settings, factor):
+    config = SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, **settings)
+    (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 1, 0]]))
+    group = make_group(pool, strategies.build(config))
+    np.testing.assert_allclose(group.advantages, factor * np.array([-0.25, 0.75, -0.25, 0.75]), rtol=1e-14)
+    assert group.weight_clipped == (settings.get("objective_epsilon") == 0.5)
+
+
+def test_an_all_wrong_pool_is_clipped_and_has_no_signal():
+    config = SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log")
+    (pool,) = run_strategy(config, np.zeros((1, 8)))
+    group = make_group(pool, strategies.build(config))
+    assert group.weight_clipped and not group.advantages.any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"objective": "log"}, 1.961161),  # hybrid: 1 / sqrt(0.25 + 0.01); at k/N alone it would be 2
+        ({"objective": "log", "allocation": "sampling"}, 1.0),
+        # 1 / 0.26 over sqrt((0.75 + 0.01) / 0.26) = 3.846154 / 1.709701
+        ({"objective": "log", "allocation": "variance"}, 2.249606),
+        # sqrt(1 / (2 sqrt(0.26))) = sqrt(0.980581)
+        ({"objective": "power"}, 0.990243),
+        ({"objective": "identity"}, 1.0),
+    ],
+)
+def test_estimate_takes_what_draws_did_not_pay(settings, factor):
+    config = SimpleNamespace(
+        strategy="estimate", group_size=4, samples_per_round=4, max_rounds=2, objective_epsilon=0.01, **settings
+    )
+    (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 0, 0]]))
+    group = make_group(pool, strategies.build(config))
+    assert group.kept.tolist() == [0, 1, 2, 3]  # one prompt: the whole budget, M = 4
+    np.testing.assert_allclose(group.advantages, factor * np.array([-0.25, 0.75, -0.25, -0.25]), rtol=1e-6)
+    assert not group.weight_clipped
+
+
+# ---- age -------------------------------------------------------------------------------------------------------------
+
+
+def test_old_responses_are_not_kept_and_still_count_in_the_mean():
+    config = SimpleNamespace(strategy="ngu", group_size=4, samples_per_round=8, max_rounds=4, max_age=4)
+    (pool,) = run_strategy(config, np.array([[0, 0, 0, 1] + [0] * 28]))
+    strategy = strategies.build(config)
+    group = make_group(pool, strategy, ages=np.array([5, 5, 0, 4]))
+    # An age of exactly 4 is kept. Mean over all four responses 1/4; over the two kept it would be 1/2, and +-1/2.
+    assert group.kept.tolist() == [2, 3]
+    np.testing.assert_array_equal(group.advantages, [-0.75, 0.75])
+    nothing = make_group(pool, strategy, ages=np.full(4, 5))
+    assert nothing.kept.tolist() == nothing.advantages.tolist() == []
+    fresh = make_group(pool, strategy)
+    np.testing.assert_array_equal(fresh.advantages, [-0.25, -0.25, -0.25, 0.75])
+    # Strategies without a limit keep whatever the age is.
+    assert make_group(pool, strategies.fixed(4), ages=np.full(4, 100)).kept.tolist() == [0, 1, 2, 3]

@@ -1,5 +1,6 @@
 """The collection loop under scripted samplers, which take and return in every order that a real one might."""
 
+import functools
 import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,10 +60,12 @@ def sampler(slots: int, choose, log=None):
     return sample
 
 
-def balance(group_size=4, samples_per_round=8, max_rounds=4) -> strategies.Strategy:
-    return strategies.balance(
-        SimpleNamespace(group_size=group_size, samples_per_round=samples_per_round, max_rounds=max_rounds)
-    )
+def build(strategy: str, group_size=4, samples_per_round=8, max_rounds=4, **settings) -> strategies.Strategy:
+    sizes = {"group_size": group_size, "samples_per_round": samples_per_round, "max_rounds": max_rounds}
+    return strategies.build(SimpleNamespace(strategy=strategy, **sizes, **settings))
+
+
+balance = functools.partial(build, "balance")
 
 
 def first(in_flight):
@@ -74,22 +77,57 @@ def everything(in_flight):
 
 
 def summary(pool, strategy):
-    group = make_group(pool, strategy, normalize_by_std=False)
+    group = make_group(pool, strategy)
     tokens = [response.tokens.tolist() for response in pool.responses]
-    return pool.prompt.id, tokens, pool.verdicts, pool.rounds, pool.met, group.kept.tolist(), group.advantages.tolist()
+    drawn = pool.prompt.id, tokens, pool.verdicts, pool.rounds, pool.met, pool.estimate
+    return *drawn, group.kept.tolist(), group.advantages.tolist()
 
 
-def test_completion_order_decides_nothing():
-    strategy, prompts = balance(), make_prompts(6)
-    pass_rates = np.array([0.0, 0.05, 0.1, 0.5, 0.9, 1.0])
-    rewards = (np.random.default_rng(0).random((6, 32)) < pass_rates[:, None]).astype(float)
+# Each strategy with what it may leave to others: a plan, replacements, chance, weights, and a limit that isn't reached.
+STRATEGIES = {
+    "grpo": build("grpo"),
+    "positive": build("positive", objective="power"),
+    "balance": build("balance", objective="log", keep="pool"),
+    "estimate": build("estimate", objective="log", baseline="leave_one_out"),
+    "dapo": build("dapo", normalize_by_std=True),
+    "ngu": build("ngu", retry_probability=0.7, max_draws=0),
+}
+PASS_RATES = np.array([0.0, 0.05, 0.1, 0.5, 0.9, 1.0, 0.3, 0.0, 0.2, 1.0, 0.6, 0.4])
 
-    def run(sample):
-        return [summary(pool, strategy) for pool in collect(prompts, sample, verifier(rewards), strategy)]
+
+class Unhurried(Future):
+    """Verdicts that are there sooner or later: `done` says so by chance."""
+
+    def __init__(self, verdicts, order):
+        super().__init__()
+        self.set_result(verdicts)
+        self._order = order
+
+    def done(self):
+        return self._order.random() < 0.5
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_completion_order_decides_nothing(name, barrier):
+    strategy, prompts = STRATEGIES[name], make_prompts(12)
+    wanted = 3 if strategy.extra_batches else 12
+    rewards = (np.random.default_rng(0).random((12, 200)) < PASS_RATES[:, None]).astype(float)
+    grade = verifier(rewards)
+
+    def run(sample, verify=grade, **options):
+        pools = collect(
+            prompts[:wanted], sample, verify, strategy, spare=prompts[wanted:],
+            estimate_fn=lambda prompts: PASS_RATES[: len(prompts)], seed=3, iteration=2, **options,
+        )  # fmt: skip
+        return [summary(pool, strategy) for pool in pools]
 
     expected = run(sampler(slots=1000, choose=everything))
-    assert {rounds for _, _, _, rounds, *_ in expected} >= {1, 4}
     assert all(tokens == [[row, draw] for draw in range(len(tokens))] for row, (_, tokens, *_) in enumerate(expected))
+    # Of groups of four only p2, p3, p10 and p11 are mixed: the third that dapo keeps is p10.
+    assert len(expected) == (11 if name == "dapo" else 12)
+    if name in ("positive", "balance", "ngu"):
+        assert {rounds for _, _, _, rounds, *_ in expected} >= {1, 4 if name != "ngu" else 7}
     for seed in range(100):
         order = np.random.default_rng(seed)
 
@@ -97,7 +135,42 @@ def test_completion_order_decides_nothing():
             count = order.integers(0, len(in_flight), endpoint=True)
             return [in_flight[index] for index in order.permutation(len(in_flight))[:count]]
 
-        assert run(sampler(slots=int(order.integers(1, 60)), choose=some)) == expected
+        slots, deterministic = int(order.integers(1, 60)), bool(seed % 2)
+        assert run(sampler(slots, some), barrier=barrier) == expected
+        later = lambda pairs, order=order: Unhurried(grade(pairs), order)  # noqa: E731
+        assert run(sampler(slots, some), later, barrier=barrier, deterministic=deterministic) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_replacements_are_the_shortest_beginning_that_keeps_enough(seed):
+    # Whoever finishes first: the same prompts, in their order, no more than needed.
+    order = np.random.default_rng(seed)
+    strategy, rewards = build("dapo", group_size=2), order.integers(0, 2, (30, 2)).astype(float)
+    kept = rewards[:, 0] != rewards[:, 1]
+    enough = [count for count in range(8, 31) if kept[:count].sum() >= 8]
+    some = lambda in_flight: [in_flight[index] for index in order.permutation(len(in_flight))[:2]]  # noqa: E731
+    prompts = make_prompts(30)
+    pools = collect(prompts[:8], sampler(5, some), verifier(rewards), strategy, spare=prompts[8:])
+    assert [pool.prompt.id for pool in pools] == [f"p{row}" for row in range(enough[0] if enough else 30)]
+
+
+def test_replaced_prompts_close_and_others_count_once():
+    # p0 is dropped and p2 comes for it; progress counts prompts closed of those asked for and come since.
+    progress, closed = [], []
+
+    def sample(queue):
+        while requests := queue.take(2):
+            yield [respond(request) for request in requests]
+            closed.append(queue.closed())
+
+    rewards = [[0, 0], [0, 1], [1, 0], [1, 0]]
+    prompts = make_prompts(4)
+    collect(
+        prompts[:2], sample, verifier(rewards), build("dapo", group_size=2), spare=prompts[2:],
+        on_progress=lambda *numbers: progress.append(numbers),
+    )  # fmt: skip
+    assert closed == [["p0"], ["p1"], ["p2"]]
+    assert progress == [(1, 2), (2, 4), (3, 6)]
 
 
 def test_rules_wait_for_the_whole_round():
@@ -116,7 +189,7 @@ def test_rules_see_finished_rounds_only():
         seen.append((record.prompt.id, record.rounds, record.drawn, record.correct))
         return 0 if record.rounds == 2 else 3
 
-    strategy = strategies.Strategy(next_draws, 6, lambda record: False, strategies.keep_all, pool_baseline=True)
+    strategy = strategies.Strategy(next_draws, lambda record: False, strategies.keep_all, max_draws=6, max_kept=6)
     collect(make_prompts(1), sampler(1, first), verifier([[1, 0, 1, 0, 0, 1]]), strategy)
     assert seen == [("p0", 0, 0, 0), ("p0", 1, 3, 2), ("p0", 2, 6, 3)]
 
@@ -139,7 +212,7 @@ def test_prompts_not_begun_go_ahead_of_next_rounds():
 
 
 def test_fewer_finished_rounds_go_first_even_if_they_come_later():
-    strategy, then = balance(group_size=2, samples_per_round=1, max_rounds=3), []
+    strategy, then = balance(group_size=2, samples_per_round=1, max_rounds=3, keep="pool"), []
 
     def sample(queue):
         (p0,), (p1,) = queue.take(1), queue.take(1)
@@ -235,7 +308,7 @@ def test_verification_beside_sampling_gives_the_same_pools():
 
 def drive(verify, *, deterministic):
     """A collection of two prompts, one round of one draw after another, and a sampler that stops at every yield."""
-    strategy = balance(group_size=2, samples_per_round=1, max_rounds=2)
+    strategy = balance(group_size=2, samples_per_round=1, max_rounds=2, keep="pool")
     log = []
 
     def sample(queue):
@@ -440,16 +513,18 @@ def test_repeated_prompt_ids_are_refused():
     prompts = make_prompts(3)
     with pytest.raises(ValueError, match="2 prompt ids are used more than once, 'p1' first"):
         collect([*prompts, prompts[1], prompts[2]], sampler(1, first), verifier([]), strategies.fixed(2))
+    with pytest.raises(ValueError, match="1 prompt ids are used more than once, 'p0' first"):
+        collect(prompts, sampler(1, first), verifier([]), strategies.fixed(2), spare=prompts[:1])
 
 
 @pytest.mark.parametrize("size", [0, -1, 5])
 def test_a_strategy_that_breaks_its_bounds_is_refused(size):
-    strategy = strategies.Strategy(lambda record: size, 4, lambda record: True, strategies.keep_all, False)
+    strategy = strategies.Strategy(lambda record: size, lambda record: True, strategies.keep_all, 4, max_kept=4)
     with pytest.raises(ValueError, match=f"asks for {size} more responses .* max_draws = 4"):
         collect(make_prompts(1), sampler(1, first), verifier([]), strategy)
 
 
 def test_a_rule_that_never_stops_is_stopped():
-    strategy = strategies.Strategy(lambda record: 2, 4, lambda record: False, strategies.keep_all, False)
+    strategy = strategies.Strategy(lambda record: 2, lambda record: False, strategies.keep_all, 4, max_kept=4)
     with pytest.raises(ValueError, match="2 more responses of prompt 'p0' after 2 rounds and 4 responses"):
         collect(make_prompts(1), sampler(2, everything), verifier(np.zeros((1, 9))), strategy)

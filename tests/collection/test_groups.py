@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reinforce_ada_jax.collection.groups import balanced_group
+from reinforce_ada_jax.collection.groups import balanced_group, deal
 
 
 def group(bits: str, group_size: int) -> list[int]:
@@ -59,3 +59,25 @@ def test_as_even_as_the_pool_allows(correct, data):
         of_side = np.flatnonzero(correct == side)
         kept_of_side = kept[correct[kept] == side]
         assert kept_of_side.tolist() == of_side[: len(kept_of_side)].tolist()
+
+
+def test_deal_by_hand():
+    # Largest first, to and fro over three minibatches: 9 8 7 | 6 5 4 | 3; the empty one at place 2 is left out.
+    sizes = [4, 9, 0, 7, 3, 8, 5, 6]
+    assert deal(sizes, 3) == [[0, 1, 4], [5, 6], [3, 7]]
+
+
+def test_deal_of_equal_groups_is_even():
+    assert deal([4] * 8, 2) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert deal([4] * 5, 1) == [[0, 1, 2, 3, 4]]
+    assert deal([0, 0], 2) == [[], []]
+
+
+@given(st.lists(st.integers(0, 32), max_size=40), st.integers(1, 5))
+def test_deal_is_fair_and_complete(sizes, num_minibatches):
+    minibatches = deal(sizes, num_minibatches)
+    assert sorted(place for places in minibatches for place in places) == [i for i, size in enumerate(sizes) if size]
+    rows = [sum(sizes[place] for place in places) for places in minibatches]
+    assert max(rows) - min(rows) <= max(sizes, default=0)
+    counts = [len(places) for places in minibatches]
+    assert max(counts) - min(counts) <= 1

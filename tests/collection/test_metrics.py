@@ -32,12 +32,17 @@ def test_by_hand():
     assert collection_metrics(groups, group_size=2) == {
         # First two draws: means 0, 0 and 1 (c has one). The pool means 0, 1/2, 1 would say 1/2.
         "reward/first_round": pytest.approx(1 / 3),
+        "reward/first_round_correct": pytest.approx(1 / 3),
         # 3 hits in 11 responses.
         "reward/pool": pytest.approx(3 / 11),
         "collection/responses": 11,
         "collection/tokens": 6 + 10 + 4,
+        "collection/kept": 2 + 2 + 1,
+        "collection/replacements": 0,
         "collection/rounds_mean": 2.0,
         "collection/zero_signal_share": pytest.approx(1 / 3),
+        "collection/dropped_share": 0.0,
+        "collection/weight_clipped_share": 0.0,
         "collection/unmet_share": pytest.approx(1 / 3),
         "collection/truncated_share": pytest.approx(2 / 11),
         # A response without an answer or too long to look at is no failure of the verifier.
@@ -47,3 +52,25 @@ def test_by_hand():
         "collection/verdict_timeout": 1,
         "collection/verdict_too_long": 1,
     }
+
+
+def test_replacements_are_counted_and_kept_out_of_the_first_round():
+    groups = [
+        make_group("dropped", [0.0, 0.0], [], rounds=1, met=False, lengths=[1, 1]),
+        make_group("kept", [1.0, 0.0], [0.5, -0.5], rounds=1, met=True, lengths=[1, 1]),
+        make_group("in place of the first", [1.0, 0.8], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]),
+    ]
+    metrics = collection_metrics(groups, group_size=2, num_prompts=2)
+    # A replacement is there because another failed: with it the pass rate of the data would be 1/2, not 1/4.
+    assert metrics["reward/first_round"] == metrics["reward/first_round_correct"] == 0.25
+    assert metrics["collection/replacements"] == 1
+    assert metrics["collection/dropped_share"] == metrics["collection/zero_signal_share"] == pytest.approx(1 / 3)
+    assert metrics["collection/kept"] == 4
+
+
+def test_outcome_and_reward_are_two_things():
+    # A penalty took half of a right answer's reward: the pass rate does not see it.
+    pool = make_group("long", [1.0, 0.5], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]).pool
+    right = Pool(pool.prompt, pool.responses, (Verdict(True, 1.0), Verdict(True, 0.5)), 1, True)
+    metrics = collection_metrics([Group(right, np.arange(2), np.array([0.1, -0.1]))], group_size=2)
+    assert (metrics["reward/first_round"], metrics["reward/first_round_correct"]) == (0.75, 1.0)

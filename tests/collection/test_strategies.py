@@ -1,19 +1,26 @@
+"""What every strategy draws and keeps, by hand. What the kept ones are worth is in test_advantages.py."""
+
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import collection_rules
 from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.collect import coin, collect
+from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import Record
-from reinforce_ada_jax.types import Prompt
+from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 PROMPT = Prompt("p", "", "", np.zeros(1, np.int32))
 
 
-def config(strategy: str, group_size: int = 5, samples_per_round: int = 8, max_rounds: int = 4) -> SimpleNamespace:
+def config(strategy: str, group_size: int = 5, samples_per_round: int = 8, max_rounds: int = 4, **settings):
     return SimpleNamespace(
-        strategy=strategy, group_size=group_size, samples_per_round=samples_per_round, max_rounds=max_rounds
+        strategy=strategy, group_size=group_size, samples_per_round=samples_per_round, max_rounds=max_rounds, **settings
     )
 
 
@@ -21,16 +28,93 @@ def record(rounds: int, drawn: int, correct: int) -> Record:
     return Record(PROMPT, rounds=rounds, drawn=drawn, correct=correct)
 
 
+def draw(section, bits: dict[str, str], spare: int = 0, estimates=None, **options):
+    """Pools by `section` of prompts whose i-th response is correct where `bits[name][i]` is 1, or always at "1*".
+
+    The last `spare` prompts take the place of dropped ones; `estimates` are pass rates by name.
+    """
+
+    def sample(queue):
+        while requests := queue.take(1000):
+            yield [
+                Response(request.prompt.id, request.draw, np.zeros(1, np.int32), np.zeros(1, np.float32), False)
+                for request in requests
+            ]
+
+    def verify(pairs):
+        scripts = [(bits[prompt.id], response.draw) for prompt, response in pairs]
+        right = [script[0 if script.endswith("*") else place] == "1" for script, place in scripts]
+        return [Verdict(correct, float(correct)) for correct in right]
+
+    prompts = [Prompt(name, "", "", np.zeros(1, np.int32)) for name in bits]
+    estimate_fn = estimates and (lambda prompts: np.array([estimates[prompt.id] for prompt in prompts]))
+    first = len(prompts) - spare
+    return collect(prompts[:first], sample, verify, section, spare=prompts[first:], estimate_fn=estimate_fn, **options)
+
+
+# ---- every strategy, by hand -----------------------------------------------------------------------------------------
+
+QUARTERS = {"group_size": 4, "samples_per_round": 4, "max_rounds": 2}
+SIX, RETRY = config("estimate", **QUARTERS, budget=6), config("ngu", **QUARTERS, retry_probability=1.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "bits", "drawn", "met", "kept", "advantages"),
+    [
+        # One round of n, compared with itself: mean 1/4.
+        (config("grpo", 4), "10000000", 4, True, [0, 1, 2, 3], [0.75, -0.25, -0.25, -0.25]),
+        # The first hit is in round 2: mean of the pool 1/8, of the group it would be 1/4.
+        (config("positive", **QUARTERS), "00000100", 8, True, [0, 1, 2, 5], [-0.125, -0.125, -0.125, 0.875]),
+        (config("positive", **QUARTERS), "01000100", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
+        # All correct meets `positive`, and nothing is wrong to compare with.
+        (config("positive", **QUARTERS), "11110000", 4, True, [0, 1, 2, 3], [0, 0, 0, 0]),
+        # 2 correct and 2 wrong after round 2; mean 2/8.
+        (config("balance", **QUARTERS), "01000010", 8, True, [0, 1, 2, 6], [-0.25, 0.75, -0.25, 0.75]),
+        (config("balance", **QUARTERS), "01100010", 4, True, [0, 1, 2, 3], [-0.5, 0.5, 0.5, -0.5]),
+        # Never met: one wrong, so three correct fill up; mean 7/8.
+        (config("balance", **QUARTERS), "11110111", 8, False, [0, 1, 2, 4], [0.125, 0.125, 0.125, -0.875]),
+        # The whole budget of one prompt (M = 4) in one round, all of it kept.
+        (config("estimate", **QUARTERS), "01000000", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
+        (SIX, "01000000", 6, True, [0, 1, 2, 3, 4, 5], [-1 / 6, 5 / 6] + [-1 / 6] * 4),
+        # One round of n whatever comes; nothing is kept of a group without variance.
+        (config("dapo", 4), "01000000", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
+        (config("dapo", 4), "00000000", 4, False, [], []),
+        (config("dapo", 4), "11110000", 4, False, [], []),
+        # Rounds of n while all is wrong (always, at chance 1); mean 1/8, and 7 wrong ones share -7/8.
+        (RETRY, "00000100", 8, True, list(range(8)), [-0.125] * 5 + [0.875] + [-0.125] * 2),
+        # Mixed or all correct: no further round. All correct: dropped.
+        (RETRY, "11010000", 4, True, [0, 1, 2, 3], [0.25, 0.25, -0.75, 0.25]),
+        (RETRY, "11110000", 4, True, [], []),
+        # All wrong to the end (M * N = 8 draws): kept, without a signal.
+        (RETRY, "00000000", 8, False, list(range(8)), [0] * 8),
+    ],
+)  # fmt: skip
+def test_by_hand(section, bits, drawn, met, kept, advantages):
+    (pool,) = run_strategy(section, np.array([[int(bit) for bit in bits]]))
+    assert (len(pool.responses), pool.met) == (drawn, met)
+    group = make_group(pool, strategies.build(section))
+    assert group.kept.tolist() == kept
+    np.testing.assert_allclose(group.advantages, advantages, rtol=1e-14)
+
+
 def test_every_configured_name_builds_from_the_defaults():
-    for name in config_module.STRATEGIES:
+    assert tuple(strategies.BUILT_IN) == collection_rules.STRATEGIES
+    for name in collection_rules.STRATEGIES:
         section = config_module.defaults().collection
         section.strategy = name
-        assert strategies.build(section).next_draws(record(0, 0, 0)) > 0
+        asked = dataclasses.replace(record(0, 0, 0), planned=8)
+        assert strategies.build(section).next_draws(asked) > 0
 
 
-def test_unknown_name():
-    with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance"):
-        strategies.build(config("best"))
+def test_what_a_section_lacks_has_its_default():
+    # n = 4, M = 8, N = 4, and every other key of config.py's defaults: the published run of `balance`.
+    section = strategies.with_defaults(config("balance", 4))
+    for key, value in config_module.defaults().collection.items():
+        assert getattr(section, key) == value
+    assert strategies.with_defaults(config("balance", 4, k_pos=3)).k_pos == 3
+
+
+# ---- rounds until a rule is met --------------------------------------------------------------------------------------
 
 
 def test_grpo_draws_one_round_of_the_group():
@@ -38,9 +122,8 @@ def test_grpo_draws_one_round_of_the_group():
     assert strategy.next_draws(record(0, 0, 0)) == 5  # not samples_per_round
     assert strategy.next_draws(record(1, 5, 0)) == 0
     assert strategy.met(record(1, 5, 0))
-    assert strategy.max_draws == 5
+    assert (strategy.max_draws, strategy.max_kept, strategy.baseline) == (5, 5, "group")
     assert strategy.keep(np.array([False, True, True])).tolist() == [0, 1, 2]
-    assert not strategy.pool_baseline
 
 
 def test_fixed_draws_one_round_and_keeps_it():
@@ -74,11 +157,237 @@ def test_the_round_limit_ends_an_unmet_rule(name):
     strategy = strategies.build(config(name))
     draws = [strategy.next_draws(record(rounds, 8 * rounds, 0)) for rounds in range(5)]
     assert draws == [8, 8, 8, 8, 0]
-    assert strategy.max_draws == 32
+    assert (strategy.max_draws, strategy.max_kept, strategy.baseline) == (32, 5, "pool")
     assert not strategy.met(record(4, 32, 0))
-    assert strategy.pool_baseline
 
 
 def test_a_rule_true_of_nothing_still_draws_a_round():
     next_draws = strategies.until(lambda record: record.correct == record.drawn, samples_per_round=2, max_rounds=3)
     assert [next_draws(record(0, 0, 0)), next_draws(record(1, 2, 2)), next_draws(record(1, 2, 1))] == [2, 0, 2]
+
+
+def test_goals_other_than_the_groups_halves():
+    # 8 correct and 8 wrong, group of 4: 2 of 8 correct a round gives (2, 6), (4, 12), (6, 18), (8, 24).
+    # With the usual goals of 2 and 2 the first round would do; with 8 correct alone, 5 of 8 a round would stop after 2.
+    section = config("balance", 4, k_pos=8, k_neg=8)
+    scarce, even, never = run_strategy(section, np.array([[1, 1, 0, 0, 0, 0, 0, 0] * 4, [1, 0] * 16, [1] * 32]))
+    assert [len(pool.responses) for pool in (scarce, even, never)] == [32, 16, 32]
+    assert [pool.met for pool in (scarce, even, never)] == [True, True, False]
+    # The group stays one of n: 2 of the 8 hits, at the pool's mean of 8/32.
+    group = make_group(scarce, strategies.build(section))
+    assert group.kept.tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(group.advantages, [0.75, 0.75, -0.25, -0.25])
+    # One goal set, the other the strategy's own; and `positive` with more than one hit.
+    assert collection_rules.goals(strategies.with_defaults(config("balance", 5, k_pos=1))) == (1, 3)
+    assert not strategies.build(config("positive", k_pos=2)).met(record(1, 8, 1))
+
+
+# ---- keep ------------------------------------------------------------------------------------------------------------
+
+
+def test_keeping_the_pool_or_a_group_of_it():
+    rewards = np.array([[0, 1, 0, 0, 0, 0, 1, 0]])
+    section = config("balance", **QUARTERS, keep="pool")
+    (pool,) = run_strategy(section, rewards)
+    strategy = strategies.build(section)
+    group = make_group(pool, strategy)
+    assert group.kept.tolist() == list(range(8))
+    np.testing.assert_array_equal(group.advantages, np.where(rewards[0] == 1, 0.75, -0.25))
+    assert strategy.max_kept == 8
+    # Rounds must be no smaller than a group even so: the first n draws would else depend on the stopping rule, and
+    # reward/first_round with them (n = 4, M = 2, p = 0.2: 0.264).
+    with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8"):
+        strategies.build(config("positive", 16, keep="pool"))
+
+    section = config("estimate", **QUARTERS, keep="group", budget=8, min_draws=4)
+    (pool,) = run_strategy(section, rewards)
+    strategy = strategies.build(section)
+    group = make_group(pool, strategy)
+    assert (group.kept.tolist(), strategy.max_kept) == ([0, 1, 2, 6], 4)
+    np.testing.assert_array_equal(group.advantages, [-0.25, 0.75, -0.25, 0.75])
+
+
+@pytest.mark.parametrize("name", ["dapo", "ngu"])
+@pytest.mark.parametrize("keep", ["group", "pool"])
+def test_keep_must_not_undo_what_a_strategy_drops(name, keep):
+    # dapo would keep groups without variance, and be grpo.
+    with pytest.raises(ValueError, match=f"keep is '{keep}' with the strategy {name}.*leave it empty"):
+        strategies.build(config(name, keep=keep))
+
+
+# ---- estimate --------------------------------------------------------------------------------------------------------
+
+# With eps = 0.01 the pass rates count as 0.25, 0.04 and 1; 24 draws, from 2 to 32 each.
+ESTIMATES = {"p0": 0.24, "p1": 0.03, "p2": 0.99}
+
+
+@pytest.mark.parametrize(
+    ("settings", "draws"),
+    [
+        ({"objective": "identity"}, [8, 8, 8]),
+        ({"objective": "log"}, [6, 15, 3]),  # 1/sqrt: 2 : 5 : 1, times 3
+        # 1/p: 4 : 25 : 1 gives 0.8 to the last; at its bound of 2, 22 * 4/29 = 3.03 and 18.97 are left.
+        ({"objective": "log", "allocation": "sampling"}, [3, 19, 2]),
+        # sqrt((1 - p + eps) / (p + eps)): 1.755 : 4.950 : 0.141, so 0.5 to the last; of 22, 5.76 and 16.24.
+        ({"objective": "log", "allocation": "variance"}, [6, 16, 2]),
+        # (p + eps)^(-1/4): 1.4142 : 2.2361 : 1, so 7.299, 11.540 and 5.161.
+        ({"objective": "power"}, [7, 12, 5]),
+        ({"objective": "log", "min_draws": 4, "max_draws": 12}, [8, 12, 4]),  # 5 * 3 over the bound; 12 left at 2 : 1
+        ({"objective": "log", "budget": 4}, [3, 7, 2]),  # 12 in all: 3, 7.5, 1.5; at its bound of 2: 10 * 2/7 = 2.86
+    ],
+)
+def test_draws_fixed_beforehand(settings, draws):
+    bits = dict.fromkeys(ESTIMATES, "0*")
+    pools = draw(config("estimate", 4, objective_epsilon=0.01, **settings), bits, estimates=ESTIMATES)
+    assert [len(pool.responses) for pool in pools] == draws
+    assert [pool.estimate for pool in pools] == list(ESTIMATES.values())
+    assert all(pool.rounds == 1 and pool.met for pool in pools)
+
+
+def test_without_estimates_all_prompts_are_alike():
+    pools = draw(config("estimate", 4, objective="log"), {"p0": "0*", "p1": "1*"})
+    assert [(len(pool.responses), pool.estimate) for pool in pools] == [(8, 0.5), (8, 0.5)]
+
+
+@pytest.mark.parametrize("estimates", [{"p0": 0.5, "p1": 1.1}, {"p0": -0.1, "p1": 0.5}, {"p0": np.nan, "p1": 0.5}])
+def test_estimates_that_are_no_pass_rates_are_refused(estimates):
+    with pytest.raises(ValueError, match=r"must give 2 pass rates in \[0, 1\]"):
+        draw(config("estimate", 4), {"p0": "0*", "p1": "0*"}, estimates=estimates)
+
+
+# ---- dapo ------------------------------------------------------------------------------------------------------------
+
+
+def test_spare_prompts_take_the_place_of_dropped_ones():
+    # Two are wanted. p0 is dropped, s0 comes for it and is dropped too, s1 is kept; s2 is never opened.
+    bits = {"p0": "00", "p1": "10", "s0": "11", "s1": "01", "s2": "01"}
+    section = config("dapo", 2)
+    pools = draw(section, bits, spare=3)
+    assert [pool.prompt.id for pool in pools] == ["p0", "p1", "s0", "s1"]
+    groups = [make_group(pool, strategies.build(section)) for pool in pools]
+    assert [group.kept.tolist() for group in groups] == [[], [0, 1], [], [0, 1]]
+    np.testing.assert_array_equal(groups[3].advantages, [-0.5, 0.5])
+
+
+def test_a_batch_stays_short_when_the_spare_prompts_run_out():
+    bits = {"p0": "00", "p1": "10", "p2": "00", "s0": "11"}
+    pools = draw(config("dapo", 2), bits, spare=1)
+    assert [pool.prompt.id for pool in pools] == list(bits)
+    assert [pool.met for pool in pools] == [False, True, False, False]
+
+
+def test_batches_beyond_the_first():
+    assert strategies.build(config("dapo")).extra_batches == 3
+    assert strategies.build(config("dapo", max_extra_batches=0)).extra_batches == 0
+    for name in {*collection_rules.STRATEGIES} - {"dapo"}:
+        assert strategies.build(config(name)).extra_batches == 0
+
+
+# ---- ngu -------------------------------------------------------------------------------------------------------------
+
+
+def test_retries_end_at_max_draws():
+    # Rounds of 4: a third one would make 12 > 10. A limit that is a multiple is reached.
+    for limit, drawn in ((10, 8), (12, 12), (4, 4)):
+        section = config("ngu", 4, max_draws=limit, retry_probability=1.0)
+        (pool,) = draw(section, {"p": "0*"})
+        assert (len(pool.responses), pool.met) == (drawn, False)
+        assert strategies.build(section).max_draws == limit
+    assert strategies.build(config("ngu", 4)).max_draws == 32
+    assert strategies.build(config("ngu", 4, max_draws=0)).max_draws is None
+
+
+def test_the_first_round_and_the_last_word_are_not_left_to_chance():
+    # At chance 0 there is one round; a prompt that is mixed stops at any chance.
+    assert [len(pool.responses) for pool in draw(config("ngu", 4, retry_probability=0.0), {"p": "0*", "q": "1*"})] == [
+        4,
+        4,
+    ]
+    (mixed,) = draw(config("ngu", 4, retry_probability=1.0), {"p": "0001"})
+    assert len(mixed.responses) == 4
+
+
+def test_retries_are_as_frequent_as_asked_for():
+    # 1000 prompts never solved, without a limit: rounds are geometric, mean 1 / (1 - 3/4) = 4 and deviation
+    # sqrt(3/4) / (1/4) = 3.46, so four standard errors of the mean are 0.44. 750 +- 4 * 13.7 go on after the first.
+    section = config("ngu", 2, max_draws=0, retry_probability=0.75)
+    bits = {f"p{number}": "0*" for number in range(1000)}
+    pools = draw(section, bits, seed=1, iteration=5)
+    rounds = np.array([pool.rounds for pool in pools])
+    assert abs(rounds.mean() - 4) < 0.44
+    assert abs((rounds > 1).sum() - 750) < 55
+    assert (rounds == np.array([len(pool.responses) for pool in pools]) // 2).all()
+    # The address decides, and each part of it does.
+    for name, drawn in zip(bits, rounds[:50], strict=False):
+        coins = [coin(1, 5, name, number) < 0.75 for number in range(1, drawn + 1)]
+        assert coins == [True] * (drawn - 1) + [False]
+    again = [
+        [pool.rounds for pool in draw(section, bits, seed=seed, iteration=iteration)]
+        for seed, iteration in ((1, 5), (2, 5), (1, 6))
+    ]
+    assert again[0] == rounds.tolist()
+    for other in again[1:]:
+        # Independent geometric rounds agree with chance sum q^2 = (1/16) / (1 - 9/16) = 1/7.
+        assert abs(np.mean(np.array(other) == rounds) - 1 / 7) < 4 * np.sqrt(6 / 49 / 1000)
+
+
+# ---- a strategy of the user's own ------------------------------------------------------------------------------------
+
+SOURCE = """
+from reinforce_ada_jax.collection.strategies import Strategy, always, keep_all, one_round, until
+
+def {name}(config):
+    size = 2 * config.group_size
+    draws = until(one_round, size, 1)
+    return Strategy(draws, one_round, keep_all, max_draws=size, max_kept=size, normalize_by_std=True)
+
+def nothing(config):
+    pass
+"""
+
+
+@pytest.fixture
+def users_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE.format(name="double"))
+    return file
+
+
+def test_a_function_in_a_file_of_the_users(users_file):
+    section = config(f"{users_file}:double", 2)
+    (pool,) = run_strategy(section, np.array([[1, 0, 0, 0]]))
+    assert len(pool.responses) == 4
+    # Deviation and objective are the configuration's, for every strategy; baseline and keep where it names them.
+    strategy = strategies.build(section)
+    np.testing.assert_array_equal(make_group(pool, strategy).advantages, [0.75, -0.25, -0.25, -0.25])
+    section.keep, section.baseline, section.objective = "group", "group", "log"
+    group = make_group(pool, strategies.build(section))
+    assert group.kept.tolist() == [0, 1]
+    np.testing.assert_array_equal(group.advantages, [2.0, -2.0])  # +-1/2 at 1/p = 4
+
+
+def test_a_users_strategy_that_is_not_there(users_file):
+    with pytest.raises(ValueError, match=r"there is no file 'absent\.py'"):
+        strategies.build(config("absent.py:double"))
+    text = users_file.rename(users_file.with_suffix(".txt"))
+    with pytest.raises(ValueError, match="mine.txt' is no Python file"):
+        strategies.build(config(f"{text}:double"))
+    text.rename(users_file)
+    with pytest.raises(ValueError, match="mine.py defines no 'treble'"):
+        strategies.build(config(f"{users_file}:treble"))
+    with pytest.raises(ValueError, match="mine.py:nothing', which gave None; it must give a Strategy"):
+        strategies.build(config(f"{users_file}:nothing"))
+    with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or"):
+        strategies.build(config("best"))
+
+
+def test_a_strategy_of_ones_own_that_plans_does_not_overlap(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from reinforce_ada_jax.collection.strategies import estimate\n\n\n"
+        "def mine(config):\n    return estimate(config)\n"
+    )
+    mine = {"strategy": f"{file}:mine", "group_size": 4}
+    strategies.build(config(**mine))
+    with pytest.raises(ValueError, match="overlap_iterations begins prompts before .*mine can say.*set it to 0"):
+        strategies.build(config(**mine, overlap_iterations=1))

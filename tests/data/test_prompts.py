@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.data import cipher
-from reinforce_ada_jax.data.prompts import PromptCursor, benchmark_name, load_problems, next_prompts, tokenize
+from reinforce_ada_jax.data.prompts import (
+    PromptCursor,
+    benchmark_name,
+    load_problems,
+    next_prompts,
+    prompts_after,
+    tokenize,
+)
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.types import Prompt
 
@@ -147,3 +154,27 @@ def test_a_whole_epoch_at_a_time():
 def test_more_than_there_are(count):
     with pytest.raises(ValueError, match=f"{count} prompts are wanted at a time, of 5.*prompts_per_iteration"):
         next_prompts(make_prompts(5), PromptCursor(seed=0), count)
+
+
+def test_prompts_after_are_those_of_the_same_order():
+    prompts = make_prompts(10)
+    epoch, _ = next_prompts(prompts, PromptCursor(seed=0), 10)
+    now, cursor = next_prompts(prompts, PromptCursor(seed=0), 3)
+    spare = prompts_after(prompts, cursor, 4, {prompt.id for prompt in now})
+    assert [prompt.id for prompt, _ in spare] == [prompt.id for prompt in epoch[3:7]]
+    # Going on after the second of them: what would have been the third spare comes next.
+    assert next_prompts(prompts, spare[1][1], 2)[0] == epoch[5:7]
+
+
+def test_prompts_after_reach_into_the_next_epoch_and_never_repeat():
+    prompts = make_prompts(6)
+    now, cursor = next_prompts(prompts, PromptCursor(seed=0), 4)
+    spare = prompts_after(prompts, cursor, 5, {prompt.id for prompt in now})
+    # Two are left, and in the next epoch all others are taken: no more than that, however many are asked for.
+    names = [prompt.id for prompt, _ in spare]
+    assert len(names) == len(set(names)) == 2 and not set(names) & {prompt.id for prompt in now}
+    assert prompts_after(prompts, cursor, 0, set()) == []
+    # From the end of an epoch on they come in the order of the next one.
+    following = prompts_after(prompts, PromptCursor(seed=0, position=6), 3, set())
+    assert [prompt for prompt, _ in following] == next_prompts(prompts, PromptCursor(seed=0, epoch=1), 3)[0]
+    assert following[2][1] == PromptCursor(seed=0, epoch=1, position=3)

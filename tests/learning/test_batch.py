@@ -43,3 +43,18 @@ def test_nothing_is_cut(limits):
     # The first row has 3 + 2 tokens, the second 1 + 4: one of them is beyond each of these limits.
     with pytest.raises(ValueError, match=f"the limits are {limits[0]} and {limits[1]}"):
         make_batch(ROWS, max_prompt_tokens=limits[0], max_response_tokens=limits[1])
+
+
+def test_empty_rows_follow():
+    few, padded = (make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=size) for size in (None, 5))
+    assert few.tokens.shape == (2, 7) and padded.tokens.shape == (5, 7)
+    assert few.reference_logprobs is None and padded.reference_logprobs is None
+    for name in ("tokens", "prompt_length", "response_length", "advantages", "behaviour_logprobs", "version"):
+        np.testing.assert_array_equal(getattr(padded, name)[:2], getattr(few, name))
+        assert not getattr(padded, name)[2:].any()
+    assert make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=2).tokens.shape == (2, 7)
+
+
+def test_no_row_is_dropped():
+    with pytest.raises(ValueError, match="2 rows are more than the 1 that the batch is to have"):
+        make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=1)

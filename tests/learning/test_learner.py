@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,8 @@ import pytest
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.learning.batch import make_batch
-from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators
+from reinforce_ada_jax.learning.learner import Learner, num_live
+from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.metrics import CompileCounter
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.types import Response
@@ -28,8 +29,17 @@ def learner(micro_batches=1, mesh=(1, 1, 1), **changes) -> Learner:
     config = defaults()
     config.model.compute_dtype = "float32"
     config.sampling.temperature = TEMPERATURE
+    config.collection.group_size = 4  # of two prompts: eight rows a minibatch
     config.learning.update(
-        dict(b1=0.0, clip_norm=1e9, epsilon=1e-3, learning_rate=1e-3, warmup_updates=0, logprob_chunk=3)
+        dict(
+            prompts_per_update=2,
+            b1=0.0,
+            clip_norm=1e9,
+            epsilon=1e-3,
+            learning_rate=1e-3,
+            warmup_updates=0,
+            logprob_chunk=3,
+        )
     )
     config.learning.update(dict(micro_batches=micro_batches, **changes))
     return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
@@ -55,11 +65,30 @@ def responses():
 def batch(max_prompt_tokens=5, max_response_tokens=8):
     """Eight rows, old log-probabilities far enough from the present ones that some ratios are clipped."""
     rows = make_batch(responses(), max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
-    scored = learner().score(PARAMS, learner().put(rows))
+    scored = score(learner(), rows)
     noise = np.random.default_rng(1).normal(0, 0.3, (8, 8))
     old = np.zeros(scored.shape, np.float32)
-    old[:, :8] = np.asarray(scored)[:, :8] + noise * (np.arange(8) < rows.response_length[:, None])
+    old[:, :8] = scored[:, :8] + noise * (np.arange(8) < rows.response_length[:, None])
     return rows.replace(old_logprobs=old)
+
+
+def score(of: Learner, rows, params=PARAMS):
+    """What `score` gives, on the host, row by row."""
+    return np.concatenate(of.score(params, of.put(rows)))
+
+
+def with_empty_rows(rows, num_rows):
+    """The batch with rows behind it that have no token, and what must not be looked at in the other places."""
+    more = num_rows - len(rows.response_length)
+    beyond = {"advantages": 7.0, "old_logprobs": np.nan, "behaviour_logprobs": -np.inf, "reference_logprobs": np.nan}
+
+    def longer(name):
+        x = getattr(rows, name)
+        if x is None:
+            return None
+        return np.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1), constant_values=beyond.get(name, 0))
+
+    return type(rows)(**{field.name: longer(field.name) for field in dataclasses.fields(rows)})
 
 
 def updated(of: Learner, rows=None, params=PARAMS):
@@ -74,18 +103,39 @@ def gradient(state):
 def shifted(rows):
     """[B, T - 1] arrays over "token t predicts t + 1", filled row by row: another layout than the learner's."""
     size, length = rows.tokens.shape
-    arrays = {name: np.zeros((size, length - 1), np.float32) for name in ("old", "behaviour", "advantage", "mask")}
+    names = ("old", "behaviour", "advantage", "mask", "reference")
+    arrays = {name: np.zeros((size, length - 1), np.float32) for name in names}
     for row in range(size):
         first, count = rows.prompt_length[row] - 1, rows.response_length[row]
         arrays["old"][row, first : first + count] = rows.old_logprobs[row, :count]
         arrays["behaviour"][row, first : first + count] = rows.behaviour_logprobs[row, :count]
         arrays["advantage"][row, first : first + count] = rows.advantages[row]
         arrays["mask"][row, first : first + count] = 1
+        if rows.reference_logprobs is not None:
+            arrays["reference"][row, first : first + count] = rows.reference_logprobs[row, :count]
     return arrays
 
 
-@functools.partial(jax.jit, static_argnames=("aggregation", "truncated_is_cap", "entropy_coefficient"))
-def naive(params, tokens, arrays, aggregation="token-mean", truncated_is_cap=None, entropy_coefficient=0.0):
+OPTIONS = (
+    "aggregation", "ratio", "truncated_is_cap", "entropy_coefficient", "kl_coefficient", "kl_kind", "clip_low",
+    "clip_high",
+)  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames=OPTIONS)
+def naive(
+    params,
+    tokens,
+    arrays,
+    aggregation="token-mean",
+    ratio="token",
+    truncated_is_cap=None,
+    entropy_coefficient=0.0,
+    kl_coefficient=0.0,
+    kl_kind="k3",
+    clip_low=0.2,
+    clip_high=0.28,
+):
     """((loss, metrics), gradient) by whole logits and the whole minibatch's loss."""
 
     def loss(params):
@@ -93,13 +143,19 @@ def naive(params, tokens, arrays, aggregation="token-mean", truncated_is_cap=Non
         logprobs = jnp.take_along_axis(distribution, tokens[:, 1:, None], axis=-1)[..., 0]
         entropy = -jnp.sum(jnp.exp(distribution) * distribution, axis=-1)
         value, metrics = clipped_policy_loss(
-            logprobs, arrays["old"], arrays["advantage"], arrays["mask"], clip_low=0.2, clip_high=0.28, dual_clip=10.0,
-            aggregation=aggregation, behaviour_logprobs=arrays["behaviour"], truncated_is_cap=truncated_is_cap,
+            logprobs, arrays["old"], arrays["advantage"], arrays["mask"], clip_low=clip_low, clip_high=clip_high,
+            dual_clip=10.0, aggregation=aggregation, behaviour_logprobs=arrays["behaviour"],
+            truncated_is_cap=truncated_is_cap, ratio=ratio,
         )  # fmt: skip
         num_tokens, num_rows = denominators(arrays["mask"])
-        mean = functools.partial(aggregate, entropy, arrays["mask"], num_tokens=num_tokens, num_rows=num_rows)
-        value = value - entropy_coefficient * mean(aggregation)
-        return value, metrics | {"loss": value, "entropy": mean("token-mean")}
+        mean = functools.partial(aggregate, mask=arrays["mask"], num_tokens=num_tokens, num_rows=num_rows)
+        value = value - entropy_coefficient * mean(entropy, aggregation=aggregation)
+        metrics |= {"entropy": mean(entropy, aggregation="token-mean")}
+        if kl_coefficient:
+            kl = kl_estimate(logprobs, arrays["reference"], kl_kind)
+            value = value + kl_coefficient * mean(kl, aggregation=aggregation)
+            metrics |= {"kl": mean(kl, aggregation="token-mean")}
+        return value, metrics | {"loss": value}
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
@@ -115,7 +171,7 @@ def assert_trees_equal(actual, expected):
 def test_score_is_the_full_forward_pass():
     rows = batch()
     distribution = jax.nn.log_softmax(transformer.logits(ARCHITECTURE, PARAMS, jnp.asarray(rows.tokens)) / TEMPERATURE)
-    scored = np.asarray(learner().score(PARAMS, learner().put(rows)))
+    scored = score(learner(), rows)
     for row, (before, after) in enumerate(zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)):
         at = np.arange(before, before + after)
         np.testing.assert_allclose(
@@ -128,10 +184,25 @@ def test_score_is_the_full_forward_pass():
 EVERYTHING = {"aggregation": "seq-mean-token-mean", "truncated_is_cap": 1.2, "entropy_coefficient": 0.01}
 
 
-@pytest.mark.parametrize(("micro_batches", "options"), [(1, {}), (4, EVERYTHING)], ids=["plain", "everything"])
+UPDATES = {
+    "plain": (1, {}),
+    "everything": (4, EVERYTHING),
+    "sequence": (4, {"aggregation": "seq-mean-token-mean", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}),
+    "k2": (4, {"kl_coefficient": 0.3, "kl_kind": "k2"}),
+    "k3": (1, {"kl_coefficient": 0.3, "kl_kind": "k3", "aggregation": "seq-mean-token-sum"}),
+}
+
+
+def with_reference(rows):
+    """The batch with a reference whose log-probabilities are elsewhere."""
+    noise = np.random.default_rng(2).normal(0, 0.5, rows.old_logprobs.shape).astype(np.float32)
+    return rows.replace(reference_logprobs=rows.old_logprobs + noise)
+
+
+@pytest.mark.parametrize(("micro_batches", "options"), UPDATES.values(), ids=UPDATES)
 def test_the_update_follows_the_naive_gradient(micro_batches, options):
-    state, metrics = updated(learner(micro_batches, **options))
-    rows = batch()
+    rows = with_reference(batch()) if "kl_kind" in options else batch()
+    state, metrics = updated(learner(micro_batches, **options), rows)
     (_, expected), slope = naive(PARAMS, jnp.asarray(rows.tokens), shifted(rows), **options)
     assert expected["clip_fraction"] > 0.1
     assert_trees_close(gradient(state), slope, rtol=1e-5, atol=1e-5)
@@ -164,9 +235,8 @@ def test_a_mean_over_micro_batches_would_be_something_else():
 
 
 def test_score_keeps_the_rows_in_order():
-    np.testing.assert_allclose(
-        learner(8).score(PARAMS, learner(8).put(batch())), learner().score(PARAMS, learner().put(batch())), rtol=1e-5
-    )
+    assert learner(8).score(PARAMS, learner(8).put(batch())).shape == (8, 1, 8)
+    np.testing.assert_allclose(score(learner(8), batch()), score(learner(), batch()), rtol=1e-5)
 
 
 def test_what_stands_in_the_padding_is_irrelevant():
@@ -186,6 +256,87 @@ def test_mask_equals_slice():
     (state, metrics), (padded, padded_metrics) = updated(learner()), updated(learner(), batch(7, 12))
     assert_trees_close(gradient(padded), gradient(state), rtol=1e-5, atol=1e-6)
     assert_trees_close(padded_metrics, metrics, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_empty_rows_change_nothing(micro_batches):
+    # 40 more rows: 5 or 40 micro-batches without a token.
+    padded = with_empty_rows(batch(), 48)
+    state, metrics = updated(learner(micro_batches))
+    padded_state, padded_metrics = updated(learner(micro_batches), padded)
+    assert padded_metrics.finite
+    assert_trees_close(gradient(padded_state), gradient(state), rtol=1e-6, atol=1e-6)
+    assert_trees_close(padded_state.params, state.params, rtol=1e-6, atol=1e-6)
+    assert_trees_close(padded_metrics, metrics, rtol=1e-6, atol=1e-6)
+    scored = score(learner(micro_batches), padded)
+    np.testing.assert_allclose(scored[:8], score(learner(micro_batches), batch()), rtol=1e-6)
+    assert not scored[8:].any()
+
+
+def test_a_micro_batch_may_be_part_empty():
+    # Six rows in two micro-batches of four: the last two count nowhere.
+    six = jax.tree.map(lambda x: x[:6], batch())
+    state, metrics = updated(learner(2), with_empty_rows(six, 16))
+    rows, arrays = jnp.asarray(six.tokens), shifted(six)
+    (_, expected), slope = naive(PARAMS, rows, arrays)
+    assert_trees_close(gradient(state), slope, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(metrics.loss, expected["loss"], rtol=1e-5, atol=1e-5)
+
+
+def test_empty_micro_batches_are_not_computed():
+    # A weight that is nan makes every micro-batch that is computed nan, whatever its mask: `score` would hide that,
+    # the gradient's sum cannot. Without a token there is nothing to compute, and the gradient is 0.
+    poisoned = PARAMS | {"final_norm": PARAMS["final_norm"].at[0].set(jnp.nan)}
+    nothing = with_empty_rows(jax.tree.map(lambda x: x[:0], batch()), 48)
+    state, metrics = updated(learner(8), nothing, poisoned)
+    assert metrics.finite and metrics.grad_norm == 0 and metrics.loss == 0
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient(state)))
+    # One row is one micro-batch, and that one is computed.
+    one = with_empty_rows(jax.tree.map(lambda x: x[:1], batch()), 48)
+    assert not updated(learner(8), one, poisoned)[1].finite
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [((1, 1, 1, 1), 2), ((1, 1, 1, 0), 2), ((1, 1, 0, 0), 1), ((0,) * 4, 0)]
+)
+def test_live_micro_batches_are_counted(lengths, expected):
+    rows = make_batch([], max_prompt_tokens=1, max_response_tokens=1, num_rows=4)
+    two = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), rows.replace(response_length=np.array(lengths)))
+    assert num_live(two) == expected
+
+
+def test_another_number_of_live_rows_compiles_nothing():
+    of, state = learner(8), fresh_state(learner(8))
+    rows = [with_empty_rows(jax.tree.map(lambda x, size=size: x[:size], batch()), 24) for size in (3, 8, 1)]
+    compiles, counts = CompileCounter(), []
+    for live in rows:
+        placed = of.put(live)
+        placed = placed.replace(old_logprobs=of.score(state.params, placed))
+        state, _ = of.update(state, placed)
+        counts.append(compiles.since_last())
+    assert counts[1:] == [0, 0]
+    assert counts[0] > 0  # the counter counts
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_a_batch_is_cut_into_whole_micro_batches(rows):
+    some = make_batch([], max_prompt_tokens=1, max_response_tokens=1, num_rows=rows)
+    with pytest.raises(ValueError, match=f"a batch of {rows} rows cannot be cut into micro-batches of 4 "):
+        learner(2).put(some)
+
+
+def test_micro_batches_are_consecutive_rows():
+    placed = learner(2).put(batch())
+    assert learner(2).micro_rows == 4
+    np.testing.assert_array_equal(placed.response_length, np.reshape(RESPONSE_LENGTHS, (2, 4)))
+    assert placed.tokens.shape == (2, 4, 13) and placed.reference_logprobs is None
+
+
+def test_rows_are_split_over_data_and_fsdp():
+    of = learner(2, (2, 2, 2))
+    placed = of.put(batch())
+    for scored in (placed.old_logprobs, of.score(fresh_state(of).params, placed)):
+        assert {shard.data.shape for shard in scored.addressable_shards} == {(2, 1, 8)}
 
 
 def test_no_advantage_no_change():
@@ -251,3 +402,45 @@ def test_old_and_behaviour_logprobs_are_two_things():
     assert updated(capped, elsewhere)[1].loss != updated(capped)[1].loss
     older = batch().replace(old_logprobs=batch().old_logprobs - 1)
     assert updated(learner(), older)[1].loss != updated(learner())[1].loss
+
+
+KL = {"kl_coefficient": 0.3, "kl_kind": "k2"}
+
+
+def test_without_a_coefficient_the_reference_plays_no_part():
+    state, metrics = updated(learner())
+    assert metrics.kl == 0
+    # It is only looked at: the same bits, and a figure beside them.
+    with_figure, figure = updated(learner(), with_reference(batch()))
+    assert figure.kl > 0
+    assert_trees_equal(with_figure, state)
+    # And where it isn't given, no program has a place for it.
+    of = learner()
+    inputs = [len(jax.make_jaxpr(of.update)(fresh_state(of), of.put(rows)).jaxpr.invars)
+              for rows in (batch(), with_reference(batch()))]  # fmt: skip
+    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + 8
+
+
+def test_a_policy_that_is_its_reference_pays_nothing():
+    own = batch().replace(reference_logprobs=score(learner(), batch()))
+    for options in (KL, KL | {"kl_kind": "k3"}):
+        state, metrics = updated(learner(**options), own)
+        np.testing.assert_allclose(metrics.kl, 0, atol=1e-9)
+        assert_trees_close(gradient(state), gradient(updated(learner())[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_what_stands_in_the_padding_of_the_reference_is_irrelevant():
+    rows = with_reference(batch())
+    beyond = np.arange(8) >= rows.response_length[:, None]
+    for garbage in (np.nan, -np.inf):
+        dirty = rows.replace(reference_logprobs=np.where(beyond, np.float32(garbage), rows.reference_logprobs))
+        assert_trees_equal(updated(learner(**KL), dirty), updated(learner(**KL), rows))
+    # Nor in rows and micro-batches that are nothing but padding.
+    state, metrics = updated(learner(2, **KL), with_empty_rows(rows, 48))
+    assert_trees_close(gradient(state), gradient(updated(learner(2, **KL), rows)[0]), rtol=1e-6, atol=1e-6)
+    assert metrics.finite
+
+
+def test_a_coefficient_needs_a_reference():
+    with pytest.raises(ValueError, match="kl_coefficient is 0.3, but the batch has no reference_logprobs"):
+        updated(learner(**KL))

@@ -119,6 +119,128 @@ def test_no_gradient_into_the_reference():
     assert gradient == 0.0
 
 
+def test_slopes_of_the_kl_estimates():
+    # Five tokens; the sum over all of them, weighted by the policy, is the expectation over its samples.
+    rng = np.random.default_rng(0)
+    logits, reference = rng.normal(size=5), rng.normal(size=5)
+    p, q = (np.exp(x) / np.exp(x).sum() for x in (logits, reference))
+
+    def expected_slope(kind):
+        def loss(logits):
+            logprobs = jax.nn.log_softmax(logits)
+            estimates = kl_estimate(logprobs, jnp.asarray(np.log(q), jnp.float32), kind)
+            return jnp.sum(jax.lax.stop_gradient(jnp.exp(logprobs)) * estimates)
+
+        return jax.grad(loss)(jnp.asarray(logits, jnp.float32))
+
+    # With d = log p - log q and F = sum p d = KL(p || q):  dF / dlogit = p (d - F); of KL(q || p): p - q.
+    d = np.log(p) - np.log(q)
+    np.testing.assert_allclose(expected_slope("k2"), p * (d - (p * d).sum()), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(expected_slope("k3"), p - q, rtol=1e-5, atol=1e-6)
+    assert np.abs(p - q).max() > 0.1
+    # k1's mean is the KL itself, but as a loss it pulls nowhere.
+    np.testing.assert_allclose(expected_slope("k1"), np.zeros(5), atol=1e-7)
+
+
+def gspo(logprobs, batch):
+    """GSPO's loss in float64, as its paper writes it: row by row, min of products."""
+    rows = []
+    for row, mask in enumerate(np.asarray(batch["mask"])):
+        if mask.any():
+            ratio = np.exp(np.mean(logprobs[row, mask] - np.asarray(batch["old_logprobs"], np.float64)[row, mask]))
+            advantage = float(batch["advantages"][row, 0])
+            objective = min(ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage)
+            rows.append(-max(objective, 10 * advantage) if advantage < 0 else -objective)
+    return np.mean(rows)
+
+
+def sequence_batch(seed):
+    """`random_batch` with rows on either side of each clip."""
+    batch = random_batch(seed)
+    shift = jnp.asarray(np.linspace(-3, 3, 8)[:, None], jnp.float32)
+    return batch | {"logprobs": batch["old_logprobs"] + shift + 0.1 * (batch["logprobs"] - batch["old_logprobs"])}
+
+
+def sequence_value_and_gradient(batch, aggregation="seq-mean-token-mean"):
+    def loss(logprobs):
+        rest = {name: batch[name] for name in ARRAYS[1:]}
+        return clipped_policy_loss(logprobs, **rest, **CLIPS, aggregation=aggregation, ratio="sequence")
+
+    return jax.value_and_grad(loss, has_aux=True)(batch["logprobs"])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_sequence_ratio_is_gspo(seed):
+    batch = sequence_batch(seed)
+    (loss, metrics), gradient = sequence_value_and_gradient(batch)
+    assert 0 < metrics["clip_fraction"] < 1
+    at = np.asarray(batch["logprobs"], np.float64)
+    np.testing.assert_allclose(loss, gspo(at, batch), rtol=1e-5)
+    slope = np.zeros(at.shape)
+    for place in np.ndindex(at.shape):
+        step = np.zeros(at.shape)
+        step[place] = 1e-6
+        slope[place] = (gspo(at + step, batch) - gspo(at - step, batch)) / 2e-6
+    np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)
+
+
+def test_sequence_ratio_by_hand():
+    # Row 0: log ratios log 1.1 and log 1.21, mean log 1.1^1.5: ratio 1.153690, A = 1. Their product, 1.331, would be
+    # clipped at 1.28. Row 1: log 2 and -log 2: ratio 1, A = 2, where each token's own would be 1.28 (clipped) and 1/2.
+    # Row 2: one token, ratio 1/2, A = -1: clipped at 0.8.
+    old = jnp.full((3, 2), -3.0)
+    mask = jnp.array([[1, 1], [1, 1], [1, 0]], bool)
+    logprobs = old + jnp.log(jnp.array([[1.1, 1.21], [2.0, 0.5], [0.5, 1.0]]))
+    advantages = jnp.broadcast_to(jnp.array([[1.0], [2.0], [-1.0]]), (3, 2))
+    for jitted in (False, True):
+        function = functools.partial(policy_terms, ratio="sequence", **CLIPS)
+        terms = (jax.jit(function) if jitted else function)(logprobs, old, advantages, mask)
+        expected = [[-1.153690, -1.153690], [-2.0, -2.0], [0.8, 0.0]]
+        np.testing.assert_allclose(terms.loss, expected, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(terms.clipped, [[0, 0], [0, 0], [1, 0]])
+        # Of the tokens themselves, as ever: -log of their own ratios.
+        np.testing.assert_allclose(terms.old_minus_new[1], [-0.693147, 0.693147], atol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", config.AGGREGATIONS)
+def test_a_response_of_one_token_has_the_tokens_ratio(aggregation):
+    batch = random_batch(8) | {"mask": jnp.zeros((8, 7), bool).at[:, 2].set(True)}
+    expected = value_and_gradient(batch, CLIPS, aggregation, None)
+    jax.tree.map(np.testing.assert_array_equal, sequence_value_and_gradient(batch, aggregation), expected)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, -math.inf])
+def test_garbage_under_the_mask_reaches_no_sequence_ratio(garbage):
+    clean = sequence_batch(3)
+    assert not clean["mask"].any(axis=1).all()  # a row without tokens is among them
+    dirty = {
+        name: values if name == "mask" else jnp.where(clean["mask"], values, garbage) for name, values in clean.items()
+    }
+    expected, actual = sequence_value_and_gradient(clean), sequence_value_and_gradient(dirty)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert np.isfinite(actual[1]).all() and not actual[1][~clean["mask"]].any()
+    # Padding is in no mean: the same rows with none of it.
+    cut = {name: jnp.pad(values, [(0, 0), (0, 5)]) for name, values in clean.items()}
+    np.testing.assert_allclose(sequence_value_and_gradient(cut)[0][0], expected[0][0], rtol=1e-6)
+
+
+def test_sequence_ratio_jit_equals_eager():
+    batch = sequence_batch(5)
+    for aggregation in config.AGGREGATIONS:
+        compiled = jax.jit(sequence_value_and_gradient, static_argnums=1)(batch, aggregation)
+        eager = sequence_value_and_gradient(batch, aggregation)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), compiled, eager)
+
+
+def test_a_sequence_ratio_is_bounded():
+    # The mean log ratio is bounded, not each token's: exp(20) at A = -1, where the dual clip holds it at 10.
+    ones = jnp.ones((1, 2))
+    terms = policy_terms(jnp.array([[100.0, 0.0]]), 0 * ones, -ones, ones, ratio="sequence", **CLIPS)
+    np.testing.assert_array_equal(terms.loss, [[10.0, 10.0]])
+    terms = policy_terms(jnp.array([[-100.0, 0.0]]), 0 * ones, ones, ones, ratio="sequence", **CLIPS)
+    np.testing.assert_allclose(terms.loss, -math.exp(-20) * ones, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("aggregation", "expected", "bug"),
     [
@@ -288,5 +410,7 @@ def test_what_is_refused():
         clipped_policy_loss(one, one, one, one, aggregation="token-mean", truncated_is_cap=2.0, **CLIPS)
     with pytest.raises(ValueError, match="aggregation is 'mean'; it must be one of token-mean"):
         clipped_policy_loss(one, one, one, one, aggregation="mean", **CLIPS)
+    with pytest.raises(ValueError, match="ratio is 'row'; it must be one of token, sequence"):
+        policy_terms(one, one, one, one, ratio="row", **CLIPS)
     with pytest.raises(ValueError, match="kind is 'k4'; it must be one of k1, k2, k3"):
         kl_estimate(one, one, "k4")

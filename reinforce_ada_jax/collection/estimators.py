@@ -1,0 +1,82 @@
+"""Estimates of pass rates made before drawing, for the strategy `estimate`, and how good they turned out to be.
+
+The value head, which needs the policy's hidden states, is in learning/value_head.py; the collection loop knows either
+as a function from prompts to pass rates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from reinforce_ada_jax.types import Pool, Prompt
+
+RELIABILITY_BINS = 5
+
+
+class Ema:
+    """Each prompt's own pass rate, old draws counting less: a Beta posterior with decay.
+
+        N <- decay * N + n,   K <- decay * K + k,   p = (K + a) / (N + a + b)
+
+    after every iteration that drew n responses of which k were correct. So p is never 0 and never 1.
+    Source: arXiv 2510.04996 (Ada-Est).
+    """
+
+    def __init__(self, *, decay: float, prior_correct: float, prior_wrong: float):
+        """decay in [0, 1); prior_correct (a) and prior_wrong (b) above 0."""
+        self._decay, self._prior_correct, self._prior_wrong = decay, prior_correct, prior_wrong
+        self._counts: dict[str, tuple[float, float]] = {}  # by prompt id: (N, K)
+
+    def estimate(self, prompts: Sequence[Prompt]) -> Float[np.ndarray, " P"]:
+        """The pass rates expected now, in (0, 1); a prompt never seen has the prior's mean."""
+        counts = np.array([self._counts.get(prompt.id, (0.0, 0.0)) for prompt in prompts], np.float64).reshape(-1, 2)
+        drawn, correct = counts.T
+        return (correct + self._prior_correct) / (drawn + self._prior_correct + self._prior_wrong)
+
+    def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
+        """Takes in what one iteration drew; no metrics of its own."""
+        for pool in pools:
+            drawn, correct = self._counts.get(pool.prompt.id, (0.0, 0.0))
+            self._counts[pool.prompt.id] = (
+                self._decay * drawn + len(pool.verdicts),
+                self._decay * correct + int(pool.correct.sum()),
+            )
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """For a checkpoint; float64 numbers survive the way there and back unchanged."""
+        return {"counts": {name: list(counts) for name, counts in self._counts.items()}}
+
+    def load_json(self, saved: Mapping[str, Any]) -> None:
+        """Takes back what `to_json` saved."""
+        self._counts = {name: (drawn, correct) for name, (drawn, correct) in saved["counts"].items()}
+
+
+def calibration(pools: Sequence[Pool]) -> dict[str, float]:
+    """How the estimates that pools were drawn with compare with what was drawn.
+
+    Returns:
+      `estimator/brier`, the mean over prompts of the mean squared difference between the estimate and each draw's
+      outcome (0 or 1); `estimator/calibration_error`, the mean over prompts of |estimate - outcome| after averaging
+      both within each of five equal bins of the estimate; and of each bin that has prompts
+      `estimator/bin_<i>_estimate`, `..._outcome` and `..._share`. Nothing where no pool has an estimate.
+    """
+    known = [pool for pool in pools if pool.estimate is not None]
+    if not known:
+        return {}
+    estimate = np.array([pool.estimate for pool in known])
+    outcome = np.array([pool.correct.mean() for pool in known])
+    brier = np.mean([np.square(pool.estimate - pool.correct).mean() for pool in known])
+    bins = np.minimum((estimate * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
+    result, error = {"estimator/brier": float(brier)}, 0.0
+    for index in range(RELIABILITY_BINS):
+        here = bins == index
+        if here.any():
+            means = float(estimate[here].mean()), float(outcome[here].mean())
+            share = float(here.mean())
+            error += share * abs(means[0] - means[1])
+            names = ("estimate", "outcome", "share")
+            result |= {f"estimator/bin_{index}_{name}": x for name, x in zip(names, (*means, share), strict=True)}
+    return result | {"estimator/calibration_error": error}

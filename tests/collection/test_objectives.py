@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import collection_rules
+from reinforce_ada_jax.collection.objectives import gradient_weight, sample_weight, value, weight
+
+P = np.array([0.01, 0.25, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("objective", "alpha", "expected"),
+    [
+        ("identity", 0.5, [1.0, 1.0, 1.0, 1.0]),
+        ("log", 0.5, [100.0, 4.0, 2.0, 1.0]),
+        ("power", 0.5, [5.0, 1.0, 0.5**0.5, 0.5]),  # 1 / (2 sqrt p)
+        ("power", 2.0, [0.02, 0.5, 1.0, 2.0]),  # 2 p
+        ("power", 1.0, [1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_weights(objective, alpha, expected):
+    np.testing.assert_allclose(weight(objective, P, alpha=alpha), expected, rtol=1e-15)
+    # A number gives a number.
+    assert weight(objective, 0.25, alpha=alpha) == pytest.approx(expected[1])
+
+
+@pytest.mark.parametrize("objective", collection_rules.OBJECTIVES)
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 2.0])
+def test_the_weight_is_the_derivative(objective, alpha):
+    # Central difference, error h^2 f''' / 6: at p = 0.01 under log 1e-12 * 2e6 / 6 against a weight of 100.
+    h = 1e-6
+    slope = (value(objective, P + h, alpha=alpha) - value(objective, P - h, alpha=alpha)) / (2 * h)
+    np.testing.assert_allclose(weight(objective, P, alpha=alpha), slope, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("allocation", "draws", "advantages"),
+    [
+        # Under log at p + epsilon = 1/4, w = 4.
+        ("hybrid", 2.0, 2.0),
+        ("sampling", 4.0, 1.0),
+        # sqrt((0.76 + 0.01) / 0.25): epsilon is added to 1 - p too, so that an estimate of 1 gets draws.
+        ("variance", 3.08**0.5, 4 / 3.08**0.5),
+    ],
+)
+def test_draws_and_advantages_share_the_weight(allocation, draws, advantages):
+    arguments = (allocation, "log", 0.24)
+    np.testing.assert_allclose(sample_weight(*arguments, epsilon=0.01), draws, rtol=1e-15)
+    np.testing.assert_allclose(gradient_weight(*arguments, epsilon=0.01), advantages, rtol=1e-15)
+
+
+@pytest.mark.parametrize("allocation", collection_rules.ALLOCATIONS)
+@pytest.mark.parametrize("objective", collection_rules.OBJECTIVES)
+def test_together_they_pay_all_of_it(allocation, objective):
+    settings = {"alpha": 0.3, "epsilon": 0.05}
+    p = np.linspace(0, 1, 11)
+    paid = sample_weight(allocation, objective, p, **settings) * gradient_weight(allocation, objective, p, **settings)
+    np.testing.assert_allclose(paid, weight(objective, p + 0.05, alpha=0.3), rtol=1e-14)
+
+
+def test_identity_is_uniform_where_nothing_is_said_of_variance():
+    for allocation in ("hybrid", "sampling"):
+        np.testing.assert_array_equal(sample_weight(allocation, "identity", P), np.ones(4))
+
+
+def test_unknown_names():
+    for function in (weight, value):
+        with pytest.raises(ValueError, match="'logit'; it must be one of identity, log, power"):
+            function("logit", 0.5)
+    with pytest.raises(ValueError, match="'even'; it must be one of hybrid, sampling, variance"):
+        sample_weight("even", "log", 0.5)

@@ -1,0 +1,46 @@
+from concurrent.futures import Future
+
+import pytest
+
+from reinforce_ada_jax.rewards.shaping import Shaping, overlong_share
+from reinforce_ada_jax.types import Verdict
+
+
+def test_overlong_share_by_hand():
+    # Limit 20, the last 8 tokens cost: free up to 12, then an eighth a token.
+    shares = [overlong_share(length, 8, 20) for length in (1, 12, 13, 16, 20)]
+    assert shares == [0.0, 0.0, 0.125, 0.5, 1.0]
+    assert overlong_share(20, 0, 20) == 0.0
+
+
+def test_a_penalty_makes_no_right_answer_wrong():
+    shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=0.5, max_response_tokens=20)
+    # Full marks at full length: the reward falls to 1/2, below the threshold, and the answer stays right.
+    assert shaping(Verdict(True, 1.0), 20) == Verdict(True, 0.5)
+    # A wrong one at half of the stretch falls below 0: rewards may be any number.
+    assert shaping(Verdict(False, 0.0, "no_answer"), 16) == Verdict(False, -0.25, "no_answer")
+
+
+def test_the_threshold_decides_what_is_correct():
+    shaping = Shaping(positive_threshold=0.7)
+    # At the threshold is not above it; what the checker thought of it does not matter, its reward does.
+    verdicts = shaping.all([Verdict(True, 0.7), Verdict(False, 0.71), Verdict(True, 0.4)], [5, 5, 5])
+    assert [verdict.correct for verdict in verdicts] == [False, True, False]
+    assert [verdict.reward for verdict in verdicts] == [0.7, 0.71, 0.4]
+
+
+def test_later():
+    shaping = Shaping(positive_threshold=0.7, overlong_tokens=4, overlong_penalty=1.0, max_response_tokens=4)
+    graded = Future()
+    shaped = shaping.later(graded, [2, 4])
+    assert not shaped.done()
+    graded.set_result([Verdict(True, 1.0), Verdict(True, 1.0)])
+    assert shaped.result(timeout=0) == [Verdict(True, 0.5), Verdict(True, 0.0)]
+
+
+def test_a_failure_reaches_whoever_waits():
+    graded = Future()
+    shaped = Shaping(0.7).later(graded, [1])
+    graded.set_exception(RuntimeError("no worker starts"))
+    with pytest.raises(RuntimeError, match="no worker starts"):
+        shaped.result(timeout=0)
