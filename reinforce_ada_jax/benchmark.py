@@ -8,9 +8,10 @@
     python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=Qwen2.5-1.5B
         --dtype=bfloat16 --bandwidth=8.1e11
     python -m reinforce_ada_jax.benchmark learning --output=runs/learning --seeds=3 --jobs=2 --json=OUT
+    python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance;
-`learning` trains the built-in model by every algorithm.
+`learning` trains the built-in model by every algorithm; `loss` is the policy loss and its gradients, by itself.
 With --simulate nothing runs but the scheduling. What the numbers mean, and what they were: docs/performance.md.
 """
 
@@ -27,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from reinforce_ada_jax import command, learning_benchmark, metrics, rollout_benchmark, workloads
+from reinforce_ada_jax import command, learning_benchmark, loss_benchmark, metrics, rollout_benchmark, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.published import PUBLISHED
@@ -74,6 +75,10 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "seed": (0, "Of workloads and random weights."),
         "seeds": (3, "Runs of `learning` for each algorithm."),
         "jobs": (1, "Of these side by side, one core each."),
+        "rows": (16, "Of the batch of `loss`."),
+        "row_tokens": (1024, "Of each of them."),
+        "words": (151_936, "Of its vocabulary."),
+        "columns": (256, "Of its hidden states."),
     }
     for name, (default, text) in texts.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
@@ -291,8 +296,21 @@ def learning(options: flags.FlagValues) -> dict[str, Any]:
         )
 
 
+def loss(options: flags.FlagValues) -> dict[str, Any]:
+    """Memory and time of the fused loss beside the naive one; see loss_benchmark.py."""
+    return loss_benchmark.measure(
+        rows=options.rows,
+        length=options.row_tokens,
+        words=options.words,
+        columns=options.columns,
+        dtype=options.dtype,
+        repeat=options.repeat or 3,
+        say=lambda text: print(text, file=sys.stderr, flush=True),
+    )
+
+
 # A benchmark of another part of a run is a function from the flags to its numbers.
-BENCHMARKS = {"rollout": rollout, "adaptive": adaptive, "learning": learning}
+BENCHMARKS = {"rollout": rollout, "adaptive": adaptive, "learning": learning, "loss": loss}
 
 
 def summary(result: dict[str, Any], indent: str = "") -> str:

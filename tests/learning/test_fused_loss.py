@@ -1,0 +1,393 @@
+"""Against the plain formulas over whole logits, in values and in gradients to hidden states and head."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import loss_benchmark
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.learning import loss as loss_lib
+from reinforce_ada_jax.learning.fused_loss import advantage, fused_policy_loss, head_statistics
+from reinforce_ada_jax.mesh import make_mesh
+
+SETTINGS = dict(clip_low=0.2, clip_high=0.28, dual_clip=2.0, aggregation="token-mean", temperature=1.3)
+EVERYTHING = SETTINGS | dict(
+    aggregation="seq-mean-token-mean", truncated_is_cap=1.5, kl_kind="k3", kl_coefficient=0.1, entropy_coefficient=0.05
+)
+
+
+def make_case(rows, length, columns, num_words, *, tied=True, dtype=jnp.float32, seed=0):
+    """(hidden, head, per-token arrays): logits of about +-3, ratios on both sides of every clip, a row of padding."""
+    rng = np.random.default_rng(seed)
+    hidden = rng.normal(size=(rows, length, columns))
+    head = rng.normal(size=(num_words, columns) if tied else (columns, num_words)) * 3 / math.sqrt(columns)
+    mask = np.arange(length) < rng.integers(1, length + 1, size=(rows, 1))
+    mask[-1] = False
+    hidden, head = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype)
+    targets = jnp.asarray(rng.integers(num_words, size=(rows, length)), jnp.int32)
+    logits = np.asarray(hidden, np.float32) @ (np.asarray(head, np.float32).T if tied else np.asarray(head, np.float32))
+    logits /= SETTINGS["temperature"]
+    picked = np.take_along_axis(logits, np.asarray(targets)[..., None], axis=-1)[..., 0]
+    logprobs = jnp.asarray(picked - np.log(np.exp(logits).sum(axis=-1)))
+    # Steps of 1/8 away from the clips' edges, so that rounding puts no token on the other side of one.
+    gap, other, reference = rng.choice([-1.0, -0.375, -0.125, 0.0, 0.125, 0.375, 1.0], size=(3, rows, length))
+    return hidden, head, dict(
+        targets=targets,
+        old_logprobs=logprobs - gap,
+        behaviour_logprobs=logprobs - gap - other,
+        reference_logprobs=logprobs - reference,
+        reward=jnp.asarray(rng.integers(2, size=rows), jnp.float32),
+        baseline=jnp.asarray(rng.uniform(size=rows), jnp.float32),
+        weight=jnp.asarray(rng.uniform(0.5, 2, size=rows), jnp.float32),
+        mask=jnp.asarray(mask),
+    )  # fmt: skip
+
+
+def plain_statistics(hidden, head, targets, *, temperature, tied):
+    """By whole logits."""
+    equation = "...D,VD->...V" if tied else "...D,DV->...V"
+    logits = jnp.einsum(equation, hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logprobs = jax.nn.log_softmax(logits / temperature)
+    picked = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+    return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+def plain_loss(hidden, head, arrays, *, tied, **settings):
+    """The same loss from whole logits, each term by its tested formula."""
+    settings = EVERYTHING | dict(kl_coefficient=0.0, entropy_coefficient=0.0, truncated_is_cap=None) | settings
+    mask, aggregation = arrays["mask"], settings["aggregation"]
+    logprobs, entropy = plain_statistics(
+        hidden, head, arrays["targets"], temperature=settings["temperature"], tied=tied
+    )
+    advantages = arrays["weight"] * (arrays["reward"] - arrays["baseline"])
+    loss, metrics = loss_lib.clipped_policy_loss(
+        logprobs,
+        arrays["old_logprobs"],
+        jnp.broadcast_to(advantages[:, None], mask.shape),
+        mask,
+        behaviour_logprobs=arrays["behaviour_logprobs"],
+        **{
+            name: settings[name]
+            for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "truncated_is_cap", "ratio")
+            if name in settings
+        },
+    )
+    num_tokens, num_rows = loss_lib.denominators(mask)
+    mean = functools.partial(loss_lib.aggregate, mask=mask, num_tokens=num_tokens, num_rows=num_rows)
+    kl = loss_lib.kl_estimate(logprobs, arrays["reference_logprobs"], settings["kl_kind"])
+    loss = loss - settings["entropy_coefficient"] * mean(entropy, aggregation=aggregation)
+    loss = loss + settings["kl_coefficient"] * mean(kl, aggregation=aggregation)
+    metrics |= {"entropy": mean(entropy, aggregation="token-mean"), "kl": mean(kl, aggregation="token-mean")}
+    return loss, metrics
+
+
+def fused_loss(hidden, head, arrays, **settings):
+    return fused_policy_loss(hidden, head, **arrays, **settings)
+
+
+@functools.lru_cache
+def compiled(loss, settings):
+    return jax.jit(jax.value_and_grad(functools.partial(loss, **dict(settings)), argnums=(0, 1), has_aux=True))
+
+
+def with_gradients(loss, hidden, head, arrays, **settings):
+    """((loss, metrics), (d_hidden, d_head)), compiled once for the same settings and shapes."""
+    return compiled(loss, tuple(sorted(settings.items())))(hidden, head, arrays)
+
+
+def assert_near(ours, wanted, tolerance=1e-5):
+    """Within `tolerance` of the largest value of each array."""
+
+    def compare(ours, wanted):
+        assert ours.shape == wanted.shape and ours.dtype == wanted.dtype
+        ours, wanted = (np.asarray(x, np.float32) for x in (ours, wanted))
+        np.testing.assert_allclose(ours, wanted, atol=tolerance * max(1e-6, np.abs(wanted).max()), rtol=0)
+
+    jax.tree.map(compare, ours, wanted)
+
+
+# ---- statistics --------------------------------------------------------------------------------------------------
+
+
+def test_literal_statistics():
+    # Logits ln(1, 2, 1): probabilities 1/4, 1/2, 1/4, entropy 1.5 ln 2; at temperature 1/2 1/6, 4/6, 1/6. Tiles of two
+    # words, so that the second has one word and no maximum of its own.
+    hidden, head = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0, 2.0, 1.0]]))
+    target = jnp.array([1])
+    statistics = functools.partial(head_statistics, hidden, head, target, tied=False, tile=(1, 2))
+    np.testing.assert_allclose(statistics(temperature=1.0), [[np.log(0.5)], [1.5 * np.log(2)]], rtol=1e-6)
+    halved = 2 / 6 * np.log(6) + 4 / 6 * np.log(1.5)
+    np.testing.assert_allclose(statistics(temperature=0.5), [[np.log(4 / 6)], [halved]], rtol=1e-6)
+
+
+def test_literal_gradients():
+    # As above. d logprob / dz = 1[v = 1] - p = (-1/4, 1/2, -1/4); d entropy / dz = -p (log p + H), with log p + H =
+    # ln 2 * (-2 + 1.5, -1 + 1.5, -2 + 1.5): ln 2 * (1/8, -1/4, 1/8). The hidden state is 1, so d_head is dz itself.
+    hidden, head = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0, 2.0, 1.0]]))
+
+    def output(head, which):
+        return head_statistics(hidden, head, jnp.array([1]), temperature=1.0, tied=False, tile=(1, 2))[which][0]
+
+    np.testing.assert_allclose(jax.grad(output)(head, 0), [[-0.25, 0.5, -0.25]], atol=1e-6)
+    np.testing.assert_allclose(jax.grad(output)(head, 1), np.log(2) * np.array([[0.125, -0.25, 0.125]]), atol=1e-6)
+
+
+@pytest.mark.parametrize("tile, tied", [((1, 7), True), ((5, 32), False), ((4, 96), True), ((30, 100), False)], ids=str)
+def test_tile_sizes_agree(tile, tied):
+    # 10 rows and 96 words: dividing, leaving a rest, and beyond both.
+    hidden, head, arrays = make_case(2, 5, 16, 96, tied=tied)
+    weights = jax.random.normal(jax.random.key(3), (2, 2, 5))
+
+    def weighted(function, hidden, head):
+        logprob, entropy = function(hidden, head, arrays["targets"], temperature=0.7, tied=tied)
+        return jnp.sum(weights[0] * logprob) + jnp.sum(weights[1] * entropy), (logprob, entropy)
+
+    tiled = functools.partial(head_statistics, tile=tile)
+    ours, wanted = (
+        jax.jit(jax.value_and_grad(functools.partial(weighted, function), argnums=(0, 1), has_aux=True))(hidden, head)
+        for function in (tiled, plain_statistics)
+    )
+    assert_near(ours, wanted)
+
+
+def test_large_and_equal_logits_stay_finite():
+    # One word takes it all, at 1e4: entropy 0; or none does: ln 4. exp of one logit alone is inf in float32.
+    head = jnp.array([[1e4, 0.0, -1e4, 0.0], [0.0, 0.0, 0.0, 0.0]])
+
+    def both(head):
+        return head_statistics(jnp.eye(2), head, jnp.array([0, 3]), temperature=1.0, tied=False, tile=(2, 3))
+
+    np.testing.assert_allclose(both(head), [[0.0, -np.log(4)], [0.0, np.log(4)]], atol=1e-6)
+    assert np.isfinite(jax.jacrev(both)(head)).all()
+
+
+def test_a_float32_head_beside_bfloat16_states():
+    hidden, head, arrays = make_case(2, 5, 16, 96)
+    hidden = hidden.astype(jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnames="cast")
+    def slopes(hidden, head, cast):
+        def total(hidden, head):
+            head = head.astype(jnp.bfloat16) if cast else head
+            outputs = head_statistics(hidden, head, arrays["targets"], temperature=1.0, tied=True, tile=(16, 96))
+            return sum(x.sum() for x in outputs)
+
+        return jax.grad(total, argnums=(0, 1))(hidden, head)
+
+    (d_hidden, d_head), (same, rounded) = slopes(hidden, head, cast=False), slopes(hidden, head, cast=True)
+    assert d_hidden.dtype == jnp.bfloat16 and d_head.dtype == jnp.float32
+    np.testing.assert_array_equal(d_hidden, same)  # the products are the same
+    np.testing.assert_array_equal(d_head.astype(jnp.bfloat16), rounded)
+    assert (d_head != rounded).any()  # but nothing is rounded on the way to a float32 head
+
+
+# ---- the loss ----------------------------------------------------------------------------------------------------
+
+
+def test_advantage():
+    ours = advantage(jnp.array([1.0, 0.0]), jnp.array([0.25, 0.25]), jnp.array([2.0, 1.0]))
+    np.testing.assert_array_equal(ours, [1.5, -0.25])
+
+
+@pytest.mark.parametrize("settings, tied", [
+    (SETTINGS, False),
+    (EVERYTHING, True),
+    (EVERYTHING, False),
+    (EVERYTHING | dict(aggregation="seq-mean-token-sum", ratio="sequence", kl_kind="k2"), True),
+], ids=["plain", "every term, tied", "every term", "by sequence"])  # fmt: skip
+def test_equals_the_naive_loss(settings, tied):
+    case = make_case(6, 20, 16, 512, tied=tied)
+    ours = with_gradients(fused_loss, *case, tied=tied, tile=(32, 200), **settings)
+    assert_near(ours, with_gradients(plain_loss, *case, tied=tied, **settings))
+    assert 0 < ours[0][1]["clip_fraction"] < 1
+
+
+def test_in_bfloat16():
+    case = make_case(6, 20, 16, 512, dtype=jnp.bfloat16)
+    ours = with_gradients(fused_loss, *case, tied=True, tile=(32, 200), **EVERYTHING)
+    assert ours[1][0].dtype == ours[1][1].dtype == jnp.bfloat16
+    whole = jax.tree.map(lambda x: x.astype(jnp.float32), case[:2])
+    (loss, metrics), slopes = with_gradients(plain_loss, *whole, case[2], tied=True, **EVERYTHING)
+    assert_near(ours, ((loss, metrics), jax.tree.map(lambda x: x.astype(jnp.bfloat16), slopes)), 2e-2)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
+def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
+    case = make_case(3, 4, 8, 151_936, dtype=dtype)
+    ours = with_gradients(fused_loss, *case, tied=True, tile=(8, 50_000), **EVERYTHING)
+    assert_near(ours, with_gradients(plain_loss, *case, tied=True, **EVERYTHING), tolerance)
+
+
+def test_jit_equals_eager():
+    hidden, head, arrays = make_case(4, 6, 8, 64)
+
+    def total(hidden, head):
+        outputs = head_statistics(hidden, head, arrays["targets"], temperature=1.3, tied=True, tile=(24, 40))
+        return sum(x.sum() for x in outputs)
+
+    slopes = jax.value_and_grad(total, argnums=(0, 1))
+    assert_near(jax.jit(slopes)(hidden, head), slopes(hidden, head))
+
+
+def test_micro_batches_sum_to_the_minibatch():
+    case = make_case(4, 6, 8, 64)
+    whole = with_gradients(fused_loss, *case, tied=True, tile=(8, 40), **EVERYTHING)
+    num_tokens, num_rows = loss_lib.denominators(case[2]["mask"])
+    parts = []
+    for start in (0, 2):
+        hidden, arrays = jax.tree.map(lambda x, start=start: x[start : start + 2], (case[0], case[2]))
+        (loss, metrics), (d_hidden, d_head) = with_gradients(
+            fused_loss, hidden, case[1], arrays, tied=True, tile=(8, 40),
+            num_tokens=float(num_tokens), num_rows=float(num_rows), **EVERYTHING,
+        )  # fmt: skip
+        parts.append(((loss, metrics), (d_hidden, d_head)))
+    (loss, metrics), d_head = jax.tree.map(jnp.add, *((value, slopes[1]) for value, slopes in parts))
+    assert_near(((loss, metrics), d_head), (whole[0], whole[1][1]))
+    assert_near(jnp.concatenate([slopes[0] for _, slopes in parts]), whole[1][0])
+
+
+def test_nothing_under_the_mask_matters():
+    hidden, head, arrays = make_case(4, 6, 8, 64)
+    per_token = ("old_logprobs", "behaviour_logprobs", "reference_logprobs")
+    spoiled = arrays | {name: jnp.where(arrays["mask"], arrays[name], jnp.nan) for name in per_token}
+    spoiled["targets"] = jnp.where(arrays["mask"], arrays["targets"], -1)
+    spoiled |= {name: arrays[name].at[-1].set(jnp.nan) for name in ("reward", "baseline", "weight")}  # of padding
+    clean, ours = (
+        with_gradients(fused_loss, hidden, head, given, tied=True, tile=(8, 40), **EVERYTHING)
+        for given in (arrays, spoiled)
+    )
+    jax.tree.map(np.testing.assert_array_equal, clean, ours)
+    np.testing.assert_array_equal(ours[1][0][~np.asarray(arrays["mask"])], 0.0)
+    assert (np.abs(ours[1][0][np.asarray(arrays["mask"])]).max(axis=-1) > 0).any()
+
+
+def test_no_token_at_all_gives_zeros():
+    hidden, head, arrays = make_case(4, 6, 8, 64)
+    arrays["mask"] = jnp.zeros_like(arrays["mask"])
+    ours = with_gradients(fused_loss, hidden, head, arrays, tied=True, tile=(8, 40), **EVERYTHING)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), ours)
+
+
+def test_only_hidden_and_head_are_differentiated():
+    hidden, head, arrays = make_case(4, 6, 8, 64)
+    floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+    def loss(floats):
+        return fused_policy_loss(hidden, head, **(arrays | floats), tied=True, tile=(8, 40), **EVERYTHING)[0]
+
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), jax.jit(jax.grad(loss))(floats))
+
+
+def test_packed_equals_unpacked():
+    # Four rows one after the other, with rubbish between, in one row: each token brings its own response's numbers.
+    hidden, head, arrays = make_case(4, 6, 8, 64)
+    settings = dict(tied=True, tile=(8, 40), **(EVERYTHING | dict(aggregation="token-mean")))
+    per_token = {
+        name: jnp.broadcast_to(x[:, None], arrays["mask"].shape) if x.ndim == 1 else x for name, x in arrays.items()
+    }
+    packed = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (hidden, per_token))
+    wanted, slopes = with_gradients(fused_loss, hidden, head, arrays, **settings)
+    ours, (d_hidden, d_head) = with_gradients(fused_loss, packed[0], head, packed[1], **settings)
+    assert_near((ours, (d_hidden.reshape(hidden.shape), d_head)), (wanted, slopes))
+
+
+# ---- over several devices ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes, tied, num_words, dtype, tolerance", [
+    (dict(tensor=8), True, 512, jnp.float32, 1e-5),
+    (dict(data=2, fsdp=2, tensor=2), True, 512, jnp.float32, 1e-5),
+    (dict(fsdp=4, tensor=2), False, 512, jnp.float32, 1e-5),
+    (dict(data=2, tensor=4), True, 151_936, jnp.float32, 1e-5),
+    (dict(data=2, fsdp=2, tensor=2), True, 512, jnp.bfloat16, 2e-2),
+], ids=str)  # fmt: skip
+def test_one_device_equals_eight(axes, tied, num_words, dtype, tolerance):
+    length, tile = (10, (8, 64)) if num_words == 512 else (2, (4, 19_000))
+    hidden, head, arrays = make_case(4, length, 8, num_words, tied=tied)
+    hidden = hidden.astype(dtype)  # beside a float32 head, which is gathered in bfloat16
+    wanted = with_gradients(fused_loss, hidden, head, arrays, tied=tied, tile=tile, **EVERYTHING)
+    mesh = make_mesh(**axes)
+
+    def put(x, *names):
+        return jax.device_put(x, mesh_lib.sharding(mesh, names))
+
+    head_axes = ("vocab", "embed") if tied else ("embed", "vocab")  # as the learner's weights are laid out
+    ours = with_gradients(
+        fused_loss, put(hidden, "rows"), put(head, *head_axes), jax.tree.map(lambda x: put(x, "rows"), arrays),
+        tied=tied, mesh=mesh, tile=tile, **EVERYTHING,
+    )  # fmt: skip
+    assert_near(ours, wanted, tolerance)
+    assert ours[1][0].sharding.spec[0] == ("data", "fsdp")
+    assert ours[1][1].sharding.is_equivalent_to(mesh_lib.sharding(mesh, head_axes), 2)
+
+
+# ---- memory, input -----------------------------------------------------------------------------------------------
+
+
+def largest_array(loss, tied, dtype):
+    hidden, head, arrays = make_case(4, 64, 16, 1024, tied=tied, dtype=dtype)
+    function = jax.jit(jax.grad(lambda *inputs: loss(*inputs, tied=tied, **EVERYTHING)[0], argnums=(0, 1)))
+    compiled = function.lower(hidden, head, arrays).compile()
+    shapes = re.findall(r"(?:f32|bf16|s32|pred)\[([\d,]+)\]", compiled.as_text())
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+@pytest.mark.parametrize("tied, dtype", [(True, jnp.bfloat16), (False, jnp.float32)], ids=str)
+def test_logits_of_all_words_for_all_tokens_never_exist(tied, dtype):
+    tokens, words, columns = 4 * 64, 1024, 16
+    assert largest_array(plain_loss, tied, dtype) >= tokens * words
+    fused = largest_array(functools.partial(fused_loss, tile=(64, 128)), tied, dtype)
+    assert fused == words * columns  # the head; tiles have 64 * 128
+
+
+@pytest.mark.parametrize("loss, least, most", [(plain_loss, 9e9, 1e11), (fused_loss, 0, 0.1e9)], ids=["naive", "fused"])
+def test_what_the_compiler_plans_for_a_published_vocabulary(loss, least, most):
+    # 16 * 1024 tokens of 151,936 words: 9.96 GB of float32 logits, of which the naive loss has several at once.
+    tokens, words, columns = (16, 1024), 151_936, 256
+    arrays = jax.eval_shape(lambda: make_shapes(tokens))
+    hidden, head = (jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in ((*tokens, columns), (words, columns)))
+    program = compiled(loss, tuple(sorted((dict(tied=True) | EVERYTHING).items())))
+    assert least < program.lower(hidden, head, arrays).compile().memory_analysis().temp_size_in_bytes < most
+
+
+def make_shapes(tokens):
+    per_token = dict.fromkeys(("old_logprobs", "behaviour_logprobs", "reference_logprobs"), jnp.zeros(tokens))
+    per_row = dict.fromkeys(("reward", "baseline", "weight"), jnp.zeros(tokens[0]))
+    return per_token | per_row | dict(targets=jnp.zeros(tokens, jnp.int32), mask=jnp.zeros(tokens, bool))
+
+
+@pytest.mark.slow
+def test_the_benchmark():
+    sizes = dict(rows=4, length=256, words=8192, columns=32, chunk=64)
+    result = loss_benchmark.measure(**sizes, repeat=1)
+    logits = 4 * 4 * 256 * 8192
+    for name, least, most in (("naive", logits, np.inf), ("chunked", logits / 4, np.inf), ("fused", 0, logits / 2)):
+        assert least < result[name]["temporary_bytes"] < most
+        assert result[name]["loss"] == pytest.approx(result["naive"]["loss"], rel=1e-5)
+    assert result["seconds_ratio"] > 0 and result["temporary_bytes_ratio"] < 0.5
+
+
+@pytest.mark.parametrize("changes, parts", [
+    (dict(backend="cuda"), ["'cuda'", "scan, pallas_tpu"]),
+    (dict(temperature=0.0), ["temperature is 0.0", "above 0"]),
+    (dict(tied=False), ["(64, 8)", "tied=False", "[D, V]"]),
+    (dict(reference_logprobs=None), ["kl_coefficient is 0.1", "reference_logprobs"]),
+    (dict(num_tokens=3.0), ["num_tokens and num_rows"]),
+    (dict(behaviour_logprobs=None), ["truncated_is_cap needs behaviour_logprobs"]),
+    (dict(mesh=dict(tensor=3)), ["64 words", "tensor = 3"]),
+    (dict(mesh=dict(fsdp=5)), ["8 columns", "fsdp = 5"]),
+    (dict(mesh=dict(data=4)), ["10 rows", "data * fsdp = 4"]),
+], ids=str)  # fmt: skip
+def test_bad_input(changes, parts):
+    hidden, head, arrays = make_case(2, 5, 8, 64)
+    if "mesh" in changes:
+        changes = {"mesh": make_mesh(**changes["mesh"])}
+    with pytest.raises(ValueError) as raised:
+        fused_policy_loss(hidden, head, **(arrays | dict(tied=True) | EVERYTHING | changes))
+    for part in parts:
+        assert part in str(raised.value)
