@@ -1,11 +1,12 @@
 """Reinforce-Ada on Llama-3.2-3B-Instruct.
 
     python -m reinforce_ada_jax.train --config=configs/llama_3b.py --workdir=runs/llama_3b \\
-        --config.model.path=models/Llama-3.2-3B-Instruct --config.data.prompts=data/prompts.jsonl
+        --config.model.path=models/Llama-3.2-3B-Instruct
 
 Hardware: v5p-8, one host of 4 chips with 95 GB each. Weights, moments and gradients are float32 and sharded over all of
 them; decoding is split over `tensor` only. The sizes follow from the chips' memory on paper; no slice has timed them.
-Prompts: the Llama versions of RLHFlow/reinforce_ada_hard_prompt and _easy_prompt (Hugging Face), as JSONL.
+Prompts: the published hard set, through `datasets` (pip install "reinforce_ada_jax[hub]"); the paper has no easy one
+for this model. A JSONL file does as well: --config.data.prompts=FILE.
 Source of the numbers: arXiv 2510.04996 and its reference script: 512 prompts an iteration, 4 updates, M = 8, N = 4,
 n = 4, clip 0.2 / 0.28, learning rate 1e-6, 1,024 + 2,048 tokens, evaluation with up to 4,096.
 """
@@ -19,7 +20,7 @@ def get_config() -> ConfigDict:
     """The published run; what isn't named here is in config.py."""
     config = defaults()
     config.model.path = "models/Llama-3.2-3B-Instruct"
-    config.data.prompts = "data/prompts.jsonl"
+    config.data.prompts = "hf:RLHFlow/reinforce_ada_hard_prompt_llama"
     config.sampling.slots = 128
     config.learning.micro_batches = 64  # 8 rows at a time
     config.mesh.tensor = 4

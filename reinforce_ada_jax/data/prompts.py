@@ -1,17 +1,18 @@
-"""Problem files, prompts, and the cursor that says which prompts come next.
+"""Where problems come from, prompts, and the cursor that says which prompts come next.
 
 The order is a function of (seed, epoch), so the cursor is the whole resume state: three integers. What a response to a
 prompt is worth is not known here.
 """
 
 import dataclasses
-import json
 import pathlib
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.data import cipher, hub_problems, tfds_problems
+from reinforce_ada_jax.data.problems import Problem, read_jsonl
+from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.types import Prompt
 
@@ -19,87 +20,65 @@ _CIPHER = "cipher:"
 
 
 def benchmark_name(source: str) -> str:
-    """The name under which a source's results are reported: a file's stem, or the built-in task's split."""
-    return source.removeprefix(_CIPHER) if source.startswith(_CIPHER) else pathlib.Path(source).stem
+    """The name under which a source's results are reported: a file's stem, the built-in task's split, or the name."""
+    if source.startswith(_CIPHER):
+        return source.removeprefix(_CIPHER)
+    for prefix in (tfds_problems.PREFIX, hub_problems.PREFIX):
+        if source.startswith(prefix):
+            return source.removeprefix(prefix).strip("/").replace("/", "_").replace(":", "_")
+    return pathlib.Path(source).stem
 
 
-def _parse_problem(line: bytes, where: str) -> dict[str, Any]:
-    """One line of a problem file; ValueError begins with `where` (file and line)."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON ({error}). One object a line: id, problem, answer.") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a {type(row).__name__}. One object a line: id, problem, answer.")
-    for name in ("id", "problem", "answer"):
-        if name not in row:
-            raise ValueError(f"{where}: no {name!r} among {sorted(row)}. Every line needs id, problem and answer.")
-        if not isinstance(row[name], str):
-            raise ValueError(f"{where}: {name} is {row[name]!r}; it must be a string. Put it in quotes.")
-    problem = {name: row[name] for name in ("id", "problem", "answer")}
-    pass_rate = row.get("pass_rate")
-    if pass_rate is not None:
-        if not isinstance(pass_rate, int | float) or not 0.0 <= pass_rate <= 1.0:
-            raise ValueError(f"{where}: pass_rate is {pass_rate!r}; it must be a number in [0, 1], or left out.")
-        problem["pass_rate"] = float(pass_rate)
-    return problem
-
-
-def load_problems(source: str) -> list[dict[str, Any]]:
+def load_problems(source: str) -> list[Problem]:
     """The problems of a source, in its order.
 
     Args:
-      source: "cipher:train" or "cipher:heldout" for the built-in task, else the path of a JSONL file. Blank lines and
-        further fields are ignored.
+      source: "cipher:train" or "cipher:heldout" for the built-in task; "tfds:NAME/SPLIT" or "tfds:DIR" for what
+        TensorFlow Datasets has prepared; "hf:NAME" or "hf:NAME:SPLIT" for Hugging Face's `datasets`; else the path of
+        a JSONL file.
 
     Returns:
-      Dicts with "id" (unique), "problem", "answer", and "pass_rate" where the file has one.
+      Dicts with "id" (unique), "problem", "answer", and "pass_rate" where the source has one.
     """
     if source.startswith(_CIPHER):
         return cipher.problems(source.removeprefix(_CIPHER))
-    file = pathlib.Path(source)
-    if not file.is_file():
-        raise ValueError(
-            f'There is no file {source}: name a JSONL file of {{"id", "problem", "answer"}}, or cipher:train for the '
-            "built-in task."
-        )
-    problems: list[dict[str, Any]] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        problem = _parse_problem(line, f"{source}, line {number}")
-        first = line_of_id.setdefault(problem["id"], number)
-        if first != number:
-            raise ValueError(
-                f"{source}, lines {first} and {number}: both have id {problem['id']!r}. Samples are addressed by id: "
-                "make it unique."
-            )
-        problems.append(problem)
-    if not problems:
-        raise ValueError(f"{source} is empty: it needs at least one line with id, problem and answer.")
-    return problems
+    if source.startswith(tfds_problems.PREFIX):
+        return tfds_problems.read_tfds(source)
+    if source.startswith(hub_problems.PREFIX):
+        return hub_problems.read_hub(source)
+    return read_jsonl(source)
 
 
 def tokenize(
-    problems: list[dict[str, Any]], tokenizer: Tokenizer, template: str, max_prompt_tokens: int
+    problems: list[Problem],
+    tokenizer: Tokenizer,
+    template: str,
+    max_prompt_tokens: int,
+    chat: Chat | None = None,
 ) -> list[Prompt]:
-    """The problems as prompts, rendered with `template`; ValueError when any is longer than `max_prompt_tokens`."""
+    """The problems as prompts, rendered as `Tokenizer.render` says.
+
+    Raises:
+      ValueError: prompts are longer than `max_prompt_tokens`: how many, how long, and the ids of the first ones. None
+        is cut or left out.
+    """
     prompts = [
         Prompt(
             id=problem["id"],
             problem=problem["problem"],
             answer=problem["answer"],
-            tokens=tokenizer.render(problem["problem"], template),
+            tokens=tokenizer.render(problem["problem"], template, chat),
             pass_rate=problem.get("pass_rate"),
         )
         for problem in problems
     ]
-    too_long = [len(prompt.tokens) for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]
+    too_long = [prompt for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]
     if too_long:
+        lengths = [len(prompt.tokens) for prompt in too_long]
+        ids = ", ".join(prompt.id for prompt in too_long[:5]) + (", ..." if len(too_long) > 5 else "")
         raise ValueError(
-            f"{len(too_long):,} prompts have {min(too_long):,} to {max(too_long):,} tokens, limit "
-            f"{max_prompt_tokens:,}: raise data.max_prompt_tokens or run prepare with it."
+            f"{len(too_long):,} prompts have {min(lengths):,} to {max(lengths):,} tokens, limit "
+            f"{max_prompt_tokens:,}: raise data.max_prompt_tokens or run prepare with it. Their ids: {ids}."
         )
     return prompts
 

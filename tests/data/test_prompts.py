@@ -34,9 +34,9 @@ def test_a_file(tmp_path):
         tmp_path / "some.jsonl",
         GOOD | {"source": "elsewhere", "level": 5},
         "",
-        {"id": "b", "problem": "½\u2028?", "answer": "", "pass_rate": 0},
+        {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0},
     )
-    assert load_problems(source) == [GOOD, {"id": "b", "problem": "½\u2028?", "answer": "", "pass_rate": 0.0}]
+    assert load_problems(source) == [GOOD, {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0.0}]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,9 @@ def test_a_file(tmp_path):
         ([GOOD, "", "[]"], "line 3: a list"),
         ([{"id": "a", "problem": "1"}], r"line 1: no 'answer' among \['id', 'problem'\]"),
         ([GOOD | {"answer": 2}], "line 1: answer is 2; it must be a string"),
+        ([GOOD | {"answer": None}], "line 1: answer is None; it must be a string"),
+        ([GOOD, GOOD | {"id": "b", "answer": " "}], "line 2: answer is empty"),
+        ([GOOD | {"problem": ""}], "line 1: problem is empty"),
         ([GOOD | {"pass_rate": 1.5}], r"line 1: pass_rate is 1.5; it must be a number in \[0, 1\]"),
         ([GOOD | {"pass_rate": "0.5"}], "line 1: pass_rate is '0.5'"),
         ([GOOD, GOOD | {"id": "b"}, GOOD], "lines 1 and 3: both have id 'a'"),
@@ -73,6 +76,8 @@ def test_no_file(tmp_path):
 def test_benchmark_name():
     assert benchmark_name("cipher:heldout") == "heldout"
     assert benchmark_name("data/math500.jsonl") == "math500"
+    assert benchmark_name("tfds:gsm8k/test") == "gsm8k_test"
+    assert benchmark_name("hf:RLHFlow/prompts:test") == "RLHFlow_prompts_test"
 
 
 def test_tokenize(tmp_path):
@@ -87,7 +92,7 @@ def test_tokenize(tmp_path):
     assert [(prompt.id, prompt.answer, prompt.pass_rate) for prompt in prompts] == [("a", "xy", 0.25), ("b", "z", None)]
     assert prompts[0].tokens.tolist() == [1, 5, 6, 4]
     with pytest.raises(
-        ValueError, match=r"2 prompts have 11 to 1,501 tokens, limit 10: raise data.max_prompt_tokens or"
+        ValueError, match=r"2 prompts have 11 to 1,501 tokens, limit 10: raise data.max_prompt_tokens or.*b, c"
     ):
         tokenize(problems, tokenizer, "plain", max_prompt_tokens=10)
 

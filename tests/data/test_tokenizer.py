@@ -1,14 +1,18 @@
 """Tokenizer folders as models come in them, built here: no file of any model is needed."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from reinforce_ada_jax import assembly
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.data import cipher
-from reinforce_ada_jax.data.tokenizer import Tokenizer, render_chat
+from reinforce_ada_jax.data.templates import Chat
+from reinforce_ada_jax.data.tokenizer import Tokenizer
 
 CHATML = """\
 {%- if messages[0]['role'] == 'system' %}
@@ -33,7 +37,6 @@ RENDERED = (
     "<|im_start|>assistant\n"
 )
 CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MESSAGES = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
 
 
 def write_folder(folder, special=(), config=None, bos=None, **files):
@@ -73,21 +76,24 @@ def test_plain_rendering_takes_the_post_processor_and_chat_does_not(tmp_path):
     assert np.sum(tokenizer.render("1+1", "qwen_math") == 0) == 1
     plain = tokenizer.render("1+1", "plain")
     assert (plain[0], len(plain), tokenizer.decode(plain)) == (0, 4, "1+1")
-    with pytest.raises(ValueError, match="template is 'qwen'; it must be one of plain, qwen_math"):
+    with pytest.raises(ValueError, match="template is 'qwen'; it must be one of plain, qwen_math, chat"):
         tokenizer.render("1+1", "qwen")
 
 
-def test_templates_see_what_transformers_gives_them():
-    def render(template):
-        return render_chat(template, MESSAGES, {"bos_token": "<s>"})
-
-    assert render("{{ messages | tojson }}") == json.dumps(MESSAGES)
-    assert render("{% for m in messages %}\n    {{- m.role }}\n    {% break %}\n{% endfor %}") == "system\n"
-    # The date is pinned: a run is its seed, today and tomorrow.
-    assert render("{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}") == "26 Jul 2024|2024-07-26"
-    assert render("{% if tools is not none or documents is not none %}tools{% endif %}") == ""
-    # trim_blocks and lstrip_blocks: a line that holds only a tag leaves nothing.
-    assert render("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
+def test_chat_says_what_it_is_told(tmp_path):
+    write_folder(tmp_path, CHATML_TOKENS, {"eos_token": "<|endoftext|>", "chat_template": CHATML})
+    tokenizer = Tokenizer.load(tmp_path)
+    published = tokenizer.render("What is $1+1$?", "qwen_math")
+    np.testing.assert_array_equal(tokenizer.render("What is $1+1$?", "chat", Chat()), published)
+    # "qwen_math" is the paper's, whatever else is said.
+    np.testing.assert_array_equal(tokenizer.render("What is $1+1$?", "qwen_math", Chat("S", "I")), published)
+    assert tokenizer.render_text("1?", Chat("S", "I")) == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n1? I<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # Without a system message it is the template's own.
+    assert tokenizer.render_text("1?", Chat("", "")).startswith("<|im_start|>system\nYou are a helpful assistant.")
+    with pytest.raises(ValueError, match="needs what is said around a problem"):
+        tokenizer.render("1?", "chat")
 
 
 def test_template_is_sandboxed(tmp_path):
@@ -170,3 +176,10 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer that"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path):
+    shutil.copy(assembly.model_folder("package:cipher") / "config.json", tmp_path)  # of 133 rows
+    write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"})
+    with pytest.raises(ValueError, match=r"has 257 tokens, the model's embedding only 133 rows"):
+        assembly.parts(config_lib.defaults(), tmp_path)

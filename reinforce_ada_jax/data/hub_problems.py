@@ -1,0 +1,37 @@
+"""Problems from Hugging Face's `datasets`, where it is installed: "hf:NAME" or "hf:NAME:SPLIT"."""
+
+from typing import Any
+
+from reinforce_ada_jax.data.problems import Problem, from_columns
+
+PREFIX = "hf:"
+
+
+def _datasets(source: str) -> Any:
+    try:
+        import datasets  # noqa: PLC0415  (optional)
+    except ImportError as error:
+        raise ValueError(
+            f"{source} needs Hugging Face's datasets ({error}): pip install 'reinforce_ada_jax[hub]', or download the "
+            "set and name a JSONL file of id, problem and answer."
+        ) from error
+    return datasets
+
+
+def read_hub(source: str) -> list[Problem]:
+    """The problems of "hf:NAME:SPLIT", in its order; the split is train unless named.
+
+    NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder of files that it
+    reads. No code of a data set is run: `datasets` has given that up.
+    """
+    name, _, split = source.removeprefix(PREFIX).partition(":")
+    datasets = _datasets(source)
+    split = split or "train"
+    try:
+        rows = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError) as error:  # no network, no such set or split
+        raise ValueError(
+            f"{source} can't be loaded ({type(error).__name__}: {error}). Check the name and the split {split!r}; "
+            "without a network, name a folder or a JSONL file."
+        ) from error
+    return from_columns(rows, source)

@@ -1,0 +1,128 @@
+"""The record that every source of problems gives, how a row becomes one, and files of them.
+
+A problem has an id that names it in checkpoints, samples and reports. Where a source has none, the id is made of the
+problem's own text, so that it stays the same when rows are added or come in another order.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NotRequired, TypedDict
+
+# Columns of data sets made elsewhere. What stands first is taken: `gt` and `short_answer` are the verifier's, and the
+# `answer` beside them is a whole solution.
+PROBLEM_COLUMNS = ("problem", "question")
+ANSWER_COLUMNS = ("gt", "short_answer", "answer")
+_GSM8K_ANSWER = "\n#### "
+
+
+class Problem(TypedDict):
+    """One problem, whatever its source.
+
+    Fields:
+      id: unique in its source.
+      problem: the text that a prompt is rendered from.
+      answer: the reference that the verifier compares with.
+      pass_rate: an estimate in [0, 1] made beforehand, where the source has one.
+    """
+
+    id: str
+    problem: str
+    answer: str
+    pass_rate: NotRequired[float]
+
+
+def check_row(row: Any, where: str) -> Problem:
+    """A row with "id", "problem", "answer" as a Problem; ValueError begins with `where` (file and line)."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where}: a {type(row).__name__}. One object a line: id, problem, answer.")
+    for name in ("id", "problem", "answer"):
+        if name not in row:
+            raise ValueError(f"{where}: no {name!r} among {sorted(row)}. Every line needs id, problem and answer.")
+        if not isinstance(row[name], str):
+            raise ValueError(f"{where}: {name} is {row[name]!r}; it must be a string. Put it in quotes.")
+        if not row[name].strip():
+            raise ValueError(f"{where}: {name} is empty. Drop the line, or fill it in: no response could be right.")
+    problem = Problem(id=row["id"], problem=row["problem"], answer=row["answer"])
+    pass_rate = row.get("pass_rate")
+    if pass_rate is not None:
+        if not isinstance(pass_rate, int | float) or not 0.0 <= pass_rate <= 1.0:
+            raise ValueError(f"{where}: pass_rate is {pass_rate!r}; it must be a number in [0, 1], or left out.")
+        problem["pass_rate"] = float(pass_rate)
+    return problem
+
+
+def content_id(problem: str, answer: str) -> str:
+    """16 hexadecimal digits that stand for the two texts."""
+    return hashlib.sha256(json.dumps([problem, answer]).encode()).hexdigest()[:16]
+
+
+def _column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
+    for name in names:
+        if row.get(name) is not None:
+            return row[name]
+    raise ValueError(
+        f"{where}: none of the columns {', '.join(names)} among {sorted(row)}. Write the rows to a JSONL file."
+    )
+
+
+def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem]:
+    """The problems of a data set made elsewhere, in its order.
+
+    The text is `problem` or `question`; the answer `gt` (RLHFlow's sets), `short_answer` (the gsm8k of TFDS) or
+    `answer`, of GSM8K's worked solutions what stands behind "####", without commas in the number. Without `id`, it is
+    `content_id`, followed by "-2" where a row is there a second time.
+    """
+    problems: list[tuple[int, Problem]] = []
+    seen: dict[str, int] = {}
+    for number, row in enumerate(rows, start=1):
+        where = f"{source}, row {number}"
+        text, answer = _column(row, PROBLEM_COLUMNS, where), _column(row, ANSWER_COLUMNS, where)
+        if isinstance(answer, str) and (_GSM8K_ANSWER in answer or "short_answer" in row):
+            answer = answer.rpartition(_GSM8K_ANSWER)[2].strip().replace(",", "")
+        given = row.get("id")
+        if given is None:
+            given = content_id(str(text), str(answer))
+            seen[given] = seen.get(given, 0) + 1
+            given += f"-{seen[given]}" if seen[given] > 1 else ""
+        complete = {"id": str(given), "problem": text, "answer": answer, "pass_rate": row.get("pass_rate")}
+        problems.append((number, check_row(complete, where)))
+    return unique(problems, source, "row")
+
+
+def unique(problems: Iterable[tuple[int, Problem]], source: str, unit: str) -> list[Problem]:
+    """The problems of (number of its line or row, problem); ValueError when two have one id, or there are none."""
+    kept: list[Problem] = []
+    first_of_id: dict[str, int] = {}
+    for number, problem in problems:
+        first = first_of_id.setdefault(problem["id"], number)
+        if first != number:
+            raise ValueError(
+                f"{source}, {unit}s {first} and {number}: both have id {problem['id']!r}. Samples are addressed by id: "
+                "make it unique."
+            )
+        kept.append(problem)
+    if not kept:
+        raise ValueError(f"{source} is empty: it needs at least one {unit} with id, problem and answer.")
+    return kept
+
+
+def _parse(line: bytes, where: str) -> Problem:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON ({error}). One object a line: id, problem, answer.") from error
+    return check_row(row, where)
+
+
+def read_jsonl(file: str | pathlib.Path) -> list[Problem]:
+    """The problems of a JSONL file, in its order. Blank lines and further fields are ignored."""
+    if not pathlib.Path(file).is_file():
+        raise ValueError(
+            f'There is no file {file}: name a JSONL file of {{"id", "problem", "answer"}}, or cipher:train for the '
+            "built-in task."
+        )
+    lines = enumerate(pathlib.Path(file).read_bytes().splitlines(), start=1)
+    problems = ((number, _parse(line, f"{file}, line {number}")) for number, line in lines if line.strip())
+    return unique(problems, str(file), "line")

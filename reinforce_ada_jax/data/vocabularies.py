@@ -1,0 +1,323 @@
+"""The files in which models come with their vocabularies, read into one kind of object.
+
+`tokenizer.json`, and `vocab.json` with `merges.txt`, are read through `tokenizers`; so is a `tokenizer.model` of
+tiktoken's ranks (Llama 3), whose merges follow from its ranks. A SentencePiece `tokenizer.model` (Llama 2) is read
+through `sentencepiece`, behind those methods of `tokenizers.Tokenizer` that are used here.
+"""
+
+import base64
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from reinforce_ada_jax.data.templates import read_json
+
+# How text is cut before bytes are merged, by the class that tokenizer_config.json names.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
+_BYTE_PAIR_CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
+
+# The 256 special tokens behind the ranks, as Llama 3.1, 3.2 and 3.3 name them, where the folder doesn't say.
+LLAMA3_SPECIAL_TOKENS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
+)
+
+# Appended to a serialised model, `normalizer_spec { add_dummy_prefix: false }`: later fields win in protobuf.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class Encoding(NamedTuple):
+    """What `encode` gives: the ids, as in `tokenizers.Encoding`."""
+
+    ids: list[int]
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model and the tokens added to it, with the methods of `tokenizers.Tokenizer` used here.
+
+    Added tokens are found in the text before the model sees it. As in transformers' LlamaTokenizer, the space that
+    SentencePiece puts before a text is put at its very beginning only, unless the folder says `legacy`.
+    """
+
+    def __init__(self, file: pathlib.Path, config: dict[str, Any], added: list[tokenizers.AddedToken], ids: list[int]):
+        """`ids` are those of `added`; ValueError when the model has another token there."""
+        import sentencepiece  # noqa: PLC0415  (only for models that come with it)
+
+        proto = file.read_bytes()
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        except Exception as error:  # the classes that its C++ raises
+            raise ValueError(
+                f"{file} is neither a SentencePiece model nor tiktoken's ranks ({error}): copy it from the model's "
+                "folder again."
+            ) from error
+        # The same without the space in front: for what follows an added token, and for models without that space.
+        self._inner = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
+        if config.get("add_prefix_space") is False:
+            self._model = self._inner
+        self._after_added = self._model if config.get("legacy") else self._inner
+        num_pieces = len(self._model)
+        self._pieces = {self._model.id_to_piece(index): index for index in range(num_pieces)}
+        self._special = {index for index in range(num_pieces) if self._model.is_control(index)}
+        self._special.update(index for index in [self._model.unk_id()] if index >= 0)
+        named = {self._model.id_to_piece(index): index for index in sorted(self._special)}
+        self._added: dict[str, int] = dict(named)
+        for token, index in zip(added, ids, strict=True):
+            if self._pieces.get(token.content, num_pieces) != min(index, num_pieces):
+                raise ValueError(
+                    f"{file} has {num_pieces} pieces and {self._pieces.get(token.content)} for {token.content!r}, "
+                    f"tokenizer_config.json says {index}: copy both files from the same model."
+                )
+            self._added[token.content] = index
+            if token.special:
+                self._special.add(index)
+        self._content = {index: content for content, index in self._added.items()}
+        # The longest first: an added token may begin with another one.
+        longest = sorted(self._added, key=lambda content: (-len(content), content))
+        self._added_pattern = re.compile("|".join(map(re.escape, longest)))
+        model_ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
+        model_ids |= {"unk_token": self._model.unk_id(), "pad_token": self._model.pad_id()}
+        self.special_tokens = {name: self._model.id_to_piece(index) for name, index in model_ids.items() if index >= 0}
+        self._before, self._after = (
+            [self._model.piece_to_id(self.special_tokens[name])] if wanted and name in self.special_tokens else []
+            for name, wanted in (
+                ("bos_token", config.get("add_bos_token", True)),
+                ("eos_token", config.get("add_eos_token", False)),
+            )
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """The ids of a text, added tokens in it included."""
+        ids: list[int] = []
+        model, position = self._model, 0
+        for match in self._added_pattern.finditer(text):
+            ids += model.encode(text[position : match.start()])
+            ids.append(self._added[match.group()])
+            model, position = self._after_added, match.end()
+        ids += model.encode(text[position:])
+        return Encoding([*self._before, *ids, *self._after] if add_special_tokens else ids)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; U+FFFD for a character of which bytes are missing, nothing for ids beyond the vocabulary."""
+        text: list[str] = []
+        model, pieces = self._model, []
+        for index in ids:
+            if skip_special_tokens and index in self._special:
+                continue
+            if index in self._content:
+                text += [model.decode(pieces), self._content[index]]
+                model, pieces = self._inner, []
+            elif index < len(self._model):
+                pieces.append(index)
+        return "".join([*text, model.decode(pieces)])
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of an added token or a piece, None where there is no such token."""
+        return self._added.get(token, self._pieces.get(token))
+
+    def id_to_token(self, index: int) -> str | None:
+        """The written form of an id, None beyond the vocabulary."""
+        if index in self._content:
+            return self._content[index]
+        return self._model.id_to_piece(index) if index < len(self._model) else None
+
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+        """Token to id."""
+        return self._pieces | self._added if with_added_tokens else dict(self._pieces)
+
+
+def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
+    """The tokens that are added to a vocabulary, in the order of their ids, and the ids."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
+    if not entries:  # as older folders have it: all of them special
+        file = folder / "added_tokens.json"
+        entries = {
+            index: {"content": token, "special": True, "normalized": False} for token, index in read_json(file).items()
+        }
+    ids = sorted(entries)
+    tokens = [
+        tokenizers.AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
+        for entry in (entries[index] for index in ids)
+    ]
+    return tokens, ids
+
+
+def _add(
+    tokenizer: tokenizers.Tokenizer, tokens: list[tokenizers.AddedToken], ids: list[int], folder: pathlib.Path
+) -> None:
+    """Adds tokens; ValueError when one doesn't get its id, which is the next one after those before."""
+    tokenizer.add_tokens(tokens)
+    for token, index in zip(tokens, ids, strict=True):
+        given = tokenizer.token_to_id(token.content)
+        if given != index:
+            raise ValueError(
+                f"{folder}: tokenizer_config.json gives {token.content!r} the id {index}, after the vocabulary it "
+                f"would have {given}: copy all files from the same model."
+            )
+
+
+def _begin_with(tokenizer: tokenizers.Tokenizer, token: str) -> None:
+    """Puts a token before every text that is encoded with special tokens."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, tokenizer.token_to_id(token))]
+    )
+
+
+def _tokenizer_json(file: pathlib.Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the class that `tokenizers` raises
+        raise ValueError(f"{file} is not a tokenizer that `tokenizers` can read: {error}") from error
+
+
+def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """vocab.json and merges.txt of a byte-level tokenizer: Qwen2's and Qwen3's, or GPT-2's."""
+    name = config.get("tokenizer_class", "").removesuffix("Fast")
+    if name not in _BYTE_PAIR_CLASSES:
+        raise ValueError(
+            f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r}: how it cuts "
+            f"text before merging is known here for {', '.join(_BYTE_PAIR_CLASSES)} only. Add its tokenizer.json."
+        )
+    try:
+        model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    except Exception as error:  # the class that `tokenizers` raises
+        raise ValueError(
+            f"{folder}: vocab.json and merges.txt are no byte pairs ({error}): copy them again."
+        ) from error
+    tokenizer = tokenizers.Tokenizer(model)
+    if name == "GPT2Tokenizer":
+        prefix = bool(config.get("add_prefix_space", False))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    else:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = _split_into_bytes(QWEN2_SPLIT)
+    tokenizer.decoder = decoders.ByteLevel()
+    _add(tokenizer, *_added_tokens(folder, config), folder)
+    if config.get("add_bos_token"):
+        _begin_with(tokenizer, token_text(config["bos_token"]))
+    return tokenizer
+
+
+def token_text(entry: str | dict[str, Any]) -> str:
+    """The text of an entry such as "bos_token" of a tokenizer_config.json: a string, or {"content": string}."""
+    return entry["content"] if isinstance(entry, dict) else entry
+
+
+def _split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _byte_letters() -> list[str]:
+    """The letter in which `tokenizers` writes each byte (GPT-2's table): itself where it prints, else U+0100 and on."""
+    printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printing else next(others)) for byte in range(256)]
+
+
+_RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
+
+
+def _ranks(file: pathlib.Path) -> dict[bytes, int]:
+    """The tokens of a file of lines "base64 rank", in the order of their ranks."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: no base64 token and rank ({error}). Copy it again.") from error
+    if list(ranks.values()) != list(range(len(ranks))):
+        raise ValueError(f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once and in order. Copy it again.")
+    return ranks
+
+
+def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
+    """A Llama-3 `tokenizer.model`: byte pairs merged by rank, which is the id.
+
+    A pair may be merged where the two are tokens and so is what they make, the one with the lowest rank first: as a
+    list of merges, all splits of all tokens by the token's rank (transformers' TikTokenConverter). 1.6 s for 128,000.
+    """
+    ranks = _ranks(folder / "tokenizer.model")
+    letters = _byte_letters()
+    written = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token in ranks:
+        splits = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += ((written[left], written[right]) for left, right in pairs)
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = _split_into_bytes(LLAMA3_SPLIT)
+    tokenizer.decoder = decoders.ByteLevel()
+    added, ids = _added_tokens(folder, config)
+    if not added:
+        added = [tokenizers.AddedToken(token, special=True, normalized=False) for token in LLAMA3_SPECIAL_TOKENS]
+        ids = list(range(len(ranks), len(ranks) + len(added)))
+    _add(tokenizer, added, ids, folder)
+    if config.get("add_bos_token", True):
+        _begin_with(tokenizer, token_text(config.get("bos_token", LLAMA3_SPECIAL_TOKENS[0])))
+    return tokenizer
+
+
+def vocabulary_file(folder: pathlib.Path) -> pathlib.Path:
+    """The first of tokenizer.json, vocab.json (with merges.txt) and tokenizer.model that a model's folder has.
+
+    ValueError when it has none.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return folder / "tokenizer.json"
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return folder / "vocab.json"
+    if (folder / "tokenizer.model").is_file():
+        return folder / "tokenizer.model"
+    raise ValueError(
+        f"{folder / 'tokenizer.json'} is missing: it holds the vocabulary and the rules that split text into tokens. "
+        "Name a Hugging Face folder that has it, or vocab.json with merges.txt, or tokenizer.model."
+    )
+
+
+def read_vocabulary(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer | SentencePieceVocabulary:
+    """The vocabulary of a model folder.
+
+    Args:
+      folder: a model's folder.
+      config: its tokenizer_config.json.
+
+    Raises:
+      ValueError: there is none, or it can't be read; names the file and the remedy.
+    """
+    file = vocabulary_file(folder)
+    if file.name == "tokenizer.json":
+        return _tokenizer_json(file)
+    if file.name == "vocab.json":
+        return _byte_pairs(folder, config)
+    with file.open("rb") as content:
+        is_ranks = _RANK_LINE.match(content.read(4096))
+    return (
+        _tiktoken(folder, config) if is_ranks else SentencePieceVocabulary(file, config, *_added_tokens(folder, config))
+    )

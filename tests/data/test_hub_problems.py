@@ -1,0 +1,86 @@
+"""Problems through Hugging Face's `datasets`: a stand-in for it, and itself where installed. Nothing is fetched."""
+
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from reinforce_ada_jax.data.problems import content_id, from_columns
+from reinforce_ada_jax.data.prompts import load_problems
+
+# As in RLHFlow's prompt sets: no id, and the verifier's answer is `gt`.
+ROWS = [{"problem": "1+1?", "gt": "2", "answer": "It is 2."}, {"problem": "2+2?", "gt": "4", "answer": "So 4."}]
+
+
+@pytest.fixture
+def datasets(monkeypatch):
+    """A `datasets` that knows one set, and notes what is asked of it."""
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if split != "train":
+            raise ValueError(f'Unknown split "{split}". Should be one of ["train"].')
+        return ROWS
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    return asked
+
+
+def test_a_set_of_the_hub(datasets):
+    problems = load_problems("hf:RLHFlow/reinforce_ada_hard_prompt")
+    assert [(problem["problem"], problem["answer"]) for problem in problems] == [("1+1?", "2"), ("2+2?", "4")]
+    assert problems == load_problems("hf:RLHFlow/reinforce_ada_hard_prompt:train")
+    assert datasets == [("RLHFlow/reinforce_ada_hard_prompt", "train")] * 2
+    with pytest.raises(ValueError, match=r"hf:some/set:test can't be loaded .*Unknown split"):
+        load_problems("hf:some/set:test")
+
+
+def test_without_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"hf:some/set needs .*pip install 'reinforce_ada_jax\[hub\]'.* JSONL file"):
+        load_problems("hf:some/set")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
+def test_the_real_package_on_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert [problem["answer"] for problem in load_problems(f"hf:{folder}")] == ["2", "4"]
+    with pytest.raises(ValueError, match="can't be loaded"):
+        load_problems(f"hf:{folder}:test")
+
+
+def test_ids_are_made_of_the_text():
+    # sha256 of '["1+1?", "2"]', as any JSON program writes it.
+    assert content_id("1+1?", "2") == "82831a5898978c02"
+    ids = [problem["id"] for problem in from_columns(ROWS, "set")]
+    assert ids == [content_id("1+1?", "2"), content_id("2+2?", "4")]
+    # They don't change when rows come in another order, or more of them; a row that is there twice is told apart.
+    assert [problem["id"] for problem in from_columns([ROWS[1], *ROWS], "set")] == [ids[1], ids[0], f"{ids[1]}-2"]
+
+
+def test_columns():
+    (problem,) = from_columns([{"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}], "set")
+    assert problem == {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25}
+    # A comma in an answer that isn't GSM8K's is part of it.
+    assert from_columns([{"problem": "q", "answer": "(1, 2)"}], "set")[0]["answer"] == "(1, 2)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "set is empty: it needs at least one row"),
+        ([{"problem": "q"}], "set, row 1: none of the columns gt, short_answer, answer among"),
+        ([{"text": "q", "answer": "1"}], "set, row 1: none of the columns problem, question"),
+        ([{"problem": "q", "answer": 3}], "set, row 1: answer is 3; it must be a string"),
+        ([{"id": 1, "problem": "q", "answer": "3"}, {"id": "1", "problem": "p", "answer": "3"}], "set, rows 1 and 2"),
+    ],
+)
+def test_rows_that_are_no_problems(rows, message):
+    with pytest.raises(ValueError, match=message):
+        from_columns(rows, "set")
