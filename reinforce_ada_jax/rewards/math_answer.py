@@ -1,7 +1,9 @@
 r"""The verifier for mathematics: the last `\boxed{...}` of a response against the reference answer.
 
-What counts as the answer and how two answers are compared lives here. Time and memory limits do not: Math-Verify can
-run for hours on a tower of powers and die in C, so `grade` belongs in the processes of `rewards.workers`.
+What counts as the answer and how two answers are compared lives here. Math-Verify does the comparing; where it misreads
+what people write, the text that it is fed is put into other words first (`_normalized`, `_decimals`). Time and memory
+limits do not live here: Math-Verify can run for hours on a tower of powers and die in C, so `grade` belongs in the
+processes of `rewards.workers`.
 """
 
 import functools
@@ -10,15 +12,31 @@ import logging
 import os
 import re
 import types
+from collections.abc import Sequence
 
 from reinforce_ada_jax.types import Verdict
 
 # Longer than any reference answer, and short enough that a parse is not quadratic in a whole response.
 MAX_BOXED_LENGTH = 2048
+# Math-Verify's own: floats are compared after rounding to so many decimals.
+FLOAT_DECIMALS = 6
+# A decimal with fewer significant digits than these is a guess, not an approximation.
+MIN_ROUNDED_DIGITS = 4
 
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 # Mathematics that brings its own delimiters; `\$` is a currency sign.
 _DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\{")
+_ENDING = re.compile(r"(?:\s|\\|~|(?<!\.)(?<!\\right)(?<!\\left)\.)+\Z")
+_WORD_AS_INDEX = re.compile(
+    r"_\s*(?:\{\s*\\(?:text|textrm|mathrm|operatorname)\s*\{\s*([A-Za-z]+)\s*\}\s*\}"
+    r"|(\{\s*)?\\(arg|det|dim|exp|gcd|inf|lim|max|min|sup)(?![A-Za-z])\s*(?(2)\}))"
+)
+_CONSTANT_WITH_INDEX = re.compile(r"(?<![A-Za-z\\])([EeI])_\s*(?:\{\s*([A-Za-z0-9, ]+?)\s*\}|([A-Za-z0-9]))")
+# Letters that no constant has, for those that one has; the index keeps the old one, so that nothing coincides.
+_FREE_LETTERS = {"E": r"\zeta", "e": r"\eta", "I": r"\xi"}
+_DECIMAL = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?\.\d+")
+_ASSIGNED_TO = re.compile(r"\\?[A-Za-z]\w*\s*(?:=|\\approx|≈)")
+_NUMBERS_ONLY = re.compile(r"(?:[-+\d.,;()\[\]{}$\s]|\\[{},; ]|\\(?:left|right|cup|infty)(?![A-Za-z]))*")
 
 
 def last_boxed(text: str) -> str | None:
@@ -48,6 +66,7 @@ def _math_verify() -> types.ModuleType:
     """Math-Verify, imported at the first grading: sympy takes a second that the training process need not spend."""
     # With gmpy2 some inputs hang in C or abort the process; sympy reads this once, when it is first imported.
     os.environ["SYMPY_GROUND_TYPES"] = "python"
+    os.environ["MPMATH_NOGMPY"] = "1"
     import math_verify  # noqa: PLC0415  (the reason is above)
 
     # It warns that its own time-outs are off. They are off on purpose: they need the main thread and cancel alarms.
@@ -60,18 +79,102 @@ def warm_up() -> None:
     grade(r"\boxed{\frac{1}{2}}", "0.5")
 
 
-def _parse(text: str, *targets: object) -> list[object]:
-    """What Math-Verify reads in `text`: expressions, and the string itself as the last resort."""
-    # `5\ ` ends in a control space, which it does not read: the backslash goes with the space.
-    text = text.strip().rstrip("\\")
+def _normalized(text: str) -> str:
+    r"""`text` in words that Math-Verify reads; the rules are general, and each mends something that it misreads.
+
+    - What ends an answer without being part of it goes: white space, a control space's backslash, a tie, a full stop.
+      `185\ ` is 185, `5~` and `5.` are 5. An ellipsis and LaTeX's empty delimiter `\right.` stay.
+    - A word that serves as an index is a name, however it is set: `V_{\min }` and `V_{\text{min}}` are `V_{min}`.
+    - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
+      imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
+    """
+    text = _ENDING.sub("", text.strip())
+    text = _WORD_AS_INDEX.sub(lambda match: f"_{{{match[1] or match[3]}}}", text)
+    return _CONSTANT_WITH_INDEX.sub(
+        lambda match: f"{_FREE_LETTERS[match[1]]}_{{{match[1]}{match[2] or match[3]}}}", text
+    )
+
+
+def _decimals(prediction: str, answer: str) -> int:
+    r"""The number of decimals to which floats are rounded before they are compared.
+
+    A decimal stands for an exact reference that rounds to it: against `\frac{2}{3}`, 0.6667 is right, and 0.6666 and
+    0.66668 are not. It must have `MIN_ROUNDED_DIGITS` significant digits, all of the prediction must be
+    numbers (in `1.2346 \times 10^{-5}` the places say nothing), and a reference that has decimals itself is not exact.
+    """
+    rest = _ASSIGNED_TO.sub("", prediction)
+    decimals = [match.group() for match in _DECIMAL.finditer(rest)]
+    if not decimals or _DECIMAL.search(answer) or not _NUMBERS_ONLY.fullmatch(rest):
+        return FLOAT_DECIMALS
+    longest = max(decimals, key=lambda decimal: len(decimal.rpartition(".")[2]))
+    if len(longest.replace(",", "").replace(".", "").lstrip("0")) < MIN_ROUNDED_DIGITS:
+        return FLOAT_DECIMALS
+    return min(len(longest.rpartition(".")[2]), FLOAT_DECIMALS)
+
+
+def _configs(names: Sequence[str]) -> list[object]:
+    """Math-Verify's extraction configurations: equal ones every time, as it caches the patterns (0.1 s) of one only."""
+    library = _math_verify()
+    made = {"latex": library.LatexExtractionConfig(), "expression": library.ExprExtractionConfig()}
+    return [made[name] for name in names]
+
+
+def _parse(text: str, names: Sequence[str]) -> list[object]:
+    """What Math-Verify finds in `text`: an expression, and the string itself as the last resort."""
+    return _math_verify().parse(text, _configs(names), parsing_timeout=None, raise_on_error=True)
+
+
+def read(text: str, names: Sequence[str] = ("latex",)) -> list[object]:
+    """What Math-Verify makes of a bare answer."""
+    text = _normalized(text)
     # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
-    delimited = text if _DELIMITED.search(text) else rf"\boxed{{{text}}}"
-    return _math_verify().parse(delimited, targets, parsing_timeout=None, raise_on_error=True)
+    return _parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", names)
 
 
-def _equal(gold: object, prediction: object) -> bool:
-    return _math_verify().verify(
-        gold, prediction, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
+def _verdict(golds: Sequence[object], predictions: Sequence[object], **options: object) -> Verdict:
+    """Whether any gold equals any prediction."""
+    failed = False
+    for gold, prediction in itertools.product(golds, predictions):
+        # sympy raises whatever it pleases on what a model may write; no narrower class would do.
+        try:
+            if _math_verify().verify(gold, prediction, timeout_seconds=None, raise_on_error=True, **options):
+                return Verdict(True, 1.0)
+        except Exception:
+            failed = True  # the expressions cannot be compared; their strings, which come next, still can
+    return Verdict(False, 0.0, "error" if failed else "")
+
+
+def compare(
+    prediction: str,
+    answer: str,
+    read_as: Sequence[str] = ("latex", "expression"),
+    decimals: int | None = None,
+    strict: bool = True,
+    sets_as_relations: bool = False,
+) -> Verdict:
+    r"""Whether two texts state the same answer, wherever Math-Verify finds it in them; no box is needed.
+
+    For reference data and for measuring against other graders. Training does not use it: a response must say which of
+    its expressions is the answer, and that is what `grade` reads.
+
+    Args:
+      prediction: a text with an answer in it.
+      answer: a text with the reference answer in it.
+      read_as: what to look for, "latex" (delimited mathematics) and "expression" (bare numbers and sums).
+      decimals: to which floats are rounded; default: as in `grade`.
+      strict: whether names of variables matter, and sets differ from tuples.
+      sets_as_relations: whether an inequality may answer where a set is asked for.
+    """
+    golds, predictions = _normalized(answer), _normalized(prediction)
+    try:
+        parsed = _parse(golds, read_as), _parse(predictions, read_as)
+    except Exception:  # as in `_verdict`
+        return Verdict(False, 0.0, "error")
+    return _verdict(
+        *parsed,
+        float_rounding=_decimals(predictions, golds) if decimals is None else decimals,
+        strict=strict,
+        allow_set_relation_comp=sets_as_relations,
     )
 
 
@@ -93,20 +196,11 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    library = _math_verify()
-    # Equal configurations: Math-Verify caches the compiled patterns (0.1 s) of the last one only.
-    latex, expression = library.LatexExtractionConfig(), library.ExprExtractionConfig()
-    failed = False
     # sympy and ANTLR raise whatever they please on what a model may write (RecursionError, MemoryError, TypeError,
     # AssertionError, ...), so no narrower class would do.
     try:
-        golds, predictions = _parse(answer, latex), _parse(boxed, expression, latex)
+        golds, predictions = read(answer), read(boxed, ("expression", "latex"))
     except Exception:
         return Verdict(False, 0.0, "error")
-    for gold, prediction in itertools.product(golds, predictions):
-        try:
-            if _equal(gold, prediction):
-                return Verdict(True, 1.0)
-        except Exception:
-            failed = True  # the expressions cannot be compared; their strings, which come next, still can
-    return Verdict(False, 0.0, "error" if failed else "")
+    decimals = _decimals(_normalized(boxed), _normalized(answer))
+    return _verdict(golds, predictions, float_rounding=decimals, allow_set_relation_comp=True)

@@ -1,12 +1,10 @@
-"""One verifier process: `python -m reinforce_ada_jax.rewards.worker FD MODULE:QUALNAME TIME_LIMIT_S`.
+"""One verifier process: `python -m reinforce_ada_jax.rewards.worker FD TIME_LIMIT_S ADDRESS...`.
 
-`rewards.workers` starts and watches it. What it says on the connection (file descriptor FD): first None when it is
-ready, or a traceback when it cannot start; then one (correct, reward, reason) for each (response, answer) that it is
-sent, until the other end closes.
+`rewards.workers` starts and watches it, `rewards.addresses` says what an address is. What it says on the connection
+(file descriptor FD): first None when it is ready, or a traceback when it cannot start; then one (correct, reward,
+reason) for each (grader, response, answer) that it is sent, until the other end closes. `grader` counts the addresses.
 """
 
-import functools
-import importlib
 import logging
 import math
 import os
@@ -17,9 +15,9 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from reinforce_ada_jax.rewards import addresses
+from reinforce_ada_jax.rewards.addresses import GradeFn
 from reinforce_ada_jax.types import Verdict
-
-GradeFn = Callable[[str, str], Verdict]
 
 # Ordinary gradings stay below 0.2 GiB of memory; a factorial that nobody stops takes everything there is.
 ADDRESS_SPACE_BYTES = 4 * 2**30
@@ -29,8 +27,19 @@ ADDRESS_SPACE_BYTES = 4 * 2**30
 ORPHAN_GRACE_S = 5.0
 
 
-def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> GradeFn:
-    """`grade_fn`, with reason "error" where it raises `caught` or returns anything but a Verdict with a finite reward.
+def _verdict(graded: Verdict | float | bool) -> Verdict:
+    """A verdict as it is; of a number, the verdict with that reward, correct from 1 on."""
+    if isinstance(graded, Verdict):
+        return graded
+    # numpy's scalars are no floats, and their bools no numbers; both can be converted, and so could text.
+    if graded is None or isinstance(graded, str | bytes):
+        raise TypeError(f"a grade function must return a Verdict, a number or a bool, not {graded!r}")
+    reward = float(graded)
+    return Verdict(reward >= 1.0, reward)
+
+
+def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> Callable[[str, str], Verdict]:
+    """`grade_fn`, with reason "error" where it raises `caught` or returns anything without a finite reward.
 
     What a checker raises on a model's text is a wrong answer with a reason, never the end of a run. The first failure
     is logged with its traceback; the pool's caller counts them all by reason.
@@ -40,9 +49,7 @@ def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> GradeFn:
     def grade(response: str, answer: str) -> Verdict:
         nonlocal logged
         try:
-            verdict = grade_fn(response, answer)
-            if not isinstance(verdict, Verdict):
-                raise TypeError(f"a grade function must return a Verdict, not {type(verdict).__name__}")
+            verdict = _verdict(grade_fn(response, answer))
             if not math.isfinite(verdict.reward):
                 raise ValueError(f"a reward must be finite, not {verdict.reward}")
             return verdict
@@ -57,16 +64,6 @@ def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> GradeFn:
     return grade
 
 
-def _load(address: str) -> GradeFn:
-    """The function named by "module:qualname", after its module's `warm_up()` where there is one."""
-    module_name, qualname = address.split(":")
-    module = importlib.import_module(module_name)
-    grade_fn = functools.reduce(getattr, qualname.split("."), module)
-    if hasattr(module, "warm_up"):
-        module.warm_up()
-    return grade_fn
-
-
 def _confine() -> None:
     """Limits the address space, leaves Ctrl-C to the parent, and sends what a checker prints to stderr."""
     if sys.platform == "linux":  # macOS knows this limit and refuses to set it
@@ -77,29 +74,29 @@ def _confine() -> None:
     os.dup2(2, 1)
 
 
-def _serve(connection: Connection, address: str, time_limit_s: float) -> None:
+def _serve(connection: Connection, names: list[str], time_limit_s: float) -> None:
     # BaseException: Math-Verify's TimeoutException is one, and a checker that calls sys.exit has failed, not finished.
     try:
-        grade = guarded(_load(address), caught=BaseException)
+        graders = [guarded(addresses.load(name), caught=BaseException) for name in names]
     except BaseException:
         connection.send(traceback.format_exc())
         return
     connection.send(None)
     while True:
-        response, answer = connection.recv()
+        grader, response, answer = connection.recv()
         signal.setitimer(signal.ITIMER_REAL, time_limit_s + ORPHAN_GRACE_S)
-        verdict = grade(response, answer)
+        verdict = graders[grader](response, answer)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         # Plain values: the parent unpickles nothing that a checker made.
         connection.send((bool(verdict.correct), float(verdict.reward), str(verdict.reason)))
 
 
 def main() -> None:
-    descriptor, address, time_limit_s = sys.argv[1:]
+    descriptor, time_limit_s, *names = sys.argv[1:]
     _confine()
     with Connection(int(descriptor)) as connection:
         try:
-            _serve(connection, address, float(time_limit_s))
+            _serve(connection, names, float(time_limit_s))
         except (EOFError, ConnectionError):
             pass  # the parent closed its end, or died
 

@@ -9,7 +9,6 @@ killed (Math-Verify even raises off the main thread). Why not `multiprocessing`:
 import collections
 import contextlib
 import dataclasses
-import functools
 import math
 import multiprocessing.connection
 import os
@@ -17,12 +16,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Self
 
-from reinforce_ada_jax.rewards.worker import GradeFn, guarded
+from reinforce_ada_jax.rewards import addresses
+from reinforce_ada_jax.rewards.addresses import GradeFn
+from reinforce_ada_jax.rewards.worker import guarded
 from reinforce_ada_jax.types import Verdict
 
 # Importing sympy takes one second on an idle machine. No limit of an item pays for it.
@@ -43,30 +44,15 @@ class _Worker:
     item: int | None = None
 
 
-def _address(grade_fn: GradeFn) -> str:
-    """The "module:qualname" under which a fresh interpreter finds `grade_fn`; ValueError when it can't."""
-    remedy = "move it to the top level of a module that can be imported, or use workers=0."
-    try:
-        module_name, qualname = grade_fn.__module__, grade_fn.__qualname__
-    except AttributeError as error:
-        raise ValueError(f"grade_fn {grade_fn!r} has no name that a worker could import: {remedy}") from error
-    address = f"{module_name}:{qualname}"
-    if "<" in qualname:
-        raise ValueError(f"grade_fn {address} is a lambda or a local function, which a worker can't import: {remedy}")
-    module = sys.modules.get(module_name)
-    if module_name == "__main__" or module is None or module.__spec__ is None:
-        raise ValueError(f"grade_fn {address} is not in a module that a worker can import: {remedy}")
-    if functools.reduce(getattr, qualname.split("."), module) is not grade_fn:
-        raise ValueError(f"grade_fn is not what {address} names (a bound method, or redefined since): {remedy}")
-    return address
-
-
 def _environment() -> dict[str, str]:
     """The parent's environment and module search path, single-threaded, with sympy on Python integers."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
-        # With gmpy2 some inputs hang in C or abort the process.
+        # With gmpy2 some inputs hang in C or abort the process. mpmath would use it whatever sympy does.
         "SYMPY_GROUND_TYPES": "python",
+        "MPMATH_NOGMPY": "1",
+        # A grade function that imports jax must not claim the accelerator that the parent trains on.
+        "JAX_PLATFORMS": "cpu",
         # numpy's BLAS reserves address space for every core of the host, and there may be hundreds.
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -80,26 +66,39 @@ class VerifierPool:
             verdicts = pool.grade_all([(response, answer), ...])
 
     A worker that is stuck at the limit, or dies, is killed and replaced; its pair gets reason "timeout" or "crash" and
-    no other pair notices. Where `grade_fn` raises, or returns anything but a Verdict with a finite reward, the
-    reason is "error". Starting a worker counts against no pair's limit; a module with a function `warm_up()` has it
+    no other pair notices. Where `grade_fn` raises, or returns anything without a finite reward, the reason is
+    "error". Starting a worker counts against no pair's limit; a module with a function `warm_up()` has it
     called first. One thread at a time may call `grade_all`, and none while something submitted isn't finished. No
     process outlives the `with` block.
 
     Args:
-      grade_fn: (response text, answer) -> Verdict, at the top level of an importable module (not `__main__`).
+      grade_fn: (response text, answer) -> Verdict, number or bool, at the top level of an importable module (not
+        `__main__`), or the address "file.py:function" of one, which is run in the workers only.
       workers: processes. 0 grades in this process, in order and without any limit: only for checkers that can neither
         hang nor crash.
       time_limit_s: wall clock for one pair.
+      others: further grade functions by name, of equal rights, for calls that ask for one (`grader`).
     """
 
-    def __init__(self, grade_fn: GradeFn, workers: int, time_limit_s: float):
+    def __init__(
+        self,
+        grade_fn: GradeFn | str,
+        workers: int,
+        time_limit_s: float,
+        others: Mapping[str, GradeFn] | None = None,
+    ):
         if workers < 0:
             raise ValueError(f"workers is {workers}; it must be at least 1, or 0 to grade in this process.")
         if not 0.0 < time_limit_s < math.inf:
             raise ValueError(f"time_limit_s is {time_limit_s}; it must be a finite number of seconds above 0.")
-        self._grade_fn = grade_fn
+        if isinstance(grade_fn, str) and not workers:
+            raise ValueError(f"workers is 0 and grade_fn {grade_fn!r}: a file is run in workers only. Use at least 1.")
+        self._graders = {"": grade_fn, **(others or {})}
         self._time_limit_s = time_limit_s
-        self._address = _address(grade_fn) if workers else ""
+        self._addresses = [
+            addresses.file_address(each) if isinstance(each, str) else addresses.address(each)
+            for each in (self._graders.values() if workers else ())
+        ]
         self.workers = workers
         self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together
         self._workers: list[_Worker] = []
@@ -126,17 +125,20 @@ class VerifierPool:
             self._kill(worker)
         self._workers.clear()
 
-    def submit(self, pairs: Iterable[tuple[str, str]]) -> Future[list[Verdict]]:
+    def submit(self, pairs: Iterable[tuple[str, str]], grader: str = "") -> Future[list[Verdict]]:
         """`grade_all` in a thread of the pool's own, call after call; `pairs` is gone through in that thread."""
         self._check_entered()
-        return self._thread.submit(self.grade_all, pairs)
+        return self._thread.submit(self.grade_all, pairs, grader)
 
-    def grade_all(self, pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts for (response text, answer) pairs, in the order of `pairs`."""
+    def grade_all(self, pairs: Iterable[tuple[str, str]], grader: str = "") -> list[Verdict]:
+        """Verdicts for (response text, answer) pairs, in the order of `pairs`, by `grade_fn` or one of `others`."""
         self._check_entered()
+        if grader not in self._graders:
+            others = ", ".join(filter(None, self._graders)) or "none"
+            raise ValueError(f"there is no grader {grader!r}; the others of this pool are: {others}.")
         begin = time.monotonic()
         try:
-            return self._grade_all(list(pairs))
+            return self._grade_all(list(pairs), grader)
         finally:
             self.busy_s += time.monotonic() - begin
 
@@ -144,12 +146,13 @@ class VerifierPool:
         if not self._entered:
             raise ValueError("grading outside of the pool's `with` block: its workers live only inside. Enter it.")
 
-    def _grade_all(self, pairs: list[tuple[str, str]]) -> list[Verdict]:
+    def _grade_all(self, pairs: list[tuple[str, str]], grader: str) -> list[Verdict]:
         if self.workers == 0:
-            grade = guarded(self._grade_fn, caught=Exception)
+            grade = guarded(self._graders[grader], caught=Exception)
             return [grade(response, answer) for response, answer in pairs]
         verdicts: list[Verdict | None] = [None] * len(pairs)
-        waiting = collections.deque(enumerate(pairs))
+        number = list(self._graders).index(grader)
+        waiting = collections.deque((item, (number, *pair)) for item, pair in enumerate(pairs))
         num_graded = 0
         self._wait(limit_s=0.0)  # replaces what died while idle, which no pair may pay for
         try:
@@ -168,11 +171,11 @@ class VerifierPool:
                     self._replace(slot)
         return verdicts
 
-    def _hand_over(self, worker: _Worker, item: int, pair: tuple[str, str]) -> None:
+    def _hand_over(self, worker: _Worker, item: int, question: tuple[int, str, str]) -> None:
         worker.item = item
         worker.deadline = time.monotonic() + self._time_limit_s
         with contextlib.suppress(ConnectionError):  # it died just now: `_wait` sees that, and the pair gets "crash"
-            worker.connection.send(pair)
+            worker.connection.send(question)
 
     def _wait(self, limit_s: float = math.inf) -> list[tuple[int, Verdict]]:
         """Sleeps until a worker says something, ends or is out of time; returns the pairs that this settles."""
@@ -198,7 +201,7 @@ class VerifierPool:
     def _hear(self, worker: _Worker, message: tuple[bool, float, str] | str | None) -> list[tuple[int, Verdict]]:
         """Takes a verdict, or the news that a worker is ready (None) or can't start (a traceback)."""
         if not worker.ready and message is not None:
-            raise RuntimeError(f"A verifier worker cannot start with {self._address}:\n{message}")
+            raise RuntimeError(f"A verifier worker cannot start with {', '.join(self._addresses)}:\n{message}")
         settled = [] if worker.item is None else [(worker.item, Verdict(*message))]
         worker.ready, worker.item, worker.deadline = True, None, math.inf
         self._num_failed_starts = 0
@@ -211,8 +214,9 @@ class VerifierPool:
             self._num_failed_starts += 1
             if self._num_failed_starts == MAX_FAILED_STARTS:
                 raise RuntimeError(
-                    f"{MAX_FAILED_STARTS} verifier workers in a row did not start with {self._address}: each died, or "
-                    f"was not ready within {START_LIMIT_S:g} s. Import that module in a fresh interpreter to see why."
+                    f"{MAX_FAILED_STARTS} verifier workers in a row did not start with {', '.join(self._addresses)}: "
+                    f"each died, or was not ready within {START_LIMIT_S:g} s. Import it in a fresh interpreter to see "
+                    "why."
                 )
         self._replace(slot)
         return [] if worker.item is None else [(worker.item, Verdict(False, 0.0, reason))]
@@ -222,7 +226,7 @@ class VerifierPool:
         with theirs:
             command = [sys.executable, "-P", "-m", "reinforce_ada_jax.rewards.worker"]
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), self._address, str(self._time_limit_s)],
+                [*command, str(theirs.fileno()), str(self._time_limit_s), *self._addresses],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

@@ -11,7 +11,7 @@ import time
 from reinforce_ada_jax.types import Verdict
 
 
-def obedient(response: str, answer: str) -> Verdict:
+def obedient(response: str, answer: str) -> Verdict | float:
     """Does what the response says: right, wrong, or one of the ways to fail."""
     match response:
         case "loop":
@@ -37,8 +37,14 @@ def obedient(response: str, answer: str) -> Verdict:
             return None
         case "nan":
             return Verdict(True, float("nan"))
-        case "two":
-            return Verdict(True, 2.0)
+        case "text":
+            return "1.0"
+        case "half":
+            return 0.5
+        case "bool":
+            return True
+        case "infinite":
+            return float("inf")
         case "print":
             print("a checker may print")
         case "child":  # a process of its own, which must not outlive the worker
@@ -51,3 +57,8 @@ def obedient(response: str, answer: str) -> Verdict:
         case "ground_types":
             return Verdict(True, 1.0, os.environ["SYMPY_GROUND_TYPES"])
     return Verdict(response == answer, float(response == answer))
+
+
+def opposite(response: str, answer: str) -> Verdict:
+    """A second grader for the same pool."""
+    return Verdict(response != answer, float(response != answer))

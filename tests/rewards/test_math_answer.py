@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from reinforce_ada_jax.rewards.math_answer import MAX_BOXED_LENGTH, grade, last_boxed
+from reinforce_ada_jax.rewards.math_answer import MAX_BOXED_LENGTH, compare, grade, last_boxed
 from reinforce_ada_jax.types import Verdict
 
 BOXES = [
@@ -99,6 +99,63 @@ def test_comparison(answer, boxed, equal):
     assert grade(rf"So it is $\boxed{{{boxed}}}$.", answer) == Verdict(equal, float(equal))
 
 
+MENDED = [
+    # What ends an answer without being part of it.
+    ("5", "5.", True),
+    ("12", r"12~", True),
+    (r"\frac{1}{3}", r"\frac{1}{3}\ ", True),
+    ("7:15 p.m.", "7:15 p.m", True),
+    ("1,2,3...", "1,2,3", False),  # the ellipsis stays
+    (r"\left\{ x \right.", "x", False),
+    # A word as an index.
+    (r"V_{\text{min}}=3a", r"V_{\min }=3a", True),
+    (r"V_{\min}=3a", r"3 a", True),
+    (r"T_{\mathrm{max}}", r"T_\max", True),
+    (r"T_{max}", r"T_{\min}", False),
+    # A letter with an index is a variable. Math-Verify read 3 E_{1} as 3, and I_{0} as the square root of -1.
+    (r"3 E_{1}", "3", False),
+    (r"3 E_{1}", r"E_1 \cdot 3", True),
+    (r"3 E_{1}", r"3 E_{2}", False),
+    (r"\frac{I_{0}}{2}", r"\frac{i}{2}", False),
+    (r"I_{0}=\frac{V}{R}", r"\frac{V}{R}", True),
+    (r"e_{1}+e_{2}", r"e_2+e_1", True),
+    ("e^{2}", r"e^2", True),
+    # A decimal stands for the exact reference that rounds to it, from four significant digits on.
+    (r"\frac{5}{7}", "0.7143", True),
+    (r"\frac{5}{7}", "0.7142", False),  # cut off, not rounded
+    (r"\frac{5}{7}", "0.714", False),
+    (r"\frac{1}{7000}", "0.0001", False),  # one digit
+    (r"\sqrt{3}", "1.73205", True),
+    (r"\sqrt{3}", "1.73206", False),
+    (r"\sqrt{3}", r"x = 1.7321", True),
+    (r"100\sqrt{3}", "173.2", True),
+    (r"\left[0, \frac{2}{3}\right)", "[0, 0.66667)", True),
+    (r"\left[0, \frac{2}{3}\right)", "[0, 0.66667]", False),
+    ("10000/3", "3,333.33", True),
+    ("25", "25.0001", False),
+    ("25.25", "25.2512", False),  # a reference with decimals is not exact
+    (r"\frac{2}{3}", r"67.13\%", False),  # rounded to two places both would be 0.67
+    (r"\frac{1}{90000}", r"1.2346 \times 10^{-5}", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "boxed", "equal"), MENDED)
+def test_what_is_put_into_other_words(answer, boxed, equal):
+    assert grade(rf"\boxed{{{boxed}}}", answer).correct == equal
+
+
+def test_texts_are_compared_without_a_box():
+    assert compare("so the sum is $\\frac{1}{2}$.", "$0.5$").correct
+    assert compare("Final answer is 1,234 m", "1234").correct
+    assert not compare("Final answer is 1,234 m", "$1234$", read_as=("latex",)).correct
+    assert compare("$0.333$", r"$\frac{1}{3}$", decimals=3).correct
+    assert not compare("$0.333$", r"$\frac{1}{3}$").correct
+    assert compare("$2x$", "$2y$", strict=False).correct
+    assert not compare("$2x$", "$2y$").correct
+    assert compare("$1 < x < 2$", "$(1,2)$", sets_as_relations=True).correct
+    assert not compare("$1 < x < 2$", "$(1,2)$").correct
+
+
 def test_only_the_last_box_counts():
     assert grade(r"\boxed{1} or rather \boxed{2}", "2").correct
     assert not grade(r"\boxed{2} or rather \boxed{1}", "2").correct
@@ -123,7 +180,11 @@ def test_import_is_cheap_and_ground_types_are_python():
         "math_answer.warm_up()\n"
         "from sympy.external.gmpy import GROUND_TYPES\n"
         "assert GROUND_TYPES == 'python', GROUND_TYPES\n"
+        "from mpmath.libmp import BACKEND\n"
+        "assert BACKEND == 'python', BACKEND\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "SYMPY_GROUND_TYPES"}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("SYMPY_GROUND_TYPES", "MPMATH_NOGMPY")
+    }
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -64,12 +64,30 @@ def pool():
         ("memory", "error"),
         ("none", "error"),
         ("nan", "error"),
-        ("two", "error"),
+        ("text", "error"),
     ],
 )
 def test_a_hostile_pair_costs_only_itself(pool, hostile, reason):
     pairs = [("a", "a"), (hostile, "x"), ("b", "a"), ("c", "c")]
     assert pool.grade_all(pairs) == [RIGHT, failed(reason), WRONG, RIGHT]
+
+
+def test_numbers_and_bools_become_verdicts(pool):
+    assert pool.grade_all([("half", ""), ("bool", ""), ("infinite", "")]) == [
+        Verdict(False, 0.5),
+        RIGHT,
+        failed("error"),
+    ]
+
+
+def test_a_call_may_ask_for_another_grader():
+    for workers in (0, 1):
+        with VerifierPool(graders.obedient, workers, 1.0, others={"opposite": graders.opposite}) as pool:
+            assert pool.grade_all([("a", "a"), ("b", "a")]) == [RIGHT, WRONG]
+            assert pool.grade_all([("a", "a"), ("b", "a")], "opposite") == [WRONG, RIGHT]
+            assert pool.submit([("b", "a")], "opposite").result() == [RIGHT]
+            with pytest.raises(ValueError, match="no grader 'gsm8k'; the others of this pool are: opposite"):
+                pool.grade_all([("a", "a")], "gsm8k")
 
 
 def test_order_is_kept(pool):

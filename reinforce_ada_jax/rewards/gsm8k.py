@@ -1,0 +1,62 @@
+r"""The verifier for GSM8K: the final number of a response against the reference number, exactly."""
+
+import re
+from fractions import Fraction
+
+from reinforce_ada_jax.rewards.math_answer import last_boxed
+from reinforce_ada_jax.types import Verdict
+
+# Longer than any answer in words; Python refuses to read 5,000 digits anyway.
+MAX_DIGITS = 100
+
+# A minus sign after a word, a number or a bracket is a hyphen or a difference: the last number of `10-15` is 15.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)}])[-−])?\\?\$?"
+    r"(?P<digits>\d{1,3}(?:(?:,|\{,\})\d{3})+(?!\d)|\d+)?(?P<rest>\.\d+)?"
+)
+_MARK = "####"
+
+
+def _numbers(text: str) -> list[str]:
+    """The decimal numbers in `text`, in order, without thousands separators and currency signs."""
+    found = []
+    for match in _NUMBER.finditer(text):
+        if match["digits"] or match["rest"]:
+            digits = re.sub(r"[,{}]", "", match["digits"] or "0")
+            found.append(("-" if match["sign"] else "") + digits + (match["rest"] or ""))
+    return found
+
+
+def final_number(response: str) -> str | None:
+    r"""The number that a response ends in: of the last box, else after the last `####`, else the last of all.
+
+    A box or a mark with anything but one number after its last equals sign states no number: the 2 of
+    `\boxed{\frac{1}{2}}` is no answer.
+    """
+    boxed = last_boxed(response)
+    if boxed is not None:
+        stated = boxed
+    elif _MARK in response:
+        stated = response.rpartition(_MARK)[2].strip().partition("\n")[0]
+    else:
+        return next(reversed(_numbers(response)), None)
+    numbers = _numbers(re.split(r"=|≈|\\approx", stated)[-1])
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def grade(response: str, answer: str) -> Verdict:
+    r"""Whether the final number of `response` is the number `answer`: 72 is 72.00, and `\$1{,}450` is 1450.
+
+    Source: the answers' own form, `#### 72`, in openai/grade-school-math, where the text after the mark is compared
+    without commas; models that are told to box the number are read as they are told.
+
+    Returns:
+      Reward 1 or 0. Reasons: "no_answer" (no number), "too_long" (more than `MAX_DIGITS` characters of one).
+    """
+    number = final_number(response)
+    if number is None:
+        return Verdict(False, 0.0, "no_answer")
+    if len(number) > MAX_DIGITS:
+        return Verdict(False, 0.0, "too_long")
+    correct = Fraction(number) == Fraction(answer.replace(",", ""))
+    return Verdict(correct, float(correct))
