@@ -14,10 +14,11 @@ from ml_collections import ConfigDict
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.data import prompts as prompts_lib
+from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
-from reinforce_ada_jax.rewards import cipher, math_answer
+from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine, options_from_config
@@ -47,17 +48,21 @@ class Parts:
     def prompts(self, source: str, config: ConfigDict) -> list[Prompt]:
         """The tokenised prompts of a source."""
         problems = prompts_lib.load_problems(source)
-        return prompts_lib.tokenize(problems, self.tokenizer, config.data.template, config.data.max_prompt_tokens)
+        data, chat = config.data, chat_from_config(config)
+        return prompts_lib.tokenize(problems, self.tokenizer, data.template, data.max_prompt_tokens, chat)
 
-    def verify_fn(self, verifiers: VerifierPool, shaping: Shaping) -> VerifyFn:
-        """Decodes responses and grades them against the reference answers, beside decoding where there are workers."""
+    def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
+        """Decodes responses and grades them against the reference answers, beside decoding where there are workers.
+
+        `grader` is one of the pool's others; by default that of training grades.
+        """
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
             texts = ((self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs)
             lengths = [len(response.tokens) for _, response in pairs]
             if verifiers.workers:
-                return shaping.later(verifiers.submit(texts), lengths)
-            return shaping.all(verifiers.grade_all(texts), lengths)
+                return shaping.later(verifiers.submit(texts, grader), lengths)
+            return shaping.all(verifiers.grade_all(texts, grader), lengths)
 
         return verify
 
@@ -94,7 +99,22 @@ def shaping(config: ConfigDict) -> Shaping:
     )
 
 
+def benchmark_graders(config: ConfigDict) -> dict[str, str]:
+    """{benchmark: kind of reward} for those that are graded otherwise than training."""
+    kinds = dict(entry.rsplit("=", 1) for entry in config.evaluation.graders)
+    names = [prompts_lib.benchmark_name(source) for source in config.evaluation.benchmarks]
+    return {name: kinds[name] for name in names if name in kinds}
+
+
 def verifier_pool(config: ConfigDict) -> VerifierPool:
-    """The verifier processes of `reward.kind`; a context manager."""
-    grade = {"cipher": cipher.grade, "math": math_answer.grade}[config.reward.kind]
-    return VerifierPool(grade, config.reward.workers, config.reward.time_limit_s)
+    """The verifier processes of a run; a context manager.
+
+    They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
+
+    Raises:
+      ValueError: `reward.path` names no function of a Python file.
+    """
+    kinds = {"cipher": cipher.grade, "math": math_answer.grade, "minerva": minerva.grade, "gsm8k": gsm8k.grade}
+    reward = config.reward
+    others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
+    return VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)

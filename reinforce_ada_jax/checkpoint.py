@@ -1,10 +1,12 @@
 """The whole state of a run, saved and restored together by Orbax.
 
 One checkpoint a saved iteration: the learner's state (weights, moments, update count) as arrays, and a JSON record with
-everything else that the next iteration depends on (the data cursor, the seed). A checkpoint that was not finished
-when the process died is never offered for a resume.
+everything else that the next iteration depends on (the data cursor, the seed). Where adapters are trained, the
+weights are theirs alone, and the record names the base. A checkpoint that was not finished when the process died is
+never offered for a resume.
 """
 
+import functools
 import pathlib
 from typing import Any
 
@@ -14,6 +16,7 @@ import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import init
 
 
@@ -25,7 +28,10 @@ def holds_checkpoint(workdir: pathlib.Path) -> bool:
 def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, LearnerState]:
     """Shapes and shardings of the learner's state: what a checkpoint is restored into."""
     dtype = jnp.dtype(config.model.parameter_dtype)
-    params = jax.eval_shape(lambda key: init(learner.architecture, key, dtype=dtype), jax.random.key(0))
+    make = functools.partial(init, learner.architecture)
+    if learner.lora is not None:
+        make = functools.partial(lora.init, learner.architecture, learner.lora)
+    params = jax.eval_shape(lambda key: make(key, dtype=dtype), jax.random.key(0))
     return jax.eval_shape(learner.init, params), learner.shardings(params)
 
 

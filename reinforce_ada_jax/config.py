@@ -5,9 +5,11 @@ work and names the rule, the values and the remedy. Numbers without a note are t
 (arXiv 2510.04996) and its reference program.
 """
 
+import datetime
 import json
 import math
 import pathlib
+import re
 from typing import Any
 
 from ml_collections import config_dict
@@ -20,8 +22,14 @@ RATIOS = ("token", "sequence")
 KL_KINDS = ("k1", "k2", "k3")
 ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
 DTYPES = ("float32", "bfloat16")
-REWARDS = ("cipher", "math")
-TEMPLATES = ("plain", "qwen_math")
+REWARDS = ("cipher", "math", "minerva", "gsm8k")
+# "all-linear" is all the others: the projections of a layer, by their names in Hugging Face folders and in PEFT.
+ALL_LINEAR = "all-linear"
+LORA_TARGETS = (ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TEMPLATES = ("plain", "qwen_math", "chat")
+# The wording of the paper's runs, as data/templates.py has it.
+SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
+INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
 # A resume may change these; any other difference is another run.
 RESUMABLE = ("iterations", "checkpoint", "evaluation")
 
@@ -37,12 +45,19 @@ def defaults() -> config_dict.ConfigDict:
             parameter_dtype="float32",  # master weights and what the optimiser sees
         ),
         data=dict(
-            prompts="",  # a JSONL file {"id", "problem", "answer"}, or "cipher:train" for the built-in task
+            # A JSONL file {"id", "problem", "answer"}, "tfds:NAME/SPLIT", "tfds:DIR", "hf:NAME:SPLIT", "cipher:train".
+            prompts="",
+            # "plain": the problem as it is. "qwen_math", "chat": messages in the model's own chat template, which say
+            # what the paper's say, or `system` and `instruction`.
             template="qwen_math",
+            system=SYSTEM,  # "": no system message
+            instruction=INSTRUCTION,  # follows the problem and a space
+            date="2024-07-26",  # what a template that prints the date is told (Llama-3.2's), so that a run is its seed
             max_prompt_tokens=1024,  # a longer prompt is an error: it is never cut
         ),
         reward=dict(
-            kind="math",
+            kind="math",  # one of REWARDS, or "function": yours, named by
+            path="",  # "file.py:function": (response, answer) -> number, bool or Verdict; in place of any other kind
             workers=2,  # grading processes; 0 grades in this process (for checkers that can neither hang nor crash)
             time_limit_s=6.0,  # wall clock for one grading, enforced by killing the worker
             positive_threshold=0.7,  # a graded reward above it is correct: what stopping rules and pass rates look at
@@ -124,6 +139,11 @@ def defaults() -> config_dict.ConfigDict:
             truncated_is_cap=config_dict.placeholder(float),
             logprob_chunk=512,  # tokens whose logits exist at a time
         ),
+        lora=dict(
+            rank=0,  # of the adapters that are trained in place of the weights; 0: the weights themselves
+            alpha=32.0,  # an adapter's product counts alpha / rank
+            targets=(ALL_LINEAR,),  # of LORA_TARGETS
+        ),
         mesh=dict(data=1, fsdp=1, tensor=1),
         checkpoint=dict(
             every=50,
@@ -132,6 +152,8 @@ def defaults() -> config_dict.ConfigDict:
         evaluation=dict(
             every=50,
             benchmarks=(),  # JSONL files, or "cipher:heldout"
+            # Benchmarks that are graded otherwise than training, by the stem of their file.
+            graders=("minerva_math=minerva", "gsm8k_test=gsm8k"),
             samples=32,
             temperature=1.0,  # 0: the most probable token
             top_k=0,  # 0: all
@@ -180,9 +202,39 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)
     check_choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
     check_choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
-    check_choice("reward.kind", config.reward.kind, REWARDS)
+    check_choice("reward.kind", config.reward.kind, (*REWARDS, "function"))
+    if config.reward.kind == "function" and not config.reward.path:
+        raise ValueError(
+            "reward.kind is 'function', but reward.path is empty: name yours, --config.reward.path=FILE.py:FUNCTION."
+        )
+    if config.reward.path and not re.fullmatch(r".+\.py:[^\W\d]\w*", config.reward.path):
+        raise ValueError(f"reward.path is {config.reward.path!r}; it must have the form file.py:function.")
+    if config.reward.path and not config.reward.workers:
+        raise ValueError(
+            f"reward.workers is 0, and reward.path {config.reward.path!r}: code that isn't ours is run in grading "
+            "processes only, which can be limited and replaced. Use at least 1."
+        )
+    for entry in config.evaluation.graders:
+        benchmark, separator, kind = entry.rpartition("=")
+        if not benchmark or not separator or kind not in REWARDS:
+            raise ValueError(
+                f"evaluation.graders has {entry!r}; it must be BENCHMARK=KIND, with a kind out of {', '.join(REWARDS)}."
+            )
     check_choice("sampling.attention", sampling.attention, ATTENTIONS)
     check_choice("data.template", config.data.template, TEMPLATES)
+    if config.data.template != "chat" and (config.data.system, config.data.instruction) != (SYSTEM, INSTRUCTION):
+        raise ValueError(
+            f"data.system and data.instruction are used by data.template='chat' only, and it is "
+            f"{config.data.template!r}: set it, or leave the two as they are."
+        )
+    try:
+        datetime.date.fromisoformat(config.data.date)
+    except ValueError as error:
+        raise ValueError(f"data.date is {config.data.date!r}; it must be a day as 2024-07-26 ({error}).") from error
+    for target in config.lora.targets:
+        check_choice("lora.targets", target, LORA_TARGETS)
+    if not config.lora.targets:
+        raise ValueError(f"lora.targets is empty; name some of {', '.join(LORA_TARGETS)}.")
     at_least_one = {
         "data.max_prompt_tokens": config.data.max_prompt_tokens,
         "evaluation.samples": config.evaluation.samples,
@@ -213,6 +265,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "collection.max_age": collection.max_age,
         "collection.objective_epsilon": collection.objective_epsilon,
         "learning.kl_coefficient": learning.kl_coefficient,
+        "lora.rank": config.lora.rank,
         "sampling.pages": sampling.pages,
         "sampling.open_prompts": sampling.open_prompts,
         "evaluation.top_k": config.evaluation.top_k,
@@ -231,6 +284,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "sampling.temperature": sampling.temperature,
         "learning.learning_rate": learning.learning_rate,
         "learning.clip_norm": learning.clip_norm,
+        "lora.alpha": config.lora.alpha,
         "learning.epsilon": learning.epsilon,
         "learning.clip_high": learning.clip_high,
         "reward.time_limit_s": config.reward.time_limit_s,
@@ -289,7 +343,7 @@ def validate(config: config_dict.ConfigDict) -> None:
     if not config.model.path:
         raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
     if not config.data.prompts:
-        raise ValueError("data.prompts is empty: name a JSONL file of problems, --config.data.prompts=FILE.")
+        raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
     _check_values(config)
     check_collection(collection)
     if not config.reward.overlong_tokens <= sampling.max_response_tokens:
@@ -332,7 +386,10 @@ def to_json(config: config_dict.ConfigDict) -> str:
 def from_json(text: str) -> config_dict.ConfigDict:
     """The configuration that `to_json` wrote."""
     saved = json.loads(text)
-    saved["evaluation"]["benchmarks"] = tuple(saved["evaluation"]["benchmarks"])
+    for key in {"benchmarks", "graders"} & saved["evaluation"].keys():  # older runs have no graders
+        saved["evaluation"][key] = tuple(saved["evaluation"][key])
+    if "lora" in saved:  # runs from before there were adapters have none
+        saved["lora"]["targets"] = tuple(saved["lora"]["targets"])
     config = defaults()
     config.update(saved)
     return config
@@ -349,8 +406,11 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(config: config_dict.ConfigDict, saved: dict[str, Any]) -> list[str]:
-    """Lines "key: saved -> now" for the keys that make `config` another run than the one `saved` describes."""
-    now, then = _flatten(json.loads(to_json(config))), _flatten(saved)
+    """Lines "key: saved -> now" for the keys that make `config` another run than the one `saved` describes.
+
+    A key that is newer than the run has its default there: that is what was done before there was a choice.
+    """
+    now, then = _flatten(json.loads(to_json(config))), _flatten(json.loads(to_json(defaults()))) | _flatten(saved)
     return [
         f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(now.keys() | then.keys())

@@ -69,16 +69,18 @@ def load_benchmarks(parts: Parts, config: ConfigDict) -> Benchmarks:
     return benchmarks
 
 
-def verify_fn(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> VerifyFn:
-    """Right or wrong; nothing shapes the reward of an evaluation."""
-    return parts.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
+def verify_fns(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> dict[str, VerifyFn]:
+    """How each benchmark is graded. Right or wrong: nothing shapes the reward of an evaluation."""
+    shaping, graders = Shaping(config.reward.positive_threshold), assembly.benchmark_graders(config)
+    names = map(benchmark_name, config.evaluation.benchmarks)
+    return {name: parts.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
 
 
 def evaluate(
     benchmarks: Benchmarks,
     params: Params,
     rollouts: Rollouts,
-    verify_fn: VerifyFn,
+    verify_fns: dict[str, VerifyFn],
     config: ConfigDict,
     iteration: int,
     on_progress: Callable[[str], None],
@@ -97,7 +99,12 @@ def evaluate(
 
     for name, prompts in benchmarks.items():
         pools = collect(
-            prompts, sample_fn, verify_fn, strategy, deterministic=assembly.deterministic(config), on_progress=report
+            prompts,
+            sample_fn,
+            verify_fns[name],
+            strategy,
+            deterministic=assembly.deterministic(config),
+            on_progress=report,
         )
         metrics |= {f"evaluation/{name}/{key}": value for key, value in statistics(pools).items()}
     return metrics
@@ -149,14 +156,23 @@ def main(
         folder = pathlib.Path(model) if model else assembly.model_folder(config.model.path)
         parts = assembly.parts(config, folder)
         sets = load_benchmarks(parts, config)
+        verifier_pool = assembly.verifier_pool(config)
         if workdir is None:
             iteration, params = 0, huggingface.load(folder, parts.mesh, config.model.parameter_dtype)[1]
         else:
-            iteration, params = export.read_params(pathlib.Path(workdir), config, parts, None)
+            iteration, params = export.read_params(
+                pathlib.Path(workdir), config, parts, None, config.model.compute_dtype
+            )
     progress = Progress(total=1, done=0)
-    with assembly.verifier_pool(config) as verifiers:
+    with verifier_pool as verifiers:
         metrics = evaluate(
-            sets, params, Rollouts(parts.engine), verify_fn(parts, verifiers, config), config, iteration, progress.phase
+            sets,
+            params,
+            Rollouts(parts.engine),
+            verify_fns(parts, verifiers, config),
+            config,
+            iteration,
+            progress.phase,
         )
     progress.close()
     print(table(metrics, config.evaluation.samples))

@@ -1,12 +1,16 @@
 """A run's weights as a Hugging Face folder, loadable by `transformers` and by this package.
 
 python -m reinforce_ada_jax.export --workdir=DIR [--iteration=K] --output=HF_DIR
+python -m reinforce_ada_jax.export --workdir=DIR [--iteration=K] --adapter --output=PEFT_DIR
+
+Adapters are merged into their base, or, with --adapter, written alone, as `peft` reads them.
 """
 
 import math
 import pathlib
 
 import jax
+import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -15,15 +19,15 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
 from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.policy import huggingface
-from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.policy import adapter_files, huggingface, lora
+from reinforce_ada_jax.policy.transformer import Params, param_shardings
 
 
-def read_params(workdir: pathlib.Path, config: ConfigDict, parts: Parts, iteration: int | None) -> tuple[int, Params]:
-    """(iteration, weights) of a checkpoint, the newest by default.
+def read_trained(workdir: pathlib.Path, config: ConfigDict, parts: Parts, iteration: int | None) -> tuple[int, Params]:
+    """(iteration, what was trained: weights, or adapters) of a checkpoint, the newest by default.
 
     Raises:
-      ValueError: the work directory has no such checkpoint.
+      ValueError: the work directory has no such checkpoint, or the adapters' base isn't where it was.
     """
     if not holds_checkpoint(workdir):
         raise ValueError(f"{workdir} holds no checkpoint: train first, or name another --workdir.")
@@ -37,13 +41,27 @@ def read_params(workdir: pathlib.Path, config: ConfigDict, parts: Parts, iterati
                 f"{', '.join(map(str, available)) or 'none'}."
             )
         learner = Learner(parts.architecture, config, parts.mesh)
-        state, _ = checkpoints.restore(iteration, *abstract_state(config, learner))
+        state, record = checkpoints.restore(iteration, *abstract_state(config, learner))
+        if learner.lora is not None:
+            adapter_files.check_base(parts.folder, record["base"])
         return iteration, state.params
     finally:
         checkpoints.close()
 
 
-def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path) -> None:
+def read_params(
+    workdir: pathlib.Path, config: ConfigDict, parts: Parts, iteration: int | None, base_dtype: str
+) -> tuple[int, Params]:
+    """(iteration, weights) as of `read_trained`; adapters stand over their base, read in `base_dtype`."""
+    iteration, params = read_trained(workdir, config, parts, iteration)
+    adapters = lora.from_settings(**config.lora)
+    if adapters is None:
+        return iteration, params
+    base = huggingface.load(parts.folder, parts.mesh, jnp.dtype(base_dtype))[1]
+    return iteration, lora.adapted(base, params, adapters)
+
+
+def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, adapter: bool = False) -> None:
     """Writes the folder."""
     with command.user_input():
         file = workdir / "config.json"
@@ -53,13 +71,23 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path) -> 
         if math.prod(config.mesh.values()) > jax.device_count():
             config.mesh.update(data=1, fsdp=1, tensor=1)  # a pod's run, exported on a smaller machine
         parts = assembly.parts(config, assembly.model_folder(config.model.path))
-        iteration, params = read_params(workdir, config, parts, iteration)
-        huggingface.save(output, parts.architecture, params, tokenizer_from=parts.folder)
+        adapters = lora.from_settings(**config.lora)
+        if adapter and adapters is None:
+            raise ValueError(f"{workdir} trained all weights (lora.rank is 0): export them without --adapter.")
+        if adapter:
+            iteration, params = read_trained(workdir, config, parts, iteration)
+            adapter_files.save(output, parts.architecture, params, adapters, base=parts.folder)
+        else:
+            iteration, params = read_params(workdir, config, parts, iteration, config.model.parameter_dtype)
+            merge = jax.jit(lora.merged, out_shardings=param_shardings(parts.architecture, parts.mesh))
+            whole = params if adapters is None else merge(params)
+            huggingface.save(output, parts.architecture, whole, tokenizer_from=parts.folder)
     print(f"iteration {iteration} of {workdir} written to {output}")
 
 
 if __name__ == "__main__":
     WORKDIR = flags.DEFINE_string("workdir", None, "A run's work directory.", required=True)
     ITERATION = flags.DEFINE_integer("iteration", None, "Which checkpoint; the newest by default.")
-    OUTPUT = flags.DEFINE_string("output", None, "The Hugging Face folder to write; it must not exist.", required=True)
-    command.run(lambda: main(pathlib.Path(WORKDIR.value), ITERATION.value, pathlib.Path(OUTPUT.value)))
+    OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
+    ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapters alone, in PEFT's format.")
+    command.run(lambda: main(pathlib.Path(WORKDIR.value), ITERATION.value, pathlib.Path(OUTPUT.value), ADAPTER.value))

@@ -39,7 +39,7 @@ from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
-from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -90,12 +90,21 @@ class Run:
         benchmarks: evaluate.Benchmarks,
         params: Params | None,
     ):
-        """`params`: weights of a run that begins; a run found in `workdir` goes on from its newest checkpoint."""
+        """`params`: weights of a run that begins; a run found in `workdir` goes on from its newest checkpoint.
+
+        Where adapters are trained, `params` are the base's, and are read again where they aren't given.
+        """
         self.config, self.workdir, self.parts = config, workdir, parts
         self.prompts, self.benchmarks = prompts, benchmarks
         self.strategy = strategies.build(config.collection)
         self.compiles = CompileCounter()
         self.learner = Learner(parts.architecture, config, parts.mesh)
+        # The frozen weights under the adapters, and which they are; None where all weights are trained.
+        self.base: Params | None = None
+        self.base_fingerprint: str | None = None
+        if self.learner.lora is not None:
+            self.base = load_params(config, parts) if params is None else params
+            self.base_fingerprint = adapter_files.fingerprint(parts.folder)
         self.checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
@@ -105,10 +114,10 @@ class Run:
         self.begun: dict[str, Begun] = {}
         self.estimator = make_estimator(config, parts) if self.strategy.plan else None
         self.state = self._begin_or_resume(params)
-        # What the KL term compares with: the weights that the run began with, frozen.
-        self.reference = (
-            load_params(config, parts, config.model.compute_dtype) if config.learning.kl_coefficient else None
-        )
+        # What the KL term compares with: the weights that the run began with, frozen. Adapters began as no change.
+        self.reference: Params | None = None
+        if config.learning.kl_coefficient:
+            self.reference = load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
         self.rollouts = Rollouts(parts.engine)
         self.interrupt = Interrupt()
         written = self.iteration - (self.pending is not None)
@@ -118,9 +127,13 @@ class Run:
 
     def _begin_or_resume(self, params: Params | None) -> LearnerState:
         latest = self.checkpoints.latest()
+        if latest is None and self.learner.lora is not None:
+            return self.learner.init(new_adapters(self.config, self.parts, self.learner.lora))
         if latest is None:
             return self.learner.init(load_params(self.config, self.parts) if params is None else params)
         state, saved = self.checkpoints.restore(latest, *abstract_state(self.config, self.learner))
+        if self.base is not None:
+            adapter_files.check_base(self.parts.folder, saved["base"])
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
         self.begun = ahead.from_json(saved["begun"])
@@ -136,15 +149,20 @@ class Run:
             "pending": self.pending,
             "begun": ahead.to_json(self.begun),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
+            "base": self.base_fingerprint,
         }
         self.checkpoints.save(self.iteration, self.state, saved)
+
+    def policy(self) -> Params:
+        """The current weights, to score with and to decode from. An update donates them: ask anew after each."""
+        return self.learner.policy(self.state.params, self.base)
 
     # ---- the phases of an iteration ------------------------------------------------------------------------------
 
     def estimate_fn(self) -> EstimateFn | None:
         """Pass rates expected under the current weights, where the strategy plans with them."""
         if isinstance(self.estimator, ValueHead):
-            return functools.partial(self.estimator.estimate, self.state.params)
+            return functools.partial(self.estimator.estimate, self.policy())
         return None if self.estimator is None else self.estimator.estimate
 
     def collect(
@@ -169,7 +187,7 @@ class Run:
 
         sampling = self.config.sampling
         sample_fn = self.rollouts.sampler(
-            self.state.params,
+            self.policy(),
             stream=stream(iteration),
             sampling=SamplingParams(
                 sampling.max_response_tokens, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
@@ -231,7 +249,7 @@ class Run:
                 max_response_tokens=self.config.sampling.max_response_tokens,
                 num_rows=self.batch_rows(len(rows)),
             ))  # fmt: skip
-            batch = batch.replace(old_logprobs=self.learner.score(self.state.params, batch))
+            batch = batch.replace(old_logprobs=self.learner.score(self.policy(), batch))
             if self.reference is not None:
                 batch = batch.replace(reference_logprobs=self.learner.score(self.reference, batch))
             batches.append(batch)
@@ -289,7 +307,7 @@ class Run:
         """One optimiser step a minibatch; means over them."""
         begin, results = time.monotonic(), []
         for number, batch in enumerate(batches, start=1):
-            self.state, result = self.learner.update(self.state, batch)
+            self.state, result = self.learner.update(self.state, batch, self.base)
             results.append(jax.device_get(result))
             if not results[-1].finite:
                 raise Stopped(
@@ -310,7 +328,7 @@ class Run:
 
         begin = time.monotonic()
         metrics = evaluate.evaluate(
-            self.benchmarks, self.state.params, self.rollouts, evaluate.verify_fn(self.parts, verifiers, self.config),
+            self.benchmarks, self.policy(), self.rollouts, evaluate.verify_fns(self.parts, verifiers, self.config),
             self.config, self.iteration, report,
         )  # fmt: skip
         evaluate.save(self.workdir, self.iteration, metrics)
@@ -396,8 +414,19 @@ class Run:
 
 
 def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:
-    """The weights of the model folder, where the learner wants them; as master weights unless `dtype` says else."""
-    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype or config.model.parameter_dtype))[1]
+    """The weights of the model folder, where the learner wants them.
+
+    In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
+    """
+    model = config.model
+    dtype = dtype or (model.compute_dtype if config.lora.rank else model.parameter_dtype)
+    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype))[1]
+
+
+def new_adapters(config: ConfigDict, parts: Parts, chosen: lora.Lora) -> Params:
+    """The adapters that a run begins with: a function of its seed."""
+    key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
+    return lora.init(parts.architecture, chosen, key, parts.mesh, dtype)
 
 
 def make_estimator(config: ConfigDict, parts: Parts) -> Ema | ValueHead:
@@ -426,7 +455,14 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
     """What will run, on what, how much of it, and where the files go."""
     architecture, options, mesh = parts.architecture, parts.engine.options, parts.mesh
     collection = config.collection
-    parameter_bytes = architecture.num_parameters * jnp.dtype(config.model.parameter_dtype).itemsize
+    adapters = lora.from_settings(**config.lora)
+    trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
+    trained_bytes = 3 * trained * jnp.dtype(config.model.parameter_dtype).itemsize
+    base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
+    over = ""
+    if adapters is not None:
+        over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
+        over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
     cache_bytes = parts.engine.cache_bytes
     draws = strategies.build(collection).max_draws
     limit = "any number of" if draws is None else f"at most {draws}"
@@ -444,7 +480,7 @@ def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts
             f"model       {parts.folder}: {architecture.family}, {architecture.num_parameters:,} weights, "
             f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
             f"mesh        {axes} of {jax.devices()[0].device_kind}",
-            f"memory      weights and moments {3 * parameter_bytes / 2**20:,.1f} MiB, cache "
+            f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
             f"{options.slots} slots)",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
@@ -466,6 +502,7 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
         prompts = parts.prompts(config.data.prompts, config)
         next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
         benchmarks = evaluate.load_benchmarks(parts, config)
+        verifier_pool = assembly.verifier_pool(config)
         # Whatever is wrong with the weights shows before the first file is written.
         params = None if holds_checkpoint(workdir) else load_params(config, parts)
         workdir.mkdir(parents=True, exist_ok=True)
@@ -477,7 +514,7 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
     progress = Progress(config.iterations, run.iteration)
     resume = f"python -m reinforce_ada_jax.train with the same --config and --workdir={workdir} goes on from there."
     try:
-        with assembly.verifier_pool(config) as verifiers:
+        with verifier_pool as verifiers:
             run.loop(verifiers, progress)
     except Interrupted:
         run.save()

@@ -86,7 +86,9 @@ POSITIVE = """
         ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean"),
         ("model.compute_dtype", "float16", "it must be one of float32, bfloat16"),
         ("model.parameter_dtype", "fp32", "it must be one of float32, bfloat16"),
-        ("reward.kind", "code", "it must be one of cipher, math"),
+        ("reward.kind", "code", "it must be one of cipher, math, minerva, gsm8k, function"),
+        ("reward.path", "mine.py", "must have the form file.py:function"),
+        ("reward.path", "mine:grade", "must have the form file.py:function"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, "no baseline.*at least 2"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
@@ -149,7 +151,10 @@ COLLECTION_MISTAKES = [
     ({"k_pos": 0, "k_neg": 0}, "together they must be at least 1"),
     ({"strategy": "positive", "k_neg": 1}, "k_neg is 1 with the strategy positive.*use balance"),
     ({"strategy": "positive", "k_pos": 33}, r"33 \+ 0, but a prompt gets at most 32"),
-    ({"group_size": 16}, "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower the one or raise"),
+    (
+        {"group_size": 16},
+        "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower the one or raise",
+    ),
     ({"strategy": "estimate", "budget": 1.5}, r"budget is 1.5 .* 1024 to 16384 for 512 prompts.*within \[2, 32\]"),
     ({"strategy": "estimate", "budget": 33.0}, "budget is 33 draws for a prompt.*at least 2 and at most 32"),
     ({"strategy": "estimate", "max_draws": 6}, "budget is 8 draws for a prompt.*at most 6"),
@@ -335,10 +340,11 @@ def test_differences_name_exactly_what_differs():
         "learning.truncated_is_cap: None -> 2.0",
         "seed: 0 -> 3",
     ]
-    # A key that one of the two versions of the program didn't know.
+    # A key that is newer than the run had its default; one that is gone can't be honoured.
     del saved["seed"]
     saved["reward"]["scale"] = 2
-    assert config_lib.differences(valid(), saved) == ["reward.scale: 2 -> absent", "seed: absent -> 0"]
+    assert config_lib.differences(valid(), saved) == ["reward.scale: 2 -> absent"]
+    assert config_lib.differences(changed(seed=3), saved) == ["reward.scale: 2 -> absent", "seed: 0 -> 3"]
 
 
 def test_a_resume_may_change_these_and_nothing_else():
@@ -349,6 +355,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "checkpoint.keep": 7,
         "evaluation.every": 7,
         "evaluation.benchmarks": ("x",),
+        "evaluation.graders": ("x=math",),
         "evaluation.samples": 7,
         "evaluation.temperature": 0.5,
         "evaluation.top_k": 7,
@@ -363,6 +370,8 @@ def test_a_resume_may_change_these_and_nothing_else():
             other = not value
         elif isinstance(value, str):
             other = f"{value}x"
+        elif isinstance(value, tuple):
+            other = ("x",)
         else:
             other = (value or 0) + 1
         assert len(config_lib.differences(changed(**{key: other}), saved)) == 1, key

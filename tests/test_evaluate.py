@@ -1,13 +1,15 @@
 import itertools
 import json
+import types
 
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import evaluate
+from reinforce_ada_jax import assembly, evaluate
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from tests.running import tiny
 
 
 def pool(correct: str, truncated: int = 0) -> Pool:
@@ -78,3 +80,14 @@ def test_benchmarks_of_one_name_are_refused(monkeypatch):
         evaluate.load_benchmarks(object.__new__(Parts), config)
     config.evaluation.benchmarks = ("x/aime.jsonl", "cipher:heldout")
     assert list(evaluate.load_benchmarks(object.__new__(Parts), config)) == ["aime", "heldout"]
+
+
+def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it():
+    config = tiny(**{"evaluation.benchmarks": ("data/gsm8k_test.jsonl", "math500.jsonl")})
+    parts = types.SimpleNamespace(verify_fn=lambda verifiers, shaping, grader: (shaping.overlong_tokens, grader))
+    assert evaluate.verify_fns(parts, None, config) == {"gsm8k_test": (0, "gsm8k"), "math500": (0, "")}
+    # The pool has the graders that are named so, and a pair goes to the one that its benchmark has.
+    config.reward.kind, config.reward.workers = "math", 0
+    with assembly.verifier_pool(config) as verifiers:
+        pairs = [("The total is 1,200 apples.", "1200")]
+        assert [verifiers.grade_all(pairs, grader)[0].correct for grader in ("gsm8k", "")] == [True, False]

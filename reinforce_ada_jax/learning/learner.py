@@ -23,14 +23,15 @@ from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.logprobs import token_logprobs
-from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge, param_shardings
+from reinforce_ada_jax.policy.transformer import Params, Place, anywhere, hidden_states, merge, param_shardings
 
 
 @struct.dataclass
 class LearnerState:
-    """What an update reads and gives anew."""
+    """What an update reads and gives anew. `params` is what is trained: the policy's weights, or its adapters alone."""
 
     params: Params
     optimizer: optax.OptState
@@ -68,18 +69,25 @@ def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
 
 
 def response_logprobs(
-    architecture: Architecture, params: Params, batch: Batch, *, dtype: DTypeLike, temperature: float, chunk: int
+    architecture: Architecture,
+    params: Params,
+    batch: Batch,
+    *,
+    dtype: DTypeLike,
+    temperature: float,
+    chunk: int,
+    place: Place = anywhere,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
 
     Only the hidden states that predict a response token meet the output head: R of T positions.
     """
     model = merge(architecture, params)
-    hidden = hidden_states(model, batch.tokens, dtype=dtype, remat=True)
+    hidden = hidden_states(model, batch.tokens, dtype=dtype, remat=True, place=place)
     # Position j of a response is token prompt_length + j of its row, predicted one position earlier.
     position = batch.prompt_length[:, None] + jnp.arange(batch.behaviour_logprobs.shape[1])[None]
     targets = jnp.take_along_axis(batch.tokens, position, axis=1, mode="clip")
-    predicting = jnp.take_along_axis(hidden, (position - 1)[..., None], axis=1, mode="clip")
+    predicting = place(jnp.take_along_axis(hidden, (position - 1)[..., None], axis=1, mode="clip"))
     return token_logprobs(model, predicting, targets, temperature=temperature, chunk=chunk)
 
 
@@ -106,11 +114,20 @@ class Learner:
             dtype=jnp.dtype(config.model.compute_dtype),
             temperature=config.sampling.temperature,
             chunk=config.learning.logprob_chunk,
+            # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
+            # them between devices in every product (8 times the traffic of gathering weights) and has every device
+            # compute the attention of all rows.
+            place=functools.partial(
+                jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
+            ),
         )
-        self.param_shardings = param_shardings(architecture, mesh)
+        self.lora = lora.from_settings(**config.lora)
+        self.param_shardings = (
+            param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
+        )
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, (None, "rows", None)))
-        # The old state is donated: weights and moments are updated in place.
+        # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self.update = jax.jit(self._update, donate_argnums=0)
 
     def shardings(self, params: Params) -> LearnerState:
@@ -125,6 +142,20 @@ class Learner:
         """The state before the first update, over these very arrays."""
         optimizer = jax.jit(self._optimizer.init, out_shardings=self.shardings(params).optimizer)(params)
         return LearnerState(params=params, optimizer=optimizer, updates=jax.device_put(jnp.int32(0), self._replicated))
+
+    def policy(self, params: Params, base: Params | None) -> Params:
+        """The weights to score with and to decode from: what is trained, over the frozen base where that is adapters.
+
+        Raises:
+          ValueError: adapters without a base, or a base without adapters.
+        """
+        if (base is None) != (self.lora is None):
+            rank = 0 if self.lora is None else self.lora.rank
+            raise ValueError(
+                f"lora.rank is {rank}, and the base is {'missing' if base is None else 'given'}: adapters are trained "
+                "over the weights that they adapt, and all weights over none."
+            )
+        return params if self.lora is None else lora.adapted(base, params, self.lora)
 
     def put(self, batch: Batch) -> Batch:
         """The batch on the devices, cut into micro-batches of consecutive rows, each split over `data` and `fsdp`.
@@ -156,8 +187,8 @@ class Learner:
         zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
         return jnp.where(response_mask(batch), jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
 
-    def _loss(self, params: Params, micro: Batch, num_tokens, num_rows):
-        logprobs, entropy = self._logprobs(params, micro)
+    def _loss(self, params: Params, base: Params | None, micro: Batch, num_tokens, num_rows):
+        logprobs, entropy = self._logprobs(self.policy(params, base), micro)
         mask, learning = response_mask(micro), self._learning
         terms = loss_lib.policy_terms(
             logprobs,
@@ -189,11 +220,18 @@ class Learner:
         means = [aggregate(x, "token-mean") for x in (terms.clipped, terms.dual_clipped, terms.old_minus_new, kl)]
         return loss, (loss, entropy_mean, *means)
 
-    def _update(self, state: LearnerState, batch: Batch) -> tuple[LearnerState, UpdateMetrics]:
+    def _update(
+        self, state: LearnerState, batch: Batch, base: Params | None = None
+    ) -> tuple[LearnerState, UpdateMetrics]:
         """One optimiser step on one minibatch. A non-finite loss or gradient leaves the state as it was.
 
+        Args:
+          state: before.
+          batch: of `put`.
+          base: the weights under the adapters, where adapters are trained; they have no gradient.
+
         Raises:
-          ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`.
+          ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`; or see `policy`.
         """
         if self._learning.kl_coefficient and batch.reference_logprobs is None:
             raise ValueError(
@@ -204,7 +242,8 @@ class Learner:
         gradient = jax.grad(self._loss, has_aux=True)
 
         def accumulate(index, sums):
-            return jax.tree.map(jnp.add, sums, gradient(state.params, micro_batch(batch, index), num_tokens, num_rows))
+            micro = micro_batch(batch, index)
+            return jax.tree.map(jnp.add, sums, gradient(state.params, base, micro, num_tokens, num_rows))
 
         zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0),) * 6)
         gradients, sums = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)

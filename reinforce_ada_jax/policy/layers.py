@@ -3,11 +3,13 @@
 The layers of a decoder are *declared stacked*, with a leading "layers" axis on every weight, and *called one at a
 time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without
 that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
+
+The matrix of a projection may be `Adapted`, as `lora.py` makes it; of the decoder only `product` knows.
 """
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -35,6 +37,35 @@ class Declare:
             key = jax.random.fold_in(self.key, self.count)
             value = (jax.random.normal(key, shape, jnp.float32) * fan_in**-0.5).astype(self.dtype)
         return nnx.Param(value, axes=axes)
+
+
+@struct.dataclass
+class Adapted:
+    """A frozen weight, and the low-rank product that is added to it: W + scaling * A B.
+
+    "in" and "out" are the weight's own axes, as many as it has; stacked layers have one more in front.
+    """
+
+    weight: jax.Array  # [*in, *out]
+    a: jax.Array  # [*in, rank]
+    b: jax.Array  # [rank, *out]
+    scaling: float = struct.field(pytree_node=False)
+
+
+def product(equation: str, x: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
+    """einsum(equation, x, weight) in x.dtype; with an adapted weight, x W + scaling * (x A) B.
+
+    Neither A B nor a gradient of its size is ever made.
+    """
+    if not isinstance(weight, Adapted):
+        return jnp.einsum(equation, x, weight.astype(x.dtype))
+    operands, output = equation.split("->")
+    inputs, axes = operands.split(",")
+    summed = "".join(axis for axis in axes if axis not in output)
+    kept = "".join(axis for axis in inputs if axis not in summed)
+    low = jnp.einsum(f"{inputs},{summed}r->{kept}r", x, weight.a.astype(x.dtype))
+    high = jnp.einsum(f"{kept}r,r{axes.removeprefix(summed)}->{output}", low, weight.b.astype(x.dtype))
+    return jnp.einsum(equation, x, weight.weight.astype(x.dtype)) + weight.scaling * high
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:
@@ -101,9 +132,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of `x`, rotated to `positions`."""
         dtype = x.dtype
-        query = jnp.einsum("BTD,DNH->BTNH", x, self.query[...].astype(dtype))
-        key = jnp.einsum("BTD,DKH->BTKH", x, self.key[...].astype(dtype))
-        value = jnp.einsum("BTD,DKH->BTKH", x, self.value[...].astype(dtype))
+        query = product("BTD,DNH->BTNH", x, self.query.get_value())
+        key = product("BTD,DKH->BTKH", x, self.key.get_value())
+        value = product("BTD,DKH->BTKH", x, self.value.get_value())
         if self.architecture.qkv_bias:
             query = query + self.query_bias[...].astype(dtype)[None, None]
             key = key + self.key_bias[...].astype(dtype)[None, None]
@@ -116,7 +147,7 @@ class Attention(nnx.Module):
 
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
-        return jnp.einsum("BTNH,NHD->BTD", mixed, self.output[...].astype(mixed.dtype))
+        return product("BTNH,NHD->BTD", mixed, self.output.get_value())
 
 
 class FeedForward(nnx.Module):
@@ -129,9 +160,9 @@ class FeedForward(nnx.Module):
         self.down = declare((f, d), ("mlp", "embed"), fan_in=f)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = jnp.einsum("BTD,DF->BTF", x, self.gate[...].astype(x.dtype))
-        up = jnp.einsum("BTD,DF->BTF", x, self.up[...].astype(x.dtype))
-        return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down[...].astype(x.dtype))
+        gate = product("BTD,DF->BTF", x, self.gate.get_value())
+        up = product("BTD,DF->BTF", x, self.up.get_value())
+        return product("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
 
 
 class Layer(nnx.Module):

@@ -23,6 +23,13 @@ from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
 Params = dict[str, Any]
 # attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): how one layer's queries meet keys and values.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
+# Says where the residual stream lives, where that must not be left to the compiler.
+Place = Callable[[jax.Array], jax.Array]
+
+
+def anywhere(x: jax.Array) -> jax.Array:
+    """Leaves it to the compiler."""
+    return x
 
 
 class Decoder(nnx.Module):
@@ -104,6 +111,7 @@ def run(
     *,
     dtype: DTypeLike,
     remat: bool = False,
+    place: Place = anywhere,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
 
@@ -115,6 +123,7 @@ def run(
       carry: e.g. the pages of the cache, updated layer by layer.
       dtype: of activations and matrix products; weights are cast where they are used.
       remat: recompute each layer in the backward pass in place of keeping its activations.
+      place: applied to the residual stream before the first layer and after each.
 
     Returns:
       (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
@@ -129,13 +138,13 @@ def run(
         query, key, value = layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
         mixed, carry, kept = attend(query, key, value, index, carry)
         x = x + layer.attention.merge_heads(mixed)
-        x = x + layer.feed_forward(rms_norm(x, layer.feed_forward_norm[...], epsilon))
+        x = place(x + layer.feed_forward(rms_norm(x, layer.feed_forward_norm[...], epsilon)))
         return (x, carry), kept
 
     if remat:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False)
-    x = jnp.take(model.embedding[...], tokens, axis=0).astype(dtype)
+    x = place(jnp.take(model.embedding[...], tokens, axis=0).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
     (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (nnx.to_pure_dict(stacked), indices))
     return rms_norm(x, model.final_norm[...], epsilon), carry, kept
@@ -148,14 +157,14 @@ def causal_attend(query, key, value, layer_index, carry):
 
 
 def hidden_states(
-    model: Decoder, tokens: Int[Array, "B T"], *, dtype: DTypeLike, remat: bool = False
+    model: Decoder, tokens: Int[Array, "B T"], *, dtype: DTypeLike, remat: bool = False, place: Place = anywhere
 ) -> Float[Array, "B T D"]:
     """Causal forward pass over rows that begin at position 0.
 
     Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(model, tokens, positions, causal_attend, dtype=dtype, remat=remat)[0]
+    return run(model, tokens, positions, causal_attend, dtype=dtype, remat=remat, place=place)[0]
 
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import longest_response
 from reinforce_ada_jax.mesh import tensor_spec
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode, jetstream
@@ -221,17 +222,20 @@ class Engine(EngineInterface):
         """Decoding keeps weights split over `tensor` only: a gather over fsdp shards would sit in the token loop."""
         shapes = weight_shapes(self.architecture)
         shardings = nest({name: NamedSharding(self._mesh, tensor_spec(axes)) for name, (_, axes) in shapes.items()})
-        cast = jax.jit(lambda params: jax.tree.map(lambda w: w.astype(self.dtype), params), out_shardings=shardings)
+        cast = jax.jit(functools.partial(lora.merged, dtype=self.dtype), out_shardings=shardings)
         return shardings, cast
 
     def decode_weights(self, params: Params) -> Params:
-        """`params` themselves where they are already laid out for decoding; else one jitted cast and reshard."""
+        """`params` themselves where they are already laid out for decoding; else one jitted cast and reshard.
+
+        Adapters are merged into their weights by the same program.
+        """
         shardings, cast = self._decode_weights
-        same = jax.tree.map(
-            lambda w, sharding: w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim),
-            params,
-            shardings,
-        )
+
+        def as_decoded(w, sharding):
+            return not lora.is_adapted(w) and w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim)
+
+        same = jax.tree.map(as_decoded, params, shardings, is_leaf=lora.is_adapted)
         return params if all(jax.tree.leaves(same)) else cast(params)
 
     def abstract_weights(self) -> Params:

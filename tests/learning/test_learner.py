@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.config import defaults
@@ -13,9 +14,10 @@ from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.metrics import CompileCounter
-from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.types import Response
 from tests.policy import recording
+from tests.policy.adapting import ALL, random_adapters
 
 ARCHITECTURE, PARAMS, _ = recording.golden("qwen2")
 TEMPERATURE = 0.7
@@ -24,7 +26,7 @@ PROMPT_LENGTHS, RESPONSE_LENGTHS = (1, 5, 3, 2, 5, 4, 1, 2), (1, 8, 1, 7, 2, 1, 
 
 
 @functools.cache
-def learner(micro_batches=1, mesh=(1, 1, 1), **changes) -> Learner:
+def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
     """A learner whose first moment after one update is the gradient, and whose step is smooth in it."""
     config = defaults()
     config.model.compute_dtype = "float32"
@@ -42,6 +44,7 @@ def learner(micro_batches=1, mesh=(1, 1, 1), **changes) -> Learner:
         )
     )
     config.learning.update(dict(micro_batches=micro_batches, **changes))
+    config.lora.update(dict(rank=rank, alpha=ALL.alpha))
     return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
 
 
@@ -91,9 +94,9 @@ def with_empty_rows(rows, num_rows):
     return type(rows)(**{field.name: longer(field.name) for field in dataclasses.fields(rows)})
 
 
-def updated(of: Learner, rows=None, params=PARAMS):
+def updated(of: Learner, rows=None, params=PARAMS, base=None):
     """(state, metrics) after one update."""
-    return of.update(fresh_state(of, params), of.put(batch() if rows is None else rows))
+    return of.update(fresh_state(of, params), of.put(batch() if rows is None else rows), base)
 
 
 def gradient(state):
@@ -383,7 +386,7 @@ def test_moments_live_where_their_weights_live():
     assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 16, 24)}
     # It comes back as it went in, so a second update compiles nothing.
     compiles = CompileCounter()
-    spread.update(state, spread.put(batch()))
+    spread.update(state, spread.put(batch()), None)
     assert compiles.since_last() == 0
 
 
@@ -444,3 +447,116 @@ def test_what_stands_in_the_padding_of_the_reference_is_irrelevant():
 def test_a_coefficient_needs_a_reference():
     with pytest.raises(ValueError, match="kl_coefficient is 0.3, but the batch has no reference_logprobs"):
         updated(learner(**KL))
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+ADAPTERS = random_adapters(ARCHITECTURE)
+
+
+def placed_base(of: Learner):
+    """The frozen weights, where the learner has them."""
+    return jax.device_put(PARAMS, transformer.param_shardings(ARCHITECTURE, of.mesh))
+
+
+@functools.cache
+def adapted_update(*args):
+    """(state, metrics) after one update of `ADAPTERS` over `PARAMS`."""
+    of = learner(*args, rank=ALL.rank)
+    return updated(of, None, ADAPTERS, placed_base(of))
+
+
+def test_the_update_of_adapters_follows_the_chain_rule():
+    # With W' = W + s A B and G the slope at W', A's slope is s G B^T and B's is s A^T G.
+    rows = batch()
+    whole = lora.merged(lora.adapted(PARAMS, ADAPTERS, ALL))
+    (_, expected), slope = naive(whole, jnp.asarray(rows.tokens), shifted(rows))
+    flat, slopes = transformer.flatten(ADAPTERS), {}
+    for name, g in transformer.flatten(slope).items():
+        if f"{name}.a" not in flat:
+            continue
+        a, b = flat[f"{name}.a"], flat[f"{name}.b"]
+        g2, a2, b2 = g.reshape(2, -1, b[0, 0].size), a.reshape(2, -1, 4), b.reshape(2, 4, -1)
+        slopes[f"{name}.a"] = 2.0 * jnp.einsum("Lio,Lro->Lir", g2, b2).reshape(a.shape)
+        slopes[f"{name}.b"] = 2.0 * jnp.einsum("Lir,Lio->Lro", a2, g2).reshape(b.shape)
+    state, metrics = adapted_update()
+    assert_trees_close(gradient(state), transformer.nest(slopes), rtol=1e-4, atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in slopes.values())
+    np.testing.assert_allclose(metrics.loss, expected["loss"], rtol=1e-5, atol=1e-5)
+    assert metrics.finite and state.updates == 1
+
+
+def test_adapters_in_eight_micro_batches_are_those_of_one():
+    (one, one_metrics), (eight, eight_metrics) = adapted_update(), adapted_update(8)
+    assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-6)
+    assert_trees_close(eight.params, one.params, rtol=1e-6, atol=1e-6)
+    assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_on_eight_devices_are_those_of_one():
+    (one, one_metrics), (eight, eight_metrics) = adapted_update(), adapted_update(2, (2, 2, 2))
+    assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-5)
+    assert_trees_close(eight.params, one.params, rtol=1e-5, atol=1e-5)
+    assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-5)
+    # The gate's A is [2, 32, 4], the 32 split over fsdp; its B is [2, 4, 48], the 48 split over tensor.
+    for tree in (eight.params, gradient(eight)):
+        gate = tree["layers"]["feed_forward"]["gate"]
+        assert gate["a"].sharding.shard_shape((2, 32, 4)) == (2, 16, 4)
+        assert gate["b"].sharding.shard_shape((2, 4, 48)) == (2, 4, 24)
+
+
+def test_a_base_is_neither_trained_nor_donated_nor_copied():
+    of = learner(rank=ALL.rank)
+    base, state = placed_base(of), fresh_state(of, ADAPTERS)
+    sizes = [leaf.size for leaf in jax.tree.leaves(state)]
+    # Weights, two moments, and three counts: of updates, of Adam, and of the schedule.
+    assert sum(sizes) == 3 * lora.num_parameters(ARCHITECTURE, ALL) + 3
+    state, _ = of.update(state, of.put(batch()), base)
+    assert [leaf.size for leaf in jax.tree.leaves(state)] == sizes
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(base))
+    assert_trees_equal(base, PARAMS)
+    pointers = [
+        {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
+        for tree in (base, state.params, of.policy(state.params, base))
+    ]
+    assert pointers[2] == pointers[0] | pointers[1]
+
+
+def products(jaxpr):
+    """Shapes that matrix products have, wherever in a program."""
+    shapes = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            shapes.add(tuple(sorted(equation.outvars[0].aval.shape)))
+        for inner in jaxprs_in_params(equation.params):
+            shapes |= products(inner)
+    return shapes
+
+
+def test_no_gradient_of_a_frozen_weight_is_computed():
+    def computed(rank, params, base):
+        of = learner(2, rank=rank)
+        return products(jax.make_jaxpr(of.update)(fresh_state(of, params), of.put(batch()), base).jaxpr)
+
+    flat = transformer.flatten(PARAMS)
+    slices = {tuple(sorted(flat[weight].shape[1:])) for weight in lora.TARGETS.values()}
+    assert slices == {(4, 8, 32), (2, 8, 32), (32, 48)}
+    # Where the weights are trained, each has a product of its own shape; under adapters, none.
+    assert slices <= computed(0, PARAMS, None)
+    under_adapters = computed(ALL.rank, ADAPTERS, PARAMS)
+    assert not slices & under_adapters and {(4, 32), (4, 48)} <= under_adapters
+
+
+def test_a_policy_with_adapters_is_scored_as_its_merged_weights():
+    policy = lora.adapted(PARAMS, ADAPTERS, ALL)
+    scored = score(learner(rank=ALL.rank), batch(), policy)
+    np.testing.assert_allclose(scored, score(learner(), batch(), lora.merged(policy)), rtol=1e-5, atol=1e-5)
+    assert np.abs(scored - score(learner(), batch())).max() > 1e-2
+
+
+def test_adapters_and_a_base_come_together():
+    with pytest.raises(ValueError, match="lora.rank is 4, and the base is missing"):
+        learner(rank=ALL.rank).policy(ADAPTERS, None)
+    with pytest.raises(ValueError, match="lora.rank is 0, and the base is given"):
+        learner().policy(PARAMS, PARAMS)
+    assert learner().policy(PARAMS, None) is PARAMS

@@ -16,12 +16,13 @@ from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.config import defaults, least_pages, validate
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy import huggingface, lora, transformer
 from reinforce_ada_jax.sampling import jetstream
 from reinforce_ada_jax.sampling.engine import Engine, buckets, options_from_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt
+from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny
 
 CIPHER = pathlib.Path(reinforce_ada_jax.__file__).parent / "assets" / "cipher"
@@ -114,6 +115,20 @@ def test_decode_weights_are_split_over_tensor_only():
     query = "layers.attention.query"
     assert transformer.flatten(params)[query].sharding.shard_shape((2, 32, 4, 8)) == (2, 16, 2, 8)
     assert weights[query].sharding.shard_shape((2, 32, 4, 8)) == (2, 32, 2, 8)
+
+
+def test_adapters_are_merged_on_their_way():
+    mesh, adapters = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2), random_adapters(tiny.ARCHITECTURE)
+    placed = jax.device_put(adapters, lora.shardings(tiny.ARCHITECTURE, ALL, mesh))
+    engine, base = tiny_engine(mesh), tiny.params_on(mesh)
+    weights = engine.decode_weights(lora.adapted(base, placed, ALL))
+    plain = engine.decode_weights(base)
+    same = jax.tree.map(lambda w, other: w.sharding.is_equivalent_to(other.sharding, w.ndim), weights, plain)
+    assert all(jax.tree.leaves(same))
+    merged = lora.merged(lora.adapted(tiny.params(), adapters, ALL))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), weights, merged)
+    # They are decoding's own from then on.
+    assert engine.decode_weights(weights) is weights
 
 
 def test_pages_are_split_by_kv_heads():

@@ -1,0 +1,112 @@
+"""Adapters as files: the folder that `peft` reads, and the mark of the base that they belong to."""
+
+import hashlib
+import json
+import pathlib
+import shutil
+import struct
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from reinforce_ada_jax.policy import huggingface, weight_files
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.lora import TARGETS, Lora
+from reinforce_ada_jax.policy.transformer import Params, flatten
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Bytes looked at in the beginning, the middle and the end of each file of a base: two trainings of one architecture
+# differ in all of them, and reading whole files would take as long as loading them.
+SAMPLED_BYTES = 2**16
+
+
+def fingerprint(folder: pathlib.Path) -> str:
+    """A hash of a base's sizes, tensors and samples of their bytes; the same wherever the folder is."""
+    digest = hashlib.sha256(repr(huggingface.read_config(folder)).encode())
+    for file in weight_files.find(folder):
+        with file.open("rb") as stream:
+            length = stream.read(8)
+            digest.update(length + stream.read(struct.unpack("<Q", length)[0]))
+            begin, end = stream.tell(), file.stat().st_size
+            digest.update(struct.pack("<Q", end))
+            for place in (begin, (begin + end) // 2, max(begin, end - SAMPLED_BYTES)):
+                stream.seek(place)
+                digest.update(stream.read(SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def check_base(folder: pathlib.Path, recorded: str) -> None:
+    """Raises ValueError where `folder` isn't the base whose fingerprint was recorded with adapters."""
+    found = fingerprint(folder)
+    if found != recorded:
+        raise ValueError(
+            f"{folder} (fingerprint {found[:12]}) is not the model that these adapters were trained on "
+            f"({recorded[:12]}): a checkpoint holds adapters only, and they are worth nothing on other weights. Put "
+            "the base back where model.path says."
+        )
+
+
+def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> dict[str, np.ndarray]:
+    """PEFT's names and layouts, float32: `lora_A.weight` is [rank, inputs], `lora_B.weight` [outputs, rank]."""
+    matrices = {name: np.asarray(jax.device_get(x), np.float32) for name, x in flatten(adapters).items()}
+    tensors = {}
+    for weight in (TARGETS[target] for target in lora.targets):
+        _, theirs, _ = huggingface.TABLE[weight]
+        for layer in range(architecture.num_layers):
+            name = f"base_model.model.{theirs.format(layer).removesuffix('.weight')}"
+            a, b = (matrices[f"{weight}.{matrix}"][layer] for matrix in "ab")
+            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, lora.rank).T)
+            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b.reshape(lora.rank, -1).T)
+    return tensors
+
+
+def peft_config(lora: Lora, base: str) -> dict[str, Any]:
+    """What `adapter_config.json` says."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def save(
+    folder: str | pathlib.Path, architecture: Architecture, adapters: Params, lora: Lora, *, base: pathlib.Path
+) -> None:
+    """Writes a folder that `peft.PeftModel.from_pretrained(model, folder)` reads; whole, or not at all.
+
+    Args:
+      folder: doesn't exist yet, or is empty.
+      architecture: of the base.
+      adapters: arrays that this process can read whole, on any mesh.
+      lora: what they are.
+      base: the base's folder, named in the file.
+
+    Raises:
+      ValueError: the destination holds something.
+    """
+    folder = pathlib.Path(folder).absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
+    partial.mkdir(parents=True)
+    try:
+        config = json.dumps(peft_config(lora, str(base.absolute())), indent=2) + "\n"
+        (partial / CONFIG).write_text(config, encoding="utf-8")
+        save_file(peft_tensors(architecture, adapters, lora), partial / WEIGHTS, metadata={"format": "pt"})
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise

@@ -1,0 +1,154 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): their shapes, initial values, and how they meet the weights they adapt.
+
+Adapters are a plain tree beside the base's, {"layers": {"attention": {"query": {"a": [L, D, r], "b": [L, r, N, H]}}}}:
+W becomes W + scaling * A B. `adapted` puts both side by side, to be trained; `merged` makes one weight of them, to be
+decoded from or exported. The product inside a layer is in `layers.py`, files are in `adapter_files.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.config import ALL_LINEAR
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.layers import Adapted
+from reinforce_ada_jax.policy.transformer import Params, flatten, nest, weight_shapes
+
+# PEFT's name of a projection: our weight.
+TARGETS = {
+    "q_proj": "layers.attention.query",
+    "k_proj": "layers.attention.key",
+    "v_proj": "layers.attention.value",
+    "o_proj": "layers.attention.output",
+    "gate_proj": "layers.feed_forward.gate",
+    "up_proj": "layers.feed_forward.up",
+    "down_proj": "layers.feed_forward.down",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which projections have adapters, and what adapters.
+
+    Attributes:
+      rank: r, the inner size of A B; at least 1.
+      alpha: numerator of the scaling.
+      targets: names of `TARGETS`, in its order.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @property
+    def scaling(self) -> float:
+        """alpha / r."""
+        return self.alpha / self.rank
+
+
+def from_settings(rank: int, alpha: float, targets: Sequence[str]) -> Lora | None:
+    """The adapters that the configuration's `lora` section describes; None where its rank is 0."""
+    chosen = tuple(name for name in TARGETS if ALL_LINEAR in targets or name in targets)
+    return Lora(rank, alpha, chosen) if rank else None
+
+
+def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+    """Every adapter's (shape, logical axes), by dotted path.
+
+    A has the weight's inputs and B its outputs, on the axes that the weight has for them, so they are split alike.
+    """
+    found: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {}
+    declared = weight_shapes(architecture)
+    for target in lora.targets:
+        shape, axes = declared[TARGETS[target]]
+        # The model axis is one side of every projection, alone: the first after the layers', or the last.
+        cut = 2 if axes[1] == "embed" else len(axes) - 1
+        found[f"{TARGETS[target]}.a"] = ((*shape[:cut], lora.rank), (*axes[:cut], None))
+        found[f"{TARGETS[target]}.b"] = ((shape[0], lora.rank, *shape[cut:]), (axes[0], None, *axes[cut:]))
+    return found
+
+
+def num_parameters(architecture: Architecture, lora: Lora) -> int:
+    """Weights of all adapters."""
+    return sum(math.prod(shape) for shape, _ in adapter_shapes(architecture, lora).values())
+
+
+def shardings(architecture: Architecture, lora: Lora, mesh: Mesh) -> Params:
+    """The sharding of every adapter on `mesh`, in the shape of the adapters."""
+    return nest(
+        {
+            name: mesh_lib.weight_sharding(mesh, name, shape, axes)
+            for name, (shape, axes) in adapter_shapes(architecture, lora).items()
+        }
+    )
+
+
+def init(
+    architecture: Architecture, lora: Lora, key: jax.Array, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
+) -> Params:
+    """Adapters that change nothing yet: B is 0, and A uniform within 1 / sqrt(inputs), as PEFT begins.
+
+    (PEFT writes it as Kaiming's uniform distribution with a = sqrt(5): the bound is sqrt(6 / ((1 + a^2) inputs)).) A
+    depends on the key and its projection alone, not on which others have adapters.
+    """
+    order = list(TARGETS.values())
+
+    def make(key):
+        made = {}
+        for name, (shape, _) in adapter_shapes(architecture, lora).items():
+            weight, matrix = name.rsplit(".", 1)
+            if matrix == "b":
+                made[name] = jnp.zeros(shape, dtype)
+                continue
+            bound = math.prod(shape[1:-1]) ** -0.5
+            own = jax.random.fold_in(key, order.index(weight))
+            made[name] = jax.random.uniform(own, shape, jnp.float32, -bound, bound).astype(dtype)
+        return nest(made)
+
+    return jax.jit(make, out_shardings=None if mesh is None else shardings(architecture, lora, mesh))(key)
+
+
+def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
+    """The policy: `base`'s very arrays, those with adapters as `Adapted`. Goes wherever weights go, but for files."""
+    weights, matrices = flatten(base), flatten(adapters)
+    for name in (TARGETS[target] for target in lora.targets):
+        weights[name] = Adapted(weights[name], matrices[f"{name}.a"], matrices[f"{name}.b"], lora.scaling)
+    return nest(weights)
+
+
+def is_adapted(weight: object) -> bool:
+    """Whether `jax.tree.map` should take it for one leaf."""
+    return isinstance(weight, Adapted)
+
+
+def _merge_layer(layer: Adapted) -> Float[Array, "..."]:
+    a, b = layer.a.astype(jnp.float32), layer.b.astype(jnp.float32)
+    # A TPU would multiply in bfloat16 unless told otherwise: once an iteration, exactness costs nothing.
+    change = jnp.tensordot(a, b, axes=1, precision=jax.lax.Precision.HIGHEST)
+    return layer.weight.astype(jnp.float32) + layer.scaling * change
+
+
+def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
+    """Plain weights: W + scaling * A B, summed in float32, where `params` has adapters; the others as they are.
+
+    Made layer by layer, so that one layer's matrix is all that exists in float32.
+
+    Args:
+      params: of `adapted`; without adapters only `dtype` changes anything.
+      dtype: of every weight; None: each as its base is.
+    """
+
+    def one(weight):
+        if not is_adapted(weight):
+            return weight if dtype is None else weight.astype(dtype)
+        kind = weight.weight.dtype if dtype is None else dtype
+        return jax.lax.map(lambda layer: _merge_layer(layer).astype(kind), weight)
+
+    return jax.tree.map(one, params, is_leaf=is_adapted)

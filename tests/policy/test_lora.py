@@ -1,0 +1,264 @@
+import dataclasses
+import functools
+import json
+import math
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
+from reinforce_ada_jax.policy.layers import Adapted, product
+from tests.policy import recording
+from tests.policy.adapting import ALL, random_adapters
+
+merged = jax.jit(lora.merged, static_argnames="dtype")
+
+
+@functools.cache
+def example(family="qwen2", targets=("all-linear",)):
+    """(architecture, base, adapters, what they are, tokens)"""
+    architecture, base, recorded = recording.golden(family)
+    chosen = lora.from_settings(4, 8.0, targets)
+    return architecture, base, random_adapters(architecture, chosen), chosen, jnp.asarray(recorded["tokens"])
+
+
+# ---- the product -------------------------------------------------------------------------------------------------
+
+
+def test_the_product_by_hand():
+    # x W = (1, 2); x A = 1 + 2 = 3, times B (30, 60), times 1/2 (15, 30).
+    adapted = Adapted(jnp.eye(2), jnp.ones((2, 1)), jnp.array([[10.0, 20.0]]), scaling=0.5)
+    x = jnp.array([[[1.0, 2.0]]])
+    np.testing.assert_array_equal(product("BTD,DF->BTF", x, adapted), [[[16.0, 32.0]]])
+    np.testing.assert_array_equal(product("BTD,DF->BTF", x, jnp.eye(2)), x)
+
+
+@pytest.mark.parametrize(
+    ("equation", "inputs", "outputs"),
+    [("BTD,DNH->BTNH", (5,), (2, 3)), ("BTNH,NHD->BTD", (2, 3), (5,)), ("BTF,FD->BTD", (5,), (6,))],
+)
+def test_the_product_is_that_of_the_merged_weight(equation, inputs, outputs):
+    rng = np.random.default_rng(0)
+    x, w, a, b = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((7, 1, *inputs), (*inputs, *outputs), (*inputs, 4), (4, *outputs))
+    )
+    whole = w + 0.5 * jnp.tensordot(a, b, axes=1)
+    np.testing.assert_allclose(product(equation, x, Adapted(w, a, b, 0.5)), product(equation, x, whole), rtol=1e-4)
+
+
+# ---- in the decoder ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_merged_weights_have_the_logits_of_unmerged_ones(family):
+    architecture, base, adapters, chosen, tokens = example(family)
+    policy = lora.adapted(base, adapters, chosen)
+    unmerged = transformer.logits(architecture, policy, tokens)
+    np.testing.assert_allclose(transformer.logits(architecture, merged(policy), tokens), unmerged, atol=1e-4)
+    assert jnp.abs(unmerged - transformer.logits(architecture, base, tokens)).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[pytest.mark.slow] * (name != "o_proj")) for name in lora.TARGETS]
+)
+def test_each_target_alone_is_adapted(target):
+    architecture, base, adapters, chosen, tokens = example("qwen3", (target,))
+    weight = lora.TARGETS[target]
+    assert list(transformer.flatten(adapters)) == [f"{weight}.a", f"{weight}.b"]
+    whole, flat = merged(lora.adapted(base, adapters, chosen)), transformer.flatten(base)
+    assert [name for name, x in transformer.flatten(whole).items() if (x != flat[name]).any()] == [weight]
+    model = functools.partial(transformer.logits, architecture)
+    unmerged = model(lora.adapted(base, adapters, chosen), tokens)
+    np.testing.assert_allclose(model(whole, tokens), unmerged, atol=1e-4)
+    assert jnp.abs(unmerged - model(base, tokens)).max() > 1e-3
+
+
+def test_new_adapters_change_no_bit():
+    architecture, base, _, chosen, tokens = example()
+    policy = lora.adapted(base, lora.init(architecture, chosen, jax.random.key(5)), chosen)
+    logits = transformer.logits(architecture, base, tokens)
+    np.testing.assert_array_equal(transformer.logits(architecture, policy, tokens), logits)
+    jax.tree.map(np.testing.assert_array_equal, merged(policy), base)
+
+
+def test_the_gradient_beside_the_weights_is_that_through_the_merged_ones():
+    architecture, base, adapters, chosen, tokens = example()
+
+    def loss(adapters, whole):
+        policy = lora.adapted(base, adapters, chosen)
+        return jnp.mean(transformer.logits(architecture, merged(policy) if whole else policy, tokens) ** 2)
+
+    beside, through = (jax.jit(jax.grad(functools.partial(loss, whole=whole)))(adapters) for whole in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), beside, through)
+    assert all(jnp.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(beside))
+
+
+# ---- what adapters are -------------------------------------------------------------------------------------------
+
+
+def test_targets_are_those_of_the_configuration_and_of_hugging_face():
+    assert config_lib.LORA_TARGETS == ("all-linear", *lora.TARGETS)
+    for target, weight in lora.TARGETS.items():
+        assert huggingface.TABLE[weight][1].endswith(f".{target}.weight")
+
+
+def test_settings():
+    assert lora.from_settings(0, 32.0, ("all-linear",)) is None
+    assert lora.from_settings(8, 32.0, ("all-linear",)) == lora.Lora(8, 32.0, tuple(lora.TARGETS))
+    some = lora.from_settings(8, 32.0, ("v_proj", "q_proj"))
+    assert some.targets == ("q_proj", "v_proj") and some.scaling == 4.0
+
+
+def test_shapes_follow_the_weights():
+    architecture = example()[0]
+    shapes = lora.adapter_shapes(architecture, ALL)
+    # [L, D, N, H] = [2, 32, 4, 8] and [L, F, D] = [2, 48, 32]
+    assert shapes["layers.attention.query.a"] == ((2, 32, 4), ("layers", "embed", None))
+    assert shapes["layers.attention.query.b"] == ((2, 4, 4, 8), ("layers", None, "heads", "head"))
+    assert shapes["layers.attention.output.a"] == ((2, 4, 8, 4), ("layers", "heads", "head", None))
+    assert shapes["layers.attention.output.b"] == ((2, 4, 32), ("layers", None, "embed"))
+    assert shapes["layers.feed_forward.down.a"] == ((2, 48, 4), ("layers", "mlp", None))
+    # r (in + out) each: query and output 32 + 32, key and value 32 + 16, the three of the feed-forward 32 + 48.
+    assert lora.num_parameters(architecture, ALL) == 2 * 4 * (2 * 64 + 2 * 48 + 3 * 80)
+
+
+def test_initial_values():
+    architecture = example()[0]
+    wide = lora.from_settings(64, 1.0, ("all-linear",))
+    flat = transformer.flatten(lora.init(architecture, wide, jax.random.key(0)))
+    for name, x in flat.items():
+        if name.endswith(".b"):
+            assert not x.any(), name
+            continue
+        bound = math.prod(x.shape[1:-1]) ** -0.5
+        assert 0.98 * bound < jnp.abs(x).max() <= bound, name
+        np.testing.assert_allclose(x.std(), bound / math.sqrt(3), rtol=0.05, err_msg=name)
+    gate, up = (flat[f"layers.feed_forward.{name}.a"] for name in ("gate", "up"))
+    assert (gate != up).mean() > 0.99 and (gate[0] != gate[1]).mean() > 0.99
+    alone = lora.init(architecture, dataclasses.replace(wide, targets=("up_proj",)), jax.random.key(0))
+    np.testing.assert_array_equal(alone["layers"]["feed_forward"]["up"]["a"], up)
+
+
+def test_on_a_mesh_they_are_split_as_their_weights_are():
+    architecture, base, adapters, chosen, tokens = example()
+    mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+    made = lora.init(architecture, chosen, jax.random.key(0), mesh)
+    jax.tree.map(np.testing.assert_array_equal, made, lora.init(architecture, chosen, jax.random.key(0)))
+    query = made["layers"]["attention"]["query"]
+    assert query["a"].sharding.shard_shape((2, 32, 4)) == (2, 16, 4)
+    assert query["b"].sharding.shard_shape((2, 4, 4, 8)) == (2, 4, 2, 8)
+    spread = lora.adapted(
+        jax.device_put(base, transformer.param_shardings(architecture, mesh)),
+        jax.device_put(adapters, lora.shardings(architecture, chosen, mesh)),
+        chosen,
+    )
+    expected = transformer.logits(architecture, lora.adapted(base, adapters, chosen), tokens)
+    np.testing.assert_allclose(transformer.logits(architecture, spread, tokens), expected, rtol=1e-5, atol=1e-5)
+    shardings = transformer.param_shardings(architecture, mesh)
+    together = jax.jit(lora.merged, out_shardings=shardings)(spread)
+    alone = merged(lora.adapted(base, adapters, chosen))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), together, alone)
+
+
+def test_merging_keeps_the_precision_asked_for():
+    _, base, adapters, chosen, _ = example()
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), base)
+    policy = lora.adapted(narrow, adapters, chosen)
+    for dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
+        assert {leaf.dtype for leaf in jax.tree.leaves(merged(policy, dtype))} == {jnp.dtype(expected)}
+    # The sum is made before it is rounded: what is added is small, and would be lost twice.
+    gate, change = (tree["layers"]["feed_forward"]["gate"] for tree in (narrow, adapters))
+    exact = np.asarray(gate, np.float64) + 2.0 * np.einsum("LDr,LrF->LDF", *(np.float64(change[x]) for x in "ab"))
+    wide = merged(policy, jnp.float32)["layers"]["feed_forward"]["gate"]
+    np.testing.assert_allclose(wide, exact, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(merged(policy)["layers"]["feed_forward"]["gate"], wide.astype(jnp.bfloat16))
+
+
+def test_merging_plain_weights_is_a_cast():
+    base = example()[1]
+    assert all(a is b for a, b in zip(jax.tree.leaves(lora.merged(base)), jax.tree.leaves(base), strict=True))
+    assert {leaf.dtype for leaf in jax.tree.leaves(merged(base, jnp.bfloat16))} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora.targets": ("q_proj", "lm_head")}, "lora.targets is 'lm_head'; it must be one of all-linear, q_proj"),
+        ({"lora.targets": ()}, "lora.targets is empty; name some of all-linear"),
+        ({"lora.rank": -1}, "lora.rank is -1; it must not be negative"),
+        ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha is 0.0; it must be above 0"),
+        ({"lora.rank": 4, "lora.alpha": -2.0}, "lora.alpha is -2.0; it must be above 0"),
+    ],
+)
+def test_settings_that_are_refused(changes, message):
+    config = config_lib.defaults()
+    config.model.path, config.data.prompts = "somewhere", "some.jsonl"
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        config_lib.validate(config)
+
+
+def test_the_configuration_comes_back_from_its_file():
+    config = config_lib.defaults()
+    config.lora.update(dict(rank=4, targets=("q_proj", "v_proj")))
+    again = config_lib.from_json(config_lib.to_json(config))
+    assert again == config and type(again.lora.targets) is tuple
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_peft_s_layout(family, tmp_path):
+    # In Hugging Face's layout, W [out, in], peft computes W + alpha / r * lora_B @ lora_A. That must be what we save
+    # merged: only the names and the two layouts can be wrong.
+    architecture, base, adapters, chosen, _ = example(family)
+    huggingface.save(tmp_path / "merged", architecture, merged(lora.adapted(base, adapters, chosen)))
+    adapter_files.save(tmp_path / "adapter", architecture, adapters, chosen, base=recording.GOLDEN / family)
+    after = load_file(tmp_path / "merged" / "model.safetensors")
+    before = load_file(recording.GOLDEN / family / "model.safetensors")
+    tensors = load_file(tmp_path / "adapter" / adapter_files.WEIGHTS)
+    assert len(tensors) == 2 * 7 * architecture.num_layers
+    changed = 0
+    for name, weight in before.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in tensors:
+            np.testing.assert_array_equal(after[name], weight)
+            continue
+        a, b = tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"]
+        assert a.shape == (4, weight.shape[1]) and b.shape == (weight.shape[0], 4)
+        np.testing.assert_allclose(after[name], weight + 2.0 * b @ a, rtol=1e-5, atol=1e-6, err_msg=name)
+        changed += 1
+    assert changed == 7 * architecture.num_layers
+    config = json.loads((tmp_path / "adapter" / adapter_files.CONFIG).read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 8.0, list(lora.TARGETS))
+    assert config["base_model_name_or_path"] == str(recording.GOLDEN / family)
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    architecture, _, adapters, chosen, _ = example()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        adapter_files.save(tmp_path / "used", architecture, adapters, chosen, base=tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["used"]
+
+
+def test_a_base_is_known_by_its_fingerprint(tmp_path):
+    folder = shutil.copytree(recording.GOLDEN / "qwen2", tmp_path / "elsewhere")
+    recorded = adapter_files.fingerprint(recording.GOLDEN / "qwen2")
+    adapter_files.check_base(folder, recorded)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match="is not the model that these adapters were trained on"):
+        adapter_files.check_base(folder, recorded)
+    assert adapter_files.fingerprint(recording.GOLDEN / "qwen3") != recorded
