@@ -1,200 +1,92 @@
 """Compiles a run's programs for a TPU slice that isn't there, and says whether they fit and how fast they could be.
 
-    python -m reinforce_ada_jax.compile_check --config=configs/qwen_1p5b.py --topology=v5e:2x4 [--model=DIR]
-        [--mean_context=TOKENS] [--json=FILE]
+    python -m reinforce_ada_jax.compile_check --config=configs/qwen_1p5b.py --topology=v5e:2x4 [--model=DIR] [--json]
 
 Needs `pip install libtpu` (the TPU compiler; any machine will do) and of the model only its config.json, or nothing for
 a model whose sizes are known (`policy/published.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
 
-Memory is the compiler's own account, per device. FLOPs and bytes are counted here by hand, because `cost_analysis`
-counts the body of a loop once and sees nothing inside Pallas kernels; the least time follows from them and says
-nothing of communication, activations, or how well the hardware is used. Nothing here has run on a TPU.
+Memory is the compiler's own account, per device, and what passes between chips is read from the compiled program. FLOPs
+and bytes are counted (`roofline.py`), and what they come to for an iteration is in `run_plan.py`. The least time says
+nothing of how well the hardware is used. Nothing here has run on a TPU.
 """
 
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import flags
 from jax.experimental import topologies
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command
+from reinforce_ada_jax import assembly, command, roofline, run_plan
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.abstract_run import (
+    Abstract,
+    Program,
+    abstract_run,
+    engine_programs,
+    learner_programs,
+    shard_bytes,
+)
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.published import PUBLISHED
-from reinforce_ada_jax.policy.transformer import nest, param_shardings, weight_shapes
-from reinforce_ada_jax.sampling.engine import Engine, buckets, options_from_config
+from reinforce_ada_jax.roofline import GIB, Chip
+from reinforce_ada_jax.sampling.engine import options_from_config
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
-from reinforce_ada_jax.sampling.pallas_attention import pool_head_size
 from reinforce_ada_jax.sampling.state import EngineOptions
 
-GIB = 2**30
+# A program that computes so much more than it is counted to do repeats work on several devices: the compiler has split
+# something otherwise than was meant. (Counts of whole programs agree to 3 %.)
+REPEATED_WORK = 1.1
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """One JAX device of a TPU slice, as the compiler sees it.
-
-    Attributes:
-      hbm_bytes: what a program may use.
-      bandwidth: of HBM, bytes a second.
-      flops: peak in bfloat16, a second.
-    """
-
-    hbm_bytes: int
-    bandwidth: float
-    flops: float
+# ---- compiling -----------------------------------------------------------------------------------------------------
 
 
-# Bandwidth and peak: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, each "per chip" (tpu7x bandwidth: jax's
-# pallas/mosaic/tpu_info.py). hbm_bytes: the "available HBM" of libtpu 0.0.51's own CompileTimeHbmOom. A tpu7x chip is
-# two devices, and a v4 chip is compiled for as two (a real one may show them as one): those have half a chip each.
-CHIPS = {
-    "v4": Chip(int(15.25 * GIB), 1200e9 / 2, 275e12 / 2),
-    "v5e": Chip(int(15.75 * GIB), 819e9, 197e12),
-    "v5p": Chip(int(95.73 * GIB), 2765e9, 459e12),
-    "v6e": Chip(int(31.24 * GIB), 1640e9, 918e12),
-    "tpu7x": Chip(int(94.74 * GIB), 7400e9 / 2, 2307e12 / 2),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one device does at least: floating-point operations, and bytes read from or written to HBM."""
-
-    flops: float
-    bytes: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """A compiled program of a run.
-
-    Attributes:
-      name: what it does.
-      lower: gives the lowered program for its abstract arguments.
-      work: of one `unit`.
-      unit: what `work` counts: a call, or one turn of the loop inside.
-      beside_bytes: what else a training run keeps on each device meanwhile.
-    """
-
-    name: str
-    lower: Callable[[], Any]
-    work: Work
-    unit: str
-    beside_bytes: int
-
-
-# ---- counting ----------------------------------------------------------------------------------------------------
-
-
-def _layer_weights(a: Architecture) -> int:
-    """Weights of one layer's matrices."""
-    return a.hidden_size * (a.head_size * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
-
-
-def token_bytes(a: Architecture, o: EngineOptions) -> int:
-    """Of one token's keys and values in the cache, all layers, with the columns that pages have for the kernel."""
-    columns = pool_head_size(a.head_size, o.attention)
-    return 2 * a.num_layers * a.num_kv_heads * columns * jnp.dtype(o.dtype).itemsize
-
-
-def decode_turn(a: Architecture, o: EngineOptions, tensor: int, mean_context: int) -> Work:
-    """One token for every slot, on each of `tensor` devices.
-
-    2 FLOPs a weight and slot, 4 N H a layer for each token that a slot sees (q k and p v). Every weight is read once
-    (of an embedding that isn't also the output head only a row a slot, not counted), and the slots' live cache.
-    """
-    head = a.vocab_size * a.hidden_size
-    matrices = a.num_layers * _layer_weights(a) + head
-    attention = 4 * a.num_heads * a.head_size * a.num_layers * mean_context
-    weights = (a.num_parameters - (0 if a.tied_embedding else head)) * jnp.dtype(o.dtype).itemsize
-    cache = o.slots * mean_context * token_bytes(a, o)
-    return Work(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
-
-
-def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) -> Work:
-    """`prefill_rows` prompts of a bucket of `tokens`, on each of `tensor` devices.
-
-    As `decode_turn`, without the head; attention over the whole square, which is what XLA computes before it masks.
-    """
-    matrices = a.num_layers * _layer_weights(a)
-    attention = 4 * a.num_heads * a.head_size * a.num_layers * tokens
-    positions = o.prefill_rows * tokens
-    bytes_ = matrices * jnp.dtype(o.dtype).itemsize + positions * token_bytes(a, o)
-    return Work(positions * (2 * matrices + attention) / tensor, bytes_ / tensor)
-
-
-def roofline(work: Work, chip: Chip) -> tuple[float, str]:
-    """(least seconds, which of the two takes them: "bandwidth" or "compute")."""
-    by_bytes, by_flops = work.bytes / chip.bandwidth, work.flops / chip.flops
-    return max(by_bytes, by_flops), "bandwidth" if by_bytes >= by_flops else "compute"
-
-
-def learner_bytes(architecture: Architecture, config: ConfigDict, mesh: Mesh) -> tuple[int, int]:
-    """(master weights, AdamW's two moments) on each device."""
-    shapes = {name: shape for name, (shape, _) in weight_shapes(architecture).items()}
-    shards = jax.tree.map(lambda s, x: math.prod(s.shard_shape(x)), param_shardings(architecture, mesh), nest(shapes))
-    weights = sum(jax.tree.leaves(shards)) * jnp.dtype(config.model.parameter_dtype).itemsize
-    return weights, 2 * weights
-
-
-# ---- programs ----------------------------------------------------------------------------------------------------
-
-
-def engine_programs(engine: Engine, config: ConfigDict, mean_context: int) -> list[Program]:
-    """The engine's own jitted programs on the engine's mesh: the decode window, and prefill by bucket of length."""
-    a, o, mesh = engine.architecture, engine.options, engine.mesh
-    tensor, params, lower = mesh.shape["tensor"], engine.abstract_weights(), engine.programs()
-    weights, moments = learner_bytes(a, config, mesh)
-    same_arrays = jax.tree.map(
-        lambda x, there: x.dtype == config.model.parameter_dtype and x.sharding.is_equivalent_to(there, x.ndim),
-        params,
-        param_shardings(a, mesh),
-    )
-    beside = moments if all(jax.tree.leaves(same_arrays)) else weights + moments
-
-    def prefill(tokens):
-        work = prefill_call(a, o, tensor, tokens)
-        return Program(f"prefill {o.prefill_rows} x {tokens}", lower[f"prefill {tokens}"], work, "call", beside)
-
-    work = decode_turn(a, o, tensor, mean_context)
-    window = Program(f"decode window of {o.window}", lower["decode window"], work, "turn", beside)
-    return [window, *(prefill(tokens) for tokens in buckets(o.max_prompt_tokens))]
+def _compiler_flops(compiled: Any) -> float | None:
+    """FLOPs of a program as the compiler counts them: the body of a loop once."""
+    analysis = compiled.cost_analysis() or {}
+    return analysis.get("flops")
 
 
 def compile_program(program: Program, chip: Chip) -> dict[str, Any]:
     """Compiles, and says what `main` prints and writes; sizes and work per device.
 
     `hbm_peak_bytes` is the program alone, arguments included. Where it doesn't compile for want of memory, `arguments`
-    and `temporaries` are None, and the peak too unless it was HBM that ran out.
+    and `temporaries` are None, and the peak too unless it was HBM that ran out. Where the target doesn't show its
+    compiled program there are no `collectives`, and `sent_bytes` is counted by hand, or None.
     """
     begin = time.monotonic()
-    arguments = temporaries = peak = reason = None
+    arguments = temporaries = peak = reason = sent = repeated = None
+    collectives: dict[str, int] = {}
     try:
-        memory = program.lower().compile().memory_analysis()
+        compiled = program.lower().compile()
+        memory = compiled.memory_analysis()
         arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         peak = memory.peak_memory_in_bytes
+        counted = _compiler_flops(compiled) if program.work.once else None
+        repeated = counted / program.work.once if counted else None
+        text = compiled_text(compiled)
+        if text is None:
+            sent = program.sent
+        else:
+            sent, collectives = roofline.sent_bytes(text, program.turns)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         peak = needed_bytes(reason)
-    seconds, bound = roofline(program.work, chip)
+    seconds, bound = roofline.roofline(program.work, chip, sent or 0.0)
     over = 0 if peak is None else max(0, peak + program.beside_bytes - chip.hbm_bytes)
     return {
         "program": program.name,
@@ -210,9 +102,38 @@ def compile_program(program: Program, chip: Chip) -> dict[str, Any]:
         "unit": program.unit,
         "flops": program.work.flops,
         "bytes": program.work.bytes,
+        "sent_bytes": sent,
+        "collectives": collectives,
+        "compute_seconds": program.work.flops / chip.flops,
+        "link_seconds": None if sent is None else sent / chip.link,
         "least_seconds": seconds,
         "bound": bound,
+        "necessary_flops": program.necessary,
+        "compiled_over_counted_flops": repeated,
     }
+
+
+def resident_result(run: Abstract, chip: Chip) -> dict[str, Any]:
+    """What stays on each device throughout, in the form of a program's result: where that is too much, nothing fits."""
+    size = run.resident_bytes
+    over = max(0, size - chip.hbm_bytes)
+    return {
+        "program": "learner state and cache",
+        "hbm_peak_bytes": size,
+        "hbm_beside_bytes": 0,
+        "hbm_limit_bytes": chip.hbm_bytes,
+        "flops": 0.0,
+        "fits": not over,
+        "over_bytes": over,
+    }
+
+
+def compiled_text(compiled: Any) -> str | None:
+    """The compiled program as text; None where the target doesn't show it."""
+    try:
+        return compiled.as_text()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
 
 
 def needed_bytes(message: str) -> int | None:
@@ -222,21 +143,6 @@ def needed_bytes(message: str) -> int | None:
 
 
 # ---- input -------------------------------------------------------------------------------------------------------
-
-
-def chip_of(topology: str) -> Chip:
-    """The chip of a topology's name.
-
-    Raises:
-      ValueError: no such chip.
-    """
-    generation, _, shape = topology.partition(":")
-    if generation not in CHIPS or not shape:
-        raise ValueError(
-            f"--topology is {topology!r}; write CHIP:SHAPE with a chip of {', '.join(CHIPS)}, such as v5e:2x4 or "
-            "v5p:2x2x1."
-        )
-    return CHIPS[generation]
 
 
 def topology_devices(topology: str) -> list[jax.Device]:
@@ -252,6 +158,8 @@ def topology_devices(topology: str) -> list[jax.Device]:
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # No chip is touched: several may compile at a time, and beside a run that has the chips.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")  # leave a TPU that is here to those who use it
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
@@ -299,6 +207,10 @@ def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.2f}"
 
 
+def _sent(result: dict[str, Any]) -> str:
+    return "-" if result["sent_bytes"] is None else f"{result['sent_bytes'] / 1e9:.2f}"
+
+
 def row(result: dict[str, Any]) -> str:
     """A line of the table."""
     fits = "yes" if result["fits"] else f"NO: {_gib(result['over_bytes'])} GiB over" if result["over_bytes"] else "NO"
@@ -306,54 +218,131 @@ def row(result: dict[str, Any]) -> str:
         f"{result['program']:22}{result['compile_seconds']:7.1f} s{_gib(result['hbm_argument_bytes']):>11}"
         f"{_gib(result['hbm_temporary_bytes']):>13}{_gib(result['hbm_peak_bytes']):>7}"
         f"{_gib(result['hbm_beside_bytes']):>8}{_gib(result['hbm_limit_bytes']):>8}"
-        f"{result['flops'] / 1e9:12,.0f}{result['bytes'] / 1e9:9.2f}"
-        f"{1e3 * result['least_seconds']:10.2f} ms a {result['unit']}, {result['bound']:9}  {fits}"
+        f"{result['flops'] / 1e9:14,.0f}{result['bytes'] / 1e9:10,.2f}{_sent(result):>9}"
+        f"{1e3 * result['least_seconds']:11,.2f} ms a {result['unit']}, {result['bound']:9}  {fits}"
     )
 
 
 HEADER = (
     f"{'program':22}{'compile':>9}{'arguments':>11}{'temporaries':>13}{'peak':>7}{'beside':>8}{'limit':>8}"
-    f"{'GFLOP':>12}{'GB':>9}{'at least':>10}"
+    f"{'GFLOP':>14}{'GB':>10}{'GB sent':>9}{'at least':>11}"
 )
 
 
-def main(config: ConfigDict, topology: str, model: str | None, mean_context: int | None, file: str | None) -> None:
+def remarks(result: dict[str, Any]) -> list[str]:
+    """What is to be said of a program beside its line of the table."""
+    lines = [result["reason"]] if result["reason"] else []
+    if result["collectives"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result["collectives"].items()))
+        lines.append(f"{kinds}: {1e3 * result['link_seconds']:,.2f} ms over links")
+    elif result["sent_bytes"]:
+        lines.append(
+            f"counted by hand, for want of the compiled program: {1e3 * result['link_seconds']:,.2f} ms over links"
+        )
+    if result["necessary_flops"]:
+        lines.append(
+            f"{result['flops'] / result['necessary_flops']:.2f} times the FLOPs of 6 N D + attention; compute "
+            f"{1e3 * result['compute_seconds']:,.0f} ms"
+        )
+    if (result["compiled_over_counted_flops"] or 0.0) > REPEATED_WORK:
+        lines.append(
+            f"WARNING: the compiled program does {result['compiled_over_counted_flops']:.2f} times the work that is "
+            "counted (each loop's body once): devices repeat each other's, and the least time is that much too low."
+        )
+    return lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """What the flags say of prompts and responses; None: half of the limit, or what the strategy draws."""
+
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    draws: float | None = None
+    pass_rates: tuple[float, float] = (0.6, 1.2)
+
+    def statistics(self, config: ConfigDict) -> run_plan.Statistics:
+        """With what isn't given filled in.
+
+        Raises:
+          ValueError: a mean outside of what is possible.
+        """
+        limits = {
+            "--mean_prompt_tokens": (self.prompt_tokens, config.data.max_prompt_tokens),
+            "--mean_response_tokens": (self.response_tokens, config.sampling.max_response_tokens),
+        }
+        for name, (value, limit) in limits.items():
+            if value is not None and not 1 <= value <= limit:
+                raise ValueError(f"{name} is {value}; it must be 1 to {limit}.")
+        prompt, response = (limit // 2 if value is None else value for value, limit in limits.values())
+        if self.draws is not None and not self.draws > 0:
+            raise ValueError(f"--mean_draws is {self.draws}; it must be above 0.")
+        if not min(self.pass_rates) > 0:
+            raise ValueError(f"--pass_rates is {self.pass_rates}; a Beta distribution's a and b are above 0.")
+        draws = run_plan.expected_draws(config.collection, self.pass_rates) if self.draws is None else self.draws
+        most = strategies.build(config.collection).max_kept
+        keeps_any = most is not None and most > config.collection.group_size
+        return run_plan.Statistics(prompt, response, draws, filled=min(1.0, draws / most) if keeps_any else 1.0)
+
+
+def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths, file: str | None) -> None:
     """Compiles one program after the other, and ends the process with code 1 where one doesn't fit."""
     with command.user_input():
         config_lib.validate(config)
-        chip = chip_of(topology)
+        chip = roofline.chip_of(topology)
         architecture, source = find_architecture(config.model.path, model)
         options = engine_options(config, architecture)
-        longest = options.max_prompt_tokens + options.max_response_tokens
-        mean_context = longest // 2 if mean_context is None else mean_context
-        if not 1 <= mean_context <= longest:
-            raise ValueError(f"--mean_context is {mean_context}; a slot sees 1 to {longest} tokens.")
-        if file is not None and not pathlib.Path(file).absolute().parent.is_dir():
+        statistics = lengths.statistics(config)
+        if file not in (None, "-") and not pathlib.Path(file).absolute().parent.is_dir():
             raise ValueError(f"--json={file}: the folder to write it to does not exist.")
         devices = topology_devices(topology)
         mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
-        engine = Engine(architecture, options, mesh=mesh)
-        programs = engine_programs(engine, config, mean_context)
+        if mesh.size < len(devices):
+            raise ValueError(
+                f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.tensor only "
+                f"{mesh.size}: set --config.mesh.fsdp={len(devices) // (config.mesh.data * config.mesh.tensor)}, or "
+                "name a smaller slice."
+            )
+        run = abstract_run(config, architecture, options, mesh)
+        programs = engine_programs(run, statistics.context) + learner_programs(run)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    output = sys.stderr if file == "-" else sys.stdout
     print(
         f"slice    {topology}, {len(devices)} devices of {_gib(chip.hbm_bytes)} GiB; mesh {axes}\n"
         f"model    {architecture.family}, {architecture.num_parameters:,} weights, from {source}\n"
-        f"engine   {engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
+        f"engine   {run.engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
         f"{options.page_size} tokens, {options.attention}, "
-        f"{options.dtype}; slots see {mean_context:,} tokens in the mean\n\n"
-        f"Per device; memory in GiB; `beside` is the learner's, which a training run keeps there too.\n{HEADER}",
+        f"{options.dtype}; slots see {statistics.context:,.0f} tokens in the mean\n"
+        f"learner  {run.batch.tokens.shape[0]} micro-batches of {run.learner.micro_rows} rows of "
+        f"{run.batch.tokens.shape[2]:,} tokens\n\n"
+        f"Per device; memory in GiB; `beside` is what else a training run keeps there meanwhile.\n{HEADER}",
+        file=output,
         flush=True,
     )
-    results = []
-    for program in programs:
-        with command.user_input():
-            results.append(compile_program(program, chip))
-        print(row(results[-1]), flush=True)
-        if results[-1]["reason"]:
-            print(f"    {results[-1]['reason']}", flush=True)
-    tokens = engine.replicas * options.slots / results[0]["least_seconds"]
-    print(f"\nDecoding: at most {tokens:,.0f} tokens/s with every slot busy (a roofline, not a measurement).")
-    if file is not None:
+    resident = resident_result(run, chip)
+    if resident["fits"]:
+        results = []
+        for program in programs:
+            with command.user_input():
+                results.append(compile_program(program, chip))
+            lines = [row(results[-1]), *(f"    {line}" for line in remarks(results[-1]))]
+            print("\n".join(lines), file=output, flush=True)
+        plan = run_plan.plan_text(
+            config, architecture, options, dict(mesh.shape), chip, results, statistics, shard_bytes(run.state)
+        )
+        print(f"\nA plan from rooflines, not a measurement:\n{plan}", file=output)
+    else:
+        results = [resident]
+        print(
+            f"nothing is compiled: learner state ({_gib(shard_bytes(run.state))}) and cache ({_gib(run.cache_bytes)}) "
+            f"are {_gib(resident['over_bytes'])} GiB over",
+            *run_plan.remedies(config, architecture, options, results, shard_bytes(run.state)),
+            sep="\nchange   ",
+            file=output,
+        )
+    if file == "-":
+        print(json.dumps(results, indent=2))
+    elif file is not None:
         pathlib.Path(file).write_text(json.dumps(results, indent=2) + "\n")
     if not all(result["fits"] for result in results):
         sys.exit(command.STOPPED)
@@ -363,6 +352,24 @@ if __name__ == "__main__":
     CONFIG = command.define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "The slice: v5e:2x4, v5p:2x2x1, v6e:2x4, ...", required=True)
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
-    CONTEXT = flags.DEFINE_integer("mean_context", None, "Tokens that a slot sees in the mean; half of what it may.")
-    JSON = flags.DEFINE_string("json", None, "Where to write the results as a list.")
-    command.run(lambda: main(CONFIG.value, TOPOLOGY.value, MODEL.value, CONTEXT.value, JSON.value))
+    PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Of a prompt; half of the limit.")
+    RESPONSE = flags.DEFINE_integer("mean_response_tokens", None, "Of a response; half of the limit.")
+    DRAWS = flags.DEFINE_float("mean_draws", None, "Responses drawn for a prompt; what the strategy comes to.")
+    RATES = flags.DEFINE_list("pass_rates", ["0.6", "1.2"], "a,b of the prompts' Beta distribution, for the draws.")
+    JSON = flags.DEFINE_string("json", None, "A file for the results as a list; --json alone prints it, and only it.")
+    sys.argv = ["--json=-" if argument == "--json" else argument for argument in sys.argv]
+
+    def start() -> None:
+        with command.user_input():
+            if len(RATES.value) != 2:
+                raise ValueError(f"--pass_rates is {','.join(RATES.value)}: write two numbers, as in 0.6,1.2.")
+            rates = float(RATES.value[0]), float(RATES.value[1])
+        main(
+            CONFIG.value,
+            TOPOLOGY.value,
+            MODEL.value,
+            Lengths(PROMPT.value, RESPONSE.value, DRAWS.value, rates),
+            JSON.value,
+        )
+
+    command.run(start)

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from reinforce_ada_jax import command, compile_check
-from reinforce_ada_jax.compile_check import CHIPS, GIB, Program, Work
+from reinforce_ada_jax import abstract_run, command, compile_check
+from reinforce_ada_jax.abstract_run import Abstract, Program, shard_bytes
+from reinforce_ada_jax.compile_check import Lengths
+from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.mesh import make_mesh
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.published import PUBLISHED
-from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.policy.transformer import init
+from reinforce_ada_jax.roofline import CHIPS, GIB, Work
 from reinforce_ada_jax.sampling.state import EngineOptions, PrefillBatch
 from tests.running import CONFIGS, ROOT, environment, load, tiny
 from tests.sampling import tiny as tiny_engine
@@ -26,64 +29,10 @@ SIZES = dict(
     model_type="qwen2", vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1,
 )  # fmt: skip
-TIED, UNTIED = (from_hf(SIZES | {"tie_word_embeddings": tied}) for tied in (True, False))
 OPTIONS = EngineOptions(
     slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_rows=2, max_prompt_tokens=8, max_response_tokens=8,
     stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
 )  # fmt: skip
-
-
-# ---- counting ----------------------------------------------------------------------------------------------------
-
-
-def test_token_bytes():
-    assert compile_check.token_bytes(TIED, OPTIONS) == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
-    wide = dataclasses.replace(OPTIONS, attention="pallas_tpu")
-    assert compile_check.token_bytes(TIED, wide) == 2 * 2 * 1 * 128 * 2
-    assert compile_check.token_bytes(TIED, dataclasses.replace(wide, dtype="float32")) == 2 * 2 * 1 * 128 * 4
-
-
-# A layer's matrices: query and output 4 * 4 each, key and value 4 * 2 each, three of 4 * 6: 120 weights. Head: 40.
-# Beside them a layer has 8 biases and two norms of 4, and there is a last norm of 4: 316 weights, 356 where untied.
-@pytest.mark.parametrize("architecture, weights", [(TIED, 316), (UNTIED, 356)])
-def test_decode_turn(architecture, weights):
-    assert architecture.num_parameters == weights
-    flops = 3 * (2 * (2 * 120 + 40) + 4 * 5 * 4 * 2)  # slots; matrices; 5 tokens, 4 columns of queries, 2 layers
-    bytes_ = 316 * 2 + 3 * 5 * 16  # weights (an untied embedding is looked up, not read), the tokens of three slots
-    assert compile_check.decode_turn(architecture, OPTIONS, 1, 5) == Work(flops, bytes_) == Work(2160, 872)
-    assert compile_check.decode_turn(architecture, OPTIONS, 2, 5) == Work(1080, 436)
-
-
-def test_prefill_call():
-    flops = 2 * 8 * (2 * 2 * 120 + 4 * 8 * 4 * 2)  # 2 rows of 8 tokens, each of which meets 8
-    bytes_ = 2 * 120 * 2 + 2 * 8 * 16  # no head, no embedding
-    assert compile_check.prefill_call(TIED, OPTIONS, 1, 8) == Work(flops, bytes_) == Work(11776, 736)
-    assert compile_check.prefill_call(UNTIED, OPTIONS, 2, 8) == Work(5888, 368)
-
-
-def test_roofline():
-    chip = compile_check.Chip(hbm_bytes=1, bandwidth=10.0, flops=100.0)
-    assert compile_check.roofline(Work(flops=100, bytes=20), chip) == (2.0, "bandwidth")
-    assert compile_check.roofline(Work(flops=300, bytes=20), chip) == (3.0, "compute")
-
-
-def test_the_roofline_of_the_1p5b_model_on_one_v5e_chip():
-    # shared/PLATFORM.md: weights 3.09 GB (3.8 ms) and 28,672 B a token (2.3 ms at 64 * 1,024): about 10.5k tokens/s.
-    architecture = from_hf(PUBLISHED["Qwen2.5-Math-1.5B"])
-    options = dataclasses.replace(OPTIONS, slots=64, attention="pallas_tpu")
-    assert compile_check.token_bytes(architecture, options) == 28_672
-    work = compile_check.decode_turn(architecture, options, 1, 1024)
-    assert work.bytes == 3_087_428_608 + 1_879_048_192
-    seconds, bound = compile_check.roofline(work, CHIPS["v5e"])
-    assert bound == "bandwidth" and 64 / seconds == pytest.approx(10_554, rel=1e-3)
-
-
-def test_learner_bytes():
-    # A layer: 136 matrix weights over 4 devices, 12 biases over `tensor`, 8 of norms over `fsdp`; embedding 40 over 4,
-    # last norm 4 over `fsdp`: 2 * (34 + 6 + 4) + 10 + 2 = 100 float32 numbers a device, and two moments of each.
-    architecture = from_hf(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True})
-    mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    assert compile_check.learner_bytes(architecture, tiny(), mesh) == (400, 800)
 
 
 # As the models' cards have them.
@@ -114,7 +63,8 @@ def test_every_configuration_names_a_model_whose_sizes_are_known():
 def test_programs_take_just_what_rollouts_hand_over(monkeypatch):
     rollouts = tiny_engine.rollouts(slots=4)
     engine, calls = rollouts.engine, {}
-    programs = compile_check.engine_programs(engine, tiny(), 10)
+    run = abstract_run.abstract_run(tiny(), engine.architecture, engine.options, engine.mesh)
+    programs = abstract_run.engine_programs(dataclasses.replace(run, engine=engine), 10)
     assert [program.name for program in programs] == ["decode window of 4", "prefill 2 x 16", "prefill 2 x 32"]
     lowered = [program.lower() for program in programs]
 
@@ -138,17 +88,84 @@ def shapes(tree):
     return {jax.tree_util.keystr(path): (jnp.shape(leaf), jnp.dtype(leaf.dtype)) for path, leaf in leaves}
 
 
+ARCHITECTURE = from_hf(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True})
+
+
+def abstract(dtype="float32", axes=None, **changes) -> Abstract:
+    options = dataclasses.replace(OPTIONS, dtype=dtype)
+    mesh = make_mesh(**(axes or dict(data=2, fsdp=2, tensor=2)))
+    return abstract_run.abstract_run(tiny(**changes), ARCHITECTURE, options, mesh)
+
+
+def test_the_learner_takes_just_what_training_hands_over():
+    run = abstract(**{"learning.kl_coefficient": 0.1, "learning.micro_batches": 2})
+    learner, config = run.learner, run.config
+    state = learner.init(init(ARCHITECTURE, jax.random.key(0), learner.mesh))
+    batch = learner.put(make_batch([], max_prompt_tokens=8, max_response_tokens=8, num_rows=128))
+    batch = batch.replace(old_logprobs=learner.score(state.params, batch))
+    batch = batch.replace(reference_logprobs=batch.old_logprobs)
+    assert config.learning.prompts_per_update * config.collection.group_size == 128
+    for real, made in ((state, run.state), (batch, run.batch)):
+        assert shapes(real) == shapes(made)
+        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), real, made)
+        assert all(jax.tree.leaves(same))
+        assert shard_bytes(real) == shard_bytes(made)
+    update = abstract_run.learner_programs(run)[-1].lower()
+    assert all(info.donated for info in jax.tree.leaves(update.args_info[0][0]))
+
+
+def test_state_bytes():
+    # A layer: 136 matrix weights over 4 devices, 12 biases over `tensor`, 8 of norms over `fsdp`; embedding 40 over 4,
+    # last norm 4 over `fsdp`: 2 * (34 + 6 + 4) + 10 + 2 = 100 float32 numbers a device, two moments of each, 3 counts.
+    run = abstract()
+    assert (shard_bytes(run.state.params), shard_bytes(run.state)) == (400, 1200 + 12)
+
+
 @pytest.mark.parametrize("axes, dtype, copies", [
     (dict(tensor=2), "float32", 2),  # decoding reads the learner's own arrays: its two moments stand beside
     (dict(fsdp=2), "float32", 3),
     (dict(tensor=2), "bfloat16", 3),
 ])  # fmt: skip
 def test_what_stands_beside_decoding(axes, dtype, copies):
-    options = dataclasses.replace(OPTIONS, dtype=dtype)
-    architecture, mesh = from_hf(SIZES | {"num_key_value_heads": 2}), make_mesh(**axes)
-    programs = compile_check.engine_programs(Engine(architecture, options, mesh=mesh), tiny(), 10)
-    weights, _ = compile_check.learner_bytes(architecture, tiny(), mesh)
-    assert {program.beside_bytes for program in programs} == {copies * weights}
+    run = abstract(dtype, axes)
+    assert run.shared is (copies == 2)
+    weights = shard_bytes(run.state.params)
+    assert {program.beside_bytes for program in abstract_run.engine_programs(run, 10)} == {copies * weights + 12}
+    names = [program.name for program in abstract_run.learner_programs(run)]
+    assert names == (["score", "update"] if run.shared else ["reshard", "score", "update"])
+
+
+def test_what_stands_beside_the_learner():
+    changes = {"collection.prompts_per_iteration": 96, "collection.strategy": "estimate", "estimator.kind": "value"}
+    beside = {program.name: program.beside_bytes for program in abstract_run.learner_programs(abstract(**changes))}
+    cache = 9 * 4 * (2 * 2 * 2 * 2) * 4 // 2  # pages, tokens, keys and values, layers, heads, columns; on two devices
+    moments = 800 + 12
+    # Two others of 32 prompts with all of their 32 draws, on 4 devices: tokens, logprobs twice, four numbers a row.
+    batches = 2 * (1024 // 4) * 4 * (16 + 2 * 8 + 4)
+    decoding = (2 * (68 + 6 + 8) + 20 + 4) * 4  # split over `tensor` only
+    assert beside["reshard"] == moments + cache
+    assert beside["score"] == moments + cache + batches
+    assert beside["update"] == cache + batches
+    assert beside["value head's features"] == moments + cache + decoding
+    with_reference = {
+        program.name: program.beside_bytes
+        for program in abstract_run.learner_programs(abstract(**changes, **{"learning.kl_coefficient": 0.1}))
+    }
+    assert with_reference["reshard"] == moments + cache + 400  # the first weights, float32 here, as the learner's
+
+
+def test_what_is_there_throughout():
+    run = abstract()
+    assert compile_check.resident_result(run, CHIPS["v5e"])["fits"]
+    result = compile_check.resident_result(run, dataclasses.replace(CHIPS["v5e"], hbm_bytes=2000))
+    assert (result["fits"], result["hbm_peak_bytes"], result["over_bytes"]) == (False, 1212 + 1152, 364)
+
+
+@pytest.mark.parametrize("kind", ["ema", "value"])
+def test_every_program_of_the_learner_lowers(kind):
+    run = abstract(**{"collection.strategy": "estimate", "estimator.kind": kind})
+    programs = {program.name: program.lower() for program in abstract_run.learner_programs(run)}
+    assert ("value head's features" in programs) is (kind == "value")
 
 
 def program_that(outcome):
@@ -159,10 +176,20 @@ def program_that(outcome):
             raise outcome
         sizes = dict(zip(("argument_size", "temp_size", "peak_memory"), outcome, strict=True))
         memory = types.SimpleNamespace(**{f"{name}_in_bytes": int(size * GIB) for name, size in sizes.items()})
-        compiled = types.SimpleNamespace(memory_analysis=lambda: memory)
+        compiled = types.SimpleNamespace(
+            memory_analysis=lambda: memory, cost_analysis=lambda: {"flops": 3.0}, as_text=lambda: HLO
+        )
         return types.SimpleNamespace(compile=lambda: compiled)
 
-    return Program("decode", lower, Work(flops=197e12, bytes=819e9 * 2), "turn", beside_bytes=2 * GIB)
+    work = Work(flops=197e12, bytes=819e9 * 2, once=2.0)
+    return Program("decode", lower, work, "turn", beside_bytes=2 * GIB, necessary=197e12 / 1.25)
+
+
+HLO = """\
+ENTRY %main (p: f32[]) -> f32[] {
+  ROOT %sum = bf16[45000,1000]{1,0} all-reduce(%p), channel_id=1, replica_groups=[1,2]<=[2], to_apply=%add
+}
+"""  # 90 MB to one neighbour: 2 ms at 45 GB/s
 
 
 OOM = jax.errors.JaxRuntimeError(
@@ -190,11 +217,25 @@ def test_compile_program(outcome, peak, over, fits):
     assert result["hbm_peak_bytes"] == (None if peak is None else int(peak * GIB))
     assert result["over_bytes"] == pytest.approx(over * GIB, abs=2)
     assert (result["least_seconds"], result["bound"]) == (2.0, "bandwidth")
+    if outcome not in (OOM, SMEM):
+        assert (result["sent_bytes"], result["collectives"]) == (9e7, {"all-reduce": 1})
+        assert result["link_seconds"] == pytest.approx(2e-3)
+        remarks = compile_check.remarks(result)
+        assert remarks[0] == "1 all-reduce: 2.00 ms over links" and remarks[1].startswith("1.25 times the FLOPs")
+        assert "1.50 times the work" in remarks[2]
     line = compile_check.row(result)
     assert ("yes" in line) is fits and ("NO" in line) is not fits
     if over:
         assert f"NO: {over:.2f} GiB over" in line
     json.dumps(result)
+
+
+def test_a_target_that_does_not_show_its_program(monkeypatch):
+    monkeypatch.setattr(compile_check, "compiled_text", lambda _: None)
+    program = dataclasses.replace(program_that((8, 1, 9)), sent=9e7)
+    result = compile_check.compile_program(program, CHIPS["v5e"])
+    assert (result["sent_bytes"], result["collectives"]) == (9e7, {})
+    assert compile_check.remarks(result)[0].startswith("counted by hand, for want of the compiled program: 2.00 ms")
 
 
 def test_an_error_of_another_kind_is_no_lack_of_memory():
@@ -213,7 +254,8 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
         (dict(model="no/such/folder"), ["no/such/folder", "not a folder"]),
         (dict(path="models/Other-9B"), ["models/Other-9B", "'Other-9B'", "Qwen2.5-Math-1.5B", "--model=DIR"]),
         (dict(attention="pallas_gpu"), ["sampling.attention", "pallas_gpu", "auto, pallas_tpu or jnp"]),
-        (dict(mean_context=17), ["--mean_context is 17", "1 to 16"]),
+        (dict(lengths=Lengths(response_tokens=9)), ["--mean_response_tokens is 9", "1 to 8"]),
+        (dict(lengths=Lengths(draws=0.0)), ["--mean_draws is 0.0", "above 0"]),
         (dict(slots=0), ["sampling.slots is 0"]),
         (dict(file="no/such/folder/results.json"), ["--json=no/such/folder/results.json", "does not exist"]),
         (dict(), ["needs its compiler", "pip install libtpu"]),
@@ -225,7 +267,7 @@ def test_bad_input(capsys, monkeypatch, arguments, parts):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name))
     keys = {"path": "model.path", "attention": "sampling.attention", "slots": "sampling.slots"}
     config = tiny(**{keys[name]: value for name, value in arguments.items() if name in keys})
-    defaults = dict(topology="v5e:2x4", model=None, mean_context=None, file=None)
+    defaults = dict(topology="v5e:2x4", model=None, lengths=Lengths(), file=None)
     rest = defaults | {name: value for name, value in arguments.items() if name in defaults}
     with pytest.raises(SystemExit) as ended:
         compile_check.main(config, **rest)
@@ -253,27 +295,68 @@ def run(tmp_path, *arguments):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("topology, tensor", [("v5e:2x2", 2), ("v6e:1x1", 1)])
-def test_what_fits(tmp_path, topology, tensor):
+def test_what_fits(tmp_path):
     file = tmp_path / "results.json"
-    sizes = f"--config.mesh.tensor={tensor}", "--config.sampling.pages=20000"
-    result = run(tmp_path, f"--topology={topology}", f"--json={file}", *sizes)
+    sizes = "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.sampling.pages=20000"
+    result = run(tmp_path, "--topology=v5e:2x2", f"--json={file}", *sizes)
     assert result.returncode == 0, result.stderr
-    window, prefill = json.loads(file.read_text())
-    assert (window["program"], prefill["program"]) == ("decode window of 16", "prefill 32 x 16")
-    cache = 20_000 * 8 * 2 * 2 * 2 * 128 * 2 // tensor  # pages, tokens, keys and values, layers, heads, columns, bytes
+    outcomes = json.loads(file.read_text())
+    window, prefill, *learner = outcomes
+    assert [outcome["program"] for outcome in outcomes] == [
+        "decode window of 16", "prefill 32 x 16", "reshard", "score", "update",
+    ]  # fmt: skip
+    cache = 20_000 * 8 * 2 * 2 * 2 * 128 * 2 // 2  # pages, tokens, keys and values, layers, heads, columns, bytes
     for outcome in (window, prefill):
-        assert outcome["fits"] and outcome["reason"] is None
         assert cache < outcome["hbm_argument_bytes"] < outcome["hbm_peak_bytes"] < outcome["hbm_limit_bytes"]
         assert outcome["hbm_temporary_bytes"] < cache / 20  # the cache is updated in place; half of it are keys
-    assert "pallas_tpu" in result.stdout
+    for outcome in learner:
+        assert outcome["hbm_beside_bytes"] >= cache
+    for outcome in outcomes:
+        assert outcome["fits"] and outcome["reason"] is None and outcome["sent_bytes"] > 0
+    assert "pallas_tpu" in result.stdout and "plan     an iteration takes at least" in result.stdout
 
 
 @needs_libtpu
-def test_what_does_not_fit(tmp_path):
-    result = run(tmp_path, "--topology=v5e:1x1", "--config.sampling.pages=2000000")
+def test_a_slice_that_is_too_small(tmp_path):
+    result = run(tmp_path, "--topology=v5e:1x1", "--config.sampling.pages=2000000", "--json")
     assert result.returncode == command.STOPPED, result.stderr
-    assert "NO: " in result.stdout and "GiB over" in result.stdout and "CompileTimeHbmOom" in result.stdout
+    assert "nothing is compiled" in result.stderr and "GiB over" in result.stderr
+    assert "change   sampling.slots = " in result.stderr and "mesh.fsdp = 2" in result.stderr
+    (outcome,) = json.loads(result.stdout)
+    assert not outcome["fits"] and outcome["hbm_peak_bytes"] > outcome["hbm_limit_bytes"]
+
+
+# Published runs: 1,024 + 2,048 tokens, 512 prompts, N_max 32; the commands of docs/scale.md.
+SLICES = [
+    ("v5e:2x4", "qwen_1p5b", {}),
+    ("v5e:4x4", "qwen_1p5b", {"mesh.fsdp": 8, "learning.micro_batches": 16}),
+    ("v5e:4x4", "llama_3b", {
+        "mesh.fsdp": 8, "mesh.tensor": 2, "learning.micro_batches": 32, "sampling.slots": 16,
+    }),
+    ("v5e:4x4", "qwen3_4b", {"mesh.fsdp": 4, "learning.micro_batches": 32, "sampling.slots": 32}),
+    ("v5e:8x8", "qwen_7b", {"mesh.fsdp": 16, "learning.micro_batches": 8}),
+    ("v5p:2x2x2", "qwen_7b", {"mesh.fsdp": 2}),
+]  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("topology, name, changes", SLICES, ids=lambda x: x if isinstance(x, str) else "")
+def test_published_runs_fit(tmp_path, topology, name, changes):
+    file = tmp_path / "results.json"
+    arguments = [f"--config=configs/{name}.py", f"--topology={topology}", f"--json={file}"]
+    arguments += [f"--config.{key}={value}" for key, value in changes.items()]
+    result = subprocess.run(
+        [sys.executable, "-m", "reinforce_ada_jax.compile_check", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    outcomes = json.loads(file.read_text())
+    assert all(outcome["fits"] for outcome in outcomes)
+    update = outcomes[-1]
+    assert update["flops"] <= 1.4 * update["necessary_flops"]
+    assert update["link_seconds"] < update["compute_seconds"]
+    assert update["compiled_over_counted_flops"] < compile_check.REPEATED_WORK
 
 
 @needs_libtpu
@@ -281,6 +364,7 @@ def test_what_does_not_fit(tmp_path):
     (["--topology=v5e:3x7"], ["--topology=v5e:3x7", "not divisible"]),
     (["--topology=v5e:2x2", "--config.mesh.fsdp=8"], ["there are 4 devices", "mesh.fsdp"]),
     (["--topology=v5e:2x2", "--config.mesh.tensor=4"], ["kv_heads", "mesh.tensor = 4"]),
+    (["--topology=v5e:2x2", "--config.mesh.tensor=2"], ["has 4 devices", "only 2", "--config.mesh.fsdp=2"]),
 ])  # fmt: skip
 def test_a_slice_that_cannot_be(tmp_path, arguments, parts):
     result = run(tmp_path, *arguments)

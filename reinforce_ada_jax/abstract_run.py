@@ -1,0 +1,231 @@
+"""A run without arrays: its programs, lowered on demand for devices that need not be here, and what stays beside each.
+
+What a program is counted to do is in `roofline.py`; `compile_check.py` compiles.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax import roofline
+from reinforce_ada_jax.checkpoint import abstract_state
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.learning.batch import Batch, make_batch
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.value_head import prompt_features
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.roofline import Rows, Work
+from reinforce_ada_jax.sampling.engine import Engine, buckets
+from reinforce_ada_jax.sampling.state import EngineOptions
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled program of a run.
+
+    Attributes:
+      name: what it does.
+      lower: gives the lowered program for its abstract arguments.
+      work: of one `unit`.
+      unit: what `work` counts: a call, or one turn of the loop inside.
+      beside_bytes: what else a training run keeps on each device meanwhile.
+      turns: of its outermost loop in one unit, where data ends it.
+      necessary: FLOPs by the usual rule, to compare with.
+      sent: bytes over links, counted by hand, for targets that don't show their compiled program.
+    """
+
+    name: str
+    lower: Callable[[], Any]
+    work: Work
+    unit: str
+    beside_bytes: int
+    turns: int | None = None
+    necessary: float | None = None
+    sent: float | None = None
+
+
+# ---- what is where -------------------------------------------------------------------------------------------------
+
+
+def shard_bytes(tree: Any) -> int:
+    """Of the largest shard of every array, in all; of arrays or of their abstract counterparts."""
+    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(shards)
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Abstract arrays that know where they are."""
+    return jax.tree.map(lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes, shardings)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Abstract:
+    """A run without arrays, and what of it stays on each device.
+
+    Learner state and cache live as long as the run; the reference's weights too, where there is a KL term. Decoding's
+    own copy of the weights is made when a collection begins and dropped when it ends (`train.Run.collect`), unless
+    they are the learner's very arrays. All minibatches of an iteration are placed before the first update.
+
+    Attributes:
+      config: its configuration.
+      engine: its engine.
+      learner: its learner.
+      state: the learner's state.
+      batch: one minibatch.
+    """
+
+    config: ConfigDict
+    engine: Engine
+    learner: Learner
+    state: Any
+    batch: Batch
+
+    @property
+    def shared(self) -> bool:
+        """Whether decoding reads the learner's own arrays."""
+        same = jax.tree.map(
+            lambda x, there: x.dtype == there.dtype and x.sharding.is_equivalent_to(there.sharding, x.ndim),
+            self.engine.abstract_weights(),
+            self.state.params,
+        )
+        return all(jax.tree.leaves(same))
+
+    @property
+    def reference_bytes(self) -> int:
+        """Of the frozen first weights, in the dtype of activations."""
+        itemsize = jnp.dtype(self.config.model.compute_dtype).itemsize
+        masters = jnp.dtype(self.config.model.parameter_dtype).itemsize
+        return shard_bytes(self.state.params) * itemsize // masters if self.config.learning.kl_coefficient else 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the pages; what else the decode state has is less than a hundredth of them."""
+        return self.engine.cache_bytes // self.engine.mesh.shape["tensor"]
+
+    @property
+    def resident_bytes(self) -> int:
+        """What is there from the first iteration to the last."""
+        return shard_bytes(self.state) + self.cache_bytes + self.reference_bytes
+
+    def rows(self) -> Rows:
+        """What a minibatch has, as it is counted."""
+        config, mesh = self.config, self.learner.mesh
+        return Rows(
+            micro_batches=self.batch.tokens.shape[0],
+            rows=self.learner.micro_rows,
+            prompt_tokens=config.data.max_prompt_tokens,
+            response_tokens=config.sampling.max_response_tokens,
+            chunk=min(config.learning.logprob_chunk, config.sampling.max_response_tokens),
+            row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
+            weight_shards=mesh.shape["fsdp"],
+            tensor=mesh.shape["tensor"],
+            itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
+        )
+
+
+def abstract_run(config: ConfigDict, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Abstract:
+    """The run's parts on a mesh whose devices need not be here.
+
+    Raises:
+      ValueError: adapters are to be trained, whose programs aren't described here.
+    """
+    if config.lora.rank:
+        raise ValueError(
+            f"lora.rank is {config.lora.rank}: only runs that train all weights can be checked so far. Set it to 0; "
+            "adapters need less memory than that."
+        )
+    learner = Learner(architecture, config, mesh)
+    batch = abstract_batch(config, learner)
+    state = with_shardings(*abstract_state(config, learner))
+    return Abstract(config, Engine(architecture, options, mesh=mesh), learner, state, batch)
+
+
+def abstract_batch(config: ConfigDict, learner: Learner) -> Batch:
+    """A minibatch as `Learner.put` places it, with as many rows as training pads it to (`train.Run.batch_rows`)."""
+    most = strategies.build(config.collection).max_kept
+    kept = config.collection.group_size if most is None else most
+    micro_batches = -(-config.learning.prompts_per_update * kept // learner.micro_rows)
+    micro = make_batch(
+        [],
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.sampling.max_response_tokens,
+        num_rows=learner.micro_rows,
+    )
+    if config.learning.kl_coefficient:
+        micro = micro.replace(reference_logprobs=micro.old_logprobs)
+
+    def place(x):
+        there = mesh_lib.sharding(learner.mesh, (None, "rows", *[None] * (x.ndim - 1)))
+        return jax.ShapeDtypeStruct((micro_batches, *x.shape), x.dtype, sharding=there)
+
+    return jax.tree.map(place, micro)
+
+
+# ---- programs ----------------------------------------------------------------------------------------------------
+
+
+def engine_programs(run: Abstract, mean_context: float) -> list[Program]:
+    """The engine's own jitted programs on the engine's mesh: the decode window, and prefill by bucket of length."""
+    engine = run.engine
+    a, o, tensor, lower = engine.architecture, engine.options, engine.mesh.shape["tensor"], engine.programs()
+    beside = shard_bytes(run.state) - run.shared * shard_bytes(run.state.params) + run.reference_bytes
+
+    def prefill(tokens):
+        work = roofline.prefill_call(a, o, tensor, tokens)
+        return Program(f"prefill {o.prefill_rows} x {tokens}", lower[f"prefill {tokens}"], work, "call", beside)
+
+    work = roofline.decode_turn(a, o, tensor, mean_context)
+    window = Program(f"decode window of {o.window}", lower["decode window"], work, "turn", beside, turns=1)
+    return [window, *(prefill(tokens) for tokens in buckets(o.max_prompt_tokens))]
+
+
+def learner_programs(run: Abstract) -> list[Program]:
+    """Handing the weights over to decoding, the old policy's log-probabilities, and the update."""
+    a, rows, config = run.engine.architecture, run.rows(), run.config
+    params, state = shard_bytes(run.state.params), shard_bytes(run.state)
+    own = shard_bytes(run.engine.abstract_weights())
+    always = run.cache_bytes + run.reference_bytes
+    updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
+    other_batches = (updates - 1) * shard_bytes(run.batch)
+    programs = []
+    if not run.shared:
+        _, cast = run.engine._decode_weights  # the program that `Engine.decode_weights` runs
+        programs.append(Program(
+            "reshard", lambda: cast.lower(run.state.params), Work(0.0, params + own), "call", state - params + always
+        ))  # fmt: skip
+    if config.collection.strategy == "estimate" and config.estimator.kind == "value":
+        programs.append(_features_program(run, state - params + always + (0 if run.shared else own)))
+    programs.append(Program(
+        "score", lambda: run.learner.score.lower(run.state.params, run.batch), roofline.score_call(a, rows), "call",
+        state - params + always + other_batches, turns=rows.micro_batches,
+        sent=roofline.learner_sent(a, rows, update=False),
+    ))  # fmt: skip
+    masters = jnp.dtype(config.model.parameter_dtype).itemsize
+    programs.append(Program(
+        "update", lambda: run.learner.update.lower(run.state, run.batch), roofline.update_call(a, rows, masters),
+        "call", always + other_batches, turns=rows.micro_batches, necessary=roofline.necessary_flops(a, rows),
+        sent=roofline.learner_sent(a, rows, update=True),
+    ))  # fmt: skip
+    return programs
+
+
+def _features_program(run: Abstract, beside: int) -> Program:
+    config, mesh, a = run.config, run.learner.mesh, run.engine.architecture
+    rows = dataclasses.replace(run.rows(), micro_batches=1)
+    size = -(-config.sampling.prefill_rows // rows.row_shards) * rows.row_shards
+    tokens, length = (
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh_lib.sharding(mesh, axes))
+        for shape, axes in (((size, rows.prompt_tokens), ("rows", None)), ((size,), ("rows",)))
+    )
+    dtype = jnp.dtype(config.model.compute_dtype)
+    return Program(
+        "value head's features", lambda: prompt_features.lower(a, run.state.params, tokens, length, dtype=dtype),
+        roofline.features_call(a, dataclasses.replace(rows, rows=size)), "call", beside,
+    )  # fmt: skip
