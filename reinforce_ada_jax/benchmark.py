@@ -39,7 +39,7 @@ from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.workloads import Workload
 
 # Tokens at which algorithms are compared: about what 100 updates of grpo with n = 4, and of balance, take.
-LEARNING_BUDGETS = (64_000, 150_000, 340_000)
+LEARNING_BUDGETS = (64_000, 150_000, 335_000)
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:

@@ -68,6 +68,21 @@ def build(strategy: str, group_size=4, samples_per_round=8, max_rounds=4, **sett
 balance = functools.partial(build, "balance")
 
 
+def one_by_one(max_rounds):
+    """Rounds of one response, until one is right and one wrong."""
+
+    def met(record):
+        return 0 < record.correct < record.drawn
+
+    return strategies.Strategy(
+        next_draws=strategies.until(met, 1, max_rounds),
+        met=met,
+        keep=strategies.keep_all,
+        max_draws=max_rounds,
+        max_kept=max_rounds,
+    )
+
+
 def first(in_flight):
     return in_flight[:1]
 
@@ -212,7 +227,7 @@ def test_prompts_not_begun_go_ahead_of_next_rounds():
 
 
 def test_fewer_finished_rounds_go_first_even_if_they_come_later():
-    strategy, then = balance(group_size=2, samples_per_round=1, max_rounds=3, keep="pool"), []
+    strategy, then = one_by_one(max_rounds=3), []
 
     def sample(queue):
         (p0,), (p1,) = queue.take(1), queue.take(1)
@@ -308,7 +323,7 @@ def test_verification_beside_sampling_gives_the_same_pools():
 
 def drive(verify, *, deterministic):
     """A collection of two prompts, one round of one draw after another, and a sampler that stops at every yield."""
-    strategy = balance(group_size=2, samples_per_round=1, max_rounds=2, keep="pool")
+    strategy = one_by_one(max_rounds=2)
     log = []
 
     def sample(queue):

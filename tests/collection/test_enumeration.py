@@ -37,7 +37,7 @@ def test_binomial():
 
 
 @pytest.mark.parametrize(
-    ("size", "rounds", "k_pos"), [(1, 12, 1), (4, 8, 1), (8, 4, 1), (8, 4, 3), (5, 7, 9), (32, 2, 4)]
+    ("size", "rounds", "k_pos"), [(2, 12, 1), (4, 8, 1), (8, 4, 1), (8, 4, 3), (5, 7, 9), (32, 2, 4)]
 )
 def test_draws_until_so_many_are_correct(size, rounds, k_pos):
     sizes = {"group_size": 2, "samples_per_round": size, "max_rounds": rounds, "k_pos": k_pos, "keep": "pool"}
@@ -128,7 +128,7 @@ SMALL = {
     "grpo": {"group_size": 5},
     "positive": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3},
     "balance": {"group_size": 3, "samples_per_round": 4, "max_rounds": 3},
-    "balance_whole_pool": {"group_size": 4, "samples_per_round": 3, "max_rounds": 3, "keep": "pool"},
+    "balance_whole_pool": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3, "keep": "pool"},
     "balance_log": {"group_size": 2, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
     "estimate": {"budget": 7.0, "max_draws": 9, "objective": "log"},
     "dapo": {"group_size": 4, "normalize_by_std": True},

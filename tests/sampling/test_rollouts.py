@@ -32,7 +32,7 @@ def rounds_of(sizes: dict[str, tuple[int, ...]]) -> strategies.Strategy:
         max_draws=max(map(sum, sizes.values())),
         met=lambda record: True,
         keep=strategies.keep_all,
-        pool_baseline=True,
+        max_kept=None,
     )
 
 
@@ -195,8 +195,8 @@ def test_counts():
 
 
 def test_balance_collects_the_same_pools_from_8_and_64_slots():
-    config = types.SimpleNamespace(group_size=4, samples_per_round=5, max_rounds=4)
-    strategy = strategies.balance(config)
+    config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=5, max_rounds=4)
+    strategy = strategies.build(config)
     few, many = (tiny.collect_pools(tiny.rollouts(**changes), strategy) for changes in ({}, dict(slots=64)))
     assert len({pool.rounds for pool in few}) > 1
     assert [pool.rounds for pool in few] == [pool.rounds for pool in many]
@@ -220,8 +220,8 @@ def test_nothing_compiles_after_the_first_session(changes):
 
 
 def test_a_barrier_costs_time_and_nothing_else():
-    config = types.SimpleNamespace(group_size=4, samples_per_round=5, max_rounds=4)
-    strategy, rollouts, turns, pools = strategies.balance(config), tiny.rollouts(), {}, {}
+    config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=5, max_rounds=4)
+    strategy, rollouts, turns, pools = strategies.build(config), tiny.rollouts(), {}, {}
     for barrier in (False, True):
         pools[barrier] = tiny.collect_pools(rollouts, strategy, barrier=barrier)
         turns[barrier] = rollouts.counts.slot_turns

@@ -84,8 +84,9 @@ def test_a_window_ends_early_for_the_host():
     lengths = {("p", 0): 2, ("p", 1): 2, ("q", 0): 20, ("q", 1): 20, ("p", 2): 2, ("p", 3): 2, ("q", 2): 1, ("q", 3): 1}
     sizes = dict(p=(2, 2, 0), q=(2, 0))
     strategy = strategies.Strategy(
-        lambda record: sizes[record.prompt.id][record.rounds], 4, lambda _: True, strategies.keep_all, False
-    )
+        next_draws=lambda record: sizes[record.prompt.id][record.rounds],
+        met=lambda _: True, keep=strategies.keep_all, max_draws=4, max_kept=4,
+    )  # fmt: skip
     engine, counts, pools = simulated(lengths, Cost(turn=1.0), strategy=strategy, slots=4, window=64)
     # The second window was under way when p's first round was read. It ends early only when some response ends, so
     # it decodes q's remaining 18 tokens, and p's second round begins after it: the price of one window of lag.
@@ -144,7 +145,7 @@ def test_the_real_engine_counts_the_same():
     model = Rollouts(SimulatedEngine(real.engine.options, Cost(), lengths))
     in_rounds = strategies.Strategy(
         next_draws=lambda record: 0 if record.correct >= 5 or record.rounds == 4 else 8,
-        max_draws=32, met=lambda _: True, keep=strategies.keep_all, pool_baseline=True,
+        max_draws=32, met=lambda _: True, keep=strategies.keep_all, max_kept=32,
     )  # fmt: skip
     for strategy, barrier in ((strategies.fixed(13), False), (in_rounds, False), (in_rounds, True)):
         expected = counts_of(real, lengths, strategy, barrier=barrier)
