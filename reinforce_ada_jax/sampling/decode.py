@@ -38,7 +38,7 @@ from reinforce_ada_jax.sampling.state import (
 )
 
 # With an empty queue and no more than such a part of the slots active, the others aren't computed any more.
-NARROWER = (2, 4)
+NARROWER = (2, 4, 16)
 
 
 def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
@@ -301,8 +301,8 @@ def decode_window(
     """Up to `window` tokens for all slots, refilled from the queue as they become free.
 
     It ends before that when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and
-    an eighth of them finished: then the host can do better than wait. With the queue empty and half or a quarter
-    of the slots or fewer active, only so many are computed.
+    an eighth of them finished: then the host can do better than wait. With the queue empty and few slots active
+    (`NARROWER`), only so many are computed.
     """
     num_slots = state.slots.active.shape[0]
     widths = [num_slots // part for part in NARROWER if num_slots >= part]
