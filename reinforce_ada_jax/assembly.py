@@ -1,4 +1,4 @@
-"""The parts of a run, put together from its configuration: the same for training and for evaluation.
+"""The parts of a run, put together from its configuration, for training and for evaluation.
 
 Stages don't know each other. Here the engine gets the stop tokens of the tokenizer, and the verifier gets its text.
 """
@@ -8,16 +8,21 @@ import pathlib
 from concurrent.futures import Future
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.learning.value_head import ValueHead
+from reinforce_ada_jax.policy import huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -118,3 +123,35 @@ def verifier_pool(config: ConfigDict) -> VerifierPool:
     reward = config.reward
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
     return VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)
+
+
+def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:
+    """The weights of the model folder, where the learner wants them.
+
+    In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
+    """
+    model = config.model
+    dtype = dtype or (model.compute_dtype if config.lora.rank else model.parameter_dtype)
+    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype))[1]
+
+
+def new_adapters(config: ConfigDict, parts: Parts, chosen: lora.Lora) -> Params:
+    """The adapters that a run begins with: a function of its seed."""
+    key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
+    return lora.init(parts.architecture, chosen, key, parts.mesh, dtype)
+
+
+def make_estimator(config: ConfigDict, parts: Parts) -> Ema | ValueHead:
+    """The estimator of pass rates that the `estimator` section describes."""
+    estimator = config.estimator
+    if estimator.kind == "ema":
+        return Ema(decay=estimator.decay, prior_correct=estimator.prior_correct, prior_wrong=estimator.prior_wrong)
+    return ValueHead(
+        parts.architecture,
+        parts.mesh,
+        dtype=jnp.dtype(config.model.compute_dtype),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        learning_rate=estimator.learning_rate,
+        steps=estimator.steps,
+        rows=config.sampling.prefill_rows,
+    )

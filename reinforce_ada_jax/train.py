@@ -18,12 +18,11 @@ import time
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, evaluate
+from reinforce_ada_jax import assembly, command, evaluate, run_summary
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
@@ -31,7 +30,7 @@ from reinforce_ada_jax.collection import ahead, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import EstimateFn, collect
-from reinforce_ada_jax.collection.estimators import Ema, calibration
+from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
@@ -39,7 +38,7 @@ from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
-from reinforce_ada_jax.policy import adapter_files, huggingface, lora
+from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -103,7 +102,7 @@ class Run:
         self.base: Params | None = None
         self.base_fingerprint: str | None = None
         if self.learner.lora is not None:
-            self.base = load_params(config, parts) if params is None else params
+            self.base = assembly.load_params(config, parts) if params is None else params
             self.base_fingerprint = adapter_files.fingerprint(parts.folder)
         self.checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
         self.iteration = 0
@@ -112,12 +111,14 @@ class Run:
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
         self.begun: dict[str, Begun] = {}
-        self.estimator = make_estimator(config, parts) if self.strategy.plan else None
+        self.estimator = assembly.make_estimator(config, parts) if self.strategy.plan else None
         self.state = self._begin_or_resume(params)
         # What the KL term compares with: the weights that the run began with, frozen. Adapters began as no change.
         self.reference: Params | None = None
         if config.learning.kl_coefficient:
-            self.reference = load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
+            self.reference = (
+                assembly.load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
+            )
         self.rollouts = Rollouts(parts.engine)
         self.interrupt = Interrupt()
         written = self.iteration - (self.pending is not None)
@@ -128,9 +129,9 @@ class Run:
     def _begin_or_resume(self, params: Params | None) -> LearnerState:
         latest = self.checkpoints.latest()
         if latest is None and self.learner.lora is not None:
-            return self.learner.init(new_adapters(self.config, self.parts, self.learner.lora))
+            return self.learner.init(assembly.new_adapters(self.config, self.parts, self.learner.lora))
         if latest is None:
-            return self.learner.init(load_params(self.config, self.parts) if params is None else params)
+            return self.learner.init(assembly.load_params(self.config, self.parts) if params is None else params)
         state, saved = self.checkpoints.restore(latest, *abstract_state(self.config, self.learner))
         if self.base is not None:
             adapter_files.check_base(self.parts.folder, saved["base"])
@@ -413,83 +414,10 @@ class Run:
                 self.save()
 
 
-def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:
-    """The weights of the model folder, where the learner wants them.
-
-    In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
-    """
-    model = config.model
-    dtype = dtype or (model.compute_dtype if config.lora.rank else model.parameter_dtype)
-    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype))[1]
-
-
-def new_adapters(config: ConfigDict, parts: Parts, chosen: lora.Lora) -> Params:
-    """The adapters that a run begins with: a function of its seed."""
-    key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
-    return lora.init(parts.architecture, chosen, key, parts.mesh, dtype)
-
-
-def make_estimator(config: ConfigDict, parts: Parts) -> Ema | ValueHead:
-    """The estimator of pass rates that the `estimator` section describes."""
-    estimator = config.estimator
-    if estimator.kind == "ema":
-        return Ema(decay=estimator.decay, prior_correct=estimator.prior_correct, prior_wrong=estimator.prior_wrong)
-    return ValueHead(
-        parts.architecture,
-        parts.mesh,
-        dtype=jnp.dtype(config.model.compute_dtype),
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        learning_rate=estimator.learning_rate,
-        steps=estimator.steps,
-        rows=config.sampling.prefill_rows,
-    )
-
-
 def peak_memory() -> int:
     """Bytes in use at most on the first device, where the backend counts them; else 0."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("peak_bytes_in_use", 0)
-
-
-def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts: int) -> str:
-    """What will run, on what, how much of it, and where the files go."""
-    architecture, options, mesh = parts.architecture, parts.engine.options, parts.mesh
-    collection = config.collection
-    adapters = lora.from_settings(**config.lora)
-    trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
-    trained_bytes = 3 * trained * jnp.dtype(config.model.parameter_dtype).itemsize
-    base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
-    over = ""
-    if adapters is not None:
-        over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
-        over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
-    cache_bytes = parts.engine.cache_bytes
-    draws = strategies.build(collection).max_draws
-    limit = "any number of" if draws is None else f"at most {draws}"
-    updates = collection.prompts_per_iteration // config.learning.prompts_per_update
-    updates_each = "one update" if updates == 1 else f"{updates} updates"
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    replicas = f" in each of {parts.engine.replicas} replicas" if parts.engine.replicas > 1 else ""
-    longest = options.max_prompt_tokens + options.max_response_tokens
-    made_for = (
-        f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
-    )
-    stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in options.stop_ids)
-    return "\n".join(
-        [
-            f"model       {parts.folder}: {architecture.family}, {architecture.num_parameters:,} weights, "
-            f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
-            f"mesh        {axes} of {jax.devices()[0].device_kind}",
-            f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
-            f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
-            f"{options.slots} slots)",
-            f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
-            f"{num_prompts:,}), {updates_each} each; {collection.strategy}: {limit} responses a prompt, "
-            f"groups of {collection.group_size}",
-            f"lengths     up to {longest:,} tokens{made_for}",
-            f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
-        ]
-    )
 
 
 def main(config: ConfigDict, workdir: pathlib.Path) -> None:
@@ -504,11 +432,11 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
         benchmarks = evaluate.load_benchmarks(parts, config)
         verifier_pool = assembly.verifier_pool(config)
         # Whatever is wrong with the weights shows before the first file is written.
-        params = None if holds_checkpoint(workdir) else load_params(config, parts)
+        params = None if holds_checkpoint(workdir) else assembly.load_params(config, parts)
         workdir.mkdir(parents=True, exist_ok=True)
         write_whole(workdir / "config.json", config_lib.to_json(config))
         run = Run(config, workdir, parts, prompts, benchmarks, params)
-    print(summary(config, workdir, parts, len(prompts)))
+    print(run_summary.summary(config, workdir, parts, len(prompts)))
     if run.iteration:
         print(f"resuming after iteration {run.iteration}")
     progress = Progress(config.iterations, run.iteration)
