@@ -27,9 +27,10 @@ REWARDS = ("cipher", "math", "minerva", "gsm8k")
 ALL_LINEAR = "all-linear"
 LORA_TARGETS = (ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TEMPLATES = ("plain", "qwen_math", "chat")
-# The wording of the paper's runs, as data/templates.py has it.
+# The wording of the paper's runs: system message, and what follows the problem in the user's message.
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
 RESUMABLE = ("iterations", "checkpoint", "evaluation")
 
@@ -52,7 +53,7 @@ def defaults() -> config_dict.ConfigDict:
             template="qwen_math",
             system=SYSTEM,  # "": no system message
             instruction=INSTRUCTION,  # follows the problem and a space
-            date="2024-07-26",  # what a template that prints the date is told (Llama-3.2's), so that a run is its seed
+            date=DAY,  # what a template that prints the date is told (Llama-3.2's), so that a run is its seed
             max_prompt_tokens=1024,  # a longer prompt is an error: it is never cut
         ),
         reward=dict(

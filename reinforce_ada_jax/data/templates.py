@@ -14,12 +14,10 @@ from typing import Any
 import jinja2
 from jinja2 import exceptions, ext, nodes, sandbox, utils
 
-# The wording of the paper's runs: system message, and what follows the problem in the user's message.
-SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
-INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+from reinforce_ada_jax.config import DAY, INSTRUCTION, SYSTEM
 
 # Llama's templates print today's date otherwise, and a run would not be its seed. This is the day they fall back on.
-DATE = datetime.date(2024, 7, 26)
+DATE = datetime.date.fromisoformat(DAY)
 
 
 @dataclasses.dataclass(frozen=True)
