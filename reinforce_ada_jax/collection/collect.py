@@ -266,14 +266,7 @@ class _Collection:
     def _go_on(self, draws: _Draws) -> None:
         """Begins the prompt's next round, or closes it."""
         record, strategy = draws.record(), self._strategy
-        size = strategy.next_draws(record)
-        too_many = strategy.max_draws is not None and record.drawn + size > strategy.max_draws
-        if size < 0 or (size == 0 and record.rounds == 0) or too_many:
-            raise ValueError(
-                f"The strategy asks for {size} more responses of prompt {draws.prompt.id!r} after {record.rounds} "
-                f"rounds and {record.drawn} responses; its first round must have at least 1, and all at most "
-                f"max_draws = {strategy.max_draws}."
-            )
+        size = strategies.asked_for(strategy, record)
         if size == 0 or (record.rounds > 0 and not self._chance_goes_on(draws, strategy.chance(record))):
             self._close(draws)
             return

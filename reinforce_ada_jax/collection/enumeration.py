@@ -101,18 +101,6 @@ def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
     return chances
 
 
-def _next_draws(strategy: Strategy, record: Record) -> int:
-    """`next_draws` under the rules that the loop holds it to (collect.py)."""
-    size = strategy.next_draws(record)
-    too_many = strategy.max_draws is not None and record.drawn + size > strategy.max_draws
-    if size < 0 or (size == 0 and record.rounds == 0) or too_many:
-        raise ValueError(
-            f"The strategy asks for {size} more responses after {record.rounds} rounds and {record.drawn} responses; "
-            f"its first round must have at least 1, and all at most max_draws = {strategy.max_draws}."
-        )
-    return size
-
-
 def outcomes(
     strategy: Strategy,
     pass_rates: Float[np.ndarray, " P"],
@@ -142,7 +130,7 @@ def outcomes(
         following: dict[tuple[int, int], np.ndarray] = {}
         for (drawn, correct), probability in under_way.items():
             record = Record(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
-            size = _next_draws(strategy, record)
+            size = strategies.asked_for(strategy, record)
             goes_on = 0.0 if size == 0 else (strategy.chance(record) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct))

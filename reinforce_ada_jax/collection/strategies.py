@@ -100,6 +100,23 @@ class Strategy:
     max_age: int | None = None
 
 
+def asked_for(strategy: Strategy, record: Record) -> int:
+    """`next_draws`, held to the strategy's own bounds.
+
+    Raises:
+      ValueError: it breaks them.
+    """
+    size = strategy.next_draws(record)
+    too_many = strategy.max_draws is not None and record.drawn + size > strategy.max_draws
+    if size < 0 or (size == 0 and record.rounds == 0) or too_many:
+        raise ValueError(
+            f"The strategy asks for {size} more responses of prompt {record.prompt.id!r} after {record.rounds} rounds "
+            f"and {record.drawn} responses; its first round must have at least 1, and all at most max_draws = "
+            f"{strategy.max_draws}."
+        )
+    return size
+
+
 # ---- what strategies are made of -------------------------------------------------------------------------------------
 
 

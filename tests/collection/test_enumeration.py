@@ -249,8 +249,12 @@ def test_a_strategy_by_counts_of_ones_own():
 @pytest.mark.parametrize(
     ("sizes", "most", "parts"),
     [
-        ((0,), 4, "asks for 0 more responses after 0 rounds and 0 responses"),
-        ((4, 4, 0), 7, "asks for 4 more responses after 1 rounds and 4 responses; .* max_draws = 7"),
+        ((0,), 4, "asks for 0 more responses of prompt 'simulated' after 0 rounds and 0 responses"),
+        (
+            (4, 4, 0),
+            7,
+            "asks for 4 more responses of prompt 'simulated' after 1 rounds and 4 responses; .* max_draws = 7",
+        ),
         ((4, -1), 8, "asks for -1 more"),
     ],
 )
