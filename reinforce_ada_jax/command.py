@@ -9,7 +9,8 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-# Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed.
+# Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed. One more
+# is lifeline.RESTART: the machine is being taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 

@@ -4,6 +4,7 @@ python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tin
 python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl --samples=32
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -13,7 +14,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command
+from reinforce_ada_jax import assembly, command, sharing
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.collection import strategies
@@ -98,13 +99,16 @@ def evaluate(
         on_progress(f"evaluating {name}: {closed}/{len(prompts)} problems, {drawn:,} responses")
 
     for name, prompts in benchmarks.items():
-        pools = collect(
+        pools = sharing.draw_everywhere(
             prompts,
-            sample_fn,
-            verify_fns[name],
             strategy,
-            deterministic=assembly.deterministic(config),
-            on_progress=report,
+            functools.partial(
+                collect,
+                sample_fn=sample_fn,
+                verify_fn=verify_fns[name],
+                deterministic=assembly.deterministic(config),
+                on_progress=report,
+            ),
         )
         metrics |= {f"evaluation/{name}/{key}": value for key, value in statistics(pools).items()}
     return metrics

@@ -26,15 +26,55 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees)."""
+    """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
+
+    Devices of one process stand together, and `tensor`, the innermost axis, stays within a process: each decodes for
+    itself.
+
+    Raises:
+      ValueError: there are fewer devices; or they are several processes', and some would be left out or `tensor` would
+        reach across them.
+    """
     devices = jax.devices() if devices is None else devices
+    devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     size = data * fsdp * tensor
     if size > len(devices):
         raise ValueError(
             f"mesh.data * mesh.fsdp * mesh.tensor = {data} * {fsdp} * {tensor} = {size}, but there are {len(devices)} "
             f"devices ({devices[0].platform}): lower one of them, or run where there are more."
         )
+    processes = {device.process_index for device in devices}
+    if len(processes) > 1 and (size != len(devices) or len(devices) // len(processes) % tensor):
+        raise ValueError(
+            f"mesh.data * mesh.fsdp * mesh.tensor = {data} * {fsdp} * {tensor} = {size}, over {len(processes)} "
+            f"processes of {len(devices) // len(processes)} devices: the product must be {len(devices)}, and "
+            "mesh.tensor a divisor of a process's devices."
+        )
     return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), AXES)
+
+
+def local_mesh(mesh: Mesh) -> Mesh:
+    """This process's part of a mesh, as a mesh with the same `tensor`; the mesh itself where it has all of it."""
+    if not mesh.is_multi_process:
+        return mesh
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return Mesh(np.asarray(own).reshape(1, -1, mesh.shape["tensor"]), AXES)
+
+
+def local_view(array: jax.Array, mesh: Mesh) -> jax.Array:
+    """The shards that this process has of an array which is whole along `data` and `fsdp`, as an array on its
+    `local_mesh`; nothing is copied.
+    """
+    there = NamedSharding(mesh, array.sharding.spec)
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(array.shape, there, [shards[d] for d in mesh.devices.flat])
+
+
+def place(array: np.ndarray, there: NamedSharding) -> jax.Array:
+    """A host array on the devices of a mesh; each process, all with the same array, hands over its own shards."""
+    if there.is_fully_addressable:
+        return jax.device_put(array, there)
+    return jax.make_array_from_callback(array.shape, there, lambda index: array[index])
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:

@@ -10,10 +10,11 @@ Start-up: check the configuration (no device yet), the work directory, the model
 weights, or the newest checkpoint; say what will run. Ctrl-C ends the run after saving the last finished iteration.
 """
 
+import collections
+import dataclasses
 import functools
 import json
 import pathlib
-import signal
 import time
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, evaluate, run_summary
+from reinforce_ada_jax import assembly, command, distributed, evaluate, run_summary, sharing
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
@@ -34,9 +35,11 @@ from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
+from reinforce_ada_jax.interrupt import Interrupt, Interrupted
 from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.learning.value_head import ValueHead
+from reinforce_ada_jax.lifeline import RESTART
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.transformer import Params
@@ -44,37 +47,15 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.types import Begun, Prompt
+from reinforce_ada_jax.types import Begun, Pool, Prompt
 
 # Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
 # (1e-6); elsewhere products are rounded to bfloat16 or less, and a mean beyond the second number is worth a word.
 FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
 
 
-class Interrupted(Exception):
-    """Ctrl-C, at a point where the state is whole."""
-
-
 class Stopped(Exception):
     """The run must not go on as it is; its state is whole."""
-
-
-class Interrupt:
-    """Turns the first Ctrl-C into a flag that is looked at between windows and iterations; the second one kills."""
-
-    def __init__(self):
-        self._asked = False
-        signal.signal(signal.SIGINT, self._on_signal)
-
-    def _on_signal(self, signum, frame) -> None:
-        del signum, frame
-        self._asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def check(self) -> None:
-        """Raises `Interrupted` once asked to."""
-        if self._asked:
-            raise Interrupted
 
 
 class Run:
@@ -120,9 +101,12 @@ class Run:
                 assembly.load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
             )
         self.rollouts = Rollouts(parts.engine)
+        self.expected_draws = sharing.ExpectedDraws(config.collection)
         self.interrupt = Interrupt()
         written = self.iteration - (self.pending is not None)
-        self.metrics = MetricsWriter(workdir, last_iteration=written, tensorboard=config.logging.tensorboard)
+        self.metrics = None
+        if distributed.is_writer():
+            self.metrics = MetricsWriter(workdir, last_iteration=written, tensorboard=config.logging.tensorboard)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -196,37 +180,43 @@ class Run:
             ahead_stream=stream(iteration + 1) if collection.overlap_iterations else None,
             version=self.iteration,
         )
-        pools = collect(
-            prompts,
-            sample_fn,
-            self.parts.verify_fn(verifiers, assembly.shaping(self.config)),
-            self.strategy,
-            spare=spare,
-            estimate_fn=self.estimate_fn(),
-            seed=self.config.seed,
-            iteration=iteration,
-            barrier=collection.barrier,
-            deterministic=assembly.deterministic(self.config),
-            begun=self.begun,
-            ahead=upcoming,
-            on_progress=report,
-        )
+        verify_fn = self.parts.verify_fn(verifiers, assembly.shaping(self.config))
+
+        def draw(work: sharing.Work) -> tuple[list[Pool], sharing.Counts]:
+            pools = collect(
+                work.prompts,
+                sample_fn,
+                verify_fn,
+                work.strategy,
+                spare=work.spare,
+                estimate_fn=work.estimate_fn,
+                seed=self.config.seed,
+                iteration=iteration,
+                barrier=collection.barrier,
+                deterministic=assembly.deterministic(self.config),
+                begun=work.begun,
+                ahead=work.ahead,
+                on_progress=report,
+            )
+            return pools, collections.Counter(dataclasses.asdict(self.rollouts.counts))
+
+        work = sharing.Work(prompts, self.strategy, spare, self.estimate_fn(), self.begun, upcoming)
+        pools, counts = sharing.collect_everywhere(work, draw, self.expected_draws)
         updates = collection.prompts_per_iteration // self.config.learning.prompts_per_update
         groups = []
         for pool in pools:
             ages = np.array([(self.iteration - response.version) * updates for response in pool.responses])
             groups.append(make_group(pool, self.strategy, ages))
-        counts = self.rollouts.counts
         metrics = collection_metrics(groups, collection.group_size, len(prompts)) | calibration(pools)
-        metrics["collection/slot_utilisation"] = counts.slot_utilisation
-        metrics["collection/prefills"] = counts.prefills
-        metrics["collection/dispatches"] = counts.dispatches
+        metrics["collection/slot_utilisation"] = counts["tokens"] / max(counts["slot_turns"], 1)
+        metrics["collection/prefills"] = counts["prefills"]
+        metrics["collection/dispatches"] = counts["dispatches"]
         metrics["collection/ahead"] = sum(
             response.version < self.iteration for pool in pools for response in pool.responses
         )
         metrics["time/collect_s"] = time.monotonic() - begin
         metrics["time/verify_s"] = verifiers.busy_s - verify_s
-        metrics["time/host_between_windows_s"] = counts.host_s
+        metrics["time/host_between_windows_s"] = counts["host_s"] / distributed.count()
         return groups, metrics
 
     def minibatches(self, groups: Sequence[Group]) -> list[Batch]:
@@ -286,10 +276,10 @@ class Run:
         weights: samples drawn ahead are another policy's."""
         total, largest, num_tokens = 0.0, 0.0, 0
         for batch in batches:
-            fresh = np.asarray(batch.version) == self.iteration
-            gaps = np.abs(np.asarray(batch.old_logprobs) - np.asarray(batch.behaviour_logprobs))[fresh]
+            fresh = distributed.fetch(batch.version) == self.iteration
+            gaps = np.abs(distributed.fetch(batch.old_logprobs) - distributed.fetch(batch.behaviour_logprobs))[fresh]
             total, largest = total + float(gaps.sum()), max(largest, float(gaps.max(initial=0.0)))
-            num_tokens += int(np.asarray(batch.response_length)[fresh].sum())
+            num_tokens += int(distributed.fetch(batch.response_length)[fresh].sum())
         mean = total / max(num_tokens, 1)
         if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
             if not largest <= FLOAT32_LOGPROB_GAP:
@@ -332,13 +322,16 @@ class Run:
             self.benchmarks, self.policy(), self.rollouts, evaluate.verify_fns(self.parts, verifiers, self.config),
             self.config, self.iteration, report,
         )  # fmt: skip
-        evaluate.save(self.workdir, self.iteration, metrics)
+        if distributed.is_writer():
+            evaluate.save(self.workdir, self.iteration, metrics)
         averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
         progress.say(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
         return metrics | {"time/evaluate_s": time.monotonic() - begin}
 
     def write_samples(self, groups: Sequence[Group]) -> None:
         """samples/<iteration>.jsonl: every response of the first few prompts, to be read by a person."""
+        if not distributed.is_writer():
+            return
         file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
         file.parent.mkdir(exist_ok=True)
         decode = self.parts.tokenizer.decode
@@ -393,15 +386,18 @@ class Run:
     def loop(self, verifiers: VerifierPool, progress: Progress) -> None:
         """All iterations that are left."""
         if self.iteration == 0 and self.config.evaluation.every and self.benchmarks:
-            self.metrics.plot(0, self.evaluate(verifiers, progress))
+            before = self.evaluate(verifiers, progress)
+            if self.metrics is not None:
+                self.metrics.plot(0, before)
         while self.pending is not None or self.iteration < self.config.iterations:
-            self.interrupt.check()
+            self.interrupt.agree()
             if self.pending is None:
                 self.pending = self.one_iteration(verifiers, progress)
             if self.benchmarks and self.due(self.config.evaluation.every):
                 self.pending |= self.evaluate(verifiers, progress)
             self.pending |= {"compile/count": self.compiles.since_last(), "memory/peak_bytes": peak_memory()}
-            self.metrics.write(self.iteration, self.pending)
+            if self.metrics is not None:
+                self.metrics.write(self.iteration, self.pending)
             progress.iteration(
                 {
                     "reward": f"{self.pending['reward/first_round']:.3f}",
@@ -420,6 +416,20 @@ def peak_memory() -> int:
     return statistics.get("peak_bytes_in_use", 0)
 
 
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
+    file = workdir / "config.json"
+    if distributed.is_writer():
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_whole(file, config_lib.to_json(config))
+    distributed.any_of(False)  # until it is written
+    if distributed.any_of(not file.exists()):
+        raise ValueError(
+            f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted "
+            "bucket, NFS)."
+        )
+
+
 def main(config: ConfigDict, workdir: pathlib.Path) -> None:
     """Start-up in order, then the loop, then where things are."""
     with command.user_input():
@@ -433,12 +443,14 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
         verifier_pool = assembly.verifier_pool(config)
         # Whatever is wrong with the weights shows before the first file is written.
         params = None if holds_checkpoint(workdir) else assembly.load_params(config, parts)
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_whole(workdir / "config.json", config_lib.to_json(config))
+        distributed.check_same("the configurations", config_lib.to_json(config))
+        distributed.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
+        write_config(config, workdir)
         run = Run(config, workdir, parts, prompts, benchmarks, params)
-    print(run_summary.summary(config, workdir, parts, len(prompts)))
-    if run.iteration:
-        print(f"resuming after iteration {run.iteration}")
+    if distributed.is_writer():
+        print(run_summary.summary(config, workdir, parts, len(prompts)))
+        if run.iteration:
+            print(f"resuming after iteration {run.iteration}")
     progress = Progress(config.iterations, run.iteration)
     resume = f"python -m reinforce_ada_jax.train with the same --config and --workdir={workdir} goes on from there."
     try:
@@ -447,19 +459,27 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
     except Interrupted:
         run.save()
         progress.close()
-        command.fail(f"interrupted; iteration {run.iteration} is saved. {resume}", command.INTERRUPTED)
+        preempted = run.interrupt.preempted()
+        distributed.leave()
+        command.fail(
+            f"{'told to end' if preempted else 'interrupted'}; iteration {run.iteration} is saved. {resume}",
+            RESTART if preempted else command.INTERRUPTED,
+        )
     except Stopped as error:
         run.save()
         progress.close()
+        distributed.leave()
         command.fail(f"{error} The state before it is saved as iteration {run.iteration}.", command.STOPPED)
     finally:
-        run.metrics.close()
+        if run.metrics is not None:
+            run.metrics.close()
         run.checkpoints.close()
     progress.close()
-    print(
-        f"finished iteration {run.iteration}. Weights: {workdir}/checkpoints; export them with\n"
-        f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
-    )
+    if distributed.is_writer():
+        print(
+            f"finished iteration {run.iteration}. Weights: {workdir}/checkpoints; export them with\n"
+            f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
+        )
 
 
 if __name__ == "__main__":
@@ -467,4 +487,12 @@ if __name__ == "__main__":
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
-    command.run(lambda: main(CONFIG.value, pathlib.Path(WORKDIR.value)))
+    DISTRIBUTED = flags.DEFINE_bool(
+        "distributed", False, "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
+    )
+
+    def start() -> None:
+        with distributed.member(cluster=DISTRIBUTED.value):
+            main(CONFIG.value, pathlib.Path(WORKDIR.value))
+
+    command.run(start)

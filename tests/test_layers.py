@@ -14,7 +14,7 @@ PACKAGE = "reinforce_ada_jax"
 # `checkpoint` stands beside `learning` in the picture, but what it saves is the learner's state: one higher.
 LAYERS = (
     {"types", "collection_rules"},
-    {"config", "mesh", "metrics"},
+    {"config", "mesh", "metrics", "distributed", "lifeline"},
     {"policy", "rewards", "data", "collection"},
     {"sampling", "learning"},
     {"checkpoint"},

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -141,7 +142,8 @@ class Learner:
     def init(self, params: Params) -> LearnerState:
         """The state before the first update, over these very arrays."""
         optimizer = jax.jit(self._optimizer.init, out_shardings=self.shardings(params).optimizer)(params)
-        return LearnerState(params=params, optimizer=optimizer, updates=jax.device_put(jnp.int32(0), self._replicated))
+        updates = mesh_lib.place(np.zeros((), np.int32), self._replicated)
+        return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
     def policy(self, params: Params, base: Params | None) -> Params:
         """The weights to score with and to decode from: what is trained, over the frozen base where that is adapters.
@@ -173,7 +175,7 @@ class Learner:
 
         def place(x):
             x = x.reshape(-1, self.micro_rows, *x.shape[1:])
-            return jax.device_put(x, mesh_lib.sharding(self.mesh, (None, "rows", *[None] * (x.ndim - 2))))
+            return mesh_lib.place(x, mesh_lib.sharding(self.mesh, (None, "rows", *[None] * (x.ndim - 2))))
 
         return jax.tree.map(place, batch)
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import longest_response
-from reinforce_ada_jax.mesh import tensor_spec
+from reinforce_ada_jax.mesh import local_mesh, local_view, tensor_spec
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
@@ -141,7 +141,11 @@ class Engine(EngineInterface):
         tokenizer: Any = None,
         served: SamplingParams | None = None,
     ):
-        """`served`: how responses asked for through JetStream are drawn; else at temperature 1, as long as may be."""
+        """An engine on `mesh`; of several processes' mesh, each one's engine has its own devices.
+
+        `served`: how responses asked for through JetStream are drawn; else at temperature 1, as long as may be.
+        """
+        self._learner_mesh, mesh = mesh, local_mesh(mesh)
         self.architecture, self.options, self._mesh, self.tokenizer = architecture, options, mesh, tokenizer
         self.dtype = jnp.dtype(options.dtype)
         self._served, self._served_draws = served or SamplingParams(limit=options.max_response_tokens), 0
@@ -221,12 +225,14 @@ class Engine(EngineInterface):
     def _make_decode_weights(self):
         """Decoding keeps weights split over `tensor` only: a gather over fsdp shards would sit in the token loop."""
         shapes = weight_shapes(self.architecture)
-        shardings = nest({name: NamedSharding(self._mesh, tensor_spec(axes)) for name, (_, axes) in shapes.items()})
+        mesh = self._learner_mesh
+        shardings = nest({name: NamedSharding(mesh, tensor_spec(axes)) for name, (_, axes) in shapes.items()})
         cast = jax.jit(functools.partial(lora.merged, dtype=self.dtype), out_shardings=shardings)
         return shardings, cast
 
     def decode_weights(self, params: Params) -> Params:
-        """`params` themselves where they are already laid out for decoding; else one jitted cast and reshard.
+        """`params` themselves where they are already laid out for decoding; else one jitted cast and reshard, in which
+        all processes take part.
 
         Adapters are merged into their weights by the same program.
         """
@@ -236,13 +242,17 @@ class Engine(EngineInterface):
             return not lora.is_adapted(w) and w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim)
 
         same = jax.tree.map(as_decoded, params, shardings, is_leaf=lora.is_adapted)
-        return params if all(jax.tree.leaves(same)) else cast(params)
+        params = params if all(jax.tree.leaves(same)) else cast(params)
+        if self._learner_mesh is self._mesh:
+            return params
+        return jax.tree.map(lambda w: local_view(w, self._mesh), params)
 
     def abstract_weights(self) -> Params:
         """Shapes, dtypes and shardings of the weights as decoding has them."""
-        shapes, shardings = weight_shapes(self.architecture), self._decode_weights[0]
-        arrays = nest({name: jax.ShapeDtypeStruct(shape, self.dtype) for name, (shape, _) in shapes.items()})
-        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), arrays, shardings)
+        return nest({
+            name: jax.ShapeDtypeStruct(shape, self.dtype, sharding=NamedSharding(self._mesh, tensor_spec(axes)))
+            for name, (shape, axes) in weight_shapes(self.architecture).items()
+        })  # fmt: skip
 
     def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """What rollouts run, lowered on demand for the mesh's devices, which need not be here."""
