@@ -3,6 +3,7 @@
 set -euo pipefail
 script=launch/tpu_vm.sh
 workers=0 # what gcloud calls --worker
+member='' # of several processes
 about='One training run on one TPU VM (a slice on one host; for several hosts: launch/tpu_pod.sh).'
 # shellcheck source=launch/tpu_node.sh
 source "$(dirname "${BASH_SOURCE[0]}")/tpu_node.sh"

@@ -2,10 +2,10 @@
 # steps (create, install, start) it repeats; the trainer itself goes on from the newest checkpoint in its workdir.
 # shellcheck shell=bash disable=SC2154
 
-# Sets `run`: unknown (nobody answered), gone (the node), passing, running, finished, interrupted, bad_input, or failed
-# (`ended` says how); a dry run assumes a preempted node.
+# Sets `run`: unknown (nobody answered), gone (the node), passing, running, finished, interrupted, bad_input, told (to
+# end, by the machine), or failed (`ended` says how); a dry run assumes a preempted node.
 look_at_run() {
-  local host what code num_running=0 num_failed=0
+  local host what code num_running=0 num_failed=0 num_told=0
   run=unknown ended=''
   look_at_node PREEMPTED || return 0
   if passing; then
@@ -26,6 +26,7 @@ look_at_run() {
       ended:0) ;;
       ended:"$BAD_INPUT") run=bad_input ;;
       ended:"$INTERRUPTED") [[ $run == bad_input ]] || run=interrupted ;;
+      ended:"$RESTART") num_told=$((num_told + 1)) ;; # saved, or ended because another host's process did
       ended:* | lost: | none:)
         num_failed=$((num_failed + 1))
         ended="$host: $what${code:+ with exit code $code}"
@@ -43,6 +44,8 @@ look_at_run() {
     run=failed
   elif [[ $run == finished || $run == interrupted ]] && ((num_running)); then
     run=running
+  elif [[ $run == finished ]] && ((num_told)); then
+    run=told
   fi
 }
 
@@ -109,6 +112,7 @@ $left"
         say "the run on $name failed ($ended)"
         "$counted" || pause_before_retry
         ;;
+      told) say "the run on $name was told to end and has saved its state; it is started again" ;;
       gone) say "$name is gone ($state)" ;;
     esac
     # A subshell, so that a step that fails ends the attempt and not the watching. Not in a condition: that would

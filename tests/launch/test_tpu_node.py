@@ -74,7 +74,7 @@ def test_up_on_a_pod_through_the_queue(cloud):
     ]  # fmt: skip
     workers = [word for call in cloud.calls() for word in call if word.startswith("--worker=")]
     assert workers == ["--worker=all"] * 3 + ["--worker=0"]  # one host's log, else they would run into each other
-    assert cloud.trained() == [["reinforce_ada_jax", *RUN]] * 2
+    assert cloud.trained() == [["reinforce_ada_jax", "--distributed", *RUN]] * 2
     assert "launch/tpu_pod.sh delete --name=ada --zone=us-west4-a --queued" in result.stderr
 
 

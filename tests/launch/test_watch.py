@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from reinforce_ada_jax import command
+from reinforce_ada_jax.lifeline import RESTART
 from tests.launch.cloud import ALL, ROOT, RUN, check, check_error
 
 START = ["tpu-vm scp", "install", "start"]
@@ -70,9 +71,10 @@ def test_what_was_packed_first_is_started_again(cloud):
         ([1, 137, 0], [*LOOK, "kill", *START, *LOOK, "kill", *START, *LOOK], 0, "has finished"),
         ([command.BAD_INPUT], [*LOOK], command.BAD_INPUT, "refused its input"),
         ([command.INTERRUPTED], [*LOOK], command.INTERRUPTED, "stopped by Ctrl-C"),
+        ([RESTART] * 3 + [0], [*[*LOOK, "kill", *START] * 3, *LOOK], 0, "was told to end and has saved its state"),
         ([command.STOPPED], [*[*LOOK, "kill", *START] * 2, *LOOK], 1, "failure 3, and --retries=2"),
     ],
-    ids=["finished", "failed twice", "bad input", "interrupted", "fails always"],
+    ids=["finished", "failed twice", "bad input", "interrupted", "told to end", "fails always"],
 )
 def test_how_a_run_ended_decides(cloud, codes, steps, code, part):
     begin(cloud, codes[0], then=codes[1:] or codes)
@@ -89,7 +91,7 @@ def test_one_process_of_a_pod_that_fails_ends_the_others(cloud):
     result = check(cloud.run("watch", *ALL, script="tpu_pod.sh"))
     assert cloud.steps() == [*LOOK, "kill", *START, *LOOK]
     assert "ended with exit code 1" in result.stderr
-    assert cloud.trained() == [TRAINED] * 2
+    assert cloud.trained() == [["reinforce_ada_jax", "--distributed", *RUN]] * 2
 
 
 def test_a_host_that_was_started_again(cloud):

@@ -1,0 +1,229 @@
+"""Two processes on loopback are a pod of two hosts: the same samples, the same weights, and one end for both."""
+
+import functools
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import command, distributed, metrics
+from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.lifeline import RESTART
+from tests.running import ROOT, environment, reproducible, restored
+
+SMALL = {
+    "iterations": 3, "checkpoint.every": 2, "evaluation.every": 3, "evaluation.samples": 1, "sampling.slots": 16,
+    "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "logging.sampled_prompts": 8,
+}  # fmt: skip
+# What differs with the number of engines, and with the order of sums.
+OF_ENGINES = {"collection/slot_utilisation", "collection/dispatches", "update/logprob_gap", "update/logprob_gap_max"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(workdir, processes, flags) -> the running processes, of four devices together, which share programs."""
+    folder = tmp_path_factory.mktemp("shared")
+    started = []
+
+    def start(workdir, count, *more, devices=4, own=list):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        flags = [f"--config.{key}={value}" for key, value in (SMALL | {"mesh.fsdp": devices}).items()]
+        train = [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags]
+        xla = f"--xla_force_host_platform_device_count={devices // count} --xla_backend_optimization_level=0"
+        processes = []
+        for index in range(count):
+            env = environment(folder / "compiled") | {"XLA_FLAGS": xla}
+            if count > 1:
+                address = {distributed.ADDRESS: f"127.0.0.1:{port}", distributed.COUNT: str(count)}
+                env |= address | {distributed.INDEX: str(index)}
+            processes.append(subprocess.Popen(
+                [*train, f"--workdir={workdir}", *more, *own()], cwd=ROOT, text=True, env=env,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            ))  # fmt: skip
+        started.extend(processes)
+        return processes
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finished(processes) -> list[str]:
+    """What they said at the end of a run without errors."""
+    said = [process.communicate(timeout=400) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    return [out for out, _ in said]
+
+
+def samples(workdir) -> list[str]:
+    return [file.read_text() for file in sorted((workdir / "samples").iterdir())]
+
+
+def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
+    """The same samples to the letter; weights, moments and metrics but for the order of sums."""
+    assert samples(first) == samples(second)
+    (one, record), (other, other_record) = restored(first), restored(second)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(close, one, other)
+    jax.tree.map(close, record.pop("estimator"), other_record.pop("estimator"))
+    assert record == other_record
+    for line, other_line in zip(reproducible(first), reproducible(second), strict=True):
+        assert line.keys() == other_line.keys()
+        for key in line.keys() - OF_ENGINES:
+            assert line[key] == pytest.approx(other_line[key], abs=1e-5), key
+
+
+def until_iteration(workdir, number, processes) -> None:
+    deadline = time.monotonic() + 300
+    while len(metrics.read(workdir)) < number:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def unbroken(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("one") / "run"
+    finished(start(workdir, 1))
+    return workdir
+
+
+def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbroken, tmp_path):
+    workdir = tmp_path / "two"
+    processes = start(workdir, 2)
+    until_iteration(workdir, 2, processes)
+    processes[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    _, said = processes[0].communicate(timeout=60)
+    assert time.monotonic() - began < 60
+    if processes[0].returncode != 0:  # else it had ended before
+        assert processes[0].returncode == RESTART
+        assert "error: process 1 of 2 is gone" in said
+    spoke, silent = finished(start(workdir, 2))
+    assert "finished iteration 3" in spoke and "finished" not in silent
+    assert_same_run(unbroken, workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dapo", "estimate", "ngu"])
+def test_every_strategy_makes_the_run_of_one_process(start, tmp_path, strategy):
+    flags = (f"--config.collection.strategy={strategy}",)
+    flags += ("--config.estimator.kind=value",) if strategy == "estimate" else ()
+    for count in (1, 2):
+        finished(start(tmp_path / str(count), count, *flags))
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_eight_devices_in_three_meshes(start, tmp_path):
+    for name, mesh in {"fsdp": {}, "tensor": {"fsdp": 4, "tensor": 2}, "data": {"data": 2, "fsdp": 4}}.items():
+        flags = [f"--config.mesh.{axis}={size}" for axis, size in mesh.items()]
+        for count in (1, 2):
+            finished(start(tmp_path / f"{name}{count}", count, *flags, devices=8))
+        assert_same_run(tmp_path / f"{name}1", tmp_path / f"{name}2")
+
+
+@pytest.mark.slow
+def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
+    flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
+    finished(start(tmp_path / "two", 2, *flags))
+    _, record = restored(tmp_path / "two", 2)
+    assert record["begun"], "the checkpoint holds what both drew ahead"
+    assert metrics.read(tmp_path / "two")[-1]["collection/ahead"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number", "code"), [
+    (0, signal.SIGKILL, RESTART), (1, signal.SIGTERM, RESTART), (0, signal.SIGTERM, RESTART), (1, signal.SIGINT, 130),
+])  # fmt: skip
+def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
+    workdir = tmp_path / "run"
+    processes = start(workdir, 2, "--config.iterations=500")
+    until_iteration(workdir, 2, processes)
+    processes[victim].send_signal(number)
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    if number == signal.SIGKILL:
+        assert codes == [-signal.SIGKILL, RESTART]
+        assert "error: process 0 of 2 is gone" in said[1]
+    else:
+        assert codes == [code, code]
+        assert all("is saved" in text and "goes on from there" in text for text in said)
+        saved = int(re.search(r"iteration (\d+) is saved", said[0])[1])
+        assert [line["iteration"] for line in metrics.read(workdir)] == list(range(1, saved + 1))
+    resumed = start(workdir, 2, "--config.iterations=500")
+    until_iteration(workdir, len(metrics.read(workdir)) + 1, resumed)
+    resumed[0].send_signal(signal.SIGINT)
+    for process in resumed:
+        process.communicate(timeout=60)
+    for line, other in zip(reproducible(workdir)[:3], reproducible(unbroken), strict=True):
+        assert line["collection/tokens"] == other["collection/tokens"]
+
+
+# ---- what is said where something is wrong -----------------------------------------------------------------------
+
+
+def test_processes_with_other_configurations_are_told(start, tmp_path):
+    seeds = iter(("--config.seed=0", "--config.seed=1"))
+    processes = start(tmp_path / "run", 2, own=lambda: [next(seeds)])
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert any(process.returncode == command.BAD_INPUT for process in processes)
+    assert any("error: the configurations differ between process 0 and process 1 of 2" in text for text in said)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({distributed.ADDRESS: "127.0.0.1:1"}, "JAX_COORDINATOR_ADDRESS=127.0.0.1:1"),
+        ({distributed.ADDRESS: "127.0.0.1:1", distributed.COUNT: "2"}, "JAX_NUM_PROCESSES=2"),
+        ({distributed.ADDRESS: "a:1", distributed.COUNT: "2", distributed.INDEX: "2"}, "JAX_PROCESS_ID=2"),
+        ({distributed.ADDRESS: "a:1", distributed.COUNT: "two", distributed.INDEX: "0"}, "JAX_NUM_PROCESSES=two"),
+    ],
+)
+def test_half_named_processes_are_refused(monkeypatch, given, said):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"Set all three, or none\.") as error:
+        distributed.initialize(cluster=False)
+    assert said in str(error.value)
+
+
+def test_one_process_exchanges_with_itself():
+    assert distributed.exchange(b"abc") == [b"abc"]
+    assert distributed.any_of(True) and not distributed.any_of(False)
+    distributed.check_same("anything", "text")
+    assert not distributed.asked_to_stop()
+
+
+class Device:
+    """One of a topology's devices, as far as a mesh looks at it."""
+
+    platform = "cpu"
+
+    def __init__(self, process, number):
+        self.process_index, self.id = process, number
+
+    def __repr__(self):
+        return f"{self.process_index}.{self.id}"
+
+
+def test_tensor_stays_within_a_process():
+    # As on a v5e slice: ids go row by row over the whole slice, and a host has a square of it.
+    devices = [Device(process, number) for number, process in enumerate([0, 0, 1, 1, 0, 0, 1, 1])]
+    mesh = mesh_lib.make_mesh(fsdp=2, tensor=4, devices=devices)
+    assert [{device.process_index for device in group} for group in mesh.devices.reshape(2, 4)] == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"= 4, over 2 processes of 4 devices: the product must be 8"):
+        mesh_lib.make_mesh(fsdp=4, devices=devices)
+    with pytest.raises(ValueError, match=r"mesh.tensor a divisor of a process's devices"):
+        mesh_lib.make_mesh(tensor=8, devices=devices)
