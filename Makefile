@@ -1,4 +1,5 @@
-# make demo   train the built-in model by Reinforce-Ada and by GRPO, and show the difference (minutes, two CPU cores)
+# make demo   train the built-in model by Reinforce-Ada and by GRPO, and show the difference (minutes, two CPU cores);
+#             the page that it names last, runs/demo/index.html, opens in a browser as it is
 # make test   the tests that need no network and no torch
 # Both make the environment first. PYTHON=python3.12 chooses the interpreter, VENV=DIR the environment.
 

@@ -30,9 +30,11 @@ TEMPLATES = ("plain", "qwen_math", "chat")
 # The wording of the paper's runs: system message, and what follows the problem in the user's message.
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+# Which the name of a project of Weights & Biases may not have, and its most characters.
+WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
-RESUMABLE = ("iterations", "checkpoint", "evaluation")
+RESUMABLE = ("iterations", "checkpoint", "evaluation", "logging")
 
 
 def defaults() -> config_dict.ConfigDict:
@@ -163,6 +165,7 @@ def defaults() -> config_dict.ConfigDict:
         ),
         logging=dict(
             tensorboard=True,
+            wandb="",  # a project of Weights & Biases, where `wandb` is installed; "": none
             sampled_prompts=4,  # prompts of each iteration whose responses are written to samples/
         ),
     )
@@ -232,6 +235,12 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         datetime.date.fromisoformat(config.data.date)
     except ValueError as error:
         raise ValueError(f"data.date is {config.data.date!r}; it must be a day as 2024-07-26 ({error}).") from error
+    project = config.logging.wandb
+    if len(project) > WANDB_LONGEST or set(project) & set(WANDB_FORBIDDEN):
+        raise ValueError(
+            f"logging.wandb is {project!r}; a project's name has at most {WANDB_LONGEST} characters and none of "
+            f"{' '.join(WANDB_FORBIDDEN)}."
+        )
     for target in config.lora.targets:
         check_choice("lora.targets", target, LORA_TARGETS)
     if not config.lora.targets:
@@ -429,5 +438,5 @@ def check_workdir(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None
         lines = "\n  ".join(different)
         raise ValueError(
             f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nResume it with its own "
-            "values (iterations, checkpoint.* and evaluation.* may change), or choose another --workdir."
+            "values (iterations, checkpoint.*, evaluation.* and logging.* may change), or choose another --workdir."
         )

@@ -69,6 +69,8 @@ class Run:
         prompts: list[Prompt],
         benchmarks: evaluate.Benchmarks,
         params: Params | None,
+        *,
+        quiet: bool = False,
     ):
         """`params`: weights of a run that begins; a run found in `workdir` goes on from its newest checkpoint.
 
@@ -106,7 +108,13 @@ class Run:
         written = self.iteration - (self.pending is not None)
         self.metrics = None
         if distributed.is_writer():
-            self.metrics = MetricsWriter(workdir, last_iteration=written, tensorboard=config.logging.tensorboard)
+            self.metrics = MetricsWriter(
+                workdir,
+                last_iteration=written,
+                tensorboard=config.logging.tensorboard,
+                wandb=config.logging.wandb,
+                quiet=quiet,
+            )
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -325,7 +333,7 @@ class Run:
         if distributed.is_writer():
             evaluate.save(self.workdir, self.iteration, metrics)
         averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
-        progress.say(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
+        progress.note(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
         return metrics | {"time/evaluate_s": time.monotonic() - begin}
 
     def write_samples(self, groups: Sequence[Group]) -> None:
@@ -430,8 +438,9 @@ def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
         )
 
 
-def main(config: ConfigDict, workdir: pathlib.Path) -> None:
+def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Start-up in order, then the loop, then where things are."""
+    silent = quiet or not distributed.is_writer()
     with command.user_input():
         config_lib.validate(config)
         strategies.build(config.collection)  # a user's own file is read here
@@ -446,12 +455,12 @@ def main(config: ConfigDict, workdir: pathlib.Path) -> None:
         distributed.check_same("the configurations", config_lib.to_json(config))
         distributed.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
         write_config(config, workdir)
-        run = Run(config, workdir, parts, prompts, benchmarks, params)
-    if distributed.is_writer():
+        run = Run(config, workdir, parts, prompts, benchmarks, params, quiet=quiet)
+    if not silent:
         print(run_summary.summary(config, workdir, parts, len(prompts)))
         if run.iteration:
             print(f"resuming after iteration {run.iteration}")
-    progress = Progress(config.iterations, run.iteration)
+    progress = Progress(config.iterations, run.iteration, quiet=silent)
     resume = f"python -m reinforce_ada_jax.train with the same --config and --workdir={workdir} goes on from there."
     try:
         with verifier_pool as verifiers:
@@ -491,8 +500,10 @@ if __name__ == "__main__":
         "distributed", False, "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
     )
 
+    QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
+
     def start() -> None:
         with distributed.member(cluster=DISTRIBUTED.value):
-            main(CONFIG.value, pathlib.Path(WORKDIR.value))
+            main(CONFIG.value, pathlib.Path(WORKDIR.value), quiet=QUIET.value)
 
     command.run(start)

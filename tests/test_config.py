@@ -93,6 +93,8 @@ POSITIVE = """
         ("collection.group_size", 1, "no baseline.*at least 2"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
+        ("logging.wandb", "team/project", "at most 128 characters and none of"),
+        ("logging.wandb", "p" * 129, "at most 128 characters and none of"),
         ("evaluation.temperature", -1.0, "at least 0"),
         ("evaluation.temperature", math.nan, "at least 0"),
         ("evaluation.top_k", -1, "it must not be negative"),
@@ -361,6 +363,9 @@ def test_a_resume_may_change_these_and_nothing_else():
         "evaluation.top_k": 7,
         "evaluation.top_p": 0.5,
         "evaluation.max_response_tokens": 7,
+        "logging.tensorboard": False,
+        "logging.wandb": "ciphers",
+        "logging.sampled_prompts": 7,
     }
     assert config_lib.differences(changed(**allowed), saved) == []
     for key, value in flat(valid()).items():

@@ -1,4 +1,7 @@
 import json
+import subprocess
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +68,103 @@ def test_the_same_numbers_reach_tensorboard(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "update/loss": 0.1}
 
 
+@pytest.mark.parametrize("line", ['{"iteration": 1, ', "[1]", '{"reward": 1}', "3"])
+def test_a_finished_line_that_is_none_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n{{"iteration": 3}}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2: no metrics of an iteration"):
+        metrics.read(tmp_path)
+
+
+def test_reading_a_run_needs_no_jax():
+    code = "import sys, reinforce_ada_jax.metrics; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+class StandIn(types.ModuleType):
+    """The little of wandb that is used: what was begun, logged and finished."""
+
+    class Error(Exception):
+        """What wandb raises."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.begun, self.logged, self.finished, self.failure = [], [], 0, None
+
+    def Settings(self, **settings):  # noqa: N802  (its name there)
+        return settings
+
+    def init(self, **arguments):
+        if self.failure:
+            raise self.failure
+        self.begun.append(arguments)
+        return self
+
+    def log(self, numbers, step):
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_the_same_numbers_reach_wandb(tmp_path, wandb):
+    workdir = tmp_path / "balance"
+    workdir.mkdir()
+    (workdir / "config.json").write_text('{"seed": 3}')
+    for last, quiet in ((0, False), (1, True)):
+        lines = MetricsWriter(workdir, last_iteration=last, tensorboard=False, wandb="ciphers", quiet=quiet)
+        lines.plot(last, {"evaluation/heldout/avg": 0.2})
+        lines.write(last + 1, {"update/loss": 0.1})
+        lines.close()
+    assert wandb.logged == [
+        (0, {"evaluation/heldout/avg": 0.2}),
+        (1, {"update/loss": 0.1}),
+        (1, {"evaluation/heldout/avg": 0.2}),
+        (2, {"update/loss": 0.1}),
+    ]
+    assert wandb.finished == 2
+    first, second = wandb.begun
+    assert (first["project"], first["name"], first["config"]) == ("ciphers", "balance", {"seed": 3})
+    assert first["settings"] == {"silent": False} and second["settings"] == {"silent": True}
+    # The resumed run is the same one, and a folder begun anew another.
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    other = tmp_path / "other"
+    other.mkdir()
+    MetricsWriter(other, last_iteration=0, tensorboard=False, wandb="ciphers").close()
+    assert wandb.begun[2]["id"] != first["id"]
+
+
+def test_wandb_is_left_alone_where_no_project_is_named(tmp_path, wandb):
+    lines = writer(tmp_path, 0)
+    lines.write(1, {"update/loss": 0.1})
+    lines.close()
+    assert wandb.begun == wandb.logged == [] and wandb.finished == 0
+
+
+def test_wandb_not_installed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
+    with pytest.raises(ValueError, match="names the project 'ciphers', but wandb is not installed: pip install wandb"):
+        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, wandb="ciphers")
+
+
+def test_wandb_without_a_login_is_an_error(tmp_path, wandb):
+    wandb.failure = wandb.Error("api_key not configured.")
+    with pytest.raises(ValueError, match="logging.wandb: api_key not configured. Log in with `wandb login`"):
+        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, wandb="ciphers")
+
+
+# ---- this process ----------------------------------------------------------------------------------------------------
+
+
 def test_compilations_are_counted_once():
     counter = CompileCounter()
     double, three, four = jax.jit(lambda x: 2 * x + 1), jnp.ones(3), jnp.ones(4)
@@ -80,9 +180,20 @@ def test_compilations_are_counted_once():
 def test_progress_shows_iterations_phase_and_figures(capsys):
     progress = Progress(total=4, done=2)
     progress.iteration({"reward": "0.250"})
-    progress.say("iteration 3: avg@16 heldout 0.200")
+    progress.note("iteration 3: avg@16 heldout 0.200")
+    progress.say("every group was dropped")
     progress.iteration({"reward": "0.500"})
     progress.close()
     shown = capsys.readouterr().err
-    assert "iteration 3: avg@16 heldout 0.200" in shown
+    assert "iteration 3: avg@16 heldout 0.200\n" in shown and "every group was dropped\n" in shown
     assert "4/4" in shown and "reward 0.500" in shown
+
+
+def test_quiet_progress_shows_warnings_only(capsys):
+    progress = Progress(total=4, done=2, quiet=True)
+    progress.phase("updating")
+    progress.iteration({"reward": "0.250"})
+    progress.note("iteration 3: avg@16 heldout 0.200")
+    progress.say("every group was dropped")
+    progress.close()
+    assert capsys.readouterr() == ("", "every group was dropped\n")

@@ -1,34 +1,9 @@
-import json
+"""The command: what it prints and writes, and what it refuses."""
 
-import numpy as np
 import pytest
 
 from reinforce_ada_jax import plot
-
-
-def make_run(workdir, tokens, averages, updates_per_iteration=1):
-    """A work directory of len(tokens) iterations; `averages` of an evaluation by iteration, 0 among them or not."""
-    workdir.mkdir(parents=True)
-    config = {
-        "collection": {"prompts_per_iteration": 8 * updates_per_iteration},
-        "learning": {"prompts_per_update": 8},
-        "evaluation": {"samples": 16},
-    }
-    (workdir / "config.json").write_text(json.dumps(config))
-    evaluations = {
-        iteration: {"evaluation/heldout/avg": average, "evaluation/heldout/avg_standard_error": 0.01}
-        for iteration, average in averages.items()
-    }
-    (workdir / "evaluations").mkdir()
-    for iteration, result in evaluations.items():
-        (workdir / "evaluations" / f"{iteration:06d}.json").write_text(json.dumps({"iteration": iteration} | result))
-    lines = [
-        {"iteration": i, "reward/first_round": i / 10, "collection/tokens": count,
-         "collection/zero_signal_share": 0.5 if i == 1 else 0.25, **evaluations.get(i, {})}
-        for i, count in enumerate(tokens, start=1)
-    ]  # fmt: skip
-    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return workdir
+from tests.plotted import make_run, sample, write_samples
 
 
 @pytest.fixture
@@ -36,29 +11,6 @@ def runs(tmp_path):
     grpo = make_run(tmp_path / "grpo", tokens=[100, 100], averages={0: 0.2, 2: 0.6})
     balance = make_run(tmp_path / "balance", tokens=[400, 400], averages={0: 0.2, 2: 0.8})
     return [grpo, balance]
-
-
-def test_smooth():
-    # The mean over the last three, over fewer at the beginning.
-    np.testing.assert_allclose(plot.smooth(np.array([1.0, 3.0, 5.0, 10.0]), window=3), [1.0, 2.0, 3.0, 6.0])
-    np.testing.assert_allclose(plot.smooth(np.array([4.0])), [4.0])
-
-
-def test_load(tmp_path):
-    history = plot.load(make_run(tmp_path / "run", [100, 50, 150], {0: 0.2, 3: 0.6}, updates_per_iteration=2))
-    assert history.name == "run" and history.samples == 16
-    np.testing.assert_array_equal(history.updates, [2, 4, 6])
-    np.testing.assert_array_equal(history.tokens, [100, 150, 300])
-    np.testing.assert_array_equal(history.metrics["reward/first_round"], [0.1, 0.2, 0.3])
-    updates, tokens, average, error = history.evaluations["heldout"]
-    np.testing.assert_array_equal([updates, tokens, average, error], [[0, 6], [0, 300], [0.2, 0.6], [0.01, 0.01]])
-
-
-def test_a_run_that_is_writing_a_line_can_be_plotted(tmp_path):
-    workdir = make_run(tmp_path / "run", [100, 100], {2: 0.6})
-    with (workdir / "metrics.jsonl").open("a") as file:
-        file.write('{"iteration": 3, "rew')
-    np.testing.assert_array_equal(plot.load(workdir).updates, [1, 2])
 
 
 def test_table(tmp_path, runs):
@@ -86,38 +38,67 @@ def test_what_was_spent_compares_where_both_have_been(tmp_path, runs):
     assert sentence.startswith("After 2 updates balance stands at 0.800 and longer at 0.400, and balance generated 4.0")
 
 
-def test_the_figure_is_written(tmp_path, runs, capsys):
+def test_figures_and_page_are_written_and_the_page_is_named_last(tmp_path, runs, capsys):
+    write_samples(runs[0], 1, [sample()])
     plot.main(runs, tmp_path / "figures")
-    file = tmp_path / "figures" / "comparison.png"
-    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000
+    written = {file.name for file in (tmp_path / "figures").iterdir()}
+    # pass_at_k: the evaluations have none; sampling, time and calibration: nor have the metrics.
+    names = ("learning", "signal")
+    assert written == {"index.html", *(name + end for name in names for end in (".png", ".svg", "-dark.svg"))}
+    for name in names:
+        drawn = (tmp_path / "figures" / f"{name}.png").read_bytes()
+        assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000
+    page = (tmp_path / "figures" / "index.html").read_text()
+    assert 'src="learning.svg"' in page and 'srcset="learning-dark.svg"' in page and 'src="time.svg"' not in page
     shown = capsys.readouterr().out
-    assert "zero-signal 1-25" in shown and "After 2 updates" in shown and f"figure: {file}" in shown
+    assert "zero-signal 1-25" in shown and "After 2 updates" in shown
+    assert shown.splitlines()[-1] == f"open in a browser: {tmp_path / 'figures' / 'index.html'}"
 
 
-def test_a_run_without_evaluations_has_a_figure_too(tmp_path, capsys):
+def test_a_run_without_evaluations_has_figures_too(tmp_path, capsys):
     plot.main([make_run(tmp_path / "run", [100, 100], {})], tmp_path)
-    assert (tmp_path / "comparison.png").exists()
+    assert (tmp_path / "learning.png").exists()
+    assert "No run was evaluated." in (tmp_path / "index.html").read_text()
     assert "After" not in capsys.readouterr().out
 
 
-def test_runs_on_several_benchmarks_have_a_figure_each(tmp_path, runs, capsys):
+def test_every_benchmark_has_its_summary(tmp_path, runs):
     file = runs[0] / "metrics.jsonl"
     file.write_text(file.read_text().replace('"evaluation/heldout/avg', '"evaluation/other/avg'))
-    plot.main(runs, tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {"comparison_heldout.png", "comparison_other.png"}
-    capsys.readouterr()
+    summaries = plot.summaries([plot.load(workdir) for workdir in runs])
+    assert [(summary.benchmark, len(summary.rows)) for summary in summaries] == [("heldout", 3), ("other", 2)]
+    assert summaries[0].rows[0][:3] == ["heldout avg@16 after", "0 updates", "2 updates"]
+    # A sentence needs both runs: here both were evaluated on one of them, grpo before it began.
+    assert [bool(summary.sentence) for summary in summaries] == [True, False]
 
 
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_folder_without_a_run_is_an_error(tmp_path, capsys, exists):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "has no metrics.jsonl with a finished iteration"),
+        ("", "has no metrics.jsonl with a finished iteration"),
+        ('{"iteration": 1, "rew', "has no metrics.jsonl with a finished iteration"),
+        ('{"iteration": 1}\n', "config.json can't be read (No such file or directory)"),
+        ("[1, 2]\n", "metrics.jsonl, line 1: no metrics of an iteration"),
+    ],
+)
+def test_a_folder_without_a_run_is_an_error(tmp_path, capsys, content, said):
     workdir = tmp_path / "empty"
-    if exists:
+    if content is not None:
         workdir.mkdir()
-        (workdir / "metrics.jsonl").write_text("")
+        (workdir / "metrics.jsonl").write_text(content)
     with pytest.raises(SystemExit, match="2"):
         plot.main([workdir], tmp_path / "figures")
-    assert f"error: {workdir} has no metrics.jsonl with a finished iteration" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {workdir}") and said in shown and shown.count("\n") == 1
     assert not (tmp_path / "figures").exists()
+
+
+def test_samples_that_are_none_are_an_error(tmp_path, runs, capsys):
+    write_samples(runs[0], 3, [{"prompt": "p"}])
+    with pytest.raises(SystemExit, match="2"):
+        plot.main(runs, tmp_path / "figures")
+    assert "000003.jsonl, line 1: no sampled response" in capsys.readouterr().err
 
 
 def test_no_folder_is_an_error(tmp_path, capsys):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection.advantages import Group
-from reinforce_ada_jax.collection.metrics import collection_metrics
+from reinforce_ada_jax.collection.metrics import MOST_ROUNDS, collection_metrics
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 
@@ -45,6 +45,20 @@ def test_by_hand():
         "collection/weight_clipped_share": 0.0,
         "collection/unmet_share": pytest.approx(1 / 3),
         "collection/truncated_share": pytest.approx(2 / 11),
+        # Rounds 3, 2, 1.
+        "collection/active_round_1": 3,
+        "collection/active_round_2": 2,
+        "collection/active_round_3": 1,
+        # 6, 4 and 1 draws; a tenth of the way from 1 to 6 in two steps: 1 + 0.2 * 3, 4 + 0.8 * 2.
+        "collection/draws_mean": pytest.approx(11 / 3),
+        "collection/draws_p10": pytest.approx(1.6),
+        "collection/draws_p50": 4.0,
+        "collection/draws_p90": pytest.approx(5.6),
+        "collection/draws_max": 6,
+        # 4 and 2 beyond the first two; one draw fewer than two takes nothing away.
+        "collection/extra_samples": 6,
+        "collection/unmet_no_correct_share": pytest.approx(1 / 3),
+        "collection/unmet_no_wrong_share": 0.0,
         # A response without an answer or too long to look at is no failure of the verifier.
         "collection/verifier_failures": 2,
         "collection/verdict_crash": 1,
@@ -74,3 +88,27 @@ def test_outcome_and_reward_are_two_things():
     right = Pool(pool.prompt, pool.responses, (Verdict(True, 1.0), Verdict(True, 0.5)), 1, True)
     metrics = collection_metrics([Group(right, np.arange(2), np.array([0.1, -0.1]))], group_size=2)
     assert (metrics["reward/first_round"], metrics["reward/first_round_correct"]) == (0.75, 1.0)
+
+
+def test_unmet_prompts_by_the_side_they_lack():
+    wanted = {
+        "none right": ([0.0, 0.0, 0.0], False),
+        "none wrong": ([1.0, 1.0, 1.0], False),
+        "too few right": ([0.0, 1.0, 0.0], False),
+        "none wrong either, and content with it": ([1.0, 1.0, 1.0], True),
+        "none wrong, again": ([1.0, 1.0], False),
+    }
+    groups = [
+        make_group(name, rewards, [], rounds=1, met=met, lengths=[1] * len(rewards))
+        for name, (rewards, met) in wanted.items()
+    ]
+    metrics = collection_metrics(groups, group_size=2)
+    assert metrics["collection/unmet_share"] == pytest.approx(0.8)
+    assert metrics["collection/unmet_no_correct_share"] == pytest.approx(0.2)
+    assert metrics["collection/unmet_no_wrong_share"] == pytest.approx(0.4)
+
+
+def test_rounds_without_a_limit_do_not_make_keys_without_a_limit():
+    group = make_group("hard", [0.0] * 50, [], rounds=50, met=False, lengths=[1] * 50)
+    rounds = [key for key in collection_metrics([group], group_size=2) if "active_round" in key]
+    assert rounds == [f"collection/active_round_{number}" for number in range(1, MOST_ROUNDS + 1)]
