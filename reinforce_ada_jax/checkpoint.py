@@ -2,22 +2,43 @@
 
 One checkpoint a saved iteration: the learner's state (weights, moments, update count) as arrays, and a JSON record with
 everything else that the next iteration depends on (the data cursor, the seed). Where adapters are trained, the
-weights are theirs alone, and the record names the base. A checkpoint that was not finished when the process died is
-never offered for a resume.
+weights are theirs alone, and the record names the base.
+
+Saving goes on beside the run, one checkpoint at a time; one that was not finished when the process died is never
+offered for a resume. Each array has a fingerprint in the record, taken on the devices before it was written, so a
+flipped bit or a missing piece is found before anything is trained on it.
 """
 
+import contextlib
 import functools
+import hashlib
+import json
 import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import Array, UInt32
 from ml_collections import ConfigDict
+from orbax.checkpoint import checkpoint_managers
 
+from reinforce_ada_jax import distributed
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import init
+
+# Where damaged checkpoints are put, beside those that are whole.
+DAMAGED = "damaged_checkpoints"
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was saved."""
+
+
+class NotSavedError(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
 
 
 def holds_checkpoint(workdir: pathlib.Path) -> bool:
@@ -35,14 +56,58 @@ def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, 
     return jax.eval_shape(learner.init, params), learner.shardings(params)
 
 
+def _words(x: Array) -> UInt32[Array, "..."]:
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+@jax.jit
+def fingerprints(state: LearnerState) -> list[UInt32[Array, ""]]:
+    """A number for each array, in the order of the tree: every word times an odd number of its place, modulo 2^32.
+
+    An odd factor loses no bit, so one flipped bit always shows; a permutation shows as well, the factors being distinct
+    for 2^31 words.
+    """
+
+    def one(x):
+        words, place = _words(x), jnp.zeros(x.shape, jnp.uint32)
+        for axis in range(x.ndim):
+            stride = functools.reduce(lambda a, b: a * b % 2**32, x.shape[axis + 1 :], 1)
+            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
+        return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+
+    return [one(x) for x in jax.tree.leaves(state)]
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
 class Checkpoints:
     """The `checkpoints` folder of a work directory."""
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int):
+    def __init__(self, workdir: pathlib.Path, *, keep: int, keep_best: int = 0, keep_every: int = 0):
+        """Opens the folder, or begins it.
+
+        Args:
+          workdir: of the run.
+          keep: how many of the newest stay.
+          keep_best: how many of those with the best evaluation stay as well.
+          keep_every: those of every so many iterations stay as well; 0: none.
+        """
         self.folder = workdir.absolute() / "checkpoints"
+        kept: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(keep)]
+        if keep_best:
+            kept.append(checkpoint_managers.BestN(
+                get_metric_fn=lambda metrics: metrics["evaluation"], n=keep_best, keep_checkpoints_without_metrics=False
+            ))  # fmt: skip
+        if keep_every:
+            kept.append(checkpoint_managers.EveryNSteps(keep_every))
         self._manager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept), enable_async_checkpointing=True
+            ),
             item_names=("learner", "run"),
         )
 
@@ -54,25 +119,136 @@ class Checkpoints:
         """All complete iterations, ascending."""
         return sorted(self._manager.all_steps())
 
-    def save(self, iteration: int, learner: LearnerState, run: dict[str, Any]) -> None:
-        """Writes iteration `iteration` and waits until it is complete. A second save of it does nothing."""
+    def save(self, iteration: int, learner: LearnerState, run: dict[str, Any], evaluation: float | None = None) -> None:
+        """Begins to write iteration `iteration`, once the one before is written. A second save of it does nothing.
+
+        The state may be donated when this returns.
+
+        Args:
+          iteration: finished ones.
+          learner: the arrays.
+          run: the record, as JSON.
+          evaluation: of these weights, higher is better; None where there was none.
+        """
         if iteration in self._manager.all_steps():
             return
-        items = ocp.args.Composite(learner=ocp.args.StandardSave(learner), run=ocp.args.JsonSave(run))
-        self._manager.save(iteration, args=items)
-        self._manager.wait_until_finished()
+        record = run | {"fingerprints": [int(number) for number in jax.device_get(fingerprints(learner))]}
+        items = ocp.args.Composite(
+            learner=ocp.args.StandardSave(learner),
+            run=ocp.args.JsonSave({"record": record, "checksum": _checksum(record)}),
+        )
+        metrics = None if evaluation is None else {"evaluation": evaluation}
+        with self._writing():
+            self._manager.save(iteration, args=items, metrics=metrics)
+
+    def check(self) -> None:
+        """Raises NotSavedError where writing beside the run went wrong."""
+        with self._writing():
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Returns when all that was saved is on disk; raises NotSavedError where it can't be."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk is an OSError of Python's or a ValueError of TensorStore's
+            raise NotSavedError(f"no checkpoint could be written to {self.folder}: {_first_line(error)}") from error
+
+    def record(self, iteration: int) -> dict[str, Any]:
+        """The JSON record of an iteration.
+
+        Raises:
+          DamagedError: it can't be read, or is not what was saved.
+        """
+        try:
+            saved = self._manager.restore(iteration, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            record, checksum = saved["record"], saved["checksum"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedError(self._damaged(iteration, f"its record can't be read ({_first_line(error)})")) from error
+        if _checksum(record) != checksum:
+            raise DamagedError(self._damaged(iteration, "its record is not what was saved"))
+        return record
 
     def restore(
         self, iteration: int, shapes: LearnerState, shardings: LearnerState
     ) -> tuple[LearnerState, dict[str, Any]]:
-        """The state of an iteration, every array born where `shardings` says."""
+        """The state of an iteration, every array born where `shardings` says.
+
+        Raises:
+          DamagedError: a part of it can't be read, or is not what was saved.
+        """
+        record = self.record(iteration)
         target = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
         )
-        items = ocp.args.Composite(learner=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())
-        restored = self._manager.restore(iteration, args=items)
-        return restored.learner, restored.run
+        broken = None
+        try:
+            learner = self._manager.restore(
+                iteration, args=ocp.args.Composite(learner=ocp.args.StandardRestore(target))
+            ).learner
+        except Exception as error:  # whatever Orbax and TensorStore make of a broken file
+            broken = error
+        if distributed.any_of(broken is not None):
+            what = "its arrays can't be read" + (f" ({_first_line(broken)})" if broken else "")
+            raise DamagedError(self._damaged(iteration, what)) from broken
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+        now = [int(number) for number in jax.device_get(fingerprints(learner))]
+        changed = [path for path, a, b in zip(paths, now, record["fingerprints"], strict=True) if a != b]
+        if changed:
+            what = f"{len(changed)} of {len(paths)} arrays are not what was saved, {changed[0]} first"
+            raise DamagedError(self._damaged(iteration, what))
+        return learner, record
+
+    def restore_newest(
+        self,
+        shapes: LearnerState,
+        shardings: LearnerState,
+        accept: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> tuple[LearnerState, dict[str, Any]] | None:
+        """The newest state that is whole, or None where no checkpoint was ever finished.
+
+        Those that are damaged are put aside, and `say` is told; `accept` refuses a record by raising ValueError.
+
+        Raises:
+          ValueError: none is whole.
+        """
+        iterations = self.iterations()
+        for iteration in reversed(iterations):
+            try:
+                accept(self.record(iteration))
+                return self.restore(iteration, shapes, shardings)
+            except DamagedError as error:
+                self._put_aside(iteration)
+                say(f"{error} It is put aside in {self.folder.with_name(DAMAGED)}.")
+        if iterations:
+            raise ValueError(
+                f"none of the {len(iterations)} checkpoints in {self.folder} was whole, so there is nothing to go on "
+                "from. Restore the folder from a copy, or begin anew with another --workdir."
+            )
+        return None
+
+    def _put_aside(self, iteration: int) -> None:
+        if distributed.is_writer():
+            there = self.folder.with_name(DAMAGED)
+            there.mkdir(exist_ok=True)
+            number = sum(1 for _ in there.iterdir())
+            (self.folder / str(iteration)).rename(there / f"{iteration}.{number}")
+        distributed.any_of(False)  # until it is gone
+        self._manager.reload()
+
+    def _damaged(self, iteration: int, what: str) -> str:
+        return f"the checkpoint of iteration {iteration} in {self.folder} is damaged: {what}."
 
     def close(self) -> None:
-        """Releases Orbax's threads."""
-        self._manager.close()
+        """Releases Orbax's threads. What went wrong in writing is for `wait` to say, before."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

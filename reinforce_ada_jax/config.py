@@ -151,6 +151,8 @@ def defaults() -> config_dict.ConfigDict:
         checkpoint=dict(
             every=50,
             keep=2,  # the newest ones
+            keep_best=0,  # beside them, so many with the best evaluation (the mean of avg@k over the benchmarks)
+            keep_every=0,  # and those of every so many iterations; 0: none
         ),
         evaluation=dict(
             every=50,
@@ -282,6 +284,8 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "learning.warmup_updates": learning.warmup_updates,
         "learning.weight_decay": learning.weight_decay,
         "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep_best": config.checkpoint.keep_best,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
         "evaluation.every": config.evaluation.every,
         "logging.sampled_prompts": config.logging.sampled_prompts,
     }

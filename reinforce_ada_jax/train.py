@@ -15,8 +15,10 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +28,7 @@ from ml_collections import ConfigDict
 from reinforce_ada_jax import assembly, command, distributed, evaluate, run_summary, sharing
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
-from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
+from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
 from reinforce_ada_jax.collection import ahead, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.ahead import Ahead
@@ -87,7 +89,8 @@ class Run:
         if self.learner.lora is not None:
             self.base = assembly.load_params(config, parts) if params is None else params
             self.base_fingerprint = adapter_files.fingerprint(parts.folder)
-        self.checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
+        kept = config.checkpoint
+        self.checkpoints = Checkpoints(workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every)
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
@@ -102,6 +105,7 @@ class Run:
             self.reference = (
                 assembly.load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
             )
+        fingerprints(self.state)  # compiled now, not at the first checkpoint
         self.rollouts = Rollouts(parts.engine)
         self.expected_draws = sharing.ExpectedDraws(config.collection)
         self.interrupt = Interrupt()
@@ -116,17 +120,24 @@ class Run:
                 quiet=quiet,
             )
 
+    @property
+    def resume(self) -> str:
+        """How to go on from here."""
+        return (
+            f"python -m reinforce_ada_jax.train with the same --config and --workdir={self.workdir} goes on from there."
+        )
+
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def _begin_or_resume(self, params: Params | None) -> LearnerState:
-        latest = self.checkpoints.latest()
-        if latest is None and self.learner.lora is not None:
+        restored = self.checkpoints.restore_newest(
+            *abstract_state(self.config, self.learner), self._check_model, lambda text: print(f"warning: {text}")
+        )
+        if restored is None and self.learner.lora is not None:
             return self.learner.init(assembly.new_adapters(self.config, self.parts, self.learner.lora))
-        if latest is None:
+        if restored is None:
             return self.learner.init(assembly.load_params(self.config, self.parts) if params is None else params)
-        state, saved = self.checkpoints.restore(latest, *abstract_state(self.config, self.learner))
-        if self.base is not None:
-            adapter_files.check_base(self.parts.folder, saved["base"])
+        state, saved = restored
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
         self.begun = ahead.from_json(saved["begun"])
@@ -134,17 +145,35 @@ class Run:
             self.estimator.load_json(saved["estimator"])
         return state
 
-    def save(self) -> None:
-        """Writes the whole state as of the last finished iteration."""
+    def _check_model(self, saved: dict[str, Any]) -> None:
+        """Raises ValueError where a checkpoint is of another model than the configured one."""
+        ours, theirs = self._architecture(), saved["architecture"]
+        different = [
+            f"{name} {theirs.get(name)!r}, now {ours[name]!r}" for name in ours if ours[name] != theirs.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{self.workdir} holds checkpoints of another model than {self.parts.folder}: {'; '.join(different)}. "
+                "Name the model that the run began with, or another --workdir."
+            )
+        if self.base is not None:
+            adapter_files.check_base(self.parts.folder, saved["base"])
+
+    def _architecture(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self.parts.architecture)))
+
+    def save(self, evaluation: float | None = None) -> None:
+        """Begins to write the whole state as of the last finished iteration; `evaluation` is the mean avg@k of it."""
         saved = {
             "iteration": self.iteration,
+            "architecture": self._architecture(),
             "cursor": self.cursor.to_json(),
             "pending": self.pending,
             "begun": ahead.to_json(self.begun),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
             "base": self.base_fingerprint,
         }
-        self.checkpoints.save(self.iteration, self.state, saved)
+        self.checkpoints.save(self.iteration, self.state, saved, evaluation)
 
     def policy(self) -> Params:
         """The current weights, to score with and to decode from. An update donates them: ask anew after each."""
@@ -399,6 +428,7 @@ class Run:
                 self.metrics.plot(0, before)
         while self.pending is not None or self.iteration < self.config.iterations:
             self.interrupt.agree()
+            self.checkpoints.check()
             if self.pending is None:
                 self.pending = self.one_iteration(verifiers, progress)
             if self.benchmarks and self.due(self.config.evaluation.every):
@@ -413,9 +443,10 @@ class Run:
                     "entropy": f"{self.pending['update/entropy']:.2f}",
                 }
             )
+            averages = [value for key, value in self.pending.items() if re.fullmatch("evaluation/.*/avg", key)]
             self.pending = None
             if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
-                self.save()
+                self.save(float(np.mean(averages)) if averages else None)
 
 
 def peak_memory() -> int:
@@ -436,6 +467,24 @@ def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
             f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted "
             "bucket, NFS)."
         )
+
+
+def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> tuple[str, int]:
+    """The loop; then why it ended early and the exit code, or "" and 0. Its state is on disk when this returns."""
+    said, code = "", 0
+    try:
+        with verifier_pool as verifiers:
+            run.loop(verifiers, progress)
+    except Interrupted:
+        run.save()
+        preempted = run.interrupt.preempted()
+        code = RESTART if preempted else command.INTERRUPTED
+        said = f"{'told to end' if preempted else 'interrupted'}; iteration {run.iteration} is saved. {run.resume}"
+    except Stopped as error:
+        run.save()
+        code, said = command.STOPPED, f"{error} The state before it is saved as iteration {run.iteration}."
+    run.checkpoints.wait()
+    return said, code
 
 
 def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> None:
@@ -461,29 +510,30 @@ def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> N
         if run.iteration:
             print(f"resuming after iteration {run.iteration}")
     progress = Progress(config.iterations, run.iteration, quiet=silent)
-    resume = f"python -m reinforce_ada_jax.train with the same --config and --workdir={workdir} goes on from there."
     try:
-        with verifier_pool as verifiers:
-            run.loop(verifiers, progress)
-    except Interrupted:
-        run.save()
-        progress.close()
-        preempted = run.interrupt.preempted()
+        said, code = until_the_end(run, verifier_pool, progress)
         distributed.leave()
-        command.fail(
-            f"{'told to end' if preempted else 'interrupted'}; iteration {run.iteration} is saved. {resume}",
-            RESTART if preempted else command.INTERRUPTED,
+    except OSError as error:  # a full disk, most of all
+        whole = max(run.checkpoints.iterations(), default=None)
+        said, code = (
+            (
+                f"{error}. The run stops before it trains on. "
+                + (
+                    "No checkpoint was finished yet. "
+                    if whole is None
+                    else f"The newest whole checkpoint is of {whole}. "
+                )
+                + f"Make room, then: {run.resume}"
+            ),
+            command.STOPPED,
         )
-    except Stopped as error:
-        run.save()
-        progress.close()
-        distributed.leave()
-        command.fail(f"{error} The state before it is saved as iteration {run.iteration}.", command.STOPPED)
     finally:
         if run.metrics is not None:
             run.metrics.close()
         run.checkpoints.close()
     progress.close()
+    if said:
+        command.fail(said, code)
     if distributed.is_writer():
         print(
             f"finished iteration {run.iteration}. Weights: {workdir}/checkpoints; export them with\n"

@@ -13,8 +13,8 @@ PACKAGE = "reinforce_ada_jax"
 # A folder, or a file beside the folders, is a room; whatever is not named is an entry point, above all of these.
 # `checkpoint` stands beside `learning` in the picture, but what it saves is the learner's state: one higher.
 LAYERS = (
-    {"types", "collection_rules"},
-    {"config", "mesh", "metrics", "distributed", "lifeline"},
+    {"types", "collection_rules", "lifeline"},
+    {"config", "mesh", "metrics", "distributed"},
     {"policy", "rewards", "data", "collection"},
     {"sampling", "learning"},
     {"checkpoint"},

@@ -1,0 +1,186 @@
+"""Checkpoints that something happened to: flipped bits, missing files, a full disk; and which ones stay."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import assembly, checkpoint
+from reinforce_ada_jax.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
+from reinforce_ada_jax.learning.learner import Learner
+from tests.running import tiny
+
+# Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def learner():
+    config = tiny()
+    parts = assembly.parts(config, assembly.model_folder(config.model.path))
+    return Learner(parts.architecture, config, parts.mesh), config
+
+
+@pytest.fixture(scope="module")
+def state(learner):
+    shapes, shardings = abstract_state(learner[1], learner[0])
+    key = jax.random.key(0)
+
+    def make(x, sharding):
+        nonlocal key
+        key, own = jax.random.split(key)
+        drawn = jax.random.normal(own, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.full(x.shape, 7)
+        return jax.device_put(drawn.astype(x.dtype), sharding)
+
+    return jax.tree.map(make, shapes, shardings)
+
+
+@pytest.fixture(scope="module")
+def saved(learner, state, tmp_path_factory):
+    """A work directory with whole checkpoints of iterations 1, 2 and 3."""
+    workdir = tmp_path_factory.mktemp("saved")
+    checkpoints = Checkpoints(workdir, keep=3)
+    for iteration in (1, 2, 3):
+        checkpoints.save(iteration, state, {"iteration": iteration})
+    checkpoints.wait()
+    checkpoints.close()
+    return workdir
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def newest(workdir, learner, said, accept=lambda record: None):
+    checkpoints = Checkpoints(workdir, keep=3)
+    try:
+        return checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), accept, said.append)
+    finally:
+        checkpoints.close()
+
+
+def largest_file(folder: pathlib.Path) -> pathlib.Path:
+    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def flip(file: pathlib.Path, place: float) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 16
+    file.write_bytes(bytes(data))
+
+
+def truncate(file: pathlib.Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_the_newest_whole_one_is_used(copied, learner, state):
+    said = []
+    restored, record = newest(copied, learner, said)
+    assert record["iteration"] == 3 and not said
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: truncate(largest_file(folder / "learner")),
+        lambda folder: largest_file(folder / "learner").unlink(),
+        lambda folder: flip(largest_file(folder / "learner"), 0.2),
+        lambda folder: flip(largest_file(folder / "learner"), 0.7),
+        lambda folder: truncate(largest_file(folder / "run")),
+        lambda folder: largest_file(folder / "run").unlink(),
+        lambda folder: largest_file(folder / "run").write_text(
+            largest_file(folder / "run").read_text().replace('"iteration": 3', '"iteration": 4')
+        ),
+        lambda folder: shutil.rmtree(folder / "learner"),
+    ],
+    ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays"],
+)  # fmt: skip
+def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, harm):
+    harm(copied / "checkpoints" / "3")
+    said = []
+    restored, record = newest(copied, learner, said)
+    assert record["iteration"] == 2
+    assert len(said) == 1 and "the checkpoint of iteration 3 in" in said[0] and "is damaged" in said[0]
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert [file.name for file in (copied / checkpoint.DAMAGED).iterdir()] == ["3.0"]
+    # The iteration is made again, and saved where the damaged one was.
+    checkpoints = Checkpoints(copied, keep=3)
+    assert checkpoints.iterations() == [1, 2]
+    checkpoints.save(3, state, {"iteration": 3})
+    checkpoints.wait()
+    assert checkpoints.iterations() == [1, 2, 3]
+    checkpoints.close()
+
+
+def test_nothing_whole_is_no_new_beginning(copied, learner):
+    for iteration in (1, 2, 3):
+        truncate(largest_file(copied / "checkpoints" / str(iteration) / "learner"))
+    with pytest.raises(ValueError, match=r"none of the 3 checkpoints in .* was whole.*begin anew with another"):
+        newest(copied, learner, [])
+
+
+def test_no_checkpoint_at_all(tmp_path, learner):
+    assert newest(tmp_path, learner, []) is None
+
+
+def test_what_is_not_accepted_is_not_damaged(copied, learner):
+    def refuse(record):
+        raise ValueError(f"not {record['iteration']}")
+
+    with pytest.raises(ValueError, match="not 3") as error:
+        newest(copied, learner, [], refuse)
+    assert not isinstance(error.value, DamagedError)
+    assert not (copied / checkpoint.DAMAGED).exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype):
+    x = np.asarray(jnp.arange(24).reshape(2, 3, 4).astype(dtype))
+
+    def fingerprint(array):
+        return int(checkpoint.fingerprints(jnp.asarray(array))[0])
+
+    seen, own = set(), fingerprint(x)
+    for place in range(24):
+        for bit in range(8 * x.itemsize):
+            data = bytearray(x.tobytes())
+            data[place * x.itemsize + bit // 8] ^= 1 << bit % 8
+            seen.add(fingerprint(np.frombuffer(bytes(data), x.dtype).reshape(x.shape)))
+    assert own not in seen
+    assert own not in {fingerprint(x[::-1].copy()), fingerprint(x[:, :, ::-1].copy()), fingerprint(np.roll(x, 1))}
+
+
+def test_which_ones_stay(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_best=1, keep_every=4)
+    for iteration, evaluation in enumerate([0.1, 0.9, None, 0.3, 0.5, None, 0.2], start=1):
+        checkpoints.save(iteration, state, {"iteration": iteration}, evaluation)
+    checkpoints.wait()
+    assert checkpoints.iterations() == [2, 4, 6, 7], "the best, every fourth, the newest two"
+    checkpoints.close()
+
+
+def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner):
+    resource = pytest.importorskip("resource")
+    checkpoints = Checkpoints(copied, keep=3)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal  # noqa: PLC0415
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises(NotSavedError, match="no checkpoint could be written to"):
+            checkpoints.save(4, state, {"iteration": 4})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+        checkpoints.close()
+    said = []
+    assert newest(copied, learner, said)[1]["iteration"] == 3 and not said
+    assert json.loads((copied / "checkpoints" / "3" / "run" / "metadata").read_text())
