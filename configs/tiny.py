@@ -34,7 +34,6 @@ def get_config() -> ConfigDict:
     config.learning.learning_rate = 5e-4
     config.learning.warmup_updates = 5
     config.learning.b2 = 0.99
-    config.learning.logprob_chunk = 8
     config.checkpoint.every = 25
     config.evaluation.every = 25
     config.evaluation.benchmarks = ("cipher:heldout",)

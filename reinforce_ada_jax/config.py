@@ -33,6 +33,8 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
 RESUMABLE = ("iterations", "checkpoint", "evaluation")
+# Keys of older runs that changed no result; nothing reads them any more.
+RETIRED = ("learning.logprob_chunk",)
 
 
 def defaults() -> config_dict.ConfigDict:
@@ -138,7 +140,6 @@ def defaults() -> config_dict.ConfigDict:
             kl_kind="k3",
             # Cap of the sampler/learner importance weight; default: none, or 2.0 with overlap_iterations.
             truncated_is_cap=config_dict.placeholder(float),
-            logprob_chunk=512,  # tokens whose logits exist at a time
         ),
         lora=dict(
             rank=0,  # of the adapters that are trained in place of the weights; 0: the weights themselves
@@ -250,7 +251,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
             f"sampling.{key}": sampling[key]
             for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")
         },
-        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "logprob_chunk")},
+        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches")},
         **{f"mesh.{axis}": size for axis, size in config.mesh.items()},
     }
     for name, value in at_least_one.items():
@@ -391,6 +392,8 @@ def from_json(text: str) -> config_dict.ConfigDict:
         saved["evaluation"][key] = tuple(saved["evaluation"][key])
     if "lora" in saved:  # runs from before there were adapters have none
         saved["lora"]["targets"] = tuple(saved["lora"]["targets"])
+    for section, key in (name.split(".") for name in RETIRED):
+        saved.get(section, {}).pop(key, None)
     config = defaults()
     config.update(saved)
     return config
@@ -415,7 +418,7 @@ def differences(config: config_dict.ConfigDict, saved: dict[str, Any]) -> list[s
     return [
         f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(now.keys() | then.keys())
-        if key.split(".")[0] not in RESUMABLE and now.get(key, KeyError) != then.get(key, KeyError)
+        if not (key in RETIRED or key.split(".")[0] in RESUMABLE) and now.get(key, KeyError) != then.get(key, KeyError)
     ]
 
 

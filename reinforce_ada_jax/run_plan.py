@@ -149,11 +149,6 @@ def remedies(
             f"learning.micro_batches = {more} (now {config.learning.micro_batches}): {' and '.join(learning)} hold "
             "fewer rows at a time; results don't change."
         )
-    elif learning and config.learning.logprob_chunk > 64:
-        lines.append(
-            f"learning.logprob_chunk = {config.learning.logprob_chunk // 2} (now {config.learning.logprob_chunk}): "
-            "fewer logits at a time."
-        )
     if 2 * tensor <= architecture.num_kv_heads and architecture.num_kv_heads % (2 * tensor) == 0:
         lines.append(
             f"mesh.tensor = {2 * tensor} (now {tensor}): weights and cache of decoding are split once more; as many "

@@ -34,7 +34,7 @@ from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
-from reinforce_ada_jax.learning.batch import Batch, make_batch
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
@@ -237,11 +237,7 @@ class Run:
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
         batches = []
         for places in deal([len(group.kept) for group in groups], count):
-            rows = [
-                (groups[place].pool.prompt.tokens, groups[place].pool.responses[draw], advantage)
-                for place in places
-                for draw, advantage in zip(groups[place].kept, groups[place].advantages, strict=True)
-            ]
+            rows = [example for place in places for example in examples(groups[place])]
             if not rows:
                 continue
             batch = self.learner.put(make_batch(
@@ -412,6 +408,15 @@ class Run:
             self.pending = None
             if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
                 self.save()
+
+
+def examples(group: Group) -> list[Example]:
+    """The kept responses of a group, as the update sees them."""
+    pool, rewards = group.pool, group.pool.rewards
+    return [
+        Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
+        for draw, baseline in zip(group.kept, group.baselines, strict=True)
+    ]
 
 
 def peak_memory() -> int:

@@ -1,12 +1,31 @@
 """Groups to arrays: the border between the host's records and the learner's programs."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.types import Response
+
+
+class Example(NamedTuple):
+    """One response as the update sees it; its advantage is weight * (reward - baseline).
+
+    Attributes:
+      prompt: int32[T], tokens of the prompt.
+      response: the draw.
+      reward: of the response.
+      baseline: what the reward is compared with.
+      weight: factor of their difference.
+    """
+
+    prompt: np.ndarray
+    response: Response
+    reward: float = 0.0
+    baseline: float = 0.0
+    weight: float = 1.0
 
 
 @struct.dataclass
@@ -21,7 +40,9 @@ class Batch:
     tokens: Int[Array, "*M B T"]
     prompt_length: Int[Array, "*M B"]
     response_length: Int[Array, "*M B"]
-    advantages: Float[Array, "*M B"]
+    reward: Float[Array, "*M B"]
+    baseline: Float[Array, "*M B"]
+    weight: Float[Array, "*M B"]
     behaviour_logprobs: Float[Array, "*M B R"]
     old_logprobs: Float[Array, "*M B R"]
     version: Int[Array, "*M B"]  # `Response.version`
@@ -29,13 +50,13 @@ class Batch:
 
 
 def make_batch(
-    rows: Sequence[tuple[np.ndarray, Response, float]],
+    rows: Sequence[Example],
     *,
     max_prompt_tokens: int,
     max_response_tokens: int,
     num_rows: int | None = None,
 ) -> Batch:
-    """A batch of (prompt tokens, response, advantage), in the order given, and empty rows up to `num_rows`.
+    """A batch of the examples, in the order given, and empty rows up to `num_rows`.
 
     `old_logprobs` starts as the behaviour's, and is replaced by the learner's own before the first update.
 
@@ -53,9 +74,9 @@ def make_batch(
         raise ValueError(f"{len(rows)} rows are more than the {size} that the batch is to have: raise num_rows.")
     tokens = np.zeros((size, max_prompt_tokens + max_response_tokens), np.int32)
     prompt_length, response_length = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    version, advantages = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    version, worth = np.zeros(size, np.int32), np.zeros((3, size), np.float32)
     logprobs = np.zeros((size, max_response_tokens), np.float32)
-    for row, (prompt, response, advantage) in enumerate(rows):
+    for row, (prompt, response, *of_response) in enumerate(rows):
         before, length = len(prompt), len(response.tokens)
         if before > max_prompt_tokens or length > max_response_tokens:
             raise ValueError(
@@ -63,13 +84,15 @@ def make_batch(
                 f"{max_response_tokens}."
             )
         tokens[row, :before], tokens[row, before : before + length] = prompt, response.tokens
-        prompt_length[row], response_length[row], advantages[row] = before, length, advantage
+        prompt_length[row], response_length[row], worth[:, row] = before, length, of_response
         logprobs[row, :length], version[row] = response.logprobs, response.version
     return Batch(
         tokens=tokens,
         prompt_length=prompt_length,
         response_length=response_length,
-        advantages=advantages,
+        reward=worth[0],
+        baseline=worth[1],
+        weight=worth[2],
         behaviour_logprobs=logprobs,
         old_logprobs=logprobs,
         version=version,

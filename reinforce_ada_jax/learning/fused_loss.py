@@ -38,6 +38,7 @@ class Plan(NamedTuple):
       backend: one of `BACKENDS`.
       tile: (rows, words) whose logits exist at a time.
       interpret: run a Pallas kernel without its device.
+      frozen_head: only hidden states have a gradient.
     """
 
     temperature: float
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     backend: str
     tile: tuple[int, int]
     interpret: bool
+    frozen_head: bool
 
     def of_kernel(self) -> dict[str, Any]:
         """What the kernels of pallas_loss.py are told."""
@@ -134,8 +136,8 @@ def scan_gradients(
     targets: Int[Array, " M"],
     slopes: Slopes,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "M D"], Float[Array, "V D"] | Float[Array, "D V"]]:
-    """(d_hidden in float32, d_head in `dtype`) over this head, whole or a part.
+) -> tuple[Float[Array, "M D"], Float[Array, "V D"] | Float[Array, "D V"] | None]:
+    """(d_hidden in float32, d_head in `dtype`) over this head, whole or a part; a frozen head's is None.
 
     Words outside, rows inside: what a tile adds to d_head is summed in float32 and written once, and only d_hidden is
     carried. No second d_head exists, whatever its dtype.
@@ -157,16 +159,21 @@ def scan_gradients(
             d_logits = (d_logits / how.temperature).astype(x.dtype)
             dims = ((1,), (words_axis,))
             d_x = jax.lax.dot_general(d_logits, words, (dims, ((), ())), preferred_element_type=jnp.float32)
+            d_hidden = _with_piece(d_hidden, _piece(d_hidden, row, rows) + d_x, row, 0)
+            if how.frozen_head:
+                return d_hidden, None
             # As [D, v], whatever the head's layout: transposing the hidden states is cheaper than transposing a tile.
             more = jax.lax.dot_general(x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            return _with_piece(d_hidden, _piece(d_hidden, row, rows) + d_x, row, 0), d_words + more
+            return d_hidden, d_words + more
 
-        nothing = jnp.zeros((hidden.shape[1], size), jnp.float32)
+        nothing = None if how.frozen_head else jnp.zeros((hidden.shape[1], size), jnp.float32)
         d_hidden, d_words = _tiles(hidden.shape[0], how.tile[0], some_rows, (d_hidden, nothing))
+        if how.frozen_head:
+            return d_hidden, None
         d_words = (d_words.T if how.tied else d_words).astype(dtype)
         return d_hidden, _with_piece(d_head, d_words, start, words_axis)
 
-    nothing = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, dtype)
+    nothing = jnp.zeros(hidden.shape, jnp.float32), None if how.frozen_head else jnp.zeros(head.shape, dtype)
     return _tiles(head.shape[words_axis], how.tile[1], some_words, nothing)
 
 
@@ -233,12 +240,13 @@ def _backward(how, kept, slopes):
         targets -= _first_word(how, part)
         if how.backend == "pallas_tpu":
             d_hidden, d_head = pallas_loss.gradients(
-                hidden, part, targets, *slopes, dtype=head.dtype, **how.of_kernel()
+                hidden, part, targets, *slopes, dtype=head.dtype, frozen_head=how.frozen_head, **how.of_kernel()
             )
         else:
             d_hidden, d_head = scan_gradients(how, hidden, part, targets, Slopes(*slopes), head.dtype)
         if how.mesh is not None:
             d_hidden = jax.lax.psum(d_hidden, "tensor")
+        if how.mesh is not None and not how.frozen_head:
             columns_axis = 1 if how.tied else 0
             d_head = jax.lax.psum_scatter(d_head, "fsdp", scatter_dimension=columns_axis, tiled=True)
             d_head = jax.lax.psum(d_head, "data")
@@ -246,13 +254,19 @@ def _backward(how, kept, slopes):
 
     if how.mesh is not None:
         rows, of_head = _specs(how, gathered=True)
-        in_specs, out_specs = (rows, of_head, *[rows] * 5), (rows, _specs(how, gathered=False)[1])
+        of_slope = None if how.frozen_head else _specs(how, gathered=False)[1]
+        in_specs, out_specs = (rows, of_head, *[rows] * 5), (rows, of_slope)
         local = jax.shard_map(local, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     d_hidden, d_head = local(hidden, _readable(how, head, hidden), targets, log_total, entropy, *slopes)
     return d_hidden, d_head, None
 
 
 _head_statistics.defvjp(_forward, _backward)
+
+
+def default_tile(backend: str, columns: int, dtype: DTypeLike) -> tuple[int, int]:
+    """(rows, words) whose logits exist at a time, for hidden states of so many columns."""
+    return pallas_loss.default_tile(columns, dtype) if backend == "pallas_tpu" else (SCAN_ROWS, SCAN_WORDS)
 
 
 def head_statistics(
@@ -266,6 +280,7 @@ def head_statistics(
     backend: str = "scan",
     tile: tuple[int, int] | None = None,
     interpret: bool = False,
+    frozen_head: bool = False,
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """log pi(target | hidden) and the entropy of pi, by an online log-sum-exp over tiles of the vocabulary.
 
@@ -292,6 +307,7 @@ def head_statistics(
       backend: "scan" for CPU and GPU, "pallas_tpu".
       tile: (rows, words) whose logits exist at a time; by default what suits the backend (the scan's is a CPU's).
       interpret: run Pallas kernels without their device.
+      frozen_head: the head has no gradient, and none is computed: its cotangent is 0.
 
     Raises:
       ValueError: an unknown backend, sizes that don't belong together, or ones that the mesh doesn't divide.
@@ -317,8 +333,8 @@ def head_statistics(
             if size % parts:
                 raise ValueError(f"{size:,} {what} can't be split over mesh {axes} = {parts}: choose a divisor.")
     if tile is None:
-        tile = pallas_loss.default_tile(hidden) if backend == "pallas_tpu" else (SCAN_ROWS, SCAN_WORDS)
-    how = Plan(float(temperature), tied, mesh, backend, tile, interpret)
+        tile = default_tile(backend, columns, hidden.dtype)
+    how = Plan(float(temperature), tied, mesh, backend, tile, interpret, frozen_head)
     logprob, entropy = _head_statistics(how, hidden.reshape(-1, columns), head, targets.reshape(-1))
     return logprob.reshape(targets.shape), entropy.reshape(targets.shape)
 

@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.config import defaults
-from reinforce_ada_jax.learning.batch import make_batch
+from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.metrics import CompileCounter
@@ -40,7 +40,6 @@ def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
             epsilon=1e-3,
             learning_rate=1e-3,
             warmup_updates=0,
-            logprob_chunk=3,
         )
     )
     config.learning.update(dict(micro_batches=micro_batches, **changes))
@@ -57,9 +56,13 @@ def fresh_state(of: Learner, params=PARAMS):
 def responses():
     rng = np.random.default_rng(0)
     return [
-        (rng.integers(3, 96, before).astype(np.int32),
-         Response("p", 0, rng.integers(3, 96, after).astype(np.int32), rng.normal(-4, 1, after), False),
-         rng.normal())
+        Example(
+            rng.integers(3, 96, before).astype(np.int32),
+            Response("p", 0, rng.integers(3, 96, after).astype(np.int32), rng.normal(-4, 1, after), False),
+            reward=rng.normal() / 2 + 0.25,
+            baseline=0.25,
+            weight=2.0,
+        )
         for before, after in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)
     ]  # fmt: skip
 
@@ -83,7 +86,8 @@ def score(of: Learner, rows, params=PARAMS):
 def with_empty_rows(rows, num_rows):
     """The batch with rows behind it that have no token, and what must not be looked at in the other places."""
     more = num_rows - len(rows.response_length)
-    beyond = {"advantages": 7.0, "old_logprobs": np.nan, "behaviour_logprobs": -np.inf, "reference_logprobs": np.nan}
+    beyond = {"reward": 7.0, "weight": 1.0, "behaviour_logprobs": -np.inf}
+    beyond |= {"old_logprobs": np.nan, "reference_logprobs": np.nan}
 
     def longer(name):
         x = getattr(rows, name)
@@ -112,7 +116,7 @@ def shifted(rows):
         first, count = rows.prompt_length[row] - 1, rows.response_length[row]
         arrays["old"][row, first : first + count] = rows.old_logprobs[row, :count]
         arrays["behaviour"][row, first : first + count] = rows.behaviour_logprobs[row, :count]
-        arrays["advantage"][row, first : first + count] = rows.advantages[row]
+        arrays["advantage"][row, first : first + count] = rows.weight[row] * (rows.reward[row] - rows.baseline[row])
         arrays["mask"][row, first : first + count] = 1
         if rows.reference_logprobs is not None:
             arrays["reference"][row, first : first + count] = rows.reference_logprobs[row, :count]
@@ -343,7 +347,7 @@ def test_rows_are_split_over_data_and_fsdp():
 
 
 def test_no_advantage_no_change():
-    state, metrics = updated(learner(), batch().replace(advantages=np.zeros(8, np.float32)))
+    state, metrics = updated(learner(), batch().replace(baseline=batch().reward))
     assert metrics.grad_norm == 0 and metrics.loss == 0
     assert_trees_equal(state.params, PARAMS)
     assert state.updates == 1
@@ -351,9 +355,9 @@ def test_no_advantage_no_change():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_advantage_that_is_not_finite_leaves_the_state_as_it_was(value):
-    advantages = batch().advantages.copy()
-    advantages[3] = value
-    state, metrics = updated(learner(), batch().replace(advantages=advantages))
+    reward = batch().reward.copy()
+    reward[3] = value
+    state, metrics = updated(learner(), batch().replace(reward=reward))
     assert not metrics.finite
     assert_trees_equal(state, fresh_state(learner()))
     assert state.updates == 0
@@ -421,7 +425,7 @@ def test_without_a_coefficient_the_reference_plays_no_part():
     of = learner()
     inputs = [len(jax.make_jaxpr(of.update)(fresh_state(of), of.put(rows)).jaxpr.invars)
               for rows in (batch(), with_reference(batch()))]  # fmt: skip
-    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + 8
+    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + 10
 
 
 def test_a_policy_that_is_its_reference_pays_nothing():
