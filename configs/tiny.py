@@ -31,6 +31,7 @@ def get_config() -> ConfigDict:
     config.sampling.page_size = 8
     config.sampling.prefill_rows = 32
     config.learning.prompts_per_update = 32
+    config.learning.responses_per_row = 1  # a prompt has 8 tokens: no two fit into 16 with their responses
     config.learning.learning_rate = 5e-4
     config.learning.warmup_updates = 5
     config.learning.b2 = 0.99

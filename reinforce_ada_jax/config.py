@@ -21,6 +21,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 RATIOS = ("token", "sequence")
 KL_KINDS = ("k1", "k2", "k3")
 ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
+LEARNING_ATTENTIONS = ("auto", "jnp", "splash")
 DTYPES = ("float32", "bfloat16")
 REWARDS = ("cipher", "math", "minerva", "gsm8k")
 # "all-linear" is all the others: the projections of a layer, by their names in Hugging Face folders and in PEFT.
@@ -123,6 +124,9 @@ def defaults() -> config_dict.ConfigDict:
         learning=dict(
             prompts_per_update=128,  # 4 updates an iteration
             micro_batches=1,  # the minibatch is split into this many; changes memory, not results
+            # At most so many responses share a row of max_prompt_tokens + max_response_tokens; 1: each has its own.
+            responses_per_row=16,
+            attention="auto",  # "jnp", or "splash": JAX's kernels for TPU (interpreted elsewhere); auto: by the device
             learning_rate=1e-6,
             warmup_updates=10,
             b1=0.9,
@@ -200,6 +204,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     collection, sampling, learning = config.collection, config.sampling, config.learning
     check_choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
     check_choice("learning.ratio", learning.ratio, RATIOS)
+    check_choice("learning.attention", learning.attention, LEARNING_ATTENTIONS)
     check_choice("learning.kl_kind", learning.kl_kind, KL_KINDS)
     check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)
     check_choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
@@ -251,7 +256,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
             f"sampling.{key}": sampling[key]
             for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")
         },
-        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches")},
+        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "responses_per_row")},
         **{f"mesh.{axis}": size for axis, size in config.mesh.items()},
     }
     for name, value in at_least_one.items():

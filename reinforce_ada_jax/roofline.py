@@ -1,8 +1,9 @@
 """What a run's programs do at least, and how fast a chip could do it. Arithmetic only; nothing is compiled here.
 
 FLOPs are those of the matrix products, attention's among them, which XLA computes over the whole square before it
-masks. Bytes are weights, cache, gradients, optimiser state, the activations kept between layers and attention's scores,
-each as often as a program cannot do without; other activations are not counted, so the least time is a lower bound.
+masks, and splash attention over the blocks up to the diagonal. Bytes are weights, cache, gradients, optimiser state,
+the activations kept between layers and attention's scores, each as often as a program cannot do without; other
+activations are not counted, so the least time is a lower bound.
 `cost_analysis` counts the body of a loop once and sees nothing inside Pallas kernels; `Work.once` is counted the same
 way, so that the two can be held against each other. What passes between chips is read from the compiled program.
 """
@@ -73,9 +74,12 @@ class Rows:
     Attributes:
       micro_batches: how many.
       rows: of one micro-batch, on all devices together.
-      prompt_tokens, response_tokens: limits, to which every row is padded.
+      tokens: positions of a row, to which every one is padded.
+      head_tokens: those of them that meet the output head.
+      prompt_tokens: limit of a prompt.
       tile: (response positions, words) of a block in which logits exist.
       kernels: the head is met in Pallas kernels, which make the logits once more and which the compiler doesn't count.
+      block: positions of a block of splash attention; None: attention of the whole square, by the compiler.
       row_shards: devices along `data` and `fsdp`.
       weight_shards: devices along `fsdp`.
       tensor: devices along `tensor`.
@@ -84,19 +88,16 @@ class Rows:
 
     micro_batches: int
     rows: int
+    tokens: int
+    head_tokens: int
     prompt_tokens: int
-    response_tokens: int
     tile: tuple[int, int]
     kernels: bool
+    block: int | None
     row_shards: int
     weight_shards: int
     tensor: int
     itemsize: int
-
-    @property
-    def tokens(self) -> int:
-        """Positions of a row."""
-        return self.prompt_tokens + self.response_tokens
 
     @property
     def devices(self) -> int:
@@ -166,22 +167,35 @@ def _flops(a: Architecture, r: Rows, passes: int) -> tuple[float, float]:
     """FLOPs on each device, (in all, with every loop's body once), where a product is computed `passes` times over.
 
     2 a weight and position, of the head for the positions that predict a response token; 4 N H T^2 a layer. The head's
-    kernels for the gradients of hidden states and of the head make the logits each for itself.
+    kernels for the gradients of hidden states and of the head make the logits each for itself. Splash attention leaves
+    out blocks above the diagonal; of its 7 products backwards, 3 make scores and slopes that it has made already.
     """
-    layer = passes * (2 * r.tokens * layer_weights(a) + 4 * a.num_heads * a.head_size * r.tokens**2)
+    matrices = passes * 2 * r.tokens * layer_weights(a)
+    square = 2 * a.num_heads * a.head_size * r.tokens**2
+    if r.block is None:
+        attention = passes * 2 * square
+        seen = matrices + attention
+    else:
+        blocks = math.ceil(r.tokens / r.block)
+        attention = (2 if passes == 1 else 2 + 2 + 7) * square * (blocks + 1) / (2 * blocks)
+        seen = matrices
+    layer = matrices + attention
     products = passes + (r.kernels and passes > 1)
-    head = products * 2 * a.vocab_size * a.hidden_size * r.response_tokens
-    positions, words = r.rows * r.response_tokens / r.row_shards, a.vocab_size / r.tensor
+    head = products * 2 * a.vocab_size * a.hidden_size * r.head_tokens
+    positions, words = r.rows * r.head_tokens / r.row_shards, a.vocab_size / r.tensor
     block = 0 if r.kernels else products * 2 * a.hidden_size * min(positions, r.tile[0]) * min(words, r.tile[1])
     each = r.rows / r.devices
-    return r.micro_batches * each * (a.num_layers * layer + head), each * layer + block
+    return r.micro_batches * each * (a.num_layers * layer + head), each * seen + block
 
 
 def _micro_batch_bytes(a: Architecture, r: Rows, *, weight_reads: int, score_passes: int) -> float:
-    """Layers' weights as a device's products read them, whole along `fsdp`, and attention's scores [rows, N, T, T]."""
+    """Layers' weights as a device's products read them, whole along `fsdp`, and attention's scores [rows, N, T, T].
+
+    Splash attention has no scores outside of its kernels.
+    """
     weights = weight_reads * a.num_layers * layer_weights(a) * r.itemsize / r.tensor
     scores = score_passes * a.num_layers * a.num_heads * r.rows * r.tokens**2 * r.itemsize / r.devices
-    return weights + scores
+    return weights + (scores if r.block is None else 0)
 
 
 def _head_bytes(a: Architecture, r: Rows, *, backward: bool) -> float:
@@ -191,7 +205,7 @@ def _head_bytes(a: Architecture, r: Rows, *, backward: bool) -> float:
     the head's own gradient reads the hidden states once for each block of words.
     """
     head = a.vocab_size * a.hidden_size * r.itemsize / r.tensor
-    positions = r.rows * r.response_tokens / r.row_shards
+    positions = r.rows * r.head_tokens / r.row_shards
     blocks = math.ceil(positions / r.tile[0])
     if not backward:
         return blocks * head

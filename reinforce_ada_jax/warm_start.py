@@ -20,8 +20,8 @@ from absl import flags
 from reinforce_ada_jax import assembly, command
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
-from reinforce_ada_jax.learning.learner import response_logprobs, response_mask
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, response_mask
+from reinforce_ada_jax.learning.learner import response_logprobs
 from reinforce_ada_jax.learning.optimizer import warmup_schedule
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture

@@ -24,8 +24,8 @@ OPTIONS = EngineOptions(
 )  # fmt: skip
 # Two micro-batches of 4 rows of 3 + 5 tokens, logits of 4 positions and 2 words at a time. 2 x 2 devices.
 ROWS = Rows(
-    micro_batches=2, rows=4, prompt_tokens=3, response_tokens=5, tile=(4, 2), kernels=False, row_shards=2,
-    weight_shards=2, tensor=2, itemsize=2,
+    micro_batches=2, rows=4, tokens=8, head_tokens=5, prompt_tokens=3, tile=(4, 2), kernels=False, block=None,
+    row_shards=2, weight_shards=2, tensor=2, itemsize=2,
 )  # fmt: skip
 
 
@@ -83,11 +83,24 @@ def test_update_call():
     assert roofline.necessary_flops(TIED, ROWS) == (6 * 316 + 12 * 2 * 4 * 8) * 64 / 4
 
 
+def test_splash_attention_leaves_out_half_of_the_square():
+    # Two blocks of 4 positions: 3 of 4. A product is 2 * 4 columns * 64; forwards 2, again 2, backwards 7; two layers.
+    score, update = (
+        (call(TIED, dataclasses.replace(ROWS, block=4), *more), call(TIED, ROWS, *more))
+        for call, more in ((roofline.score_call, ()), (roofline.update_call, (4,)))
+    )
+    assert score[1].flops - score[0].flops == 2 * 2 * (2 - 2 * 3 / 4) * 512
+    assert update[1].flops - update[0].flops == 2 * 2 * (8 - 11 * 3 / 4) * 512
+    # No scores, and nothing of it is seen from outside.
+    assert update[1].bytes - update[0].bytes == 2 * 8 * 2 * 2 * 4 * 64 * 2 / 4
+    assert update[1].once - update[0].once == 4 * 2 * 512
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_update_does_little_more_than_is_necessary(name):
     rows = Rows(
-        micro_batches=64, rows=8, prompt_tokens=1024, response_tokens=2048, tile=(512, 512), kernels=True, row_shards=4,
-        weight_shards=4, tensor=2, itemsize=2,
+        micro_batches=64, rows=8, tokens=3072, head_tokens=2048, prompt_tokens=1024, tile=(512, 512), kernels=True,
+        block=512, row_shards=4, weight_shards=4, tensor=2, itemsize=2,
     )  # fmt: skip
     architecture = from_hf(PUBLISHED[name])
     ratio = roofline.update_call(architecture, rows, 4).flops / roofline.necessary_flops(architecture, rows)
@@ -222,6 +235,15 @@ def test_phases():
     # 64 prompts in 2 replicas, 2 a call, of a bucket of 16: 480 B of weights, 2 * 16 tokens of 16 B.
     assert seconds["prefill"] == pytest.approx(16 * (480 + 512) / 10)
     assert (seconds["reshard"], seconds["score"], seconds["update"]) == (0.0, 1.0, 4.0)  # two updates
+
+
+def test_packed_responses_take_a_part_of_the_time():
+    # 4 + 2 of 16 positions: at best 6 / 16 of the rows, and with two to a row a half of them.
+    shape, chip = {"data": 1, "fsdp": 2, "tensor": 1}, Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
+    for per_row, share in ((1, 1.0), (2, 0.5), (16, 0.375)):
+        config = tiny(**{"collection.prompts_per_iteration": 64, "learning.responses_per_row": per_row})
+        seconds = run_plan.phases(config, TIED, OPTIONS, shape, chip, RESULTS, Statistics(4, 2, 3.0))
+        assert (seconds["score"], seconds["update"]) == (2 * 0.5 * share, 2 * 2.0 * share)
 
 
 def test_expected_draws():

@@ -359,6 +359,7 @@ def policy_loss(
     baseline: Float[Array, " B"] | Float[Array, "B T"],
     weight: Float[Array, " B"] | Float[Array, "B T"],
     mask: loss_lib.Mask,
+    members: Array | None = None,
     clip_low: float,
     clip_high: float,
     dual_clip: float,
@@ -388,15 +389,16 @@ def policy_loss(
       baseline: of the pool, its mean; in the shape of `reward`.
       weight: factor of their difference; in the shape of `reward`.
       mask: True or 1 at tokens of responses.
+      members: Bool[Array, "B T S"], which tokens are one response, where several are packed into a row.
       clip_low: as for `loss.policy_terms`, like `clip_high`, `dual_clip`, `ratio`, `behaviour_logprobs` and
-        `truncated_is_cap`. A ratio or an aggregation by sequence takes a row for one.
+        `truncated_is_cap`.
       aggregation: as for `loss.aggregate`.
       reference_logprobs: under the reference policy; without them the metric "kl" is 0.
       kl_kind: as for `loss.kl_estimate`.
       kl_coefficient: of the KL term.
       entropy_coefficient: of the entropy bonus.
       num_tokens: of the whole minibatch, of which these rows may be a part; by default these rows are all.
-      num_rows: its rows that have tokens; given or left out with `num_tokens`.
+      num_rows: its responses that have tokens; given or left out with `num_tokens`.
 
     Returns:
       The loss, and sums over tokens divided by `num_tokens`: "entropy", "clip_fraction", "dual_clip_fraction",
@@ -410,7 +412,7 @@ def policy_loss(
     if (num_tokens is None) != (num_rows is None):
         raise ValueError("give both of num_tokens and num_rows, or neither.")
     if num_tokens is None:
-        num_tokens, num_rows = loss_lib.denominators(mask)
+        num_tokens, num_rows = loss_lib.denominators(mask, members)
     advantages = advantage(reward, baseline, weight)
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], logprobs.shape)
@@ -425,10 +427,11 @@ def policy_loss(
         behaviour_logprobs=behaviour_logprobs,
         truncated_is_cap=truncated_is_cap,
         ratio=ratio,
+        members=members,
     )
 
     def aggregate(values, name):
-        return loss_lib.aggregate(values, mask, name, num_tokens=num_tokens, num_rows=num_rows)
+        return loss_lib.aggregate(values, mask, name, num_tokens=num_tokens, num_rows=num_rows, members=members)
 
     loss = aggregate(terms.loss, aggregation)
     if entropy_coefficient:
@@ -467,7 +470,6 @@ def fused_policy_loss(
     """`policy_loss` of hidden states and the output head: `head_statistics`, the only passes over the vocabulary.
 
     Differentiated in `hidden` and `head` only. Hidden states under the mask must be finite; their gradients are 0.
-    Positions are nowhere used: rows may be packed.
 
     Args:
       hidden: as for `head_statistics`, like everything down to `interpret`.

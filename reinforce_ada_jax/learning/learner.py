@@ -20,13 +20,22 @@ from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.learning import batch as batch_lib
 from reinforce_ada_jax.learning import fused_loss
-from reinforce_ada_jax.learning import loss as loss_lib
-from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.learning.batch import Batch, response_mask
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
-from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy import lora, splash_attention
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, Place, anywhere, hidden_states, merge, param_shardings
+from reinforce_ada_jax.policy.transformer import (
+    Attend,
+    Params,
+    Place,
+    anywhere,
+    causal_attend,
+    hidden_states,
+    merge,
+    param_shardings,
+)
 
 
 @struct.dataclass
@@ -55,15 +64,9 @@ class UpdateMetrics(NamedTuple):
 MEANS = tuple(name for name in UpdateMetrics._fields if name not in ("grad_norm", "finite"))
 
 
-def response_mask(batch: Batch) -> Bool[Array, "*M B R"]:
-    """True at response tokens, the stop token included."""
-    shape = batch.behaviour_logprobs.shape
-    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < batch.response_length[..., None]
-
-
 def num_live(batch: Batch) -> Int[Array, ""]:
     """How many micro-batches there are up to the last one with a token."""
-    live = (batch.response_length > 0).any(axis=1)
+    live = (batch.response_length > 0).any(axis=(1, 2))
     return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
 
 
@@ -82,6 +85,7 @@ def response_logprobs(
     mesh: Mesh | None = None,
     backend: str = "scan",
     frozen_head: bool = False,
+    attend: Attend = causal_attend,
     place: Place = anywhere,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
@@ -89,11 +93,15 @@ def response_logprobs(
     Only the hidden states that predict a response token meet the output head: R of T positions.
     """
     model = merge(architecture, params)
-    hidden = hidden_states(model, batch.tokens, dtype=dtype, remat=True, place=place)
-    # Position j of a response is token prompt_length + j of its row, predicted one position earlier.
-    position = batch.prompt_length[:, None] + jnp.arange(batch.behaviour_logprobs.shape[1])[None]
-    targets = jnp.take_along_axis(batch.tokens, position, axis=1, mode="clip")
-    predicting = place(jnp.take_along_axis(hidden, (position - 1)[..., None], axis=1, mode="clip"))
+    segments, positions, at = batch_lib.layout(batch)
+    packed = batch.response_length.shape[-1] > 1
+    hidden = hidden_states(
+        model, batch.tokens, positions=positions, segments=segments if packed else None,
+        attend=attend, dtype=dtype, remat=True, place=place,
+    )  # fmt: skip
+    targets = jnp.take_along_axis(batch.tokens, at, axis=1)
+    # A token is predicted one position earlier.
+    predicting = place(jnp.take_along_axis(hidden, (at - 1)[..., None], axis=1))
     tied = architecture.tied_embedding
     return fused_loss.head_statistics(
         predicting, model.embedding[...] if tied else model.head[...], targets,
@@ -119,7 +127,12 @@ class Learner:
         self.micro_rows = rows // config.learning.micro_batches
         self._importance_cap = importance_cap(config)
         dtype = jnp.dtype(config.model.compute_dtype)
-        self.head_backend = "pallas_tpu" if mesh.devices.flat[0].platform == "tpu" else "scan"
+        on_tpu = mesh.devices.flat[0].platform == "tpu"
+        self.head_backend = "pallas_tpu" if on_tpu else "scan"
+        self.attention = config.learning.attention
+        if self.attention == "auto":
+            self.attention = "splash" if on_tpu else "jnp"
+        attend = functools.partial(splash_attention.attend, mesh=mesh, interpret=not on_tpu)
         self.head_tile = fused_loss.default_tile(self.head_backend, architecture.hidden_size, dtype)
         self._logprobs = functools.partial(
             response_logprobs,
@@ -129,6 +142,7 @@ class Learner:
             mesh=mesh if mesh.size > 1 else None,
             backend=self.head_backend,
             frozen_head=config.lora.rank > 0,
+            attend=attend if self.attention == "splash" else causal_attend,
             # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
             # them between devices in every product (8 times the traffic of gathering weights) and has every device
             # compute the attention of all rows.
@@ -178,7 +192,7 @@ class Learner:
         Raises:
           ValueError: a number of rows that is no multiple of `micro_rows`, or 0.
         """
-        rows = len(batch.response_length)
+        rows = len(batch.tokens)
         if rows == 0 or rows % self.micro_rows:
             raise ValueError(
                 f"a batch of {rows} rows cannot be cut into micro-batches of {self.micro_rows} (learning."
@@ -204,15 +218,16 @@ class Learner:
 
     def _loss(self, params: Params, base: Params | None, micro: Batch, num_tokens, num_rows):
         logprobs, entropy = self._logprobs(self.policy(params, base), micro)
-        learning = self._learning
+        learning, owner = self._learning, batch_lib.owners(micro)
         loss, means = fused_loss.policy_loss(
             logprobs,
             entropy,
             old_logprobs=micro.old_logprobs,
-            reward=micro.reward,
-            baseline=micro.baseline,
-            weight=micro.weight,
+            reward=batch_lib.of_tokens(micro.reward, owner),
+            baseline=batch_lib.of_tokens(micro.baseline, owner),
+            weight=batch_lib.of_tokens(micro.weight, owner),
             mask=response_mask(micro),
+            members=batch_lib.members(micro),
             clip_low=learning.clip_low,
             clip_high=learning.clip_high,
             dual_clip=learning.dual_clip,
@@ -247,7 +262,8 @@ class Learner:
                 f"learning.kl_coefficient is {self._learning.kl_coefficient}, but the batch has no reference_logprobs: "
                 "score it with the reference's weights first, or set the coefficient to 0."
             )
-        num_tokens, num_rows = loss_lib.denominators(response_mask(batch))
+        lengths = batch.response_length
+        num_tokens, num_rows = (jnp.maximum(x.sum(), 1).astype(jnp.float32) for x in (lengths, lengths > 0))
         gradient = jax.grad(self._loss, has_aux=True)
 
         def accumulate(index, sums):

@@ -6,9 +6,8 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.learning.batch import Example, make_batch
+from reinforce_ada_jax.learning.batch import Example, make_batch, response_mask
 from reinforce_ada_jax.learning.fused_loss import advantage
-from reinforce_ada_jax.learning.learner import response_mask
 from reinforce_ada_jax.train import examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
@@ -27,9 +26,9 @@ def test_layout():
     batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
     # The response follows its own prompt at once; padding is on the right alone.
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 2, 0, 0], [5, 9, 9, 9, 2, 0, 0]])
-    np.testing.assert_array_equal(batch.prompt_length, [3, 1])
-    np.testing.assert_array_equal(batch.response_length, [2, 4])
-    for name, values in (("reward", [1, 0]), ("baseline", [0.25, 0.5]), ("weight", [2, 1.5])):
+    np.testing.assert_array_equal(batch.prompt_length, [[3], [1]])
+    np.testing.assert_array_equal(batch.response_length, [[2], [4]])
+    for name, values in (("reward", [[1], [0]]), ("baseline", [[0.25], [0.5]]), ("weight", [[2], [1.5]])):
         np.testing.assert_array_equal(getattr(batch, name), np.float32(values))
     np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[-1, -0.5, 0, 0], [-0.1, -0.2, -0.3, -0.4]]))
     np.testing.assert_array_equal(batch.old_logprobs, batch.behaviour_logprobs)
@@ -52,7 +51,7 @@ def test_the_device_makes_the_hosts_advantages(baseline, by_std):
     group = make_group(pool, strategy)
     assert group.advantages.any() and group.weight != 1
     batch = make_batch(examples(group), max_prompt_tokens=1, max_response_tokens=2)
-    on_device = advantage(*map(jax.numpy.asarray, (batch.reward, batch.baseline, batch.weight)))
+    on_device = advantage(*(jax.numpy.asarray(x[:, 0]) for x in (batch.reward, batch.baseline, batch.weight)))
     np.testing.assert_allclose(on_device, group.advantages, rtol=1e-6)
 
 
@@ -66,7 +65,7 @@ def test_the_stop_token_is_trained():
 @pytest.mark.parametrize("limits", [(2, 4), (3, 3)])
 def test_nothing_is_cut(limits):
     # The first row has 3 + 2 tokens, the second 1 + 4: one of them is beyond each of these limits.
-    with pytest.raises(ValueError, match=f"the limits are {limits[0]} and {limits[1]}"):
+    with pytest.raises(ValueError, match=f"the limits are 1 to {limits[0]} and {limits[1]}"):
         make_batch(ROWS, max_prompt_tokens=limits[0], max_response_tokens=limits[1])
 
 

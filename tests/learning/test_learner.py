@@ -74,7 +74,7 @@ def batch(max_prompt_tokens=5, max_response_tokens=8):
     scored = score(learner(), rows)
     noise = np.random.default_rng(1).normal(0, 0.3, (8, 8))
     old = np.zeros(scored.shape, np.float32)
-    old[:, :8] = scored[:, :8] + noise * (np.arange(8) < rows.response_length[:, None])
+    old[:, :8] = scored[:, :8] + noise * (np.arange(8) < rows.response_length)
     return rows.replace(old_logprobs=old)
 
 
@@ -85,7 +85,7 @@ def score(of: Learner, rows, params=PARAMS):
 
 def with_empty_rows(rows, num_rows):
     """The batch with rows behind it that have no token, and what must not be looked at in the other places."""
-    more = num_rows - len(rows.response_length)
+    more = num_rows - len(rows.tokens)
     beyond = {"reward": 7.0, "weight": 1.0, "behaviour_logprobs": -np.inf}
     beyond |= {"old_logprobs": np.nan, "reference_logprobs": np.nan}
 
@@ -113,10 +113,10 @@ def shifted(rows):
     names = ("old", "behaviour", "advantage", "mask", "reference")
     arrays = {name: np.zeros((size, length - 1), np.float32) for name in names}
     for row in range(size):
-        first, count = rows.prompt_length[row] - 1, rows.response_length[row]
+        first, count = rows.prompt_length[row, 0] - 1, rows.response_length[row, 0]
         arrays["old"][row, first : first + count] = rows.old_logprobs[row, :count]
         arrays["behaviour"][row, first : first + count] = rows.behaviour_logprobs[row, :count]
-        arrays["advantage"][row, first : first + count] = rows.weight[row] * (rows.reward[row] - rows.baseline[row])
+        arrays["advantage"][row, first : first + count] = (rows.weight * (rows.reward - rows.baseline))[row, 0]
         arrays["mask"][row, first : first + count] = 1
         if rows.reference_logprobs is not None:
             arrays["reference"][row, first : first + count] = rows.reference_logprobs[row, :count]
@@ -248,8 +248,8 @@ def test_score_keeps_the_rows_in_order():
 
 def test_what_stands_in_the_padding_is_irrelevant():
     rows = batch()
-    total = (rows.prompt_length + rows.response_length)[:, None]
-    beyond = np.arange(8) >= rows.response_length[:, None]
+    total = rows.prompt_length + rows.response_length
+    beyond = np.arange(8) >= rows.response_length
     garbage = rows.replace(
         tokens=np.where(np.arange(13) < total, rows.tokens, 95).astype(np.int32),
         old_logprobs=np.where(beyond, np.float32(np.nan), rows.old_logprobs),
@@ -308,7 +308,9 @@ def test_empty_micro_batches_are_not_computed():
 )
 def test_live_micro_batches_are_counted(lengths, expected):
     rows = make_batch([], max_prompt_tokens=1, max_response_tokens=1, num_rows=4)
-    two = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), rows.replace(response_length=np.array(lengths)))
+    two = jax.tree.map(
+        lambda x: x.reshape(2, 2, *x.shape[1:]), rows.replace(response_length=np.array(lengths)[:, None])
+    )
     assert num_live(two) == expected
 
 
@@ -335,7 +337,7 @@ def test_a_batch_is_cut_into_whole_micro_batches(rows):
 def test_micro_batches_are_consecutive_rows():
     placed = learner(2).put(batch())
     assert learner(2).micro_rows == 4
-    np.testing.assert_array_equal(placed.response_length, np.reshape(RESPONSE_LENGTHS, (2, 4)))
+    np.testing.assert_array_equal(placed.response_length, np.reshape(RESPONSE_LENGTHS, (2, 4, 1)))
     assert placed.tokens.shape == (2, 4, 13) and placed.reference_logprobs is None
 
 
@@ -438,7 +440,7 @@ def test_a_policy_that_is_its_reference_pays_nothing():
 
 def test_what_stands_in_the_padding_of_the_reference_is_irrelevant():
     rows = with_reference(batch())
-    beyond = np.arange(8) >= rows.response_length[:, None]
+    beyond = np.arange(8) >= rows.response_length
     for garbage in (np.nan, -np.inf):
         dirty = rows.replace(reference_logprobs=np.where(beyond, np.float32(garbage), rows.reference_logprobs))
         assert_trees_equal(updated(learner(**KL), dirty), updated(learner(**KL), rows))

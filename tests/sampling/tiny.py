@@ -181,4 +181,4 @@ def logprob_gaps(samples: Samples, temperature: float = 1.0) -> np.ndarray:
     rows = [Example(prompt_of[response.prompt_id].tokens, response) for response in samples.values()]
     batch = make_batch(rows, max_prompt_tokens=OPTIONS.max_prompt_tokens, max_response_tokens=LIMIT)
     gaps = np.abs(_logprobs(params(), batch, temperature) - batch.behaviour_logprobs)
-    return np.asarray(gaps)[np.arange(LIMIT)[None] < batch.response_length[:, None]]
+    return np.asarray(gaps)[np.arange(LIMIT)[None] < batch.response_length]
