@@ -31,10 +31,10 @@ def get_config() -> ConfigDict:
     config.sampling.page_size = 8
     config.sampling.prefill_rows = 32
     config.learning.prompts_per_update = 32
+    config.learning.responses_per_row = 1  # a prompt has 8 tokens: no two fit into 16 with their responses
     config.learning.learning_rate = 5e-4
     config.learning.warmup_updates = 5
     config.learning.b2 = 0.99
-    config.learning.logprob_chunk = 8
     config.checkpoint.every = 25
     config.evaluation.every = 25
     config.evaluation.benchmarks = ("cipher:heldout",)

@@ -21,6 +21,7 @@ from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.value_head import prompt_features
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.splash_attention import block_size
 from reinforce_ada_jax.roofline import Rows, Work
 from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
@@ -120,9 +121,12 @@ class Abstract:
         return Rows(
             micro_batches=self.batch.tokens.shape[0],
             rows=self.learner.micro_rows,
+            tokens=self.batch.tokens.shape[-1],
+            head_tokens=self.batch.behaviour_logprobs.shape[-1],
             prompt_tokens=config.data.max_prompt_tokens,
-            response_tokens=config.sampling.max_response_tokens,
-            chunk=min(config.learning.logprob_chunk, config.sampling.max_response_tokens),
+            tile=self.learner.head_tile,
+            block=block_size(self.batch.tokens.shape[-1]) if self.learner.attention == "splash" else None,
+            kernels=self.learner.head_backend == "pallas_tpu",
             row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
             weight_shards=mesh.shape["fsdp"],
             tensor=mesh.shape["tensor"],
@@ -157,6 +161,7 @@ def abstract_batch(config: ConfigDict, learner: Learner) -> Batch:
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=config.sampling.max_response_tokens,
         num_rows=learner.micro_rows,
+        per_row=config.learning.responses_per_row,
     )
     if config.learning.kl_coefficient:
         micro = micro.replace(reference_logprobs=micro.old_logprobs)

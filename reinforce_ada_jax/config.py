@@ -21,6 +21,7 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 RATIOS = ("token", "sequence")
 KL_KINDS = ("k1", "k2", "k3")
 ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
+LEARNING_ATTENTIONS = ("auto", "jnp", "splash")
 DTYPES = ("float32", "bfloat16")
 REWARDS = ("cipher", "math", "minerva", "gsm8k")
 # "all-linear" is all the others: the projections of a layer, by their names in Hugging Face folders and in PEFT.
@@ -35,6 +36,8 @@ WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
 RESUMABLE = ("iterations", "checkpoint", "evaluation", "logging")
+# Keys of older runs that changed no result; nothing reads them any more.
+RETIRED = ("learning.logprob_chunk",)
 
 
 def defaults() -> config_dict.ConfigDict:
@@ -123,6 +126,9 @@ def defaults() -> config_dict.ConfigDict:
         learning=dict(
             prompts_per_update=128,  # 4 updates an iteration
             micro_batches=1,  # the minibatch is split into this many; changes memory, not results
+            # At most so many responses share a row of max_prompt_tokens + max_response_tokens; 1: each has its own.
+            responses_per_row=16,
+            attention="auto",  # "jnp", or "splash": JAX's kernels for TPU (interpreted elsewhere); auto: by the device
             learning_rate=1e-6,
             warmup_updates=10,
             b1=0.9,
@@ -140,7 +146,6 @@ def defaults() -> config_dict.ConfigDict:
             kl_kind="k3",
             # Cap of the sampler/learner importance weight; default: none, or 2.0 with overlap_iterations.
             truncated_is_cap=config_dict.placeholder(float),
-            logprob_chunk=512,  # tokens whose logits exist at a time
         ),
         lora=dict(
             rank=0,  # of the adapters that are trained in place of the weights; 0: the weights themselves
@@ -204,6 +209,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     collection, sampling, learning = config.collection, config.sampling, config.learning
     check_choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
     check_choice("learning.ratio", learning.ratio, RATIOS)
+    check_choice("learning.attention", learning.attention, LEARNING_ATTENTIONS)
     check_choice("learning.kl_kind", learning.kl_kind, KL_KINDS)
     check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)
     check_choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
@@ -261,7 +267,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
             f"sampling.{key}": sampling[key]
             for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")
         },
-        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "logprob_chunk")},
+        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "responses_per_row")},
         **{f"mesh.{axis}": size for axis, size in config.mesh.items()},
     }
     for name, value in at_least_one.items():
@@ -404,6 +410,8 @@ def from_json(text: str) -> config_dict.ConfigDict:
         saved["evaluation"][key] = tuple(saved["evaluation"][key])
     if "lora" in saved:  # runs from before there were adapters have none
         saved["lora"]["targets"] = tuple(saved["lora"]["targets"])
+    for section, key in (name.split(".") for name in RETIRED):
+        saved.get(section, {}).pop(key, None)
     config = defaults()
     config.update(saved)
     return config
@@ -428,7 +436,7 @@ def differences(config: config_dict.ConfigDict, saved: dict[str, Any]) -> list[s
     return [
         f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(now.keys() | then.keys())
-        if key.split(".")[0] not in RESUMABLE and now.get(key, KeyError) != then.get(key, KeyError)
+        if not (key in RETIRED or key.split(".")[0] in RESUMABLE) and now.get(key, KeyError) != then.get(key, KeyError)
     ]
 
 

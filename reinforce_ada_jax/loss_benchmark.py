@@ -1,7 +1,7 @@
 """What `benchmark loss` measures: memory and time of the policy loss and its gradients to hidden states and head.
 
     naive      logits of all tokens, log_softmax, jax.grad
-    chunked    policy/logprobs.py: logits of some positions of every row at a time, made anew backward
+    chunked    logits of some positions of every row at a time, made anew backward by jax.checkpoint
     fused      learning/fused_loss.py, by the scan
 
 Each in a process of its own, so that memory is its own; repetitions are taken in turns, so that what else the machine
@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from reinforce_ada_jax.learning.fused_loss import head_statistics, policy_loss
-from reinforce_ada_jax.policy.logprobs import distribution, token_logprobs
+from reinforce_ada_jax.policy.logprobs import distribution
 
 TEMPERATURE = 1.0
 # Of memory that is there, a contender may take so much.
@@ -41,9 +40,17 @@ def _naive(hidden, embedding, targets):
 
 
 def _chunked(hidden, embedding, targets, *, chunk):
-    # As much of a decoder as its head takes.
-    model = types.SimpleNamespace(architecture=types.SimpleNamespace(tied_embedding=True), embedding=embedding)
-    return token_logprobs(model, hidden, targets, temperature=TEMPERATURE, chunk=chunk)
+    rows, length = targets.shape
+    chunk = min(chunk, length)
+    padding = -length % chunk
+
+    def cut(x):
+        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
+
+    one_chunk = jax.checkpoint(lambda cut: _naive(cut[0], embedding, cut[1]), prevent_cse=False)
+    results = jax.lax.map(one_chunk, (cut(hidden), cut(targets)))
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in results)
 
 
 def _contenders(chunk: int, tile: tuple[int, int] | None) -> dict[str, Callable[..., tuple[Array, Array]]]:

@@ -1,13 +1,15 @@
 """What a run's programs do at least, and how fast a chip could do it. Arithmetic only; nothing is compiled here.
 
 FLOPs are those of the matrix products, attention's among them, which XLA computes over the whole square before it
-masks. Bytes are weights, cache, gradients, optimiser state, the activations kept between layers and attention's scores,
-each as often as a program cannot do without; other activations are not counted, so the least time is a lower bound.
+masks, and splash attention over the blocks up to the diagonal. Bytes are weights, cache, gradients, optimiser state,
+the activations kept between layers and attention's scores, each as often as a program cannot do without; other
+activations are not counted, so the least time is a lower bound.
 `cost_analysis` counts the body of a loop once and sees nothing inside Pallas kernels; `Work.once` is counted the same
 way, so that the two can be held against each other. What passes between chips is read from the compiled program.
 """
 
 import dataclasses
+import math
 import re
 
 import jax.numpy as jnp
@@ -72,8 +74,12 @@ class Rows:
     Attributes:
       micro_batches: how many.
       rows: of one micro-batch, on all devices together.
-      prompt_tokens, response_tokens: limits, to which every row is padded.
-      chunk: response positions whose logits exist at a time.
+      tokens: positions of a row, to which every one is padded.
+      head_tokens: those of them that meet the output head.
+      prompt_tokens: limit of a prompt.
+      tile: (response positions, words) of a block in which logits exist.
+      kernels: the head is met in Pallas kernels, which make the logits once more and which the compiler doesn't count.
+      block: positions of a block of splash attention; None: attention of the whole square, by the compiler.
       row_shards: devices along `data` and `fsdp`.
       weight_shards: devices along `fsdp`.
       tensor: devices along `tensor`.
@@ -82,23 +88,16 @@ class Rows:
 
     micro_batches: int
     rows: int
+    tokens: int
+    head_tokens: int
     prompt_tokens: int
-    response_tokens: int
-    chunk: int
+    tile: tuple[int, int]
+    kernels: bool
+    block: int | None
     row_shards: int
     weight_shards: int
     tensor: int
     itemsize: int
-
-    @property
-    def tokens(self) -> int:
-        """Positions of a row."""
-        return self.prompt_tokens + self.response_tokens
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of a row's response."""
-        return -(-self.response_tokens // self.chunk)
 
     @property
     def devices(self) -> int:
@@ -164,29 +163,60 @@ def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) ->
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 
-def _row_flops(a: Architecture, r: Rows, passes: int) -> tuple[float, float]:
-    """FLOPs of a row, (in all, with every loop's body once), where a product is computed `passes` times over.
+def _flops(a: Architecture, r: Rows, passes: int) -> tuple[float, float]:
+    """FLOPs on each device, (in all, with every loop's body once), where a product is computed `passes` times over.
 
-    2 a weight and position, of the head for the positions that predict a response token; 4 N H T^2 a layer.
+    2 a weight and position, of the head for the positions that predict a response token; 4 N H T^2 a layer. The head's
+    kernels for the gradients of hidden states and of the head make the logits each for itself. Splash attention leaves
+    out blocks above the diagonal; of its 7 products backwards, 3 make scores and slopes that it has made already.
     """
-    layer = passes * (2 * r.tokens * layer_weights(a) + 4 * a.num_heads * a.head_size * r.tokens**2)
-    chunk = passes * 2 * r.chunk * a.vocab_size * a.hidden_size
-    return a.num_layers * layer + r.chunks * chunk, layer + chunk
+    matrices = passes * 2 * r.tokens * layer_weights(a)
+    square = 2 * a.num_heads * a.head_size * r.tokens**2
+    if r.block is None:
+        attention = passes * 2 * square
+        seen = matrices + attention
+    else:
+        blocks = math.ceil(r.tokens / r.block)
+        attention = (2 if passes == 1 else 2 + 2 + 7) * square * (blocks + 1) / (2 * blocks)
+        seen = matrices
+    layer = matrices + attention
+    products = passes + (r.kernels and passes > 1)
+    head = products * 2 * a.vocab_size * a.hidden_size * r.head_tokens
+    positions, words = r.rows * r.head_tokens / r.row_shards, a.vocab_size / r.tensor
+    block = 0 if r.kernels else products * 2 * a.hidden_size * min(positions, r.tile[0]) * min(words, r.tile[1])
+    each = r.rows / r.devices
+    return r.micro_batches * each * (a.num_layers * layer + head), each * seen + block
 
 
 def _micro_batch_bytes(a: Architecture, r: Rows, *, weight_reads: int, score_passes: int) -> float:
-    """Weights as a device's products read them, whole along `fsdp`, and attention's scores [rows, N, T, T]."""
-    head = a.vocab_size * a.hidden_size
-    weights = weight_reads * (a.num_layers * layer_weights(a) + r.chunks * head) * r.itemsize / r.tensor
+    """Layers' weights as a device's products read them, whole along `fsdp`, and attention's scores [rows, N, T, T].
+
+    Splash attention has no scores outside of its kernels.
+    """
+    weights = weight_reads * a.num_layers * layer_weights(a) * r.itemsize / r.tensor
     scores = score_passes * a.num_layers * a.num_heads * r.rows * r.tokens**2 * r.itemsize / r.devices
-    return weights + scores
+    return weights + (scores if r.block is None else 0)
+
+
+def _head_bytes(a: Architecture, r: Rows, *, backward: bool) -> float:
+    """What the sweeps over the vocabulary read, whole along `fsdp`.
+
+    Those for statistics and for the hidden states' gradient read the head once for each block of positions, that for
+    the head's own gradient reads the hidden states once for each block of words.
+    """
+    head = a.vocab_size * a.hidden_size * r.itemsize / r.tensor
+    positions = r.rows * r.head_tokens / r.row_shards
+    blocks = math.ceil(positions / r.tile[0])
+    if not backward:
+        return blocks * head
+    return (2 * blocks + 1) * head + a.vocab_size / r.tensor / r.tile[1] * positions * a.hidden_size * r.itemsize
 
 
 def score_call(a: Architecture, r: Rows) -> Work:
     """The old policy's log-probabilities of a minibatch, on each device: one forward pass."""
-    whole, once = _row_flops(a, r, 1)
-    bytes_ = _micro_batch_bytes(a, r, weight_reads=1, score_passes=2)
-    return Work(r.micro_batches * r.rows * whole / r.devices, r.micro_batches * bytes_, r.rows * once / r.devices)
+    flops, once = _flops(a, r, 1)
+    bytes_ = _micro_batch_bytes(a, r, weight_reads=1, score_passes=2) + _head_bytes(a, r, backward=False)
+    return Work(flops, r.micro_batches * bytes_, once)
 
 
 def update_call(a: Architecture, r: Rows, master_itemsize: int) -> Work:
@@ -196,12 +226,13 @@ def update_call(a: Architecture, r: Rows, master_itemsize: int) -> Work:
     8 FLOPs a weight and position where 6 are necessary. The layers' inputs are written and read; sums of gradients are
     read and written for every micro-batch; the step reads and writes weights and both moments.
     """
-    whole, once = _row_flops(a, r, 4)
+    flops, once = _flops(a, r, 4)
     shard = a.num_parameters * master_itemsize / (r.weight_shards * r.tensor)
     inputs = 2 * a.num_layers * r.rows * r.tokens * a.hidden_size * r.itemsize / r.row_shards
-    each = _micro_batch_bytes(a, r, weight_reads=3, score_passes=8) + inputs + 2 * shard
+    each = _micro_batch_bytes(a, r, weight_reads=3, score_passes=8) + _head_bytes(a, r, backward=True)
+    each += inputs + 2 * shard
     bytes_ = r.micro_batches * each + 7 * shard
-    return Work(r.micro_batches * r.rows * whole / r.devices, bytes_, r.rows * once / r.devices)
+    return Work(flops, bytes_, once)
 
 
 def necessary_flops(a: Architecture, r: Rows) -> float:
@@ -224,14 +255,14 @@ def learner_sent(a: Architecture, r: Rows, *, update: bool) -> float:
     """What a device sends in an update, or in a scoring pass, counted by hand: for targets that don't show their HLO.
 
     Along `fsdp` a layer's weights are gathered, in an update once more where it is recomputed, and its gradient is
-    scattered; the head's weights go the same way for every chunk of logits, and their gradient is summed whole. Along
+    scattered; the head's weights go the same way, and their gradient in the masters' precision, twice as wide. Along
     `tensor` the outputs of attention and feed-forward are summed, with the inputs' gradients and once recomputed.
     Seven compiled updates of 1.5B to 7B on v5e send between 16 % less and 9 % more.
     """
     f, t = r.weight_shards, r.tensor
     gather = (f - 1) / f * r.itemsize / t
     weights = (3 if update else 1) * a.num_layers * layer_weights(a) * gather
-    head = (4 if update else 1) * r.chunks * a.vocab_size * a.hidden_size * gather
+    head = (4 if update else 1) * a.vocab_size * a.hidden_size * gather
     stream = r.rows / r.row_shards * r.tokens * a.hidden_size * r.itemsize
     sums = (5 if update else 2) * a.num_layers * 2 * (t - 1) / t * stream
     return r.micro_batches * (weights + head + sums)

@@ -49,6 +49,15 @@ def expected_draws(collection: ConfigDict, beta: tuple[float, float]) -> float:
     return float(enumeration.expectations(collection, pass_rates).draws.mean())
 
 
+def packed_share(config: ConfigDict, statistics: Statistics) -> float:
+    """Rows of the update for each response, at least: 1 where none share a row."""
+    if config.learning.responses_per_row == 1:
+        return 1.0
+    row = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    useful = (statistics.prompt_tokens + statistics.response_tokens) / row
+    return max(useful, 1 / config.learning.responses_per_row)
+
+
 def phases(
     config: ConfigDict,
     architecture: Architecture,
@@ -73,6 +82,7 @@ def phases(
     prompts = config.collection.prompts_per_iteration
     updates = prompts // config.learning.prompts_per_update
     by_name = {result["program"]: result for result in results}
+    live = updates * statistics.filled * packed_share(config, statistics)
     window = next(result for name, result in by_name.items() if name.startswith("decode"))
     turns = prompts * statistics.draws * statistics.response_tokens / (options.slots * replicas * BUSY_SLOTS)
     turn = decode_turn(architecture, options, tensor, statistics.context)
@@ -82,8 +92,8 @@ def phases(
         "reshard": by_name["reshard"]["least_seconds"] if "reshard" in by_name else 0.0,
         "prefill": prompts / (options.prefill_rows * replicas) * call,
         "decode": turns * roofline(turn, chip, window["sent_bytes"] or 0.0)[0],
-        "score": updates * statistics.filled * by_name["score"]["least_seconds"],
-        "update": updates * statistics.filled * by_name["update"]["least_seconds"],
+        "score": live * by_name["score"]["least_seconds"],
+        "update": live * by_name["update"]["least_seconds"],
     }
 
 
@@ -149,11 +159,6 @@ def remedies(
             f"learning.micro_batches = {more} (now {config.learning.micro_batches}): {' and '.join(learning)} hold "
             "fewer rows at a time; results don't change."
         )
-    elif learning and config.learning.logprob_chunk > 64:
-        lines.append(
-            f"learning.logprob_chunk = {config.learning.logprob_chunk // 2} (now {config.learning.logprob_chunk}): "
-            "fewer logits at a time."
-        )
     if 2 * tensor <= architecture.num_kv_heads and architecture.num_kv_heads % (2 * tensor) == 0:
         lines.append(
             f"mesh.tensor = {2 * tensor} (now {tensor}): weights and cache of decoding are split once more; as many "
@@ -203,6 +208,11 @@ def plan_text(
         f"plan     an iteration takes at least {total:,.1f} s: {each}",
         f"         at most {drawn / total / chips:,.0f} tokens/s/chip sampled and trained on; {drawn / total:,.0f} on "
         f"{chips} chips",
-        f"         rows of the update are padded to {rows:,} positions, of which {useful:.0%} hold a token",
+        f"         a response fills {useful:.0%} of the {rows:,} positions of a row of the update; "
+        + (
+            "each has its own (learning.responses_per_row = 1)"
+            if config.learning.responses_per_row == 1
+            else f"packed, they take {packed_share(config, statistics):.0%} of the time of rows of their own, or more"
+        ),
     ]
     return "\n".join(lines)

@@ -38,7 +38,7 @@ from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.interrupt import Interrupt, Interrupted
-from reinforce_ada_jax.learning.batch import Batch, make_batch
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, owners
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.lifeline import RESTART
@@ -264,18 +264,15 @@ class Run:
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
         batches = []
         for places in deal([len(group.kept) for group in groups], count):
-            rows = [
-                (groups[place].pool.prompt.tokens, groups[place].pool.responses[draw], advantage)
-                for place in places
-                for draw, advantage in zip(groups[place].kept, groups[place].advantages, strict=True)
-            ]
-            if not rows:
+            kept = [example for place in places for example in examples(groups[place])]
+            if not kept:
                 continue
             batch = self.learner.put(make_batch(
-                rows,
+                kept,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,
                 max_response_tokens=self.config.sampling.max_response_tokens,
-                num_rows=self.batch_rows(len(rows)),
+                num_rows=self.batch_rows(len(kept)),
+                per_row=self.config.learning.responses_per_row,
             ))  # fmt: skip
             batch = batch.replace(old_logprobs=self.learner.score(self.policy(), batch))
             if self.reference is not None:
@@ -286,7 +283,8 @@ class Run:
     def batch_rows(self, rows: int) -> int:
         """Rows that a minibatch is padded to: one number for the whole run, so that nothing is compiled twice.
 
-        Only where a strategy keeps any number of responses it grows, by doubling. Padding costs memory, not time.
+        Each response may need one of its own. Only where a strategy keeps any number of them it grows, by doubling.
+        Padding costs memory, not time.
         """
         micro_rows = self.learner.micro_rows
         if self.strategy.max_kept is not None:
@@ -312,11 +310,13 @@ class Run:
         """How far the engine's log-probabilities of its own tokens are from the learner's, where both have the same
         weights: samples drawn ahead are another policy's."""
         total, largest, num_tokens = 0.0, 0.0, 0
-        for batch in batches:
-            fresh = distributed.fetch(batch.version) == self.iteration
-            gaps = np.abs(distributed.fetch(batch.old_logprobs) - distributed.fetch(batch.behaviour_logprobs))[fresh]
+        for placed in batches:
+            batch = jax.tree.map(distributed.fetch, placed)
+            version = np.append(batch.version, np.full_like(batch.version[..., :1], -1), axis=-1)
+            fresh = np.take_along_axis(version, owners(batch), axis=-1) == self.iteration
+            gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)[fresh]
             total, largest = total + float(gaps.sum()), max(largest, float(gaps.max(initial=0.0)))
-            num_tokens += int(distributed.fetch(batch.response_length)[fresh].sum())
+            num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)
         if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
             if not largest <= FLOAT32_LOGPROB_GAP:
@@ -447,6 +447,15 @@ class Run:
             self.pending = None
             if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
                 self.save(float(np.mean(averages)) if averages else None)
+
+
+def examples(group: Group) -> list[Example]:
+    """The kept responses of a group, as the update sees them."""
+    pool, rewards = group.pool, group.pool.rewards
+    return [
+        Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
+        for draw, baseline in zip(group.kept, group.baselines, strict=True)
+    ]
 
 
 def peak_memory() -> int:

@@ -20,8 +20,8 @@ from absl import flags
 from reinforce_ada_jax import assembly, command
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.learning.batch import Batch, make_batch
-from reinforce_ada_jax.learning.learner import response_logprobs, response_mask
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, response_mask
+from reinforce_ada_jax.learning.learner import response_logprobs
 from reinforce_ada_jax.learning.optimizer import warmup_schedule
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -71,7 +71,8 @@ def demonstration_batch(
     rows = []
     for problem, answer in cipher.demonstrations(BATCH_SIZE, rng):
         tokens = np.append(tokenizer.encode(answer, add_special_tokens=False), tokenizer.stop_ids[0]).astype(np.int32)
-        rows.append((tokenizer.encode(problem), Response("", 0, tokens, np.zeros(len(tokens), np.float32), False), 0.0))
+        response = Response("", 0, tokens, np.zeros(len(tokens), np.float32), False)
+        rows.append(Example(tokenizer.encode(problem), response))
     return make_batch(rows, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
 
 
@@ -82,9 +83,7 @@ def train(architecture: Architecture, tokenizer: Tokenizer, seed: int, limits: t
     )
 
     def loss(params, batch):
-        logprobs, _ = response_logprobs(
-            architecture, params, batch, dtype=jnp.float32, temperature=1.0, chunk=limits[1]
-        )
+        logprobs, _ = response_logprobs(architecture, params, batch, dtype=jnp.float32, temperature=1.0)
         mask = response_mask(batch)
         return -jnp.sum(jnp.where(mask, logprobs, 0.0)) / jnp.sum(mask)
 

@@ -140,8 +140,8 @@ def test_what_stands_beside_the_learner():
     beside = {program.name: program.beside_bytes for program in abstract_run.learner_programs(abstract(**changes))}
     cache = 9 * 4 * (2 * 2 * 2 * 2) * 4 // 2  # pages, tokens, keys and values, layers, heads, columns; on two devices
     moments = 800 + 12
-    # Two others of 32 prompts with all of their 32 draws, on 4 devices: tokens, logprobs twice, four numbers a row.
-    batches = 2 * (1024 // 4) * 4 * (16 + 2 * 8 + 4)
+    # Two others of 32 prompts with all of their 32 draws, on 4 devices: tokens, logprobs twice, six numbers a row.
+    batches = 2 * (1024 // 4) * 4 * (16 + 2 * 8 + 6)
     decoding = (2 * (68 + 6 + 8) + 20 + 4) * 4  # split over `tensor` only
     assert beside["reshard"] == moments + cache
     assert beside["score"] == moments + cache + batches

@@ -53,7 +53,7 @@ AT_LEAST_ONE = """
     data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep collection.group_size
     collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
     sampling.slots sampling.window sampling.page_size sampling.prefill_rows learning.prompts_per_update
-    learning.micro_batches learning.logprob_chunk mesh.data mesh.fsdp mesh.tensor
+    learning.micro_batches learning.responses_per_row mesh.data mesh.fsdp mesh.tensor
 """.split()
 AT_LEAST_ZERO = """
     seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
@@ -92,6 +92,7 @@ POSITIVE = """
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, "no baseline.*at least 2"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
+        ("learning.attention", "pallas_tpu", "one of auto, jnp, splash"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
         ("logging.wandb", "team/project", "at most 128 characters and none of"),
         ("logging.wandb", "p" * 129, "at most 128 characters and none of"),
@@ -342,6 +343,10 @@ def test_differences_name_exactly_what_differs():
         "learning.truncated_is_cap: None -> 2.0",
         "seed: 0 -> 3",
     ]
+    # One that is gone and changed no result doesn't matter, and neither does it when the run is read again.
+    saved["learning"]["logprob_chunk"] = 512
+    assert config_lib.differences(valid(), saved) == []
+    assert config_lib.from_json(json.dumps(saved)) == valid()
     # A key that is newer than the run had its default; one that is gone can't be honoured.
     del saved["seed"]
     saved["reward"]["scale"] = 2

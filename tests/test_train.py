@@ -209,7 +209,7 @@ def poisoned(pool, strategy, ages, original=advantages.make_group):
     calls += 1
     group = original(pool, strategy, ages)
     if calls == 8 * 2 + 6:  # the sixth prompt of iteration 3: its second update
-        group.advantages[0] = numpy.nan
+        group.baselines[0] = numpy.nan
     return group
 
 advantages.make_group = poisoned

@@ -27,13 +27,17 @@ class Group:
     Attributes:
       pool: where they come from.
       kept: int[n], their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
-      advantages: float64[n], aligned with `kept`.
+      advantages: float64[n], aligned with `kept`: weight * (reward - baseline).
+      baselines: float64[n], what each kept reward is compared with.
+      weight: factor of the differences: the prompt's weight, over the deviation where that divides them.
       weight_clipped: the prompt's pass rate was below the least that its weight is computed at.
     """
 
     pool: Pool
     kept: np.ndarray
     advantages: np.ndarray
+    baselines: np.ndarray
+    weight: float
     weight_clipped: bool = False
 
 
@@ -120,21 +124,19 @@ def anchored_advantages(rewards: np.ndarray, correct: np.ndarray, pool_mean: flo
     return np.where(correct, advantages, -advantages.sum() / max(num_wrong, 1))
 
 
-def _compared(pool: Pool, kept: np.ndarray, strategy: Strategy) -> np.ndarray:
-    """The kept rewards against the strategy's baseline, without the prompt's weight."""
-    rewards, by_std = pool.rewards, strategy.normalize_by_std
-    if strategy.baseline == "group":
-        return group_advantages(rewards[kept], normalize_by_std=by_std)
-    mean, std = pool_statistics(rewards)
-    if strategy.baseline == "pool":
-        return group_advantages(rewards[kept], pool_mean=mean, pool_std=std, normalize_by_std=by_std)
-    if strategy.baseline == "leave_one_out":
-        advantages = leave_one_out_advantages(rewards)[kept]
+def _compared(pool: Pool, kept: np.ndarray, strategy: Strategy) -> tuple[np.ndarray, float]:
+    """(kept rewards less the strategy's baseline, what they are to be divided by), without the prompt's weight."""
+    rewards = pool.rewards
+    mean, std = pool_statistics(rewards[kept] if strategy.baseline == "group" else rewards)
+    if strategy.baseline in ("group", "pool"):
+        differences = group_advantages(rewards[kept], pool_mean=mean)
+    elif strategy.baseline == "leave_one_out":
+        differences = leave_one_out_advantages(rewards)[kept]
     elif strategy.baseline == "anchored":
-        advantages = anchored_advantages(rewards[kept], pool.correct[kept], mean)
+        differences = anchored_advantages(rewards[kept], pool.correct[kept], mean)
     else:
         raise ValueError(f"baseline is {strategy.baseline!r}; it must be one of group, pool, leave_one_out, anchored.")
-    return advantages / (std + STD_EPSILON) if by_std else advantages
+    return differences, std + STD_EPSILON if strategy.normalize_by_std else 1.0
 
 
 def make_group(pool: Pool, strategy: Strategy, ages: np.ndarray | None = None) -> Group:
@@ -149,7 +151,15 @@ def make_group(pool: Pool, strategy: Strategy, ages: np.ndarray | None = None) -
     if ages is not None and strategy.max_age is not None:
         kept = kept[np.asarray(ages)[kept] <= strategy.max_age]
     if not kept.size:
-        return Group(pool, kept, np.zeros(0))
+        return Group(pool, kept, np.zeros(0), np.zeros(0), 0.0)
     pass_rate = float(pool.correct.mean())
-    advantages = strategy.weight(pass_rate) * _compared(pool, kept, strategy)
-    return Group(pool, kept, advantages, weight_clipped=pass_rate < strategy.clips_below)
+    differences, scale = _compared(pool, kept, strategy)
+    weight = strategy.weight(pass_rate) / scale
+    return Group(
+        pool,
+        kept,
+        advantages=weight * differences,
+        baselines=pool.rewards[kept] - differences,
+        weight=weight,
+        weight_clipped=pass_rate < strategy.clips_below,
+    )

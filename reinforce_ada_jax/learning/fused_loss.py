@@ -38,6 +38,7 @@ class Plan(NamedTuple):
       backend: one of `BACKENDS`.
       tile: (rows, words) whose logits exist at a time.
       interpret: run a Pallas kernel without its device.
+      frozen_head: only hidden states have a gradient.
     """
 
     temperature: float
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     backend: str
     tile: tuple[int, int]
     interpret: bool
+    frozen_head: bool
 
     def of_kernel(self) -> dict[str, Any]:
         """What the kernels of pallas_loss.py are told."""
@@ -134,8 +136,8 @@ def scan_gradients(
     targets: Int[Array, " M"],
     slopes: Slopes,
     dtype: DTypeLike,
-) -> tuple[Float[Array, "M D"], Float[Array, "V D"] | Float[Array, "D V"]]:
-    """(d_hidden in float32, d_head in `dtype`) over this head, whole or a part.
+) -> tuple[Float[Array, "M D"], Float[Array, "V D"] | Float[Array, "D V"] | None]:
+    """(d_hidden in float32, d_head in `dtype`) over this head, whole or a part; a frozen head's is None.
 
     Words outside, rows inside: what a tile adds to d_head is summed in float32 and written once, and only d_hidden is
     carried. No second d_head exists, whatever its dtype.
@@ -157,16 +159,21 @@ def scan_gradients(
             d_logits = (d_logits / how.temperature).astype(x.dtype)
             dims = ((1,), (words_axis,))
             d_x = jax.lax.dot_general(d_logits, words, (dims, ((), ())), preferred_element_type=jnp.float32)
+            d_hidden = _with_piece(d_hidden, _piece(d_hidden, row, rows) + d_x, row, 0)
+            if how.frozen_head:
+                return d_hidden, None
             # As [D, v], whatever the head's layout: transposing the hidden states is cheaper than transposing a tile.
             more = jax.lax.dot_general(x, d_logits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            return _with_piece(d_hidden, _piece(d_hidden, row, rows) + d_x, row, 0), d_words + more
+            return d_hidden, d_words + more
 
-        nothing = jnp.zeros((hidden.shape[1], size), jnp.float32)
+        nothing = None if how.frozen_head else jnp.zeros((hidden.shape[1], size), jnp.float32)
         d_hidden, d_words = _tiles(hidden.shape[0], how.tile[0], some_rows, (d_hidden, nothing))
+        if how.frozen_head:
+            return d_hidden, None
         d_words = (d_words.T if how.tied else d_words).astype(dtype)
         return d_hidden, _with_piece(d_head, d_words, start, words_axis)
 
-    nothing = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(head.shape, dtype)
+    nothing = jnp.zeros(hidden.shape, jnp.float32), None if how.frozen_head else jnp.zeros(head.shape, dtype)
     return _tiles(head.shape[words_axis], how.tile[1], some_words, nothing)
 
 
@@ -233,12 +240,13 @@ def _backward(how, kept, slopes):
         targets -= _first_word(how, part)
         if how.backend == "pallas_tpu":
             d_hidden, d_head = pallas_loss.gradients(
-                hidden, part, targets, *slopes, dtype=head.dtype, **how.of_kernel()
+                hidden, part, targets, *slopes, dtype=head.dtype, frozen_head=how.frozen_head, **how.of_kernel()
             )
         else:
             d_hidden, d_head = scan_gradients(how, hidden, part, targets, Slopes(*slopes), head.dtype)
         if how.mesh is not None:
             d_hidden = jax.lax.psum(d_hidden, "tensor")
+        if how.mesh is not None and not how.frozen_head:
             columns_axis = 1 if how.tied else 0
             d_head = jax.lax.psum_scatter(d_head, "fsdp", scatter_dimension=columns_axis, tiled=True)
             d_head = jax.lax.psum(d_head, "data")
@@ -246,13 +254,19 @@ def _backward(how, kept, slopes):
 
     if how.mesh is not None:
         rows, of_head = _specs(how, gathered=True)
-        in_specs, out_specs = (rows, of_head, *[rows] * 5), (rows, _specs(how, gathered=False)[1])
+        of_slope = None if how.frozen_head else _specs(how, gathered=False)[1]
+        in_specs, out_specs = (rows, of_head, *[rows] * 5), (rows, of_slope)
         local = jax.shard_map(local, mesh=how.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     d_hidden, d_head = local(hidden, _readable(how, head, hidden), targets, log_total, entropy, *slopes)
     return d_hidden, d_head, None
 
 
 _head_statistics.defvjp(_forward, _backward)
+
+
+def default_tile(backend: str, columns: int, dtype: DTypeLike) -> tuple[int, int]:
+    """(rows, words) whose logits exist at a time, for hidden states of so many columns."""
+    return pallas_loss.default_tile(columns, dtype) if backend == "pallas_tpu" else (SCAN_ROWS, SCAN_WORDS)
 
 
 def head_statistics(
@@ -266,6 +280,7 @@ def head_statistics(
     backend: str = "scan",
     tile: tuple[int, int] | None = None,
     interpret: bool = False,
+    frozen_head: bool = False,
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
     """log pi(target | hidden) and the entropy of pi, by an online log-sum-exp over tiles of the vocabulary.
 
@@ -292,6 +307,7 @@ def head_statistics(
       backend: "scan" for CPU and GPU, "pallas_tpu".
       tile: (rows, words) whose logits exist at a time; by default what suits the backend (the scan's is a CPU's).
       interpret: run Pallas kernels without their device.
+      frozen_head: the head has no gradient, and none is computed: its cotangent is 0.
 
     Raises:
       ValueError: an unknown backend, sizes that don't belong together, or ones that the mesh doesn't divide.
@@ -317,8 +333,8 @@ def head_statistics(
             if size % parts:
                 raise ValueError(f"{size:,} {what} can't be split over mesh {axes} = {parts}: choose a divisor.")
     if tile is None:
-        tile = pallas_loss.default_tile(hidden) if backend == "pallas_tpu" else (SCAN_ROWS, SCAN_WORDS)
-    how = Plan(float(temperature), tied, mesh, backend, tile, interpret)
+        tile = default_tile(backend, columns, hidden.dtype)
+    how = Plan(float(temperature), tied, mesh, backend, tile, interpret, frozen_head)
     logprob, entropy = _head_statistics(how, hidden.reshape(-1, columns), head, targets.reshape(-1))
     return logprob.reshape(targets.shape), entropy.reshape(targets.shape)
 
@@ -343,6 +359,7 @@ def policy_loss(
     baseline: Float[Array, " B"] | Float[Array, "B T"],
     weight: Float[Array, " B"] | Float[Array, "B T"],
     mask: loss_lib.Mask,
+    members: Array | None = None,
     clip_low: float,
     clip_high: float,
     dual_clip: float,
@@ -372,15 +389,16 @@ def policy_loss(
       baseline: of the pool, its mean; in the shape of `reward`.
       weight: factor of their difference; in the shape of `reward`.
       mask: True or 1 at tokens of responses.
+      members: Bool[Array, "B T S"], which tokens are one response, where several are packed into a row.
       clip_low: as for `loss.policy_terms`, like `clip_high`, `dual_clip`, `ratio`, `behaviour_logprobs` and
-        `truncated_is_cap`. A ratio or an aggregation by sequence takes a row for one.
+        `truncated_is_cap`.
       aggregation: as for `loss.aggregate`.
       reference_logprobs: under the reference policy; without them the metric "kl" is 0.
       kl_kind: as for `loss.kl_estimate`.
       kl_coefficient: of the KL term.
       entropy_coefficient: of the entropy bonus.
       num_tokens: of the whole minibatch, of which these rows may be a part; by default these rows are all.
-      num_rows: its rows that have tokens; given or left out with `num_tokens`.
+      num_rows: its responses that have tokens; given or left out with `num_tokens`.
 
     Returns:
       The loss, and sums over tokens divided by `num_tokens`: "entropy", "clip_fraction", "dual_clip_fraction",
@@ -394,7 +412,7 @@ def policy_loss(
     if (num_tokens is None) != (num_rows is None):
         raise ValueError("give both of num_tokens and num_rows, or neither.")
     if num_tokens is None:
-        num_tokens, num_rows = loss_lib.denominators(mask)
+        num_tokens, num_rows = loss_lib.denominators(mask, members)
     advantages = advantage(reward, baseline, weight)
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], logprobs.shape)
@@ -409,10 +427,11 @@ def policy_loss(
         behaviour_logprobs=behaviour_logprobs,
         truncated_is_cap=truncated_is_cap,
         ratio=ratio,
+        members=members,
     )
 
     def aggregate(values, name):
-        return loss_lib.aggregate(values, mask, name, num_tokens=num_tokens, num_rows=num_rows)
+        return loss_lib.aggregate(values, mask, name, num_tokens=num_tokens, num_rows=num_rows, members=members)
 
     loss = aggregate(terms.loss, aggregation)
     if entropy_coefficient:
@@ -451,7 +470,6 @@ def fused_policy_loss(
     """`policy_loss` of hidden states and the output head: `head_statistics`, the only passes over the vocabulary.
 
     Differentiated in `hidden` and `head` only. Hidden states under the mask must be finite; their gradients are 0.
-    Positions are nowhere used: rows may be packed.
 
     Args:
       hidden: as for `head_statistics`, like everything down to `interpret`.

@@ -21,13 +21,22 @@ from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax import mesh as mesh_lib
-from reinforce_ada_jax.learning import loss as loss_lib
-from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.learning import batch as batch_lib
+from reinforce_ada_jax.learning import fused_loss
+from reinforce_ada_jax.learning.batch import Batch, response_mask
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
-from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy import lora, splash_attention
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.logprobs import token_logprobs
-from reinforce_ada_jax.policy.transformer import Params, Place, anywhere, hidden_states, merge, param_shardings
+from reinforce_ada_jax.policy.transformer import (
+    Attend,
+    Params,
+    Place,
+    anywhere,
+    causal_attend,
+    hidden_states,
+    merge,
+    param_shardings,
+)
 
 
 @struct.dataclass
@@ -52,15 +61,13 @@ class UpdateMetrics(NamedTuple):
     finite: Bool[Array, ""]
 
 
-def response_mask(batch: Batch) -> Bool[Array, "*M B R"]:
-    """True at response tokens, the stop token included."""
-    shape = batch.behaviour_logprobs.shape
-    return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < batch.response_length[..., None]
+# What micro-batches add up to, in a pytree as `_loss` gives it.
+MEANS = tuple(name for name in UpdateMetrics._fields if name not in ("grad_norm", "finite"))
 
 
 def num_live(batch: Batch) -> Int[Array, ""]:
     """How many micro-batches there are up to the last one with a token."""
-    live = (batch.response_length > 0).any(axis=1)
+    live = (batch.response_length > 0).any(axis=(1, 2))
     return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
 
 
@@ -76,7 +83,10 @@ def response_logprobs(
     *,
     dtype: DTypeLike,
     temperature: float,
-    chunk: int,
+    mesh: Mesh | None = None,
+    backend: str = "scan",
+    frozen_head: bool = False,
+    attend: Attend = causal_attend,
     place: Place = anywhere,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
@@ -84,12 +94,20 @@ def response_logprobs(
     Only the hidden states that predict a response token meet the output head: R of T positions.
     """
     model = merge(architecture, params)
-    hidden = hidden_states(model, batch.tokens, dtype=dtype, remat=True, place=place)
-    # Position j of a response is token prompt_length + j of its row, predicted one position earlier.
-    position = batch.prompt_length[:, None] + jnp.arange(batch.behaviour_logprobs.shape[1])[None]
-    targets = jnp.take_along_axis(batch.tokens, position, axis=1, mode="clip")
-    predicting = place(jnp.take_along_axis(hidden, (position - 1)[..., None], axis=1, mode="clip"))
-    return token_logprobs(model, predicting, targets, temperature=temperature, chunk=chunk)
+    segments, positions, at = batch_lib.layout(batch)
+    packed = batch.response_length.shape[-1] > 1
+    hidden = hidden_states(
+        model, batch.tokens, positions=positions, segments=segments if packed else None,
+        attend=attend, dtype=dtype, remat=True, place=place,
+    )  # fmt: skip
+    targets = jnp.take_along_axis(batch.tokens, at, axis=1)
+    # A token is predicted one position earlier.
+    predicting = place(jnp.take_along_axis(hidden, (at - 1)[..., None], axis=1))
+    tied = architecture.tied_embedding
+    return fused_loss.head_statistics(
+        predicting, model.embedding[...] if tied else model.head[...], targets,
+        temperature=temperature, tied=tied, mesh=mesh, backend=backend, frozen_head=frozen_head,
+    )  # fmt: skip
 
 
 def importance_cap(config: ConfigDict) -> float | None:
@@ -109,12 +127,23 @@ class Learner:
         rows = config.learning.prompts_per_update * config.collection.group_size
         self.micro_rows = rows // config.learning.micro_batches
         self._importance_cap = importance_cap(config)
+        dtype = jnp.dtype(config.model.compute_dtype)
+        on_tpu = mesh.devices.flat[0].platform == "tpu"
+        self.head_backend = "pallas_tpu" if on_tpu else "scan"
+        self.attention = config.learning.attention
+        if self.attention == "auto":
+            self.attention = "splash" if on_tpu else "jnp"
+        attend = functools.partial(splash_attention.attend, mesh=mesh, interpret=not on_tpu)
+        self.head_tile = fused_loss.default_tile(self.head_backend, architecture.hidden_size, dtype)
         self._logprobs = functools.partial(
             response_logprobs,
             architecture,
-            dtype=jnp.dtype(config.model.compute_dtype),
+            dtype=dtype,
             temperature=config.sampling.temperature,
-            chunk=config.learning.logprob_chunk,
+            mesh=mesh if mesh.size > 1 else None,
+            backend=self.head_backend,
+            frozen_head=config.lora.rank > 0,
+            attend=attend if self.attention == "splash" else causal_attend,
             # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
             # them between devices in every product (8 times the traffic of gathering weights) and has every device
             # compute the attention of all rows.
@@ -165,7 +194,7 @@ class Learner:
         Raises:
           ValueError: a number of rows that is no multiple of `micro_rows`, or 0.
         """
-        rows = len(batch.response_length)
+        rows = len(batch.tokens)
         if rows == 0 or rows % self.micro_rows:
             raise ValueError(
                 f"a batch of {rows} rows cannot be cut into micro-batches of {self.micro_rows} (learning."
@@ -191,36 +220,31 @@ class Learner:
 
     def _loss(self, params: Params, base: Params | None, micro: Batch, num_tokens, num_rows):
         logprobs, entropy = self._logprobs(self.policy(params, base), micro)
-        mask, learning = response_mask(micro), self._learning
-        terms = loss_lib.policy_terms(
+        learning, owner = self._learning, batch_lib.owners(micro)
+        loss, means = fused_loss.policy_loss(
             logprobs,
-            micro.old_logprobs,
-            jnp.broadcast_to(micro.advantages[:, None], logprobs.shape),
-            mask,
+            entropy,
+            old_logprobs=micro.old_logprobs,
+            reward=batch_lib.of_tokens(micro.reward, owner),
+            baseline=batch_lib.of_tokens(micro.baseline, owner),
+            weight=batch_lib.of_tokens(micro.weight, owner),
+            mask=response_mask(micro),
+            members=batch_lib.members(micro),
             clip_low=learning.clip_low,
             clip_high=learning.clip_high,
             dual_clip=learning.dual_clip,
+            aggregation=learning.aggregation,
+            ratio=learning.ratio,
             behaviour_logprobs=micro.behaviour_logprobs,
             truncated_is_cap=self._importance_cap,
-            ratio=learning.ratio,
+            reference_logprobs=micro.reference_logprobs,
+            kl_kind=learning.kl_kind,
+            kl_coefficient=learning.kl_coefficient,
+            entropy_coefficient=learning.entropy_coefficient,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
         )
-
-        def aggregate(values, aggregation):
-            return loss_lib.aggregate(values, mask, aggregation, num_tokens=num_tokens, num_rows=num_rows)
-
-        entropy_mean = aggregate(entropy, "token-mean")
-        loss = aggregate(terms.loss, learning.aggregation)
-        if learning.entropy_coefficient:
-            loss = loss - learning.entropy_coefficient * aggregate(entropy, learning.aggregation)
-        kl = jnp.zeros_like(logprobs)
-        if micro.reference_logprobs is not None:
-            # Masked before the difference: what padding holds must reach neither the value nor its slope.
-            here, there = jnp.where(mask, logprobs, 0.0), jnp.where(mask, micro.reference_logprobs, 0.0)
-            kl = loss_lib.kl_estimate(here, there, learning.kl_kind)
-        if learning.kl_coefficient:
-            loss = loss + learning.kl_coefficient * aggregate(kl, learning.aggregation)
-        means = [aggregate(x, "token-mean") for x in (terms.clipped, terms.dual_clipped, terms.old_minus_new, kl)]
-        return loss, (loss, entropy_mean, *means)
+        return loss, means | {"loss": loss}
 
     def _update(
         self, state: LearnerState, batch: Batch, base: Params | None = None
@@ -240,17 +264,19 @@ class Learner:
                 f"learning.kl_coefficient is {self._learning.kl_coefficient}, but the batch has no reference_logprobs: "
                 "score it with the reference's weights first, or set the coefficient to 0."
             )
-        num_tokens, num_rows = loss_lib.denominators(response_mask(batch))
+        lengths = batch.response_length
+        num_tokens, num_rows = (jnp.maximum(x.sum(), 1).astype(jnp.float32) for x in (lengths, lengths > 0))
         gradient = jax.grad(self._loss, has_aux=True)
 
         def accumulate(index, sums):
             micro = micro_batch(batch, index)
             return jax.tree.map(jnp.add, sums, gradient(state.params, base, micro, num_tokens, num_rows))
 
-        zeros = (jax.tree.map(jnp.zeros_like, state.params), (jnp.float32(0),) * 6)
-        gradients, sums = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)
+        means = dict.fromkeys(MEANS, jnp.float32(0))
+        zeros = (jax.tree.map(jnp.zeros_like, state.params), means)
+        gradients, means = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)
         grad_norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(sums[0]) & jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         new = LearnerState(
             params=optax.apply_updates(state.params, changes), optimizer=optimizer, updates=state.updates + 1
@@ -258,4 +284,4 @@ class Learner:
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         # The layout is named at the exit: a state that came back laid out otherwise would compile everything once more.
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
-        return new, UpdateMetrics(*sums, grad_norm=grad_norm, finite=finite)
+        return new, UpdateMetrics(**means, grad_norm=grad_norm, finite=finite)

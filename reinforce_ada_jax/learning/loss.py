@@ -38,6 +38,19 @@ def _masked(values: Array, mask: Array) -> Array:
     return jnp.where(mask.astype(bool), values.astype(jnp.float32), 0.0)
 
 
+def own_sums(values: Float[Array, "B T"], members: Bool[Array, "B T S"] | None) -> Float[Array, "B T"]:
+    """At each token, the sum over its own sequence's tokens.
+
+    Args:
+      values: 0 under the mask.
+      members: True where the token belongs to its row's sequence s; None: a row is one sequence.
+    """
+    if members is None:
+        return jnp.broadcast_to(values.sum(axis=-1, keepdims=True), values.shape)
+    sums = jnp.where(members, values[..., None], 0.0).sum(axis=-2, keepdims=True)
+    return jnp.where(members, sums, 0.0).sum(axis=-1)
+
+
 def policy_terms(
     logprobs: Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
@@ -50,6 +63,7 @@ def policy_terms(
     behaviour_logprobs: Float[Array, "B T"] | None = None,
     truncated_is_cap: float | None = None,
     ratio: str = "token",
+    members: Bool[Array, "B T S"] | None = None,
 ) -> PolicyTerms:
     """The clipped policy loss of every token.
 
@@ -57,7 +71,7 @@ def policy_terms(
     L   = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A),  and where A < 0 at most dual_clip |A|
     L  *= min(exp(logp_old - logp_behaviour), cap)                 when a cap is given
 
-    With ratio "sequence" all tokens of a row have one rho: that of the mean of logp - logp_old over them, the
+    With ratio "sequence" all tokens of a sequence have one rho: that of the mean of logp - logp_old over them, the
     geometric mean of the tokens' ratios. With the aggregation "seq-mean-token-mean" that is the objective of GSPO.
 
     Source: PPO (arXiv 1707.06347), clip-higher (DAPO, 2503.14476), dual clip (1912.09729), as the reference program
@@ -78,6 +92,7 @@ def policy_terms(
         token's own, whatever `ratio` is.
       ratio: "token" or "sequence". A sequence's ratio moves far less than a token's: its clips are to be narrower by
         orders of magnitude (GSPO's runs: 3e-4 and 4e-4).
+      members: which tokens are one sequence, where rows are packed; as for `own_sums`.
 
     Raises:
       ValueError: a cap without behaviour_logprobs, or an unknown ratio.
@@ -89,8 +104,8 @@ def policy_terms(
     advantages = jax.lax.stop_gradient(_masked(advantages, mask))
     log_ratio = logprobs - old_logprobs
     if ratio == "sequence":
-        row_tokens = jnp.maximum(mask.astype(bool).sum(axis=-1, keepdims=True), 1)
-        log_ratio = jnp.broadcast_to(log_ratio.sum(axis=-1, keepdims=True) / row_tokens, log_ratio.shape)
+        own_tokens = jnp.maximum(own_sums(mask.astype(jnp.float32), members), 1.0)
+        log_ratio = own_sums(log_ratio, members) / own_tokens
     rho = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     plain = -rho * advantages
     clipped = -jnp.clip(rho, 1 - clip_low, 1 + clip_high) * advantages
@@ -110,13 +125,16 @@ def policy_terms(
     )
 
 
-def denominators(mask: Bool[Array, "... T"] | Float[Array, "... T"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The number of tokens of a minibatch and of rows that have any, both at least 1.
+def denominators(
+    mask: Bool[Array, "... T"] | Float[Array, "... T"], members: Bool[Array, "... T S"] | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The number of tokens of a minibatch and of sequences that have any, both at least 1.
 
-    Rows without a token are padding and count nowhere, as if they were cut off.
+    Rows without a token are padding and count nowhere, as if they were cut off. `members` is as for `own_sums`.
     """
     mask = mask.astype(bool)
-    num_tokens, num_rows = mask.sum(), mask.any(axis=-1).sum()
+    of_sequences = mask[..., None] if members is None else members & mask[..., None]
+    num_tokens, num_rows = mask.sum(), of_sequences.any(axis=-2).sum()
     return jnp.maximum(num_tokens, 1).astype(jnp.float32), jnp.maximum(num_rows, 1).astype(jnp.float32)
 
 
@@ -127,19 +145,21 @@ def aggregate(
     *,
     num_tokens: Float[Array, ""] | float,
     num_rows: Float[Array, ""] | float,
+    members: Bool[Array, "B T S"] | None = None,
 ) -> Float[Array, ""]:
     """One number from per-token values.
 
     token-mean           sum of all tokens / num_tokens: every token weighs the same (DAPO, arXiv 2503.14476)
     seq-mean-token-sum   sum of all tokens / num_rows (Dr.GRPO, 2503.20783, up to a constant)
-    seq-mean-token-mean  sum over rows of the row's token mean / num_rows (GRPO, 2402.03300)
+    seq-mean-token-mean  sum over sequences of their token means / num_rows (GRPO, 2402.03300)
 
     Args:
       per_token: values; anything under the mask (though nan there would spoil a gradient: mask before computing).
       mask: True or 1 at tokens of responses.
       aggregation: one of the three names.
       num_tokens: tokens of the whole minibatch, of which these rows may be a part (`denominators`).
-      num_rows: its rows that have tokens.
+      num_rows: its sequences that have tokens, each a row unless rows are packed.
+      members: which tokens are one sequence, where rows are packed; as for `own_sums`.
 
     Raises:
       ValueError: an unknown name.
@@ -150,8 +170,8 @@ def aggregate(
     if aggregation == "seq-mean-token-sum":
         return row_sums.sum() / num_rows
     if aggregation == "seq-mean-token-mean":
-        row_tokens = mask.astype(jnp.float32).sum(axis=-1)
-        return (row_sums / jnp.maximum(row_tokens, 1.0)).sum() / num_rows
+        own_tokens = own_sums(mask.astype(jnp.float32), members)
+        return (_masked(per_token, mask) / jnp.maximum(own_tokens, 1.0)).sum() / num_rows
     raise ValueError(
         f"aggregation is {aggregation!r}; it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean."
     )

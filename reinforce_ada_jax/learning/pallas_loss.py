@@ -27,13 +27,13 @@ VMEM_BYTES = 56 * 2**20
 NO_LOGIT = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def default_tile(hidden: Float[Array, "M D"]) -> tuple[int, int]:
-    """(rows, words) of a tile for such hidden states.
+def default_tile(columns: int, dtype: DTypeLike) -> tuple[int, int]:
+    """(rows, words) of a tile for hidden states of so many columns.
 
     Blocks are as wide as these, and two of each are in VMEM: with 512 x 512, bfloat16 and 4,096 columns the kernel of
     d_hidden takes 40 MiB and the logits. Fewer rows mean more traffic: the head is read once for each block of them.
     """
-    return (512, 512) if hidden.shape[-1] * hidden.dtype.itemsize <= 2 * 4096 else (256, 256)
+    return (512, 512) if columns * jnp.dtype(dtype).itemsize <= 2 * 4096 else (256, 256)
 
 
 def _dot(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int) -> jax.Array:
@@ -252,7 +252,8 @@ def gradients(
     tile: tuple[int, int],
     dtype: DTypeLike,
     interpret: bool = False,
-) -> tuple[Float[Array, "M D"], Float[Array, "V D"] | Float[Array, "D V"]]:
+    frozen_head: bool = False,
+) -> tuple[Float[Array, "M D"], Float[Array, "V D"] | Float[Array, "D V"] | None]:
     """(d_hidden in float32, d_head in `dtype`), both summed in float32.
 
     Args:
@@ -262,6 +263,7 @@ def gradients(
       logprob_slope: d loss / d logprob.
       entropy_slope: d loss / d entropy.
       dtype: of d_head.
+      frozen_head: None in place of d_head.
     """
     row_arrays = targets, log_total, entropy, logprob_slope, entropy_slope
     call = _Call(hidden, head, row_arrays, tied=tied, tile=tile, interpret=interpret)
@@ -277,6 +279,8 @@ def gradients(
         jax.ShapeDtypeStruct((call.row_blocks * call.rows, call.columns), jnp.float32),
         [(call.rows, call.columns)],
     )
+    if frozen_head:
+        return d_hidden[: call.num_rows], None
     of_hidden, of_head, of_row = call.blocks(lambda j, i: i, lambda j, i: j)
     d_head = call.run(
         functools.partial(_d_head_kernel, **settings),

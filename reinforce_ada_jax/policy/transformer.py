@@ -150,21 +150,41 @@ def run(
     return rms_norm(x, model.final_norm[...], epsilon), carry, kept
 
 
-def causal_attend(query, key, value, layer_index, carry):
-    """Every token sees itself and what stands before it in its row."""
+def causal_attend(query, key, value, layer_index, carry, *, segments=None):
+    """Every token sees itself and what stands before it in its row, of its own segment where there are some."""
     del layer_index
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True), carry, None
+    own = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
 
 
 def hidden_states(
-    model: Decoder, tokens: Int[Array, "B T"], *, dtype: DTypeLike, remat: bool = False, place: Place = anywhere
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | None = None,
+    attend: Attend = causal_attend,
+    dtype: DTypeLike,
+    remat: bool = False,
+    place: Place = anywhere,
 ) -> Float[Array, "B T D"]:
-    """Causal forward pass over rows that begin at position 0.
+    """Causal forward pass.
 
     Rows may be padded on the right: a token never sees what follows it, so padding changes nothing before it.
+
+    Args:
+      model: from `merge`.
+      tokens: ids.
+      positions: of each token in its own sequence; None: a row is one sequence, from 0.
+      segments: which of its row's sequences a token belongs to; it sees no other. None: a row is one sequence.
+      attend: `causal_attend`, or what means the same; it gets the segments by name.
+      dtype: as for `run`, like `remat` and `place`.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return run(model, tokens, positions, causal_attend, dtype=dtype, remat=remat, place=place)[0]
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return run(
+        model, tokens, positions, functools.partial(attend, segments=segments), dtype=dtype, remat=remat, place=place
+    )[0]
 
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -122,6 +122,11 @@ def test_baselines(baseline, normalize):
     hit, wrong = ADVANTAGES[baseline][normalize]
     # The 1e-6 added to a deviation moves these by up to 5e-6.
     np.testing.assert_allclose(group.advantages, [wrong, hit, wrong, hit], rtol=0, atol=5e-6)
+    # What the update makes of them again: each reward less its baseline, times the weight.
+    for_hit, for_wrong = 1 - ADVANTAGES[baseline][False][0], -ADVANTAGES[baseline][False][1]
+    np.testing.assert_allclose(group.baselines, [for_wrong, for_hit, for_wrong, for_hit], rtol=1e-12)
+    rewards = pool.rewards[group.kept]
+    np.testing.assert_allclose(group.weight * (rewards - group.baselines), group.advantages, rtol=1e-12)
 
 
 def test_an_unknown_baseline_of_a_users_strategy_is_refused():

@@ -14,7 +14,7 @@ def make_group(prompt_id, rewards, advantages, *, rounds, met, lengths, truncate
     reasons = [*reasons, *[""] * (len(rewards) - len(reasons))]
     verdicts = tuple(Verdict(reward > 0.7, reward, reason) for reward, reason in zip(rewards, reasons, strict=True))
     pool = Pool(Prompt(prompt_id, "", "", np.zeros(1, np.int32)), responses, verdicts, rounds, met)
-    return Group(pool, np.arange(len(advantages)), np.array(advantages))
+    return Group(pool, np.arange(len(advantages)), np.array(advantages), np.zeros(len(advantages)), 1.0)
 
 
 def test_by_hand():
@@ -86,7 +86,9 @@ def test_outcome_and_reward_are_two_things():
     # A penalty took half of a right answer's reward: the pass rate does not see it.
     pool = make_group("long", [1.0, 0.5], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]).pool
     right = Pool(pool.prompt, pool.responses, (Verdict(True, 1.0), Verdict(True, 0.5)), 1, True)
-    metrics = collection_metrics([Group(right, np.arange(2), np.array([0.1, -0.1]))], group_size=2)
+    metrics = collection_metrics(
+        [Group(right, np.arange(2), np.array([0.1, -0.1]), np.array([0.9, 0.6]), 1.0)], group_size=2
+    )
     assert (metrics["reward/first_round"], metrics["reward/first_round_correct"]) == (0.75, 1.0)
 
 

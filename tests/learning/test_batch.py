@@ -1,10 +1,15 @@
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.learning.batch import make_batch
-from reinforce_ada_jax.learning.learner import response_mask
-from reinforce_ada_jax.types import Response
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.learning.batch import Example, make_batch, response_mask
+from reinforce_ada_jax.learning.fused_loss import advantage
+from reinforce_ada_jax.train import examples
+from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 
 def response(tokens, logprobs):
@@ -12,8 +17,8 @@ def response(tokens, logprobs):
 
 
 ROWS = [
-    (np.array([5, 6, 7], np.int32), response([8, 2], [-1.0, -0.5]), 0.75),
-    (np.array([5], np.int32), response([9, 9, 9, 2], [-0.1, -0.2, -0.3, -0.4]), -0.25),
+    Example(np.array([5, 6, 7], np.int32), response([8, 2], [-1.0, -0.5]), 1.0, 0.25, 2.0),
+    Example(np.array([5], np.int32), response([9, 9, 9, 2], [-0.1, -0.2, -0.3, -0.4]), 0.0, 0.5, 1.5),
 ]
 
 
@@ -21,14 +26,33 @@ def test_layout():
     batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
     # The response follows its own prompt at once; padding is on the right alone.
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 2, 0, 0], [5, 9, 9, 9, 2, 0, 0]])
-    np.testing.assert_array_equal(batch.prompt_length, [3, 1])
-    np.testing.assert_array_equal(batch.response_length, [2, 4])
-    np.testing.assert_array_equal(batch.advantages, np.float32([0.75, -0.25]))
+    np.testing.assert_array_equal(batch.prompt_length, [[3], [1]])
+    np.testing.assert_array_equal(batch.response_length, [[2], [4]])
+    for name, values in (("reward", [[1], [0]]), ("baseline", [[0.25], [0.5]]), ("weight", [[2], [1.5]])):
+        np.testing.assert_array_equal(getattr(batch, name), np.float32(values))
     np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[-1, -0.5, 0, 0], [-0.1, -0.2, -0.3, -0.4]]))
     np.testing.assert_array_equal(batch.old_logprobs, batch.behaviour_logprobs)
     dtypes = {name: getattr(batch, name).dtype.name for name in ("tokens", "prompt_length", "response_length")}
     assert set(dtypes.values()) == {"int32"}
-    assert {batch.advantages.dtype.name, batch.behaviour_logprobs.dtype.name} == {"float32"}
+    assert {batch.reward.dtype.name, batch.behaviour_logprobs.dtype.name} == {"float32"}
+
+
+@pytest.mark.parametrize("baseline", ["group", "pool", "leave_one_out", "anchored"])
+@pytest.mark.parametrize("by_std", [False, True])
+def test_the_device_makes_the_hosts_advantages(baseline, by_std):
+    # Two hits in eight draws, and one of the wrong ones has a shaped reward; the objective log p weighs by 1 / p.
+    rewards = np.array([0.0, 1.0, 0.1, 0.0, 0.0, 0.0, 1.0, 0.0])
+    responses = tuple(response([draw + 3, 2], [-1.0, -1.0]) for draw in range(8))
+    pool = Pool(
+        Prompt("p", "", "", np.array([5], np.int32)), responses, tuple(Verdict(r > 0.7, r) for r in rewards), 2, True
+    )
+    config = dict(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log")
+    strategy = strategies.build(SimpleNamespace(**config, baseline=baseline, normalize_by_std=by_std))
+    group = make_group(pool, strategy)
+    assert group.advantages.any() and group.weight != 1
+    batch = make_batch(examples(group), max_prompt_tokens=1, max_response_tokens=2)
+    on_device = advantage(*(jax.numpy.asarray(x[:, 0]) for x in (batch.reward, batch.baseline, batch.weight)))
+    np.testing.assert_allclose(on_device, group.advantages, rtol=1e-6)
 
 
 def test_the_stop_token_is_trained():
@@ -41,7 +65,7 @@ def test_the_stop_token_is_trained():
 @pytest.mark.parametrize("limits", [(2, 4), (3, 3)])
 def test_nothing_is_cut(limits):
     # The first row has 3 + 2 tokens, the second 1 + 4: one of them is beyond each of these limits.
-    with pytest.raises(ValueError, match=f"the limits are {limits[0]} and {limits[1]}"):
+    with pytest.raises(ValueError, match=f"the limits are 1 to {limits[0]} and {limits[1]}"):
         make_batch(ROWS, max_prompt_tokens=limits[0], max_response_tokens=limits[1])
 
 
@@ -49,7 +73,7 @@ def test_empty_rows_follow():
     few, padded = (make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=size) for size in (None, 5))
     assert few.tokens.shape == (2, 7) and padded.tokens.shape == (5, 7)
     assert few.reference_logprobs is None and padded.reference_logprobs is None
-    for name in ("tokens", "prompt_length", "response_length", "advantages", "behaviour_logprobs", "version"):
+    for name in vars(few).keys() - {"reference_logprobs"}:
         np.testing.assert_array_equal(getattr(padded, name)[:2], getattr(few, name))
         assert not getattr(padded, name)[2:].any()
     assert make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=2).tokens.shape == (2, 7)

@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.config import defaults
-from reinforce_ada_jax.learning.batch import make_batch
+from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.metrics import CompileCounter
@@ -40,7 +40,6 @@ def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
             epsilon=1e-3,
             learning_rate=1e-3,
             warmup_updates=0,
-            logprob_chunk=3,
         )
     )
     config.learning.update(dict(micro_batches=micro_batches, **changes))
@@ -57,9 +56,13 @@ def fresh_state(of: Learner, params=PARAMS):
 def responses():
     rng = np.random.default_rng(0)
     return [
-        (rng.integers(3, 96, before).astype(np.int32),
-         Response("p", 0, rng.integers(3, 96, after).astype(np.int32), rng.normal(-4, 1, after), False),
-         rng.normal())
+        Example(
+            rng.integers(3, 96, before).astype(np.int32),
+            Response("p", 0, rng.integers(3, 96, after).astype(np.int32), rng.normal(-4, 1, after), False),
+            reward=rng.normal() / 2 + 0.25,
+            baseline=0.25,
+            weight=2.0,
+        )
         for before, after in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)
     ]  # fmt: skip
 
@@ -71,7 +74,7 @@ def batch(max_prompt_tokens=5, max_response_tokens=8):
     scored = score(learner(), rows)
     noise = np.random.default_rng(1).normal(0, 0.3, (8, 8))
     old = np.zeros(scored.shape, np.float32)
-    old[:, :8] = scored[:, :8] + noise * (np.arange(8) < rows.response_length[:, None])
+    old[:, :8] = scored[:, :8] + noise * (np.arange(8) < rows.response_length)
     return rows.replace(old_logprobs=old)
 
 
@@ -82,8 +85,9 @@ def score(of: Learner, rows, params=PARAMS):
 
 def with_empty_rows(rows, num_rows):
     """The batch with rows behind it that have no token, and what must not be looked at in the other places."""
-    more = num_rows - len(rows.response_length)
-    beyond = {"advantages": 7.0, "old_logprobs": np.nan, "behaviour_logprobs": -np.inf, "reference_logprobs": np.nan}
+    more = num_rows - len(rows.tokens)
+    beyond = {"reward": 7.0, "weight": 1.0, "behaviour_logprobs": -np.inf}
+    beyond |= {"old_logprobs": np.nan, "reference_logprobs": np.nan}
 
     def longer(name):
         x = getattr(rows, name)
@@ -109,10 +113,10 @@ def shifted(rows):
     names = ("old", "behaviour", "advantage", "mask", "reference")
     arrays = {name: np.zeros((size, length - 1), np.float32) for name in names}
     for row in range(size):
-        first, count = rows.prompt_length[row] - 1, rows.response_length[row]
+        first, count = rows.prompt_length[row, 0] - 1, rows.response_length[row, 0]
         arrays["old"][row, first : first + count] = rows.old_logprobs[row, :count]
         arrays["behaviour"][row, first : first + count] = rows.behaviour_logprobs[row, :count]
-        arrays["advantage"][row, first : first + count] = rows.advantages[row]
+        arrays["advantage"][row, first : first + count] = (rows.weight * (rows.reward - rows.baseline))[row, 0]
         arrays["mask"][row, first : first + count] = 1
         if rows.reference_logprobs is not None:
             arrays["reference"][row, first : first + count] = rows.reference_logprobs[row, :count]
@@ -244,8 +248,8 @@ def test_score_keeps_the_rows_in_order():
 
 def test_what_stands_in_the_padding_is_irrelevant():
     rows = batch()
-    total = (rows.prompt_length + rows.response_length)[:, None]
-    beyond = np.arange(8) >= rows.response_length[:, None]
+    total = rows.prompt_length + rows.response_length
+    beyond = np.arange(8) >= rows.response_length
     garbage = rows.replace(
         tokens=np.where(np.arange(13) < total, rows.tokens, 95).astype(np.int32),
         old_logprobs=np.where(beyond, np.float32(np.nan), rows.old_logprobs),
@@ -304,7 +308,9 @@ def test_empty_micro_batches_are_not_computed():
 )
 def test_live_micro_batches_are_counted(lengths, expected):
     rows = make_batch([], max_prompt_tokens=1, max_response_tokens=1, num_rows=4)
-    two = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), rows.replace(response_length=np.array(lengths)))
+    two = jax.tree.map(
+        lambda x: x.reshape(2, 2, *x.shape[1:]), rows.replace(response_length=np.array(lengths)[:, None])
+    )
     assert num_live(two) == expected
 
 
@@ -331,7 +337,7 @@ def test_a_batch_is_cut_into_whole_micro_batches(rows):
 def test_micro_batches_are_consecutive_rows():
     placed = learner(2).put(batch())
     assert learner(2).micro_rows == 4
-    np.testing.assert_array_equal(placed.response_length, np.reshape(RESPONSE_LENGTHS, (2, 4)))
+    np.testing.assert_array_equal(placed.response_length, np.reshape(RESPONSE_LENGTHS, (2, 4, 1)))
     assert placed.tokens.shape == (2, 4, 13) and placed.reference_logprobs is None
 
 
@@ -343,7 +349,7 @@ def test_rows_are_split_over_data_and_fsdp():
 
 
 def test_no_advantage_no_change():
-    state, metrics = updated(learner(), batch().replace(advantages=np.zeros(8, np.float32)))
+    state, metrics = updated(learner(), batch().replace(baseline=batch().reward))
     assert metrics.grad_norm == 0 and metrics.loss == 0
     assert_trees_equal(state.params, PARAMS)
     assert state.updates == 1
@@ -351,9 +357,9 @@ def test_no_advantage_no_change():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_advantage_that_is_not_finite_leaves_the_state_as_it_was(value):
-    advantages = batch().advantages.copy()
-    advantages[3] = value
-    state, metrics = updated(learner(), batch().replace(advantages=advantages))
+    reward = batch().reward.copy()
+    reward[3] = value
+    state, metrics = updated(learner(), batch().replace(reward=reward))
     assert not metrics.finite
     assert_trees_equal(state, fresh_state(learner()))
     assert state.updates == 0
@@ -421,7 +427,7 @@ def test_without_a_coefficient_the_reference_plays_no_part():
     of = learner()
     inputs = [len(jax.make_jaxpr(of.update)(fresh_state(of), of.put(rows)).jaxpr.invars)
               for rows in (batch(), with_reference(batch()))]  # fmt: skip
-    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + 8
+    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + 10
 
 
 def test_a_policy_that_is_its_reference_pays_nothing():
@@ -434,7 +440,7 @@ def test_a_policy_that_is_its_reference_pays_nothing():
 
 def test_what_stands_in_the_padding_of_the_reference_is_irrelevant():
     rows = with_reference(batch())
-    beyond = np.arange(8) >= rows.response_length[:, None]
+    beyond = np.arange(8) >= rows.response_length
     for garbage in (np.nan, -np.inf):
         dirty = rows.replace(reference_logprobs=np.where(beyond, np.float32(garbage), rows.reference_logprobs))
         assert_trees_equal(updated(learner(**KL), dirty), updated(learner(**KL), rows))

@@ -23,14 +23,15 @@ def make_case(rows, columns, num_words, *, tied=True, dtype=jnp.float32):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), targets, slopes.astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("tied", "backend", "tile", "mesh"))
-def both(hidden, head, targets, slopes, *, tied, backend, tile, mesh=None):
+@functools.partial(jax.jit, static_argnames=("tied", "backend", "tile", "mesh", "frozen_head"))
+def both(hidden, head, targets, slopes, *, tied, backend, tile, mesh=None, frozen_head=False):
     """((logprob, entropy), (d_hidden, d_head)) of a sum of all outputs, each with a weight of its own."""
 
     def weighted(hidden, head):
         outputs = head_statistics(
             hidden, head, targets,
             temperature=0.7, tied=tied, backend=backend, tile=tile, mesh=mesh, interpret=backend != "scan",
+            frozen_head=frozen_head,
         )  # fmt: skip
         return sum(jnp.vdot(slope, output) for slope, output in zip(slopes, outputs, strict=True)), outputs
 
@@ -56,6 +57,16 @@ def test_equals_the_scan(rows, num_words, tied):
     case = make_case(rows, 24, num_words, tied=tied)
     ours = both(*case, tied=tied, backend="pallas_tpu", tile=(16, 128))
     assert_near(ours, both(*case, tied=tied, backend="scan", tile=(1024, 1024)))
+
+
+@pytest.mark.parametrize("backend, tile", [("scan", (8, 100)), ("pallas_tpu", (16, 128))])
+@pytest.mark.parametrize("axes", [{}, dict(fsdp=2, tensor=2)], ids=str)
+def test_a_frozen_head_has_no_gradient(backend, tile, axes):
+    case, mesh = make_case(32, 24, 300), make_mesh(**axes) if axes else None
+    outputs, (d_hidden, d_head) = both(*case, tied=True, backend=backend, tile=tile, mesh=mesh)
+    frozen, (d_same, d_none) = both(*case, tied=True, backend=backend, tile=tile, mesh=mesh, frozen_head=True)
+    assert_near((frozen, d_same), (outputs, d_hidden), 1e-6)
+    assert np.abs(d_head).max() > 0.1 and not d_none.any()
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])

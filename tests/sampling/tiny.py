@@ -14,7 +14,7 @@ import numpy as np
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.learning.batch import make_batch
+from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import response_logprobs
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import from_hf
@@ -172,13 +172,13 @@ def assert_different(left: Samples, right: Samples) -> None:
 
 @jax.jit
 def _logprobs(params, batch, temperature):
-    return response_logprobs(ARCHITECTURE, params, batch, dtype=jnp.float32, temperature=temperature, chunk=8)[0]
+    return response_logprobs(ARCHITECTURE, params, batch, dtype=jnp.float32, temperature=temperature)[0]
 
 
 def logprob_gaps(samples: Samples, temperature: float = 1.0) -> np.ndarray:
     """|sampler - learner| of every token drawn, in one row; the learner computes in float32."""
     prompt_of = {prompt.id: prompt for prompt in PROMPTS}
-    rows = [(prompt_of[response.prompt_id].tokens, response, 0.0) for response in samples.values()]
+    rows = [Example(prompt_of[response.prompt_id].tokens, response) for response in samples.values()]
     batch = make_batch(rows, max_prompt_tokens=OPTIONS.max_prompt_tokens, max_response_tokens=LIMIT)
     gaps = np.abs(_logprobs(params(), batch, temperature) - batch.behaviour_logprobs)
-    return np.asarray(gaps)[np.arange(LIMIT)[None] < batch.response_length[:, None]]
+    return np.asarray(gaps)[np.arange(LIMIT)[None] < batch.response_length]

@@ -1,0 +1,87 @@
+"""Causal attention over whole rows as JAX's splash attention kernels for TPU: no [T, T] scores exist in HBM.
+
+Same meaning as `transformer.causal_attend`, forwards and backwards, and the same signature but for the mesh.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax import mesh as mesh_lib
+
+# Blocks of positions, the largest that divides a row is taken; rows are padded to a multiple of the smallest.
+BLOCKS = (512, 384, 256, 128)
+
+
+def padded_length(tokens: int) -> int:
+    """Positions of a row as the kernels see it."""
+    return -(-tokens // BLOCKS[-1]) * BLOCKS[-1]
+
+
+def block_size(tokens: int) -> int:
+    """Positions of a block, for rows of so many tokens."""
+    return next(block for block in BLOCKS if padded_length(tokens) % block == 0)
+
+
+def _padded_head(size: int) -> int:
+    """Columns of a head as the kernels take it: 64, or lanes of 128."""
+    return 64 if size <= 64 else -(-size // 128) * 128
+
+
+def _local(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"] | None,
+    interpret: bool,
+) -> Float[Array, "B T N H"]:
+    """On one device, with its rows and its heads."""
+    length, num_heads, head_size = query.shape[1:]
+    size, block = padded_length(length), block_size(length)
+    # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others.
+    query = query * jnp.asarray(head_size**-0.5, query.dtype)
+    padding = (0, 0), (0, size - length), (0, 0), (0, _padded_head(head_size) - head_size)
+    query, key, value = (jnp.pad(x, padding).swapaxes(1, 2) for x in (query, key, value))
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([splash.CausalMask((size, size))] * num_heads),
+        block_sizes=splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )  # fmt: skip
+    if segments is None:
+        mixed = jax.vmap(kernel)(query, key, value)
+    else:
+        segments = jnp.pad(segments, padding[:2])
+        mixed = jax.vmap(kernel)(query, key, value, splash.SegmentIds(segments, segments))
+    return mixed.swapaxes(1, 2)[:, :length, :, :head_size].astype(query.dtype)
+
+
+def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segments=None, interpret: bool = False):
+    """Every token sees itself and what stands before it in its row, of its own segment where there are some.
+
+    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices.
+
+    Args:
+      query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
+      mesh: of `mesh.make_mesh`.
+      segments: Int[Array, "B T"] or None, as of `transformer.hidden_states`.
+      interpret: run the kernels without a TPU.
+    """
+    del layer_index
+    heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
+    local = jax.shard_map(
+        functools.partial(_local, interpret=interpret),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, None if segments is None else row),
+        out_specs=heads,
+        check_vma=False,  # kernels don't say along which axes their results vary
+    )
+    return local(query, key, value, segments), carry, None
