@@ -361,6 +361,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "evaluation.top_k": 7,
         "evaluation.top_p": 0.5,
         "evaluation.max_response_tokens": 7,
+        "sampling.check_invariants": True,
     }
     assert config_lib.differences(changed(**allowed), saved) == []
     for key, value in flat(valid()).items():
