@@ -226,7 +226,7 @@ def test_messages_beyond_any_prompt_are_not_read(server, questions):
 
 
 def listening(pid: int) -> set[str]:
-    """ "address:port" of every socket on which a process listens, IPv4 and IPv6."""
+    """Every address:port on which a process listens, IPv4 and IPv6."""
     inodes = set()
     for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -236,10 +236,10 @@ def listening(pid: int) -> set[str]:
         for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                address, port = fields[1].split(":")
-                words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+                digits, port = fields[1].split(":")
+                words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
                 address = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")  # IPv4 on an IPv6 socket
-            found.add(f"{address}:{int(port, 16)}")
+                found.add(f"{address}:{int(port, 16)}")
     return found
 
 
