@@ -6,11 +6,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
+AUDIT_VENV ?= .venv-audit
 DEMO ?= runs/demo
 RUN := $(VENV)/bin/python -m
 TINY := --config=configs/tiny.py
 
-.PHONY: setup demo test slow parity lint clean
+.PHONY: setup demo test slow parity lint audit clean
 
 setup: $(VENV)/.installed
 
@@ -49,5 +50,14 @@ lint: setup
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 
+# Known vulnerabilities of the pinned packages. Needs the network: it asks pypi.org for its advisories.
+audit: $(AUDIT_VENV)/.installed
+	$(AUDIT_VENV)/bin/pip-audit --strict --requirement requirements.txt --no-deps --disable-pip
+
+$(AUDIT_VENV)/.installed:
+	$(PYTHON) -m venv $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/pip install --quiet --disable-pip-version-check pip-audit
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) runs
+	rm -rf $(VENV) $(PARITY_VENV) $(AUDIT_VENV) runs

@@ -117,12 +117,15 @@ def verifier_pool(config: ConfigDict) -> VerifierPool:
     They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
 
     Raises:
-      ValueError: `reward.path` names no function of a Python file.
+      ValueError: `reward.path` names no function of a Python file, or a worker can't load it.
     """
     kinds = {"cipher": cipher.grade, "math": math_answer.grade, "minerva": minerva.grade, "gsm8k": gsm8k.grade}
     reward = config.reward
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
-    return VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)
+    pool = VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)
+    if reward.path:
+        pool.check()  # what is wrong with a user's file shows before weights are read
+    return pool
 
 
 def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:

@@ -35,7 +35,7 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
-RESUMABLE = ("iterations", "checkpoint", "evaluation", "logging")
+RESUMABLE = ("iterations", "checkpoint", "evaluation", "logging", "sampling.check_invariants")
 # Keys of older runs that changed no result; nothing reads them any more.
 RETIRED = ("learning.logprob_chunk",)
 
@@ -122,6 +122,8 @@ def defaults() -> config_dict.ConfigDict:
             open_prompts=0,
             prefill_rows=16,  # prompts prefilled in one dispatch
             attention="auto",  # "jnp", "pallas_tpu" or "pallas_gpu"; auto: the one made for the device
+            # Look after every window whether pages, rows and requests are all accounted for: to find a fault, slowly.
+            check_invariants=False,
         ),
         learning=dict(
             prompts_per_update=128,  # 4 updates an iteration
@@ -436,7 +438,7 @@ def differences(config: config_dict.ConfigDict, saved: dict[str, Any]) -> list[s
     return [
         f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(now.keys() | then.keys())
-        if not (key in RETIRED or key.split(".")[0] in RESUMABLE) and now.get(key, KeyError) != then.get(key, KeyError)
+        if not {key, key.split(".")[0]} & {*RESUMABLE, *RETIRED} and now.get(key, KeyError) != then.get(key, KeyError)
     ]
 
 

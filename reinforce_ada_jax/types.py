@@ -149,5 +149,11 @@ class RequestQueue(Protocol):
     def take_ahead(self, limit: int) -> list[Request]:
         """Up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
 
+    def wait(self) -> bool:
+        """Waits for the next verdicts under way, which may close prompts or bring requests; False where none are.
+
+        For a sampler that can't begin what it has taken before some prompt closes.
+        """
+
     def closed(self) -> list[str]:
         """Ids of the prompts closed since the last call: no further request will name them."""

@@ -371,6 +371,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "logging.tensorboard": False,
         "logging.wandb": "ciphers",
         "logging.sampled_prompts": 7,
+        "sampling.check_invariants": True,
     }
     assert config_lib.differences(changed(**allowed), saved) == []
     for key, value in flat(valid()).items():

@@ -11,7 +11,9 @@ import pytest
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.collection.simulate import run_strategy
+from reinforce_ada_jax.learning.learner import UpdateMetrics
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
@@ -106,3 +108,49 @@ def test_links_lead_somewhere(document):
             names = {node.name for node in ast.walk(ast.parse(file.read_text())) if hasattr(node, "name")}
             for name in re.findall(r"`(\w+)`", text):
                 assert name in names, f"{name} is not in {path}"
+
+
+# ---- docs/troubleshooting.md -----------------------------------------------------------------------------------------
+
+PACKAGE = pathlib.Path(config_lib.__file__).parent
+
+
+def strings_of_the_program() -> set[str]:
+    """Every string in its sources, and what stands between the braces of its f-strings."""
+    return {
+        node.value
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+
+def is_metric(key: str, strings: set[str]) -> bool:
+    """Whether a key of metrics.jsonl is written somewhere."""
+    if key.startswith("update/") and key.removeprefix("update/") in UpdateMetrics._fields:
+        return True
+    if key.startswith("collection/verdict_"):
+        return key.removeprefix("collection/verdict_") in FAILURES
+    return key in strings
+
+
+def test_troubleshooting_names_keys_and_words_that_there_are():
+    text = (DOCS / "troubleshooting.md").read_text()
+    sections, strings = set(config_lib.defaults().to_dict()), strings_of_the_program()
+    named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", text))
+    settings = {name for name in named if name.split(".")[0] in sections}
+    assert len(settings) > 20 and named - settings == {"metrics.jsonl"}
+    flat = config_lib._flatten(config_lib.defaults().to_dict())
+    assert settings <= flat.keys(), settings - flat.keys()
+    metrics = {key for key in re.findall(r"`([a-z_]+/[a-z_]+)`", text)}
+    assert len(metrics) > 15 and {key for key in metrics if not is_metric(key, strings)} == set()
+    said = re.findall(r'"([^"]+)"', " ".join(text.split()))
+    assert len(said) == 7
+    for words in said:
+        assert any(words in " ".join(string.split()) for string in strings), words
+
+
+def test_a_metric_that_is_none_is_found():
+    strings = strings_of_the_program()
+    for key in ("update/entropi", "collection/verdict_timeouts", "collection/zero_signals", "time/verify"):
+        assert not is_metric(key, strings), key

@@ -225,6 +225,58 @@ def test_messages_beyond_any_prompt_are_not_read(server, questions):
     assert server.ask(text_content=dict(text=text), max_tokens=LIMIT)[1:] == until_stop(continuation, LIMIT)
 
 
+def listening(pid: int) -> set[str]:
+    """Every address:port on which a process listens, IPv4 and IPv6."""
+    inodes = set()
+    for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes.add(str(descriptor.readlink()))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                digits, port = fields[1].split(":")
+                words = [bytes.fromhex(digits[at : at + 8])[::-1] for at in range(0, len(digits), 8)]
+                address = socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")  # IPv4 on an IPv6 socket
+                found.add(f"{address}:{int(port, 16)}")
+    return found
+
+
+def test_it_listens_on_this_machine_and_nowhere_else(server):
+    assert Settings(model="package:cipher").host == "127.0.0.1"
+    assert listening(server.process.pid) == {server.address}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        # What other servers of this protocol have: adapters read from paths, profiles written to some.
+        "jetstream_proto.MultiAdapterManager/LoadAdapter",
+        "jetstream_proto.MultiAdapterManager/ListAdapters",
+        "jetstream_proto.Orchestrator/LoadLoRA",
+        "jetstream_proto.Orchestrator/StartProfile",
+        "tensorflow.ProfilerService/Profile",
+        "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        "../../etc/passwd",
+    ],
+)
+def test_there_is_nothing_but_decoding_and_health(server, method):
+    assert [each.name for each in pb2.DESCRIPTOR.services_by_name["Orchestrator"].methods] == ["Decode", "HealthCheck"]
+    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as ended:
+        channel.unary_unary(f"/{method}")(b"\n\x0b/etc/passwd", timeout=30)
+    assert ended.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert server.stub.HealthCheck(pb2.HealthCheckRequest()).is_live
+
+
+def test_headers_without_an_end_are_refused(server, questions):
+    text, _, continuation = questions[2]
+    request = pb2.DecodeRequest(text_content=dict(text=text), max_tokens=LIMIT)
+    code, _ = refusal(server.stub, request, metadata=(("x-long", "a" * 10**6),))
+    assert code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+    assert server.ask(text_content=dict(text=text), max_tokens=LIMIT)[1:] == until_stop(continuation, LIMIT)
+
+
 def test_its_port_is_taken(server, capsys):
     port = int(server.address.split(":")[1])
     with pytest.raises(SystemExit) as ended:

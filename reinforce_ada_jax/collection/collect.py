@@ -185,9 +185,7 @@ class _Collection:
     def take(self, limit: int) -> list[Request]:
         self._hear(wait=False)
         while not self._waiting and not self._outstanding and (self._verifying or self._held):
-            if self._verifying:
-                self._finish_rounds(*self._verifying.popleft())
-            else:
+            if not self.wait():
                 held, self._held = sorted(self._held, key=lambda draws: draws.index), []
                 for draws in held:
                     self._put(draws)
@@ -201,6 +199,12 @@ class _Collection:
         self._returned |= {(request.prompt.id, request.draw): False for request in taken}
         self._outstanding += len(taken)
         return taken
+
+    def wait(self) -> bool:
+        if not self._verifying:
+            return False
+        self._finish_rounds(*self._verifying.popleft())
+        return True
 
     def closed(self) -> list[str]:
         closed, self._newly_closed = self._newly_closed, []

@@ -35,7 +35,10 @@ def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, s
     for name in ("generation_config.json", "config.json"):
         eos = read_json(folder / name).get("eos_token_id")
         if eos is not None:
-            ids.update(eos if isinstance(eos, list) else [eos])
+            named = eos if isinstance(eos, list) else [eos]
+            if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in named):
+                raise ValueError(f"{folder / name} has eos_token_id = {eos!r:.80}; it must be a token id, or a list.")
+            ids.update(named)
     tokens = [special_tokens["eos_token"]] if "eos_token" in special_tokens else []
     if vocabulary.token_to_id("<|im_start|>") is not None:
         tokens += [token for token in CHATML_STOP_TOKENS if vocabulary.token_to_id(token) is not None]

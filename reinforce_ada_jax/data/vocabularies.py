@@ -217,7 +217,10 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
 
 def token_text(entry: str | dict[str, Any]) -> str:
     """The text of an entry such as "bos_token" of a tokenizer_config.json: a string, or {"content": string}."""
-    return entry["content"] if isinstance(entry, dict) else entry
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if not isinstance(text, str):
+        raise ValueError(f"tokenizer_config.json names the token {entry!r:.80}, which is no text: copy it again.")
+    return text
 
 
 def _split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:

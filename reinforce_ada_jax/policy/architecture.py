@@ -9,6 +9,15 @@ import dataclasses
 from typing import Any
 
 CLASS_NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+ROPE_NUMBERS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+)  # fmt: skip
+# The largest that a file may ask for.
+MOST = {
+    "vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**12, "num_key_value_heads": 2**12, "head_dim": 2**12, "max_position_embeddings": 2**31 - 1,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +76,7 @@ def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | Non
             f"config.json asks for rotary scaling {kind!r} ({family}); supported are the default and 'llama3'. Remove "
             "rope_scaling if the model is to be used within its original length."
         )
-    needed = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in needed if key not in scaling]
+    missing = [key for key in ROPE_NUMBERS[1:] if key not in scaling]
     if missing:
         raise ValueError(f"config.json asks for rotary scaling 'llama3' but lacks {', '.join(missing)}.")
     return float(theta), RopeScaling(
@@ -77,6 +85,41 @@ def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | Non
         high_frequency_factor=float(scaling["high_freq_factor"]),
         original_positions=int(scaling["original_max_position_embeddings"]),
     )
+
+
+def _whole(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _check_values(config: dict[str, Any]) -> None:
+    """Sizes are whole numbers that some decoder may have, ids are ids, numbers are numbers.
+
+    Without bounds a few digits in a file would take all memory, in a list of tensors that nobody has.
+    """
+
+    def require(key: str, right: bool, what: str) -> None:
+        if not right:
+            raise ValueError(f"config.json has {key} = {config[key]!r:.80}; it must be {what}. Fetch it again.")
+
+    for key, most in MOST.items():
+        if config.get(key) is not None or key in NEEDED:
+            require(key, _whole(config[key], 1, most), f"a whole number from 1 to {most:,}")
+    for key in ("rms_norm_eps", "rope_theta"):
+        value = config.get(key)
+        require(key, value is None or (type(value) in (int, float) and 0 < value < 2**53), "a number above 0")
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(key) or {}
+        require(key, isinstance(scaling, dict), "an object")
+        numbers = [value for name, value in scaling.items() if name in ROPE_NUMBERS]
+        require(key, all(type(value) in (int, float) and 0 < value < 2**53 for value in numbers), "of numbers above 0")
+    for key in ("eos_token_id", "bos_token_id"):
+        value = config.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        require(key, all(_whole(each, 0, 2**31 - 1) for each in ids), "a token id, or a list of them")
+    kinds = config.get("layer_types") or []
+    require("layer_types", isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds), "a list of names")
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
+    require("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads, {heads}")
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -93,14 +136,14 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         size is missing.
     """
     family = config.get("model_type")
-    if family not in CLASS_NAMES:
+    if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
             f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} (Qwen2/2.5, Qwen3, Llama-3)."
         )
-    needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [key for key in needed if key not in config]
+    missing = [key for key in NEEDED if key not in config]
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}: it does not describe a whole {family} model.")
+    _check_values(config)
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
@@ -122,7 +165,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_size=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
-        max_positions=config.get("max_position_embeddings", 32768 if family != "llama" else 2048),
+        max_positions=config.get("max_position_embeddings") or (32768 if family != "llama" else 2048),
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,

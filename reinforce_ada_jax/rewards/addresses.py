@@ -5,9 +5,11 @@ start threads, or hang.
 """
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 import types
@@ -100,6 +102,12 @@ def load(name: str) -> GradeFn:
     grade_fn = functools.reduce(getattr, qualname.split("."), module)
     if not callable(grade_fn):
         raise TypeError(f"{name} is {grade_fn!r}, not a function of (response, answer)")
+    with contextlib.suppress(ValueError):  # what is written in C may not say what it takes
+        signature = inspect.signature(grade_fn)
+        try:
+            signature.bind("response", "answer")
+        except TypeError as error:
+            raise TypeError(f"{name} takes {signature}, and is called with (response, answer)") from error
     if hasattr(module, "warm_up"):
         module.warm_up()
     return grade_fn

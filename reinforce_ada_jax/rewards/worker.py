@@ -1,10 +1,12 @@
 """One verifier process: `python -m reinforce_ada_jax.rewards.worker FD TIME_LIMIT_S ADDRESS...`.
 
 `rewards.workers` starts and watches it, `rewards.addresses` says what an address is. What it says on the connection
-(file descriptor FD): first None when it is ready, or a traceback when it cannot start; then one (correct, reward,
-reason) for each (grader, response, answer) that it is sent, until the other end closes. `grader` counts the addresses.
+(file descriptor FD): first None when it is ready, or a line and a traceback when it cannot start; then one (correct,
+reward, reason) for each (grader, response, answer) that it is sent, until the other end closes. `grader` counts the
+addresses.
 """
 
+import importlib
 import logging
 import math
 import os
@@ -64,6 +66,18 @@ def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> Callable[[str, st
     return grade
 
 
+def _in_one_line(error: BaseException) -> str:
+    """What was raised, and the last place on the way there that is neither ours nor the import system's."""
+    said = " ".join(traceback.format_exception_only(error)[-1].split())
+    ours = os.path.dirname(__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<frozen", ours, os.path.dirname(importlib.__file__)))
+    ]
+    return f"{said} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else said
+
+
 def _confine() -> None:
     """Limits the address space, leaves Ctrl-C to the parent, and sends what a checker prints to stderr."""
     if sys.platform == "linux":  # macOS knows this limit and refuses to set it
@@ -78,8 +92,8 @@ def _serve(connection: Connection, names: list[str], time_limit_s: float) -> Non
     # BaseException: Math-Verify's TimeoutException is one, and a checker that calls sys.exit has failed, not finished.
     try:
         graders = [guarded(addresses.load(name), caught=BaseException) for name in names]
-    except BaseException:
-        connection.send(traceback.format_exc())
+    except BaseException as error:
+        connection.send((_in_one_line(error), traceback.format_exc()))
         return
     connection.send(None)
     while True:

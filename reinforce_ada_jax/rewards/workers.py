@@ -28,9 +28,23 @@ from reinforce_ada_jax.types import Verdict
 
 # Importing sympy takes one second on an idle machine. No limit of an item pays for it.
 START_LIMIT_S = 120.0
-# Starts in a row that may end without a word (one may fall to the system's out-of-memory killer) before the pool says
-# that its workers can't start. A traceback from the worker says so at once.
+# Starts in a row that may end without a word before the pool says that its workers can't start. A traceback from the
+# worker says so at once.
 MAX_FAILED_STARTS = 3
+# Somebody who kills a worker from outside says nothing of the pair that it had: another one grades that anew. So often
+# at most: it may have been the pair that brought the system's out-of-memory killer.
+MAX_GRADINGS = 4
+# The same of workers killed while they start, in a row.
+MAX_KILLED_STARTS = 20
+KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+
+
+class CannotStart(RuntimeError):
+    """Workers don't come up; `line` says why, `str()` with the worker's traceback where there is one."""
+
+    def __init__(self, addresses: list[str], line: str, trace: str = ""):
+        self.line = f"A verifier worker cannot start with {', '.join(addresses)}: {line}" if trace else line
+        super().__init__(f"{self.line}\n{trace}" if trace else line)
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,10 +80,10 @@ class VerifierPool:
             verdicts = pool.grade_all([(response, answer), ...])
 
     A worker that is stuck at the limit, or dies, is killed and replaced; its pair gets reason "timeout" or "crash" and
-    no other pair notices. Where `grade_fn` raises, or returns anything without a finite reward, the reason is
-    "error". Starting a worker counts against no pair's limit; a module with a function `warm_up()` has it
-    called first. One thread at a time may call `grade_all`, and none while something submitted isn't finished. No
-    process outlives the `with` block.
+    no other pair notices. A pair whose worker was killed from outside is graded anew, a few times at most. Where
+    `grade_fn` raises, or returns anything without a finite reward, the reason is "error". Starting a worker counts
+    against no pair's limit; a module with a function `warm_up()` has it called first. One thread at a time may call
+    `grade_all`, and none while something submitted isn't finished. No process outlives the `with` block.
 
     Args:
       grade_fn: (response text, answer) -> Verdict, number or bool, at the top level of an importable module (not
@@ -102,8 +116,26 @@ class VerifierPool:
         self.workers = workers
         self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together
         self._workers: list[_Worker] = []
-        self._num_failed_starts = 0
+        self._num_failed_starts = self._num_killed_starts = 0
         self._entered = False
+
+    def check(self) -> None:
+        """Starts one worker and ends it again: whether the grade functions can be loaded, before anything expensive.
+
+        Raises:
+          ValueError: they can't; one line says why. A file's code is run for this, in the worker only.
+        """
+        if not self.workers:
+            return
+        self._workers.append(self._start())
+        try:
+            while not self._workers[0].ready:
+                self._wait()
+        except CannotStart as error:
+            raise ValueError(error.line) from None
+        finally:
+            self._end_workers()
+            self._num_failed_starts = self._num_killed_starts = 0
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -121,6 +153,9 @@ class VerifierPool:
     def __exit__(self, *_: object) -> None:
         self._entered = False
         self._thread.shutdown(cancel_futures=True)
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             self._kill(worker)
         self._workers.clear()
@@ -152,17 +187,22 @@ class VerifierPool:
             return [grade(response, answer) for response, answer in pairs]
         verdicts: list[Verdict | None] = [None] * len(pairs)
         number = list(self._graders).index(grader)
-        waiting = collections.deque((item, (number, *pair)) for item, pair in enumerate(pairs))
-        num_graded = 0
+        waiting = collections.deque(range(len(pairs)))
+        gradings, num_graded = [0] * len(pairs), 0
         self._wait(limit_s=0.0)  # replaces what died while idle, which no pair may pay for
         try:
             while num_graded < len(pairs):
                 self._check_entered()  # the pool may be left while its thread is at work
                 for worker in self._workers:
                     if waiting and worker.ready and worker.item is None:
-                        self._hand_over(worker, *waiting.popleft())
+                        item = waiting.popleft()
+                        gradings[item] += 1
+                        self._hand_over(worker, item, (number, *pairs[item]))
                 for item, verdict in self._wait():
-                    verdicts[item] = verdict
+                    if verdict is None and gradings[item] < MAX_GRADINGS:
+                        waiting.appendleft(item)
+                        continue
+                    verdicts[item] = verdict or Verdict(False, 0.0, "crash")
                     num_graded += 1
         finally:
             # After an interrupt some pairs are still in flight; the next call must not receive their verdicts.
@@ -174,11 +214,14 @@ class VerifierPool:
     def _hand_over(self, worker: _Worker, item: int, question: tuple[int, str, str]) -> None:
         worker.item = item
         worker.deadline = time.monotonic() + self._time_limit_s
-        with contextlib.suppress(ConnectionError):  # it died just now: `_wait` sees that, and the pair gets "crash"
+        with contextlib.suppress(ConnectionError):  # it died just now, which `_wait` sees
             worker.connection.send(question)
 
-    def _wait(self, limit_s: float = math.inf) -> list[tuple[int, Verdict]]:
-        """Sleeps until a worker says something, ends or is out of time; returns the pairs that this settles."""
+    def _wait(self, limit_s: float = math.inf) -> list[tuple[int, Verdict | None]]:
+        """Sleeps until a worker says something, ends or is out of time.
+
+        Returns the pairs that this settles; None for one whose worker was killed from outside.
+        """
         now = time.monotonic()
         patience_s = min(limit_s, *(worker.deadline - now for worker in self._workers))
         connections = [worker.connection for worker in self._workers]
@@ -198,28 +241,44 @@ class VerifierPool:
                 settled += self._lose(slot, "crash")
         return settled
 
-    def _hear(self, worker: _Worker, message: tuple[bool, float, str] | str | None) -> list[tuple[int, Verdict]]:
-        """Takes a verdict, or the news that a worker is ready (None) or can't start (a traceback)."""
+    def _hear(
+        self, worker: _Worker, message: tuple[bool, float, str] | tuple[str, str] | None
+    ) -> list[tuple[int, Verdict]]:
+        """Takes a verdict, or the news that a worker is ready (None) or can't start (a line and a traceback)."""
         if not worker.ready and message is not None:
-            raise RuntimeError(f"A verifier worker cannot start with {', '.join(self._addresses)}:\n{message}")
+            raise CannotStart(self._addresses, *message)
         settled = [] if worker.item is None else [(worker.item, Verdict(*message))]
         worker.ready, worker.item, worker.deadline = True, None, math.inf
-        self._num_failed_starts = 0
+        self._num_failed_starts = self._num_killed_starts = 0
         return settled
 
-    def _lose(self, slot: int, reason: str) -> list[tuple[int, Verdict]]:
+    def _lose(self, slot: int, reason: str) -> list[tuple[int, Verdict | None]]:
         """Replaces a worker that ended or is out of time, and settles what it was grading."""
         worker = self._workers[slot]
+        self._kill(worker)
+        from_outside = reason == "crash" and worker.process.returncode in KILLED_FROM_OUTSIDE
         if not worker.ready:
+            self._count_failed_start(from_outside)
+        self._workers[slot] = self._start()
+        if worker.item is None:
+            return []
+        return [(worker.item, None if from_outside else Verdict(False, 0.0, reason))]
+
+    def _count_failed_start(self, from_outside: bool) -> None:
+        if from_outside:
+            self._num_killed_starts += 1
+        else:
             self._num_failed_starts += 1
-            if self._num_failed_starts == MAX_FAILED_STARTS:
-                raise RuntimeError(
-                    f"{MAX_FAILED_STARTS} verifier workers in a row did not start with {', '.join(self._addresses)}: "
-                    f"each died, or was not ready within {START_LIMIT_S:g} s. Import it in a fresh interpreter to see "
-                    "why."
-                )
-        self._replace(slot)
-        return [] if worker.item is None else [(worker.item, Verdict(False, 0.0, reason))]
+        if self._num_killed_starts == MAX_KILLED_STARTS:
+            line = f"{MAX_KILLED_STARTS} verifier workers in a row were killed while they started: out of memory?"
+        elif self._num_failed_starts == MAX_FAILED_STARTS:
+            line = (
+                f"{MAX_FAILED_STARTS} verifier workers in a row did not start with {', '.join(self._addresses)}: each "
+                f"died, or was not ready within {START_LIMIT_S:g} s. Import it in a fresh interpreter to see why."
+            )
+        else:
+            return
+        raise CannotStart(self._addresses, line)
 
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.connection.Pipe()
@@ -236,6 +295,8 @@ class VerifierPool:
 
     def _kill(self, worker: _Worker) -> None:
         worker.connection.close()
+        if worker.process.returncode is not None:  # done before: its group's number may be another's by now
+            return
         # `wait` collects the leader only afterwards, so its group's number can't be another's by now. Of a group that
         # is dead already Linux says nothing, and macOS that it is not permitted.
         with contextlib.suppress(ProcessLookupError, PermissionError):

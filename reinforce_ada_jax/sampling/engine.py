@@ -67,6 +67,7 @@ def options_from_config(config: Any, stop_ids: tuple[int, ...]) -> EngineOptions
         seed=config.seed,
         dtype=config.model.compute_dtype,
         attention=choose_backend(sampling.attention),
+        check_invariants=sampling.check_invariants,
     )
     return options if options.pages else dataclasses.replace(options, pages=enough_pages(options))
 
@@ -314,6 +315,13 @@ class Engine(EngineInterface):
         if self.replicas == 1:
             return [report]
         return [jax.tree.map(operator.itemgetter(replica), report) for replica in range(self.replicas)]
+
+    def fetch(self, state: DecodeState) -> list[DecodeState]:
+        """Waits for a state: each replica's pool, prompts, queue and slots, on the host; no cache and no outputs."""
+        state = jax.device_get(state.replace(key_pages=None, value_pages=None, outputs=None))
+        if self.replicas == 1:
+            return [state]
+        return [jax.tree.map(operator.itemgetter(replica), state) for replica in range(self.replicas)]
 
     # ---- JetStream -----------------------------------------------------------------------------------------------
 

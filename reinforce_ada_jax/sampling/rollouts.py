@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine, prefill_batches
 from reinforce_ada_jax.sampling.pages import num_pages
@@ -264,8 +265,21 @@ class _Replica:
         rest = self.options.pages - 1 - sum(self.prompt_pages.values()) - held_by_slots
         return max(min(free_pages, reserve), rest)
 
+    def check(self, state: DecodeState, unread: Sequence[Report]) -> None:
+        """Raises `BrokenInvariant` where its books don't fit the state after the newest window."""
+        invariants.check_rows(
+            self.options, prompt_rows=self.prompt_rows, closing=self.closing, free_prompt_rows=self.free_prompt_rows,
+            in_flight=self.in_flight, free_output_rows=self.free_output_rows,
+        )  # fmt: skip
+        invariants.check_state(
+            self.options, state, prompt_rows=self.prompt_rows, in_flight=self.in_flight, unread=unread,
+            sure_pages=self.sure_pages,
+        )  # fmt: skip
+
     def hear(self, report: Report, version: int) -> list[Response]:
         """The responses that ended in the oldest window under way, by output row."""
+        if self.options.check_invariants:
+            invariants.check_report(report, self.in_flight)
         self.under_way.popleft()
         self.sure_pages = int(report.free_pages)
         for page_change, reserve in self.under_way:  # at most one
@@ -297,6 +311,7 @@ class _Session:
         self.engine, self.counts, self.state, self.queue, self.terms = engine, counts, state, queue, terms
         self.replicas = [_Replica(engine.options) for _ in range(engine.replicas)]
         self.windows: collections.deque[Report] = collections.deque()  # under way, not read
+        self.begun_ahead: set[str] = set()  # prompts of the next iteration
         self.turns = np.zeros(engine.replicas, np.int64)
         self.read_at = time.monotonic()
 
@@ -304,11 +319,13 @@ class _Session:
         """Windows until the queue is dry and nothing is in flight."""
         while True:
             self._feed()
-            if any(replica.busy for replica in self.replicas):
+            if self._busy:
                 self._dispatch()
                 if len(self.windows) == 1:
                     continue
             elif not self.windows:
+                if self._can_open_more():
+                    continue
                 break
             yield self._read()
         waiting = sum(len(replica.unopened) for replica in self.replicas)
@@ -322,6 +339,29 @@ class _Session:
             replica.close(list(replica.prompt_rows))
         if any(replica.closing.any() for replica in self.replicas):
             self._dispatch()  # a window of no turns, in which the last pages are given back
+        if self.engine.options.check_invariants:
+            for state in self.engine.fetch(self.state):
+                invariants.check_idle(self.engine.options, state)
+
+    def _can_open_more(self) -> bool:
+        """With nothing in flight and prompts that wait for room: whether some may be made."""
+        if not any(replica.unopened for replica in self.replicas):
+            return False
+        heard = self.queue.wait()  # verdicts close prompts
+        self._close(self.queue.closed())  # also those of which the last `take` heard
+        if not heard and not self._busy:
+            # What waits was begun for the next iteration, and so were the prompts that are in its way: they stay open
+            # until the end, and have nothing more to do in this one.
+            self._close(sorted(self.begun_ahead))
+        return heard or self._busy
+
+    @property
+    def _busy(self) -> bool:
+        return any(replica.busy for replica in self.replicas)
+
+    def _close(self, prompt_ids: Sequence[str]) -> None:
+        for replica in self.replicas:
+            replica.close(prompt_ids)
 
     def _home(self, prompt_id: str) -> _Replica:
         """The replica where a prompt is open; for a new one, that with the least to do."""
@@ -332,9 +372,8 @@ class _Session:
 
     def _feed(self) -> None:
         """Takes as many requests as can be handed over, and opens the prompts that are new."""
-        closed = self.queue.closed()
+        self._close(self.queue.closed())
         for replica in self.replicas:
-            replica.close(closed)
             replica.open_waiting()
         # Behind those that have to wait may stand requests of open prompts: only by these do prompts close.
         while (wanted := sum(replica.wanted for replica in self.replicas)) and (taken := self.queue.take(wanted)):
@@ -343,6 +382,7 @@ class _Session:
         idle_slots = sum(replica.idle_slots for replica in self.replicas)
         if self.terms.ahead_stream is not None and idle_slots:
             for request in self.queue.take_ahead(idle_slots):
+                self.begun_ahead.add(request.prompt.id)
                 self._home(request.prompt.id).place(request)
         opened = [replica.opened for replica in self.replicas]
         for batches in prefill_batches(self.engine.options, opened):
@@ -362,6 +402,14 @@ class _Session:
             array.copy_to_host_async()
         self.windows.append(report)
         self.counts.dispatches += 1
+        if self.engine.options.check_invariants:
+            self._check()
+
+    def _check(self) -> None:
+        """Looks at every replica's state after the window just dispatched, which it waits for (`invariants`)."""
+        unread = [self.engine.reports(report) for report in self.windows]
+        for number, (replica, state) in enumerate(zip(self.replicas, self.engine.fetch(self.state), strict=True)):
+            replica.check(state, [reports[number] for reports in unread])
 
     def _read(self) -> list[Response]:
         """Waits for the oldest window; the responses that ended in it, by replica and output row."""

@@ -75,7 +75,8 @@ class SimulatedEngine:
 
     def __init__(self, options: EngineOptions, cost: Cost, lengths: Mapping[tuple[str, int], int]):
         """`lengths`: tokens of the response (prompt id, draw); its sampling limit cuts it off, as it would."""
-        self.options, self.cost = options, cost
+        # It has counts of pages, and no pages that could be looked after.
+        self.options, self.cost = dataclasses.replace(options, check_invariants=False), cost
         self._lengths = {_place(token_lib.address(0, *draw)): length for draw, length in lengths.items()}
         self._device_s = self._host_s = 0.0  # when they are through with what they were given
         self._window_ends = collections.deque([0.0, 0.0], maxlen=2)

@@ -207,6 +207,7 @@ class EngineOptions:
     seed: int
     dtype: str
     attention: str = "jnp"
+    check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
     def columns(self, architecture: Architecture) -> int:
         """Numbers that a page holds for each token and head: the head size, padded with zeros for some kernels."""

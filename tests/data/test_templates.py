@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import time
 
 import jinja2
 import pytest
@@ -44,11 +45,107 @@ def test_the_date_is_pinned():
         "{{ raise_exception('no') }}",
         "{{ open('/etc/passwd') }}",
         "{% if %}",
+        # The ways out of Python's sandboxes that are known.
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''['__class__'] }}{{ ''['__cla' ~ 'ss__'].__base__ }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': 1}).y.z }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ lipsum.__globals__['os'].system('id') }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ self._TemplateReference__context.environment.from_string('x') }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__.json }}",
+        "{{ strftime_now.__self__.__class__.__subclasses__() }}",
+        "{{ (messages|map(attribute='__class__')|list)[0].__mro__ }}",
+        "{% for m in messages %}{{ loop.__class__.__mro__[1].__subclasses__() }}{% endfor %}",
+        "{% macro m() %}{% endmacro %}{{ m.__call__.__globals__ }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ messages.pop() }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}{{ os.getcwd() }}",
+        "{% extends '/etc/passwd' %}",
     ],
 )
 def test_what_a_template_may_not_do(template):
     with pytest.raises(jinja2.TemplateError):
         render(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% continue %}{% endfor %}{% endfor %}",
+        "{% set count_turn = 1 %}{% set environment = 1 %}"
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+        "{{ 'x' * 10 ** 12 }}",
+        "{{ [1] * 10 ** 12 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s|replace('x', n.s) %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s.replace('x', n.s) %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = [n.s, n.s]|join(n.s) %}{% endfor %}",
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s.join([n.s] * 9) %}{% endfor %}",
+        "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+        "{{ '%1000000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000000, 1) }}",
+        "{{ '%1000000000000d'|format(1) }}",
+        "{{ '{:1000000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1000000000000) }}",
+        "{{ 'x'.ljust(1000000000000) }}",
+        "{{ 'x'|center(1000000000000) }}",
+        "{{ 'x\nx'|indent(1000000000000) }}",
+        "{{ [1]|tojson(indent=1000000000000) }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.nothing.at_all }}",
+        "x" * 2_000_000,
+        "{{ " + "(" * 100_000,
+        "{% if true %}" * 20_000,
+    ],
+    ids=lambda template: template[:60],
+)
+def test_what_takes_for_ever_or_all_memory_is_an_error(template):
+    begin = time.monotonic()
+    with pytest.raises(jinja2.TemplateError):
+        render(template)
+    assert time.monotonic() - begin < 20  # of a busy machine: each takes less than 0.2 s
+
+
+def test_bounds_leave_room_for_what_templates_do():
+    assert render("{% for i in range(3) %}{{ i ~ '-' ~ loop.length }}{{ ',' if not loop.last }}{% endfor %}") == (
+        "0-3,1-3,2-3"
+    )
+    assert render("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(1) }}{{ m('a' ~ none) }}") == "<1><aNone>"
+    assert render("{{ 'a' * 3 + 'b' }} {{ 2 ** 10 }} {{ '%05.1f' % 2.25 }} {{ '%s!' | format('x') }}") == (
+        "aaab 1024 002.2 x!"
+    )
+    assert render("{{ '{:>4}'.format('x') }}{{ 'x'|center(3) }}{{ 'a\nb'|indent(2) }}") == "   x x a\n  b"
+    long = "{% for i in range(1000) %}{{ i }}{% endfor %}"
+    assert all(render(long) == "".join(map(str, range(1000))) for _ in range(200))  # each rendering counts anew
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja is no text"),
+        ({"chat_template.json": b'{"chat_template": 3}'}, "its chat template is a int, not text"),
+        ({"chat_template.json": b'{"chat_template": [3]}'}, "its chat template is a list, not text"),
+        ({"chat_template.json": b"[]"}, "chat_template.json holds a list, not an object"),
+        ({"chat_template.json": b"[" * 200_000}, "chat_template.json is not valid JSON"),
+    ],
+)
+def test_files_that_hold_no_template(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        templates.read_template(tmp_path, {})
 
 
 def test_messages():

@@ -4,6 +4,7 @@ Imported by worker processes: nothing else belongs here.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,12 @@ def obedient(response: str, answer: str) -> Verdict | float:
             return Verdict(7 ** (10**9) == 0, 0.0)
         case "sleep":
             time.sleep(3600)
+        case "pause":  # long enough to be killed in
+            time.sleep(0.002)
+        case "wait":
+            time.sleep(0.5)
+        case "suicide":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "abort":
             os.abort()
         case "exit":

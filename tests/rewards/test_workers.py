@@ -1,5 +1,6 @@
 """The pool against checkers that hang, crash and lie (`graders.obedient` does what the response says)."""
 
+import contextlib
 import importlib
 import os
 import signal
@@ -8,9 +9,13 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from reinforce_ada_jax import assembly
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.types import Verdict
@@ -104,6 +109,56 @@ def test_order_is_kept(pool):
 def test_long_texts_and_all_of_unicode_arrive(pool):
     text = "Я\U0001f600\n\0" * 100_000
     assert pool.grade_all([(text, text), (text, text + "x")]) == [RIGHT, WRONG]
+
+
+def test_a_pair_whose_worker_is_killed_from_outside_is_graded_anew(pool):
+    # The killed worker was grading the first pair; another one does it again.
+    with ThreadPoolExecutor(1) as thread:
+        verdicts = thread.submit(pool.grade_all, [("wait", "wait"), ("b", "a")] * 3)
+        for _ in range(2):
+            time.sleep(0.2)
+            busy = [worker.process.pid for worker in pool._workers if worker.item is not None]
+            os.kill(busy[0], signal.SIGKILL)
+        assert verdicts.result() == [RIGHT, WRONG] * 3
+
+
+def test_a_pair_that_kills_its_workers_is_not_graded_for_ever(pool):
+    assert pool.grade_all([("a", "a"), ("suicide", ""), ("b", "a")]) == [RIGHT, failed("crash"), WRONG]
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_workers_killed_at_random_change_no_verdict(kills):
+    """A thread kills a worker, whatever it does, whenever another one has come up."""
+    pairs = [("pause" if number % 3 else str(number), str(number % 12)) for number in range(25 * kills)]
+    wanted = [RIGHT if response == answer else WRONG for response, answer in pairs]
+    assert 0 < wanted.count(RIGHT) < len(wanted)
+    before, done, killed, random = children(), threading.Event(), [], np.random.default_rng(0)
+
+    def kill(pool):
+        while len(killed) < kills and not done.is_set():
+            if any(worker.ready for worker in pool._workers):
+                victim = pool._workers[random.integers(2)].process.pid
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                    killed.append(victim)
+            time.sleep(0.1 * random.random())
+
+    with VerifierPool(graders.obedient, workers=2, time_limit_s=60.0) as pool:
+        killer = threading.Thread(target=kill, args=(pool,))
+        killer.start()
+        verdicts, rounds = [], 0
+        try:
+            while len(killed) < kills or not rounds:
+                futures = [pool.submit(pairs[first : first + 50]) for first in range(0, len(pairs), 50)]
+                verdicts = [verdict for future in futures for verdict in future.result()]
+                assert verdicts == wanted
+                rounds += 1
+        finally:
+            done.set()
+            killer.join()
+        last = [worker.process.pid for worker in pool._workers]
+    assert len(killed) == kills
+    assert children() == before and not any(map(is_running, {*killed, *last}))
 
 
 def test_workers_persist(pool):
@@ -215,6 +270,47 @@ def test_a_module_that_kills_its_worker_is_an_error_at_once(tmp_path, monkeypatc
         VerifierPool(checker.grade, 1, 1.0),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import absent\ndef grade(response, answer): ...", r"ModuleNotFoundError: .* 'absent' .*line 1\)"),
+        ("def grade(response, answer): ...\n\n1 / 0", r"ZeroDivisionError: division by zero .*yours.py, line 3\)"),
+        ("def grade(response): ...", r"yours.py:grade takes \(response\), and is called with \(response, answer\)"),
+        ("import os\ndef grade(response, answer): ...\nos._exit(1)", r"3 verifier workers in a row did not start"),
+        ("raise ValueError('a\\nb')\ndef grade(response, answer): ...", r"ValueError: a b .*line 1\)"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_loaded_is_said_early_and_in_one_line(tmp_path, text, said):
+    (tmp_path / "yours.py").write_text(text)
+    before = children()
+    pool = VerifierPool(f"{tmp_path}/yours.py:grade", workers=2, time_limit_s=1.0)
+    with pytest.raises(ValueError, match=said) as error:
+        pool.check()
+    assert "\n" not in str(error.value) and f"{tmp_path}/yours.py:grade" in str(error.value)
+    assert children() == before
+
+
+def test_a_pool_that_was_checked_can_be_entered(tmp_path):
+    (tmp_path / "yours.py").write_text(
+        "def grade(response, answer, /, *, strict=False):\n    return response == answer"
+    )
+    before = children()
+    pool = VerifierPool(f"{tmp_path}/yours.py:grade", workers=1, time_limit_s=1.0)
+    pool.check()
+    assert children() == before
+    with pool:
+        assert pool.grade_all([("a", "a"), ("b", "a")]) == [RIGHT, WRONG]
+    VerifierPool(graders.obedient, workers=0, time_limit_s=1.0).check()  # nothing to load elsewhere
+
+
+def test_a_run_is_told_of_it_before_its_weights_are_read(tmp_path):
+    (tmp_path / "yours.py").write_text("import absent\ndef grade(response, answer): ...")
+    config = config_lib.defaults()
+    config.reward.update(kind="function", path=f"{tmp_path}/yours.py:grade")
+    with pytest.raises(ValueError, match="No module named 'absent'"):
+        assembly.verifier_pool(config)
 
 
 def test_grade_functions_that_cannot_travel():

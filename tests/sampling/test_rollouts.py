@@ -1,7 +1,9 @@
 """Whole sessions through the collection loop: what is drawn is a function of the address, and of nothing else."""
 
 import dataclasses
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -21,8 +23,9 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts, _Replica
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.types import Prompt, Request
+from reinforce_ada_jax.types import Prompt, Request, Verdict
 from tests.sampling import tiny
+from tests.sampling.page_engine import PageEngine
 
 
 def rounds_of(sizes: dict[str, tuple[int, ...]]) -> strategies.Strategy:
@@ -273,6 +276,9 @@ class OpenQueue:
     def take_ahead(self, limit):
         return []
 
+    def wait(self):
+        return False
+
     def closed(self):
         return []
 
@@ -292,6 +298,47 @@ def test_requests_that_can_never_start_are_an_error():
     with pytest.raises(RuntimeError, match="1 prompts wait and none can be opened"):
         list(sample_fn(OpenQueue(tiny.PROMPTS[:4])))
     tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+
+
+@pytest.mark.parametrize("verdicts_s", [0.0, 0.05])
+def test_a_prompt_that_waits_for_room_waits_for_verdicts(verdicts_s):
+    """One row for prompts: the second opens when the first closes, and that takes a verdict which is late.
+
+    By then nothing is in flight. A session that ended there would say that no prompt can be opened.
+    """
+    options = dataclasses.replace(tiny.OPTIONS, pages=30, open_prompts=1, check_invariants=True)
+    rollouts = Rollouts(PageEngine(options))
+
+    def late(pairs):
+        time.sleep(verdicts_s)
+        return [Verdict(False, 0.0) for _ in pairs]
+
+    with ThreadPoolExecutor(1) as verifier:
+        pools = collect(
+            tiny.PROMPTS, rollouts.sampler(None, stream=0, sampling=SamplingParams(12)),
+            lambda pairs: verifier.submit(late, pairs), for_all(2, 1), deterministic=False,
+        )  # fmt: skip
+    assert [len(pool.responses) for pool in pools] == [3] * 5
+    assert rollouts.counts.prefills == 5
+
+
+def test_prompts_begun_ahead_make_room_for_each_other():
+    """Two rows and four slots: p1, and three of the next iteration's, which are taken at once for the idle slots.
+
+    None of those closes, for their second rounds come later: p4 and p5 hold both rows when p1 is done, and p16 waits.
+    """
+    options = dataclasses.replace(tiny.OPTIONS, slots=4, pages=40, open_prompts=2, check_invariants=True)
+    rollouts, ahead = Rollouts(PageEngine(options)), Ahead(tiny.PROMPTS[1:])
+    strategy = rounds_of({prompt.id: (1,) * 12 if prompt.id == "p1" else (1, 40) for prompt in tiny.PROMPTS})
+    pools = collect(
+        tiny.PROMPTS[:1],
+        rollouts.sampler(None, stream=0, ahead_stream=2, sampling=SamplingParams(12)),
+        tiny.verdicts,
+        strategy,
+        ahead=ahead,
+    )
+    assert len(pools[0].responses) == 12
+    assert [name for name, begun in ahead.begun.items() if begun.rounds == 1] == ["p4", "p5", "p16"]
 
 
 def test_a_next_round_is_found_behind_requests_that_have_to_wait():

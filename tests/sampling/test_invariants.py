@@ -1,0 +1,288 @@
+"""Random streams of requests through the host's real code: pages, rows and requests are conserved, and none is lost.
+
+Most run on `page_engine.PageEngine`, which does page for page what the compiled one does; that it does is tested here
+on streams that both get.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.sampling import invariants
+from reinforce_ada_jax.sampling import rollouts as rollouts_lib
+from reinforce_ada_jax.sampling.invariants import BrokenInvariant
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, Report, SamplingParams
+from reinforce_ada_jax.sampling.token import address
+from reinforce_ada_jax.types import Request
+from tests.sampling import page_engine, tiny
+from tests.sampling.page_engine import VOCABULARY, PageEngine, response_to
+from tests.sampling.request_streams import RandomStream, random_options
+
+STREAM, AHEAD_STREAM = 4, 6
+
+
+def session(rollouts: Rollouts, stream: RandomStream, yields: int | None = None) -> None:
+    """One call of `sample_fn`, broken off after so many yields."""
+    params = tiny.params_on(rollouts.engine.mesh) if hasattr(rollouts.engine, "mesh") else None
+    sample_fn = rollouts.sampler(
+        params, stream=STREAM, ahead_stream=AHEAD_STREAM, sampling=lambda request: SamplingParams(stream.limit(request))
+    )
+    running = sample_fn(stream)
+    for number, responses in enumerate(running):
+        if number == yields:
+            running.close()
+            return
+        stream.receive(responses)
+    stream.finish()
+
+
+def check_responses(stream: RandomStream, longest: int) -> None:
+    """Each is that of its own address, under its own limit."""
+    for each in stream.rounds:
+        for draw in range(each.drawn):
+            response = stream.responses.get((each.prompt.id, draw))
+            if response is None:  # never taken: ahead, or the session was broken off
+                continue
+            words = address(AHEAD_STREAM if each.ahead else STREAM, each.prompt.id, draw)
+            limit = 1 + (7 * draw + len(each.prompt.tokens)) % longest
+            tokens, truncated = response_to(words, limit, longest)
+            assert (response.tokens.tolist(), response.truncated) == (tokens, truncated), (each.prompt.id, draw)
+
+
+def run_streams(seed: int) -> tuple[int, int]:
+    """One to three streams on an engine of random sizes; the numbers of streams and of responses."""
+    rng = np.random.default_rng(seed)
+    rollouts = Rollouts(PageEngine(random_options(rng), replicas=int(rng.integers(1, 4))))
+    streams, responses = int(rng.integers(1, 4)), 0
+    for number in range(streams):
+        stream = RandomStream(rng, rollouts.engine.options, VOCABULARY, prefix=f"s{number}p")
+        broken_off = int(rng.integers(0, 6)) if rng.random() < 0.2 else None
+        session(rollouts, stream, broken_off)
+        check_responses(stream, rollouts.engine.options.max_response_tokens)
+        responses += len(stream.responses)
+    return streams, responses
+
+
+def run_seeds(seeds: Iterable[int]) -> tuple[int, int]:
+    """`run_streams` for each; a failure names its seed."""
+    counts = []
+    for seed in seeds:
+        try:
+            counts.append(run_streams(seed))
+        except BaseException as error:
+            error.add_note(f"seed {seed}: tests.sampling.test_invariants.run_streams({seed}) does it again")
+            raise
+    streams, responses = zip(*counts, strict=True)
+    return sum(streams), sum(responses)
+
+
+def test_random_streams():
+    streams, responses = run_seeds(range(150))
+    assert streams >= 250 and responses > 4_000
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_streams():
+    streams, responses = run_seeds(range(150, 5_250))
+    assert streams >= 10_000 and responses > 150_000
+
+
+# ---- the compiled engine ---------------------------------------------------------------------------------------------
+
+
+def comparable(state, report) -> dict:
+    """What both engines know of a replica: what is stale in rows that nobody holds aside."""
+    queue, slots = state.queue, state.slots
+    waiting = np.arange(queue.head, queue.end) % len(queue.prompt_row)
+    ended = np.flatnonzero(report.outputs.status)
+    rows = lambda x, at: np.asarray(x)[at].tolist()  # noqa: E731
+    used = np.arange(slots.table.shape[1]) < slots.used[:, None]
+    return dict(
+        free=state.pool.stack[: state.pool.available].tolist(),
+        waiting=[rows(x, waiting) for x in (queue.prompt_row, queue.output_row, queue.sampling.limit)],
+        active=slots.active.tolist(),
+        slots=[
+            rows(x, slots.active)
+            for x in (slots.position, slots.count, slots.output_row, slots.shared, slots.used, slots.sampling.limit)
+        ],
+        tables=rows(np.where(used, slots.table, 0), slots.active),
+        ended=[ended.tolist(), rows(report.outputs.length, ended)],
+        counts=[int(x) for x in (report.waiting, report.free_pages, report.busy, report.turns)],
+    )
+
+
+def recorded(rollouts: Rollouts, stream: RandomStream) -> list:
+    """What each window of a session leaves, replica by replica."""
+    engine, windows = rollouts.engine, []
+    decode_window = engine.decode_window
+
+    def recording(params, state, handovers):
+        state, report = decode_window(params, state, handovers)
+        windows.append([comparable(*both) for both in zip(engine.fetch(state), engine.reports(report), strict=True)])
+        return state, report
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "decode_window", recording)
+        session(rollouts, stream)
+    return windows
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        tiny.SCARCE,
+        dict(fsdp=2, slots=3, pages=20),
+        pytest.param(dict(pages=30), marks=pytest.mark.slow),
+        pytest.param(dict(slots=1, window=2, pages=15, open_prompts=2), marks=pytest.mark.slow),
+        pytest.param(dict(slots=17, window=5, pages=60, page_size=3, open_prompts=7), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_compiled_engine_does_the_same_page_for_page(sizes, monkeypatch):
+    """Sixteen streams each, all invariants looked after, against the plain engine: every window leaves the same.
+
+    Responses end at their limits only, of which each has its own, so both engines' have the same lengths.
+    """
+    real = tiny.rollouts(stop_ids=(), check_invariants=True, **sizes)
+    monkeypatch.setattr(page_engine, "response_to", lambda words, limit, longest: ([0] * limit, True))
+    options = real.engine.options
+    for seed in range(16):
+        real.state = None  # a new one: after a session the free pages lie in another order
+        windows = [
+            recorded(rollouts, RandomStream(np.random.default_rng(seed), options, vocabulary=24))
+            for rollouts in (real, Rollouts(PageEngine(options, replicas=real.engine.replicas)))
+        ]
+        assert len(windows[0]) == len(windows[1]), f"seed {seed}"
+        for number, (one, other) in enumerate(zip(*windows, strict=True)):
+            assert one == other, f"seed {seed}, window {number}"
+
+
+# ---- the checks themselves -------------------------------------------------------------------------------------------
+
+
+def in_the_middle() -> tuple:
+    """A session's replica, the newest state with responses waiting and decoding, and the reports not read."""
+    options = dataclasses.replace(tiny.OPTIONS, pages=40, slots=3, open_prompts=4, window=2, check_invariants=True)
+    found = []
+
+    class Watching(rollouts_lib._Replica):
+        def check(self, state, unread):
+            super().check(state, unread)
+            if state.slots.active.sum() == 3 and state.queue.end - state.queue.head >= 2 and len(self.prompt_rows) > 1:
+                found.append((copy.deepcopy(self), copy.deepcopy(state), copy.deepcopy(unread)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollouts_lib, "_Replica", Watching)
+        rollouts = Rollouts(PageEngine(options))
+        session(rollouts, RandomStream(np.random.default_rng(5), options, VOCABULARY))
+    return found[-1]
+
+
+def lose_a_page(replica, state):
+    object.__setattr__(state.pool, "available", state.pool.available - 1)
+
+
+def free_a_page_twice(replica, state):
+    state.pool.stack[0] = state.pool.stack[1]
+
+
+def free_a_page_in_use(replica, state):
+    slot = int(np.flatnonzero(state.slots.active)[0])
+    state.pool.stack[0] = state.slots.table[slot, state.slots.shared[slot]]
+
+
+def count_on_too_much(replica, state):
+    replica.sure_pages = int(state.pool.available) + 1
+
+
+def forget_a_waiting_request(replica, state):
+    object.__setattr__(state.queue, "head", state.queue.head + 1)
+
+
+def decode_a_request_twice(replica, state):
+    state.slots.output_row[:] = state.slots.output_row[0]
+
+
+def read_the_pages_of_another_prompt(replica, state):
+    state.prompts.table[:] = state.prompts.table[:, ::-1]
+
+
+def reserve_too_little(replica, state):
+    state.slots.sampling.limit[:] += 100
+
+
+def close_a_prompt_too_early(replica, state):
+    prompt_id = next(iter(replica.in_flight.values())).prompt.id
+    replica.free_prompt_rows.append(replica.prompt_rows.pop(prompt_id))
+
+
+def give_an_output_row_twice(replica, state):
+    replica.free_output_rows[0] = next(iter(replica.in_flight))
+
+
+def ask_twice(replica, state):
+    first, second, *_ = replica.in_flight
+    replica.in_flight[first] = replica.in_flight[second]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_a_page, r"pages \[\] twice, \[\] unknown, \[\d+\] lost"),
+        (free_a_page_twice, r"pages \[\d+\] twice, \[\] unknown, \[\d+\] lost"),
+        (free_a_page_in_use, r"pages \[\d+\] twice, \[\] unknown, \[\d+\] lost"),
+        (count_on_too_much, r"(\d+) pages are free, where the host counts on \d+"),
+        (forget_a_waiting_request, r"requests of output rows \[\d+\] lost, \[\] unknown, \[\] twice"),
+        (decode_a_request_twice, r"requests of output rows \[\d+, \d+\] lost, \[\] unknown, \[\d+\] twice"),
+        (read_the_pages_of_another_prompt, r"read other pages than their prompts'|pages .* lost"),
+        (reserve_too_little, r"slots \[0, 1, 2\] are not where their prompts and lengths put them"),
+        (close_a_prompt_too_early, r"pages|decode for prompts that are closed"),
+        (give_an_output_row_twice, r"output rows \[\d+\] twice, \[\] unknown, \[\d+\] lost"),
+        (ask_twice, r"requests \[\('s?p\d+', \d+\)\] are in flight twice"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_broken_is_named(damage, message):
+    replica, state, unread = in_the_middle()
+    replica.check(state, unread)
+    damage(replica, state)
+    with pytest.raises(BrokenInvariant, match=message):
+        replica.check(state, unread)
+
+
+def report_of(options, status, length):
+    rows = options.output_rows
+    outputs = Outputs(
+        tokens=np.zeros((rows, 12), np.int32), logprobs=np.zeros((rows, 12), np.float32),
+        length=np.full(rows, length, np.int32), status=np.array([status] + [RUNNING] * (rows - 1), np.int32),
+    )  # fmt: skip
+    return Report(outputs=outputs, waiting=np.int32(0), free_pages=np.int32(0), busy=np.int32(1), turns=np.int32(1))
+
+
+def test_an_answer_that_nobody_waits_for():
+    options = dataclasses.replace(tiny.OPTIONS, pages=40, check_invariants=True)
+    request = Request(tiny.PROMPTS[0], 0)
+    invariants.check_report(report_of(options, STOPPED, 3), {0: request})
+    with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended, and nothing was asked of them"):
+        invariants.check_report(report_of(options, STOPPED, 3), {1: request})
+    with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended without a token"):
+        invariants.check_report(report_of(options, STOPPED, 0), {0: request})
+
+
+def test_a_session_that_ends_with_a_page_held():
+    options = dataclasses.replace(tiny.OPTIONS, pages=40, check_invariants=True)
+    (state,) = PageEngine(options).fetch(PageEngine(options).init_decode_state())
+    invariants.check_idle(options, state)
+    with pytest.raises(BrokenInvariant, match=r"after the session, pages \[\] twice, \[\] unknown, \[1\] lost"):
+        invariants.check_idle(options, state.replace(pool=state.pool.replace(
+            stack=state.pool.stack[:-2], available=np.int32(38)
+        )))  # fmt: skip
+    active = state.slots.replace(active=np.eye(1, 8, dtype=bool)[0])
+    with pytest.raises(BrokenInvariant, match=r"slots \[0\] still decode"):
+        invariants.check_idle(options, state.replace(slots=active))
+    with pytest.raises(BrokenInvariant, match="2 requests still wait"):
+        invariants.check_idle(options, state.replace(queue=state.queue.replace(end=np.int32(2))))
