@@ -281,7 +281,6 @@ def _fill(
         with command.user_input():
             for store in stores.values():
                 stack.enter_context(store)
-        stack.enter_context(command.interruptible("What is graded is kept"))
         progress = Progress(num_problems, num_problems - sum(map(len, missing.values())), "problems")
         stack.enter_context(contextlib.closing(progress))
         rollouts = Rollouts(parts.engine)
@@ -313,9 +312,8 @@ def regrade(
             raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
         verifier_pool = assembly.verifier_pool(config)
     shaping = Shaping(config.reward.positive_threshold)
-    stored = command.interruptible("The stored responses stay")
     progress = Progress(sum(len(store) for store in stores.values()), 0, "responses")
-    with stored, contextlib.closing(progress), verifier_pool as verifiers:
+    with contextlib.closing(progress), verifier_pool as verifiers:
         for name, store in stores.items():
 
             def grade(pairs, lengths, grader: str = graders.get(name, "")) -> list[Verdict]:
@@ -358,8 +356,9 @@ def main(
         if run is not None:
             keys = config_lib.DRAWN_WITH + (() if again else config_lib.GRADED_BY)
             config_lib.check_evaluated(config, run, keys)
-    how = regrade if again else sample
-    made = how(config, run, model, None if output is None else pathlib.Path(output))
+    with command.interruptible("What is graded is kept"):
+        how = regrade if again else sample
+        made = how(config, run, model, None if output is None else pathlib.Path(output))
     results = {name: statistics(found.values()) for name, found in made.responses.items()}
     rows = []
     if run is not None:

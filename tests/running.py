@@ -59,13 +59,13 @@ def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:
     return str(file)
 
 
-def killed_after(process: subprocess.Popen, file: pathlib.Path, lines: int, how: int = signal.SIGKILL) -> None:
-    """Ends a command as soon as so many lines stand in a file that it writes, and waits for its end."""
+def killed_after(process: subprocess.Popen, file: pathlib.Path, lines: int, how: int = signal.SIGKILL) -> str:
+    """Ends a command as soon as so many lines stand in a file that it writes; what it said on stderr."""
     while not file.exists() or file.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
     process.send_signal(how)
-    process.wait()
+    return process.communicate()[1]
 
 
 def saved_config(workdir: pathlib.Path) -> ConfigDict:
