@@ -7,6 +7,8 @@ never offered for a resume.
 """
 
 import functools
+import hashlib
+import json
 import pathlib
 from typing import Any
 
@@ -23,6 +25,14 @@ from reinforce_ada_jax.policy.transformer import init
 def holds_checkpoint(workdir: pathlib.Path) -> bool:
     """Whether there may be something to resume from, without opening anything."""
     return any((workdir / "checkpoints").glob("[0-9]*"))
+
+
+def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
+    """A hash that tells one saved checkpoint from every other, of names and sizes alone: Orbax names its files anew
+    whenever it writes them."""
+    folder = workdir / "checkpoints" / str(iteration) / "learner"
+    files = sorted((str(file.relative_to(folder)), file.stat().st_size) for file in folder.rglob("*") if file.is_file())
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
 
 def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, LearnerState]:

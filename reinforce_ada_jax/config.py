@@ -33,6 +33,9 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
 RESUMABLE = ("iterations", "checkpoint", "evaluation")
+# What an evaluation of a run must have in common with it. How fast and on what it is drawn is free, as is `evaluation`.
+DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")
+GRADED_BY = ("reward.kind", "reward.path", "reward.positive_threshold")
 
 
 def defaults() -> config_dict.ConfigDict:
@@ -430,4 +433,22 @@ def check_workdir(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None
         raise ValueError(
             f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nResume it with its own "
             "values (iterations, checkpoint.* and evaluation.* may change), or choose another --workdir."
+        )
+
+
+def check_evaluated(config: config_dict.ConfigDict, workdir: pathlib.Path, keys: tuple[str, ...]) -> None:
+    """Raises ValueError when `config` isn't that of the run in `workdir` in one of `keys`."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    different = [
+        line
+        for line in differences(config, json.loads(file.read_text()))
+        if any(f"{line.partition(': ')[0]}.".startswith(f"{key}.") for key in keys)
+    ]
+    if different:
+        lines = "\n  ".join(different)
+        raise ValueError(
+            f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nIts figures would be another "
+            "policy's or another task's. Evaluate it with its own --config and values."
         )

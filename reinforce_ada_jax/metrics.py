@@ -82,14 +82,13 @@ class MetricsWriter:
 
 
 class Progress:
-    """One line at the terminal: iterations done, rate, time left, and the phase with its latest numbers."""
+    """One line at the terminal: iterations (or what `unit` says) done, rate, time left, and the phase with its latest
+    numbers."""
 
-    def __init__(self, total: int, done: int):
+    def __init__(self, total: int, done: int, unit: str = "iteration"):
         # Away from a terminal a line now and then is enough.
         interval = 0.1 if sys.stderr.isatty() else 10.0
-        self._bar = tqdm.tqdm(
-            total=total, initial=done, desc="iteration", unit="it", mininterval=interval, dynamic_ncols=True
-        )
+        self._bar = tqdm.tqdm(total=total, initial=done, desc=unit, unit="it", mininterval=interval, dynamic_ncols=True)
         self._figures = ""
 
     def phase(self, text: str) -> None:
@@ -102,6 +101,16 @@ class Progress:
         self._figures = "  ".join(f"{name} {value}" for name, value in figures.items())
         self._bar.set_postfix_str(self._figures, refresh=False)
         self._bar.update(1)
+
+    @property
+    def done(self) -> int:
+        """How many are done."""
+        return self._bar.n
+
+    def reach(self, done: int, text: str = "") -> None:
+        """So many are done."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def say(self, text: str) -> None:
         """A line of its own above the progress line."""
