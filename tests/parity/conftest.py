@@ -1,4 +1,4 @@
-"""One thread for torch: on two cores its threads and XLA's wait for each other, at thirty times the cost of the work."""
+"""One thread for torch: on two cores its threads and those of XLA hinder each other, at thirty times the cost."""
 
 import torch
 

@@ -122,17 +122,19 @@ def test_from_a_problem_to_text(family, tmp_path):
     name, template = FAMILIES[family]
     config = published.run_config(max_prompt_tokens=256, limit=LIMIT)
     config.data.template = template
+    folder, problems = shared.model_folder(family, tmp_path / "model"), tmp_path / "problems.jsonl"
+    benchmark = (shared.FOLDER / "benchmarks" / "gsm8k_test.jsonl").read_text().splitlines(keepends=True)
+    problems.write_text("".join(benchmark[:NUM_PROBLEMS]))
+    ours, theirs = tokenizers(family, folder)
     for seed in range(20):
-        folder = shared.model_folder(family, tmp_path / str(seed))
-        ours, theirs = tokenizers(family, folder)
         pair = published.make_pair(name, seed, folder, ours.stop_ids)
         parts = assembly.parts(config, folder)
-        prompts = parts.prompts(str(shared.FOLDER / "benchmarks" / "gsm8k_test.jsonl"), config)[:NUM_PROBLEMS]
+        prompts = parts.prompts(str(problems), config)
         try:
             continuations = [published.generate(pair.theirs, prompt, ours.stop_ids, LIMIT) for prompt in prompts]
         except ValueError:
             continue
-        if {len(continuation) == LIMIT for continuation in continuations} == {True, False}:
+        if {continuation[-1] in ours.stop_ids for continuation in continuations} == {True, False}:
             break
     else:
         raise ValueError("no seed of 20 has clear choices, and responses of both endings")
