@@ -313,16 +313,20 @@ def regrade(
         verifier_pool = assembly.verifier_pool(config)
     shaping = Shaping(config.reward.positive_threshold)
     progress = Progress(sum(len(store) for store in stores.values()), 0, "responses")
-    with contextlib.closing(progress), verifier_pool as verifiers:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(progress))
+        with command.user_input():
+            for store in stores.values():
+                stack.enter_context(store)
+        verifiers = stack.enter_context(verifier_pool)
         for name, store in stores.items():
 
             def grade(pairs, lengths, grader: str = graders.get(name, "")) -> list[Verdict]:
                 return shaping.all(verifiers.grade_all(pairs, grader), lengths)
 
-            begin = progress.done
-            with store:
-                for graded in store.regrade({problem["id"]: problem["answer"] for problem in sets[name]}, grade):
-                    progress.reach(begin + graded, name)
+            begin, answers = progress.done, {problem["id"]: problem["answer"] for problem in sets[name]}
+            for done in store.regrade(answers, grade):
+                progress.reach(begin + done, name)
     samples = drawn["samples"]
     found = {name: stores[name].of((problem["id"] for problem in sets[name]), samples) for name in sets}
     unfinished = [
@@ -336,6 +340,16 @@ def regrade(
         )
     labels = {name: {problem["id"]: problem.get("labels", {}) for problem in sets[name]} for name in sets}
     return Evaluation(drawn, output, labels, found)
+
+
+def published_rows(workdir: pathlib.Path) -> list[published.Row]:
+    """The paper's runs of the model and the algorithm that this run was trained with, as its config.json says."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return []
+    saved = json.loads(file.read_text())
+    name, collection = assembly.model_folder(saved["model"]["path"]).name, saved["collection"]
+    return published.rows(name, collection["strategy"], collection["group_size"])
 
 
 def main(
@@ -360,10 +374,6 @@ def main(
         how = regrade if again else sample
         made = how(config, run, model, None if output is None else pathlib.Path(output))
     results = {name: statistics(found.values()) for name, found in made.responses.items()}
-    rows = []
-    if run is not None:
-        name = assembly.model_folder(config.model.path).name
-        rows = published.rows(name, config.collection.strategy, config.collection.group_size)
     shown = evaluation_figures.table(
         results,
         samples=made.drawn["samples"],
@@ -372,7 +382,7 @@ def main(
         labelled={
             name: evaluation_figures.by_label(made.labels[name], found) for name, found in made.responses.items()
         },
-        rows=rows,
+        rows=[] if run is None else published_rows(run),
     )
     print(shown)
     write_whole(made.output / "table.md", shown + "\n")

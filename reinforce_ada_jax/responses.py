@@ -75,7 +75,7 @@ def drawn_with(config: ConfigDict, model: str, sampling: Mapping[str, Any], samp
     """
     return {
         "model": model,
-        "compute_dtype": config.model.compute_dtype,
+        **{key: config.model[key] for key in ("parameter_dtype", "compute_dtype")},
         "seed": config.seed,
         "samples": samples,
         **sampling,
@@ -163,6 +163,7 @@ class Store:
     def _read(self) -> None:
         self._by_draw.clear()
         self._finished_bytes = 0
+        self._seen_bytes = self.file.stat().st_size if self.file.exists() else 0
         for line in self._lines():
             self._by_draw[line["prompt"]].setdefault(line["draw"], _graded(line))
 
@@ -213,7 +214,8 @@ class Store:
         except OSError as error:
             self._stream.close()
             raise ValueError(f"{self.file} is being written by another process: wait for it, or end it.") from error
-        self._read()  # another process may have written since
+        if self.file.stat().st_size != self._seen_bytes:  # another process has written since
+            self._read()
         os.truncate(self.file, self._finished_bytes)
         return self
 

@@ -179,6 +179,13 @@ def test_what_was_not_published_has_no_row():
     assert row.figures["math500"] == pytest.approx(0.769)
 
 
+def test_a_run_stands_beside_what_it_was_trained_as(tmp_path):
+    assert evaluate.published_rows(tmp_path) == []
+    changes = {"model.path": "models/Qwen2.5-Math-7B", "collection.strategy": "estimate"}
+    (tmp_path / "config.json").write_text(config_lib.to_json(tiny(**changes)))
+    assert evaluate.published_rows(tmp_path) == published.rows("Qwen2.5-Math-7B", "estimate", 4) != []
+
+
 # ---- parts of the command --------------------------------------------------------------------------------------------
 
 

@@ -86,3 +86,12 @@ def test_progress_shows_iterations_phase_and_figures(capsys):
     shown = capsys.readouterr().err
     assert "iteration 3: avg@16 heldout 0.200" in shown
     assert "4/4" in shown and "reward 0.500" in shown
+
+
+def test_progress_that_reaches_a_count(capsys):
+    progress = Progress(total=8, done=2, unit="problems")
+    progress.reach(5, "math500: 12 responses")
+    assert progress.done == 5
+    progress.close()
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert last.startswith("problems:") and "5/8" in last and "math500: 12 responses" in last

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import assembly, command, evaluate, export, metrics, train
+from reinforce_ada_jax.checkpoint import fingerprint
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.token import stream
@@ -263,6 +264,8 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     (workdir / "evaluations" / "000012.json").unlink()
     evaluate.main(saved_config(workdir), str(workdir), None, [], None)
+    # A copy of a checkpoint is the same one, and no other is.
+    assert fingerprint(workdir, 12) == fingerprint(unbroken[0], 12) != fingerprint(unbroken[0], 10)
     kept = workdir / "evaluations" / "000012"
     assert (kept / "heldout.jsonl").read_text("utf-8").count("\n") == 2 * 32
     table = (kept / "table.md").read_text("utf-8")

@@ -54,7 +54,7 @@ def check_row(row: Any, where: str) -> Problem:
         if not isinstance(pass_rate, int | float) or not 0.0 <= pass_rate <= 1.0:
             raise ValueError(f"{where}: pass_rate is {pass_rate!r}; it must be a number in [0, 1], or left out.")
         problem["pass_rate"] = float(pass_rate)
-    labels = {name: str(row[name]) for name in LABELS if isinstance(row.get(name), str | int)}
+    labels = {name: str(row[name]) for name in LABELS if isinstance(row.get(name), str | int) and row[name] != ""}
     return problem | {"labels": labels} if labels else problem
 
 

@@ -32,7 +32,7 @@ def test_the_built_in_task():
 def test_a_file(tmp_path):
     source = write(
         tmp_path / "some.jsonl",
-        GOOD | {"source": "elsewhere", "level": 5, "subject": None, "note": "x"},
+        GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"},
         "",
         {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0},
     )
