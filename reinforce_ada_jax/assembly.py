@@ -4,7 +4,9 @@ Stages don't know each other. Here the engine gets the stop tokens of the tokeni
 """
 
 import dataclasses
+import difflib
 import pathlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import jax
@@ -15,6 +17,7 @@ from ml_collections import ConfigDict
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -109,6 +112,19 @@ def benchmark_graders(config: ConfigDict) -> dict[str, str]:
     kinds = dict(entry.rsplit("=", 1) for entry in config.evaluation.graders)
     names = [prompts_lib.benchmark_name(source) for source in config.evaluation.benchmarks]
     return {name: kinds[name] for name in names if name in kinds}
+
+
+def check_graders(config: ConfigDict, sources: Sequence[str]) -> None:
+    """Raises ValueError where an entry of `evaluation.graders` is no default and names none of the benchmarks."""
+    names = [prompts_lib.benchmark_name(source) for source in sources]
+    for entry in config.evaluation.graders:
+        named = entry.rpartition("=")[0]
+        if entry not in defaults().evaluation.graders and named not in names:
+            nearest = difflib.get_close_matches(named, names, 1)
+            raise ValueError(
+                f"evaluation.graders has {entry!r}, but no benchmark is called {named!r}"
+                + (f": did you mean {nearest[0]!r}?" if nearest else f"; there are {', '.join(names) or 'none'}.")
+            )
 
 
 def verifier_pool(config: ConfigDict) -> VerifierPool:

@@ -46,6 +46,20 @@ def holds_checkpoint(workdir: pathlib.Path) -> bool:
     return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
+def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
+    """Stands for the arrays of a checkpoint: of their `fingerprints` in its record, so no array is read.
+
+    Raises:
+      DamagedError: the record can't be read.
+    """
+    file = workdir / "checkpoints" / str(iteration) / "run" / "metadata"
+    try:
+        numbers = json.loads(file.read_text())["record"]["fingerprints"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file} can't be read ({_first_line(error)}): name another iteration.") from error
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+
+
 def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, LearnerState]:
     """Shapes and shardings of the learner's state: what a checkpoint is restored into."""
     dtype = jnp.dtype(config.model.parameter_dtype)
@@ -65,8 +79,8 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 def fingerprints(state: LearnerState) -> list[UInt32[Array, ""]]:
     """A number for each array, in the order of the tree: every word times an odd number of its place, modulo 2^32.
 
-    An odd factor loses no bit, so one flipped bit always shows; a permutation shows as well, the factors being distinct
-    for 2^31 words.
+    An odd factor loses no bit, so one flipped bit always shows; that words changed places shows too, but for one in 2^31
+    or so.
     """
 
     def one(x):

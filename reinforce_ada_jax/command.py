@@ -38,6 +38,15 @@ def user_input() -> Iterator[None]:
         fail(error)
 
 
+@contextlib.contextmanager
+def interruptible(kept: str) -> Iterator[None]:
+    """Around long work whose results are kept as they come: Ctrl-C ends the process with a word on how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
+
+
 def _parse(argv: list[str]) -> list[str]:
     try:
         arguments = flags.FLAGS(argv)

@@ -38,6 +38,9 @@ DAY = "2024-07-26"  # which Llama's templates fall back on
 RESUMABLE = ("iterations", "checkpoint", "evaluation", "logging", "sampling.check_invariants")
 # Keys of older runs that changed no result; nothing reads them any more.
 RETIRED = ("learning.logprob_chunk",)
+# What an evaluation of a run must have in common with it. How fast and on what it is drawn is free, as is `evaluation`.
+DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")
+GRADED_BY = ("reward.kind", "reward.path", "reward.positive_threshold")
 
 
 def defaults() -> config_dict.ConfigDict:
@@ -453,4 +456,22 @@ def check_workdir(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None
         raise ValueError(
             f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nResume it with its own "
             "values (iterations, checkpoint.*, evaluation.* and logging.* may change), or choose another --workdir."
+        )
+
+
+def check_evaluated(config: config_dict.ConfigDict, workdir: pathlib.Path, keys: tuple[str, ...]) -> None:
+    """Raises ValueError when `config` isn't that of the run in `workdir` in one of `keys`."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return
+    different = [
+        line
+        for line in differences(config, json.loads(file.read_text()))
+        if any(f"{line.partition(': ')[0]}.".startswith(f"{key}.") for key in keys)
+    ]
+    if different:
+        lines = "\n  ".join(different)
+        raise ValueError(
+            f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nIts figures would be another "
+            "policy's or another task's. Evaluate it with its own --config and values."
         )

@@ -1,73 +1,70 @@
-"""avg@k and pass@k of a run's newest checkpoint, or of a Hugging Face folder, on benchmark files.
+"""avg@k, pass@k and all-correct@k of a run's newest checkpoint, or of a Hugging Face folder, on benchmark files.
 
-python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
-python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl --samples=32
+    python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
+    python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl,b.jsonl
+    python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny --regrade
+
+Every response is kept, with its verdict, as soon as it is graded (responses.py): the same command again goes on from
+there, and --regrade grades the stored ones again without a model. They are in WORKDIR/evaluations/ITERATION/, of a
+folder in evaluations/NAME/ below the current directory, or where --output says, with the table as table.md.
 """
 
-import functools
+import contextlib
+import dataclasses
 import json
-import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, sharing
+from reinforce_ada_jax import assembly, command, evaluation_figures, published, responses, run_summary
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
-from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import VerifyFn, collect
-from reinforce_ada_jax.data.prompts import benchmark_name
+from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn
+from reinforce_ada_jax.data.prompts import benchmark_name, load_problems
+from reinforce_ada_jax.evaluation_figures import statistics
 from reinforce_ada_jax.metrics import Progress, write_whole
-from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy import adapter_files, huggingface
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.responses import Responses, Store
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.types import Pool, Prompt
+from reinforce_ada_jax.types import Prompt, Verdict
 
 Benchmarks = dict[str, list[Prompt]]
 
 
-def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """The unbiased chance that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374)."""
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+def _metrics(name: str, result: Mapping[str, float]) -> dict[str, float]:
+    return {f"evaluation/{name}/{key}": value for key, value in result.items()}
 
 
-def statistics(pools: Sequence[Pool]) -> dict[str, float]:
-    """avg@n with its standard error over problems, pass@k for k = 1, 2, 4, ..., n, and the truncated share.
-
-    Args:
-      pools: one a problem, all of n responses.
-    """
-    num_correct = np.array([pool.correct.sum() for pool in pools])
-    samples = len(pools[0].responses)
-    shares = num_correct / samples
-    error = shares.std(ddof=1) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
-    result = {"avg": float(shares.mean()), "avg_standard_error": float(error)}
-    for k in (2**power for power in range(samples.bit_length())):
-        result[f"pass_at_{k}"] = float(np.mean([pass_at_k(int(c), samples, k) for c in num_correct]))
-    truncated = [response.truncated for pool in pools for response in pool.responses]
-    return result | {"truncated_share": float(np.mean(truncated))}
+# ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def load_benchmarks(parts: Parts, config: ConfigDict) -> Benchmarks:
     """The configured benchmarks by name, tokenised.
 
     Raises:
-      ValueError: two of them have the same name.
+      ValueError: two of them have the same name, or `evaluation.graders` names one that isn't there.
     """
-    benchmarks: Benchmarks = {}
-    for source in config.evaluation.benchmarks:
+    assembly.check_graders(config, config.evaluation.benchmarks)
+    return {name: parts.prompts(source, config) for name, source in named(config.evaluation.benchmarks).items()}
+
+
+def named(sources: Sequence[str]) -> dict[str, str]:
+    """The sources by their benchmarks' names; ValueError where two have the same."""
+    by_name: dict[str, str] = {}
+    for source in sources:
         name = benchmark_name(source)
-        if name in benchmarks:
+        if name in by_name:
             raise ValueError(f"two benchmarks are called {name!r}: rename one of the files.")
-        benchmarks[name] = parts.prompts(source, config)
-    return benchmarks
+        by_name[name] = source
+    return by_name
 
 
 def verify_fns(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> dict[str, VerifyFn]:
@@ -75,6 +72,37 @@ def verify_fns(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> dic
     shaping, graders = Shaping(config.reward.positive_threshold), assembly.benchmark_graders(config)
     names = map(benchmark_name, config.evaluation.benchmarks)
     return {name: parts.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
+
+
+def sampler(params: Params, rollouts: Rollouts, config: ConfigDict, iteration: int) -> SampleFn:
+    """Draws from these weights as the `evaluation` section says."""
+    evaluation = config.evaluation
+    sampling = SamplingParams(
+        evaluation.max_response_tokens, evaluation.temperature, top_k=evaluation.top_k, top_p=evaluation.top_p
+    )
+    return rollouts.sampler(params, stream=stream(iteration, evaluation=True), sampling=sampling)
+
+
+def _draw(
+    prompts: Sequence[Prompt],
+    sample_fn: SampleFn,
+    verify_fn: VerifyFn,
+    rollouts: Rollouts,
+    config: ConfigDict,
+    on_progress: Callable[[int, int], None],
+    store: Store | None = None,
+) -> Responses:
+    return responses.draw(
+        prompts,
+        sample_fn,
+        verify_fn,
+        config.evaluation.samples,
+        slots=rollouts.engine.options.slots * rollouts.engine.replicas,
+        deterministic=assembly.deterministic(config),
+        store=store,
+        decode=rollouts.engine.tokenizer.decode,
+        on_progress=on_progress,
+    )
 
 
 def evaluate(
@@ -88,100 +116,285 @@ def evaluate(
 ) -> dict[str, float]:
     """`evaluation/<set>/...` of these weights: samples drawn and graded by the very loop that trains."""
     metrics = {}
-    strategy = strategies.fixed(config.evaluation.samples)
-    evaluation = config.evaluation
-    sampling = SamplingParams(
-        evaluation.max_response_tokens, evaluation.temperature, top_k=evaluation.top_k, top_p=evaluation.top_p
-    )
-    sample_fn = rollouts.sampler(params, stream=stream(iteration, evaluation=True), sampling=sampling)
+    sample_fn = sampler(params, rollouts, config, iteration)
 
     def report(closed: int, drawn: int) -> None:
         on_progress(f"evaluating {name}: {closed}/{len(prompts)} problems, {drawn:,} responses")
 
     for name, prompts in benchmarks.items():
-        pools = sharing.draw_everywhere(
-            prompts,
-            strategy,
-            functools.partial(
-                collect,
-                sample_fn=sample_fn,
-                verify_fn=verify_fns[name],
-                deterministic=assembly.deterministic(config),
-                on_progress=report,
-            ),
-        )
-        metrics |= {f"evaluation/{name}/{key}": value for key, value in statistics(pools).items()}
+        drawn = _draw(prompts, sample_fn, verify_fns[name], rollouts, config, report)
+        metrics |= _metrics(name, statistics(drawn.values()))
     return metrics
 
 
 def save(workdir: pathlib.Path, iteration: int, metrics: dict[str, float]) -> pathlib.Path:
     """Writes evaluations/<iteration>.json; benchmarks evaluated before and not now stay in it."""
     file = workdir / "evaluations" / f"{iteration:06d}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(file.read_text()) if file.exists() else {"iteration": iteration}
-    now = {key.split("/")[1] for key in metrics}
-    others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
-    write_whole(file, json.dumps(others | metrics, indent=2) + "\n")
+    _merge(file, {"iteration": iteration}, metrics)
     return file
 
 
-def table(metrics: dict[str, float], samples: int) -> str:
-    """A line a benchmark: avg@k with its standard error, pass@k, truncated share."""
-    names = list(dict.fromkeys(key.split("/")[1] for key in metrics))
-    powers = [2**power for power in range(1, samples.bit_length())]
-    header = ["benchmark", f"avg@{samples}", *(f"pass@{k}" for k in powers), "truncated"]
-    lines = [header]
-    for name in names:
-        value = {key.split("/")[2]: number for key, number in metrics.items() if key.split("/")[1] == name}
-        average = f"{value['avg']:.3f} ± {value['avg_standard_error']:.3f}"
-        lines.append(
-            [name, average, *(f"{value[f'pass_at_{k}']:.3f}" for k in powers), f"{value['truncated_share']:.3f}"]
+def _merge(file: pathlib.Path, about: dict[str, int | str], metrics: dict[str, float]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(file.read_text()) if file.exists() else about
+    now = {key.split("/")[1] for key in metrics}
+    others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
+    write_whole(file, json.dumps(others | metrics, indent=2) + "\n")
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """What was evaluated, and all its responses.
+
+    Attributes:
+      drawn: how, as in the headers of the stores.
+      output: the folder that keeps the responses.
+      labels: of every problem by benchmark and id.
+      responses: by benchmark.
+    """
+
+    drawn: dict[str, Any]
+    output: pathlib.Path
+    labels: dict[str, dict[str, Mapping[str, str]]]
+    responses: dict[str, Responses]
+
+
+def _choose(config: ConfigDict, benchmarks: Sequence[str], samples: int | None) -> None:
+    """Puts what the flags say in place of what `config` says."""
+    assembly.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
+    if benchmarks:
+        config.evaluation.benchmarks = tuple(benchmarks)
+        names = [benchmark_name(source) for source in benchmarks]
+        graders = (entry for entry in config.evaluation.graders if entry.rpartition("=")[0] in names)
+        config.evaluation.graders = tuple(graders)
+    if samples is not None:
+        config.evaluation.samples = samples
+    config_lib.validate(config)
+    if not config.evaluation.benchmarks:
+        raise ValueError("there is nothing to evaluate on: --benchmarks=FILE.jsonl[,FILE.jsonl].")
+
+
+def _newest(workdir: pathlib.Path, config: ConfigDict) -> int:
+    """The iteration of the newest checkpoint."""
+    from reinforce_ada_jax import checkpoint  # noqa: PLC0415  (Orbax takes a second to import)
+
+    if not checkpoint.holds_checkpoint(workdir):
+        raise ValueError(f"{workdir} holds no checkpoint: train first, or name another --workdir.")
+    checkpoints = checkpoint.Checkpoints(workdir, keep=config.checkpoint.keep)
+    try:
+        newest = checkpoints.latest()
+    finally:
+        checkpoints.close()
+    if newest is None:
+        raise ValueError(f"{workdir} holds no finished checkpoint: train on, or name another --workdir.")
+    return newest
+
+
+def _weights(config: ConfigDict, parts: Parts, workdir: pathlib.Path | None, iteration: int) -> Params:
+    """Of the run's checkpoint, or of the model folder."""
+    from reinforce_ada_jax import export  # noqa: PLC0415  (as in `_newest`)
+
+    if workdir is None:
+        return huggingface.load(parts.folder, parts.mesh, config.model.parameter_dtype)[1]
+    return export.read_params(workdir, config, parts, iteration, config.model.compute_dtype)[1]
+
+
+def _fingerprint(workdir: pathlib.Path | None, folder: pathlib.Path, iteration: int) -> str:
+    from reinforce_ada_jax import checkpoint  # noqa: PLC0415  (as in `_newest`)
+
+    return adapter_files.fingerprint(folder) if workdir is None else checkpoint.fingerprint(workdir, iteration)
+
+
+def _output(workdir: pathlib.Path | None, model: str | None, iteration: int) -> pathlib.Path:
+    """Where responses and table are kept unless --output says."""
+    if workdir is None:
+        return pathlib.Path("evaluations") / assembly.model_folder(model).resolve().name
+    return workdir / "evaluations" / f"{iteration:06d}"
+
+
+def _newest_output(workdir: pathlib.Path | None, model: str | None) -> pathlib.Path:
+    """The one with the newest responses that are there."""
+    if workdir is None:
+        return _output(workdir, model, 0)
+    stored = [int(folder.name) for folder in (workdir / "evaluations").glob("[0-9]*") if folder.is_dir()]
+    if not stored:
+        raise ValueError(f"{workdir} holds no stored responses: evaluate without --regrade first.")
+    return _output(workdir, model, max(stored))
+
+
+def sample(
+    config: ConfigDict, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None
+) -> Evaluation:
+    """Draws and grades what the stores don't have yet."""
+    evaluation = config.evaluation
+    with command.user_input():
+        iteration = 0 if workdir is None else _newest(workdir, config)
+        parts = assembly.parts(config, assembly.model_folder(model or config.model.path))
+        sets = load_benchmarks(parts, config)
+        output, graders = output or _output(workdir, model, iteration), assembly.benchmark_graders(config)
+        sampling = {key: evaluation[key] for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
+        sampling |= {"stop_ids": list(parts.tokenizer.stop_ids), "iteration": iteration}
+        drawn = responses.drawn_with(
+            config, _fingerprint(workdir, parts.folder, iteration), sampling, evaluation.samples
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        stores, missing = {}, {}
+        for name, prompts in sets.items():
+            problems = responses.problems_hash((prompt.id, prompt.problem) for prompt in prompts)
+            graded = responses.graded_by(config, graders.get(name, ""), [prompt.answer for prompt in prompts])
+            header = {"drawn": drawn | {"problems": problems}, "graded": graded}
+            stores[name] = Store(output / f"{name}.jsonl", header)
+            there = stores[name].of((prompt.id for prompt in prompts), evaluation.samples)
+            missing[name] = [prompt for prompt in prompts if prompt.id not in there]
+        verifier_pool = assembly.verifier_pool(config)
+        params = _weights(config, parts, workdir, iteration) if any(missing.values()) else None
+    who = str(parts.folder) if workdir is None else f"{workdir}, iteration {iteration}"
+    counts = {name: (len(prompts), len(missing[name])) for name, prompts in sets.items()}
+    print(run_summary.drawing(config, parts, who, counts, evaluation.samples, evaluation, output), flush=True)
+    if params is not None:
+        _fill(config, parts, params, iteration, stores, missing, verifier_pool, sum(map(len, sets.values())))
+    return Evaluation(
+        drawn,
+        output,
+        {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in sets.items()},
+        {
+            name: stores[name].of((prompt.id for prompt in prompts), evaluation.samples)
+            for name, prompts in sets.items()
+        },
+    )
+
+
+def _fill(
+    config: ConfigDict,
+    parts: Parts,
+    params: Params,
+    iteration: int,
+    stores: Mapping[str, Store],
+    missing: Benchmarks,
+    verifier_pool: VerifierPool,
+    num_problems: int,
+) -> None:
+    """Draws, grades and stores the responses to `missing`."""
+    with contextlib.ExitStack() as stack:
+        with command.user_input():
+            for store in stores.values():
+                stack.enter_context(store)
+        progress = Progress(num_problems, num_problems - sum(map(len, missing.values())), "problems")
+        stack.enter_context(contextlib.closing(progress))
+        rollouts = Rollouts(parts.engine)
+        sample_fn = sampler(params, rollouts, config, iteration)
+        fns = verify_fns(parts, stack.enter_context(verifier_pool), config)
+        for name, prompts in missing.items():
+
+            def report(closed: int, drawn: int, name: str = name, done: int = progress.done) -> None:
+                progress.reach(done + closed, f"{name}: {drawn:,} responses")
+
+            _draw(prompts, sample_fn, fns[name], rollouts, config, report, stores[name])
+
+
+def regrade(
+    config: ConfigDict, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None
+) -> Evaluation:
+    """Grades what is stored again: no weight is read and no engine built."""
+    with command.user_input():
+        output = output or _newest_output(workdir, model)
+        sets = {name: load_problems(source) for name, source in named(config.evaluation.benchmarks).items()}
+        graders, stores = assembly.benchmark_graders(config), {}
+        for name, problems in sets.items():
+            file = output / f"{name}.jsonl"
+            drawn = responses.read_header(file)["drawn"]
+            drawn["problems"] = responses.problems_hash((problem["id"], problem["problem"]) for problem in problems)
+            graded = responses.graded_by(config, graders.get(name, ""), [problem["answer"] for problem in problems])
+            stores[name] = Store(file, {"drawn": drawn, "graded": graded}, regrade=True)
+        if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
+            raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
+        verifier_pool = assembly.verifier_pool(config)
+    shaping = Shaping(config.reward.positive_threshold)
+    progress = Progress(sum(len(store) for store in stores.values()), 0, "responses")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.closing(progress))
+        with command.user_input():
+            for store in stores.values():
+                stack.enter_context(store)
+        verifiers = stack.enter_context(verifier_pool)
+        for name, store in stores.items():
+
+            def grade(pairs, lengths, grader: str = graders.get(name, "")) -> list[Verdict]:
+                return shaping.all(verifiers.grade_all(pairs, grader), lengths)
+
+            begin, answers = progress.done, {problem["id"]: problem["answer"] for problem in sets[name]}
+            for done in store.regrade(answers, grade):
+                progress.reach(begin + done, name)
+    samples = drawn["samples"]
+    found = {name: stores[name].of((problem["id"] for problem in sets[name]), samples) for name in sets}
+    unfinished = [
+        f"{name} {len(found[name]):,} of {len(sets[name]):,}" for name in sets if len(found[name]) < len(sets[name])
+    ]
+    if unfinished:
+        command.fail(
+            f"what is stored is graded again, but not all problems have their responses ({', '.join(unfinished)}): the "
+            "same command without --regrade draws the others.",
+            command.STOPPED,
+        )
+    labels = {name: {problem["id"]: problem.get("labels", {}) for problem in sets[name]} for name in sets}
+    return Evaluation(drawn, output, labels, found)
+
+
+def published_rows(workdir: pathlib.Path) -> list[published.Row]:
+    """The paper's runs of the model and the algorithm that this run was trained with, as its config.json says."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return []
+    saved = json.loads(file.read_text())
+    name, collection = assembly.model_folder(saved["model"]["path"]).name, saved["collection"]
+    return published.rows(name, collection["strategy"], collection["group_size"])
 
 
 def main(
-    config: ConfigDict, workdir: str | None, model: str | None, benchmarks: list[str], samples: int | None
+    config: ConfigDict,
+    workdir: str | None,
+    model: str | None,
+    benchmarks: Sequence[str],
+    samples: int | None,
+    output: str | None = None,
+    again: bool = False,
 ) -> None:
-    """Reads the weights, evaluates, prints the table, and keeps it in the work directory."""
-    from reinforce_ada_jax import export  # noqa: PLC0415  (export reads checkpoints; Orbax takes a second to import)
-
+    """Evaluates, prints the table, and keeps it; with `again`, grades what is stored."""
     with command.user_input():
         if (workdir is None) == (model is None):
             raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
-        if benchmarks:
-            config.evaluation.benchmarks = tuple(benchmarks)
-        if samples is not None:
-            config.evaluation.samples = samples
-        config_lib.validate(config)
-        if not config.evaluation.benchmarks:
-            raise ValueError("there is nothing to evaluate on: --benchmarks=FILE.jsonl[,FILE.jsonl].")
-        folder = pathlib.Path(model) if model else assembly.model_folder(config.model.path)
-        parts = assembly.parts(config, folder)
-        sets = load_benchmarks(parts, config)
-        verifier_pool = assembly.verifier_pool(config)
-        if workdir is None:
-            iteration, params = 0, huggingface.load(folder, parts.mesh, config.model.parameter_dtype)[1]
-        else:
-            iteration, params = export.read_params(
-                pathlib.Path(workdir), config, parts, None, config.model.compute_dtype
-            )
-    progress = Progress(total=1, done=0)
-    with verifier_pool as verifiers:
-        metrics = evaluate(
-            sets,
-            params,
-            Rollouts(parts.engine),
-            verify_fns(parts, verifiers, config),
-            config,
-            iteration,
-            progress.phase,
-        )
-    progress.close()
-    print(table(metrics, config.evaluation.samples))
-    if workdir is not None:
-        print(f"kept in {save(pathlib.Path(workdir), iteration, metrics)}")
+        run = None if workdir is None else pathlib.Path(workdir)
+        _choose(config, benchmarks, samples)
+        if run is not None:
+            keys = config_lib.DRAWN_WITH + (() if again else config_lib.GRADED_BY)
+            config_lib.check_evaluated(config, run, keys)
+    with command.interruptible("What is graded is kept"):
+        how = regrade if again else sample
+        made = how(config, run, model, None if output is None else pathlib.Path(output))
+    results = {name: statistics(found.values()) for name, found in made.responses.items()}
+    shown = evaluation_figures.table(
+        results,
+        samples=made.drawn["samples"],
+        temperature=made.drawn["temperature"],
+        max_response_tokens=made.drawn["max_response_tokens"],
+        labelled={
+            name: evaluation_figures.by_label(made.labels[name], found) for name, found in made.responses.items()
+        },
+        rows=[] if run is None else published_rows(run),
+    )
+    print(shown)
+    write_whole(made.output / "table.md", shown + "\n")
+    metrics: dict[str, float] = {}
+    for name, result in results.items():
+        metrics |= _metrics(name, result)
+    figures = made.output / "results.json"
+    if run is None:
+        _merge(figures, {"model": model}, metrics)
+    else:
+        figures = save(run, made.drawn["iteration"], metrics)
+    print(f"responses and table.md are kept in {made.output}, figures in {figures}")
 
 
 if __name__ == "__main__":
@@ -190,4 +403,15 @@ if __name__ == "__main__":
     MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder to evaluate instead.")
     BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, in place of the configured ones.")
     SAMPLES = flags.DEFINE_integer("samples", None, "Responses for each problem, in place of evaluation.samples.")
-    command.run(lambda: main(CONFIG.value, WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value))
+    OUTPUT = flags.DEFINE_string(
+        "output",
+        None,
+        "The folder that keeps responses and table; default: WORKDIR/evaluations/ITERATION, or evaluations/NAME of the "
+        "model's folder.",
+    )
+    REGRADE = flags.DEFINE_bool("regrade", False, "Grade the stored responses again; no model is needed.")
+    command.run(
+        lambda: main(
+            CONFIG.value, WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value, OUTPUT.value, REGRADE.value
+        )
+    )

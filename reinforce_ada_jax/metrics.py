@@ -142,19 +142,18 @@ class MetricsWriter:
 
 
 class Progress:
-    """One line at the terminal: iterations done, rate, time left, and the phase with its latest numbers.
+    """One line at the terminal: iterations (or what `unit` says) done, rate, time left, and the phase with its numbers.
 
     A quiet one shows what `say` is told, and nothing else.
     """
 
-    def __init__(self, total: int, done: int, *, quiet: bool = False):
+    def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):
         # Away from a terminal a line now and then is enough.
         interval = 0.1 if sys.stderr.isatty() else 10.0
         self._quiet = quiet
         self._bar = tqdm.tqdm(
-            total=total, initial=done, desc="iteration", unit="it", mininterval=interval, dynamic_ncols=True,
-            disable=quiet,
-        )  # fmt: skip
+            total=total, initial=done, desc=unit, unit="it", mininterval=interval, dynamic_ncols=True, disable=quiet
+        )
         self._figures = ""
 
     def phase(self, text: str) -> None:
@@ -167,6 +166,16 @@ class Progress:
         self._figures = "  ".join(f"{name} {value}" for name, value in figures.items())
         self._bar.set_postfix_str(self._figures, refresh=False)
         self._bar.update(1)
+
+    @property
+    def done(self) -> int:
+        """How many are done."""
+        return self._bar.n
+
+    def reach(self, done: int, text: str = "") -> None:
+        """So many are done."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(done - self._bar.n)
 
     def say(self, text: str) -> None:
         """A warning: a line of its own above the progress line."""

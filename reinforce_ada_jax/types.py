@@ -10,6 +10,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ class Prompt:
       answer: the reference answer that the verifier compares with.
       tokens: int32[T], the rendered template, ready for the policy (BOS included where the model has one).
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
+      labels: what else its source says of it ("subject", "level", ...), for tables.
     """
 
     id: str
@@ -32,6 +34,7 @@ class Prompt:
     answer: str
     tokens: np.ndarray
     pass_rate: float | None = None
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

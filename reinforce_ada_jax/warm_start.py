@@ -9,6 +9,7 @@ regime in which a group of four is often all wrong.
 
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +77,12 @@ def demonstration_batch(
     return make_batch(rows, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
 
 
-def train(architecture: Architecture, tokenizer: Tokenizer, seed: int, limits: tuple[int, int]) -> Params:
-    """The warm-started weights."""
+def fit(
+    architecture: Architecture, params: Params, batches: Iterator[Batch], *, updates: int, learning_rate: float
+) -> Params:
+    """Supervised learning: the responses of `batches`, one of them for each update, become likelier."""
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(warmup_schedule(LEARNING_RATE, WARMUP_UPDATES), b2=0.98)
+        optax.clip_by_global_norm(1.0), optax.adamw(warmup_schedule(learning_rate, WARMUP_UPDATES), b2=0.98)
     )
 
     def loss(params, batch):
@@ -93,13 +96,19 @@ def train(architecture: Architecture, tokenizer: Tokenizer, seed: int, limits: t
         changes, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, changes), state, value
 
-    params = initial_params(architecture, seed)
-    state, rng = optimizer.init(params), np.random.default_rng(seed)
-    progress = tqdm.trange(UPDATES, desc="warm start", unit="update")
+    state, progress = optimizer.init(params), tqdm.trange(updates, desc="warm start", unit="update")
     for _ in progress:
-        params, state, value = update(params, state, demonstration_batch(tokenizer, rng, *limits))
+        params, state, value = update(params, state, next(batches))
         progress.set_postfix(loss=f"{float(value):.3f}", refresh=False)
     return params
+
+
+def train(architecture: Architecture, tokenizer: Tokenizer, seed: int, limits: tuple[int, int]) -> Params:
+    """The warm-started weights."""
+    rng = np.random.default_rng(seed)
+    batches = iter(lambda: demonstration_batch(tokenizer, rng, *limits), None)
+    params = initial_params(architecture, seed)
+    return fit(architecture, params, batches, updates=UPDATES, learning_rate=LEARNING_RATE)
 
 
 def main(config, output: pathlib.Path) -> None:

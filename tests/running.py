@@ -1,8 +1,12 @@
 """Configurations as tests load and change them, the environment in which they start commands, and what runs left."""
 
 import importlib.util
+import json
 import os
 import pathlib
+import signal
+import subprocess
+import time
 import types
 from typing import Any
 
@@ -13,6 +17,7 @@ from ml_collections import ConfigDict
 from reinforce_ada_jax import assembly, metrics
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state
+from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,6 +50,22 @@ def environment(compiled: pathlib.Path | None = None) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (cache if compiled else {})
+
+
+def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:
+    """The first `count` held-out words of the built-in task as a JSONL file; some fields of all of them changed."""
+    lines = [json.dumps(problem | changes) + "\n" for problem in cipher.problems("heldout")[:count]]
+    file.write_text("".join(lines), encoding="utf-8")
+    return str(file)
+
+
+def killed_after(process: subprocess.Popen, file: pathlib.Path, lines: int, how: int = signal.SIGKILL) -> str:
+    """Ends a command as soon as so many lines stand in a file that it writes; what it said on stderr."""
+    while not file.exists() or file.read_bytes().count(b"\n") < lines:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(how)
+    return process.communicate()[1]
 
 
 def saved_config(workdir: pathlib.Path) -> ConfigDict:

@@ -197,3 +197,12 @@ def test_quiet_progress_shows_warnings_only(capsys):
     progress.say("every group was dropped")
     progress.close()
     assert capsys.readouterr() == ("", "every group was dropped\n")
+
+
+def test_progress_that_reaches_a_count(capsys):
+    progress = Progress(total=8, done=2, unit="problems")
+    progress.reach(5, "math500: 12 responses")
+    assert progress.done == 5
+    progress.close()
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert last.startswith("problems:") and "5/8" in last and "math500: 12 responses" in last

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import assembly, command, evaluate, export, metrics, train
+from reinforce_ada_jax.checkpoint import fingerprint
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.token import stream
@@ -263,21 +264,32 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     (workdir / "evaluations" / "000012.json").unlink()
     evaluate.main(saved_config(workdir), str(workdir), None, [], None)
+    # A copy of a checkpoint is the same one, and no other is.
+    assert fingerprint(workdir, 12) == fingerprint(unbroken[0], 12) != fingerprint(unbroken[0], 10)
+    kept = workdir / "evaluations" / "000012"
+    assert (kept / "heldout.jsonl").read_text("utf-8").count("\n") == 2 * 32
+    table = (kept / "table.md").read_text("utf-8")
+    shutil.rmtree(kept)
     assert texts(workdir / "evaluations") == texts(unbroken[0] / "evaluations")
     line = metrics.read(workdir)[-1]
     average, error = line["evaluation/heldout/avg"], line["evaluation/heldout/avg_standard_error"]
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].split() == ["benchmark", "avg@2", "pass@2", "truncated"]
-    assert shown[1].startswith(f"heldout    {average:.3f} ± {error:.3f}  {line['evaluation/heldout/pass_at_2']:.3f}")
-    assert shown[2] == f"kept in {workdir / 'evaluations' / '000012.json'}"
+    shown = capsys.readouterr().out
+    assert f"model       {workdir}, iteration 12: qwen2" in shown and "stops on 2 '<eos>'" in shown
+    assert table in shown
+    assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:5]] == [
+        "heldout", "32", f"{average:.3f} ± {error:.3f}", f"{line['evaluation/heldout/pass_at_2']:.3f}"
+    ]  # fmt: skip
+    assert shown.endswith(f"table.md are kept in {kept}, figures in {workdir / 'evaluations' / '000012.json'}\n")
 
 
-def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, monkeypatch, capsys):
+def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, tmp_path, monkeypatch):
     # A folder knows no iteration, so its samples have addresses of their own; here they get those of the run.
     monkeypatch.setattr(evaluate, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
+    monkeypatch.chdir(tmp_path)
     evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
     line = metrics.read(unbroken[0])[-1]
-    assert f"heldout    {line['evaluation/heldout/avg']:.3f} ± " in capsys.readouterr().out
+    results = json.loads((tmp_path / "evaluations" / exported.name / "results.json").read_text())
+    assert results["evaluation/heldout/avg"] == line["evaluation/heldout/avg"]
 
 
 # ---- parts of the loop --------------------------------------------------------------------------------------------

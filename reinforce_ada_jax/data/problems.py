@@ -14,6 +14,8 @@ from typing import Any, NotRequired, TypedDict
 # `answer` beside them is a whole solution.
 PROBLEM_COLUMNS = ("problem", "question")
 ANSWER_COLUMNS = ("gt", "short_answer", "answer")
+# Fields by which problems may be told apart in a table. All others are ignored.
+LABELS = ("subject", "subfield", "type", "level", "source")
 _GSM8K_ANSWER = "\n#### "
 
 
@@ -25,12 +27,14 @@ class Problem(TypedDict):
       problem: the text that a prompt is rendered from.
       answer: the reference that the verifier compares with.
       pass_rate: an estimate in [0, 1] made beforehand, where the source has one.
+      labels: those of `LABELS` that the source has, as text.
     """
 
     id: str
     problem: str
     answer: str
     pass_rate: NotRequired[float]
+    labels: NotRequired[dict[str, str]]
 
 
 def check_row(row: Any, where: str) -> Problem:
@@ -50,7 +54,8 @@ def check_row(row: Any, where: str) -> Problem:
         if not isinstance(pass_rate, int | float) or not 0.0 <= pass_rate <= 1.0:
             raise ValueError(f"{where}: pass_rate is {pass_rate!r}; it must be a number in [0, 1], or left out.")
         problem["pass_rate"] = float(pass_rate)
-    return problem
+    labels = {name: str(row[name]) for name in LABELS if isinstance(row.get(name), str | int) and row[name] != ""}
+    return problem | {"labels": labels} if labels else problem
 
 
 def content_id(problem: str, answer: str) -> str:
@@ -87,6 +92,7 @@ def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem
             seen[given] = seen.get(given, 0) + 1
             given += f"-{seen[given]}" if seen[given] > 1 else ""
         complete = {"id": str(given), "problem": text, "answer": answer, "pass_rate": row.get("pass_rate")}
+        complete |= {name: row.get(name) for name in LABELS}
         problems.append((number, check_row(complete, where)))
     return unique(problems, source, "row")
 
@@ -117,7 +123,7 @@ def _parse(line: bytes, where: str) -> Problem:
 
 
 def read_jsonl(file: str | pathlib.Path) -> list[Problem]:
-    """The problems of a JSONL file, in its order. Blank lines and further fields are ignored."""
+    """The problems of a JSONL file, in its order. Blank lines are ignored, and fields that `Problem` doesn't know."""
     if not pathlib.Path(file).is_file():
         raise ValueError(
             f'There is no file {file}: name a JSONL file of {{"id", "problem", "answer"}}, or cipher:train for the '

@@ -38,7 +38,7 @@ def load_problems(source: str) -> list[Problem]:
         a JSONL file.
 
     Returns:
-      Dicts with "id" (unique), "problem", "answer", and "pass_rate" where the source has one.
+      Dicts with "id" (unique), "problem", "answer", and "pass_rate" and "labels" where the source has them.
     """
     if source.startswith(_CIPHER):
         return cipher.problems(source.removeprefix(_CIPHER))
@@ -69,6 +69,7 @@ def tokenize(
             answer=problem["answer"],
             tokens=tokenizer.render(problem["problem"], template, chat),
             pass_rate=problem.get("pass_rate"),
+            labels=problem.get("labels", {}),
         )
         for problem in problems
     ]

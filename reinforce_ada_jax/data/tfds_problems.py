@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_ada_jax.data.problems import Problem, from_columns, read_jsonl
+from reinforce_ada_jax.data.problems import LABELS, Problem, from_columns, read_jsonl
 
 PREFIX = "tfds:"
 _VERSION = "1.0.0"
@@ -41,7 +41,12 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
     The order of the file is kept.
     """
     tfds = _tfds(f"Preparing {file}")
-    rows = read_jsonl(file)
+    problems = read_jsonl(file)
+    labels = [name for name in LABELS if any(name in problem.get("labels", {}) for problem in problems)]
+    rows = [{key: value for key, value in problem.items() if key != "labels"} for problem in problems]
+    for row, problem in zip(rows, problems, strict=True):
+        # A feature has a value in every row: an empty label stands for none.
+        row.update({name: problem.get("labels", {}).get(name, "") for name in labels})
 
     class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         """Problems of a JSONL file."""
@@ -50,7 +55,7 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
 
         def _info(self):
             text = tfds.features.Text()
-            features = {"id": text, "problem": text, "answer": text}
+            features = {"id": text, "problem": text, "answer": text, **dict.fromkeys(labels, text)}
             if any("pass_rate" in row for row in rows):
                 features["pass_rate"] = tfds.features.Scalar(dtype=np.float64)
             return tfds.core.DatasetInfo(
@@ -61,7 +66,7 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
             return {"train": self._generate_examples()}
 
         def _generate_examples(self):
-            # A feature has a value in every row: NaN stands for none.
+            # As with the labels: NaN stands for none.
             missing = {"pass_rate": float("nan")} if "pass_rate" in self.info.features else {}
             yield from enumerate(missing | row for row in rows)
 

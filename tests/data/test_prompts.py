@@ -32,11 +32,12 @@ def test_the_built_in_task():
 def test_a_file(tmp_path):
     source = write(
         tmp_path / "some.jsonl",
-        GOOD | {"source": "elsewhere", "level": 5},
+        GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"},
         "",
         {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0},
     )
-    assert load_problems(source) == [GOOD, {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0.0}]
+    labelled = GOOD | {"labels": {"level": "5", "source": "elsewhere"}}
+    assert load_problems(source) == [labelled, {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0.0}]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,15 @@ def test_pass_rates(tmp_path, quiet):
 
 
 @installed
+def test_labels(tmp_path, quiet):
+    labels = [{"subject": "½"}, {"subject": "x", "level": "5"}, {}]
+    file = write(tmp_path / "some.jsonl", [row | some for row, some in zip(ROWS, labels, strict=False)])
+    problems = load_problems(tfds_problems.prepare(file, tmp_path / "prepared"))
+    assert problems == load_problems(str(file))
+    assert [problem.get("labels", {}) for problem in problems] == labels
+
+
+@installed
 def test_the_stock_gsm8k(tmp_path, quiet, monkeypatch):
     """The catalogue's own builder, with a file in place of its download."""
     from tensorflow_datasets.text.gsm8k import gsm8k  # noqa: PLC0415

@@ -11,7 +11,8 @@ import transformers
 
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from tests.golden.transformers import make_golden
-from tests.parity.test_transformers import MODELS, from_pretrained
+from tests.parity.published import from_pretrained
+from tests.parity.test_transformers import MODELS
 from tests.policy.adapting import random_adapters
 
 # peft 0.21.2 asks transformers 5.23 by a name that version 6 will not know.

@@ -25,16 +25,21 @@ CHATS = {
 PROBLEMS = ["What is $1+1$?", "  spaces \n\n", "<|im_end|><|eot_id|> as text", "½ 你好 🙂 \\boxed{}", ""]
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def pair(request, tmp_path_factory):
-    """(ours, theirs) of one folder."""
-    folder = shared.model_folder(request.param, tmp_path_factory.mktemp("models") / "model")
+def tokenizers(name, folder):
+    """(ours, theirs) of a model's folder."""
     ours = Tokenizer.load(folder)
-    if request.param == "llama3":  # published with a tokenizer.json, which is what our conversion writes
+    if name == "llama3":  # published with a tokenizer.json, which is what our conversion writes
         ours._tokenizer.save(str(folder / "tokenizer.json"))
         config = {**shared.LLAMA3_CONFIG, "tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return ours, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory):
+    """(ours, theirs) of one folder."""
+    folder = shared.model_folder(request.param, tmp_path_factory.mktemp("models") / "model")
+    return tokenizers(request.param, folder)
 
 
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)

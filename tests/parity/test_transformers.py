@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from reinforce_ada_jax.policy import huggingface, transformer
 from tests.golden.transformers import make_golden
+from tests.parity.published import from_pretrained
 from tests.policy import recording
 
 SIZES = make_golden.SIZES | dict(max_position_embeddings=512)
@@ -60,14 +61,6 @@ def models(request, tmp_path_factory):
 def test_equals_transformers(models, check):
     _, ours, recorded = models
     check(*ours, recorded)
-
-
-def from_pretrained(folder, dtype=torch.float32):
-    theirs, information = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, dtype=dtype, attn_implementation="eager"
-    )
-    assert not any(information.values()), information
-    return theirs.eval()
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5e9, 30_000])

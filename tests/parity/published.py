@@ -1,0 +1,153 @@
+"""Published models, narrow: their config.json but for width and depth, random weights, and both programs over them.
+
+Kept from the published files: vocabulary, heads and groups, head size where the file names one, rotary base and
+scaling, norm epsilon, tied embedding, biases, stop tokens, and the keys of their time (`rope_theta`, `rope_scaling`).
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+import shutil
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import transformers
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.types import Pool, Prompt, Verdict
+from tests.golden.transformers import make_golden
+
+QWEN = dict(
+    attention_dropout=0.0, bos_token_id=151643, hidden_act="silu", initializer_range=0.02, rms_norm_eps=1e-6,
+    tie_word_embeddings=True, use_cache=True, use_sliding_window=False, vocab_size=151936,
+)  # fmt: skip
+QWEN25 = QWEN | dict(
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", eos_token_id=151643, num_attention_heads=12,
+    num_key_value_heads=2, hidden_size=192, intermediate_size=256, num_hidden_layers=2, use_mrope=False,
+)  # fmt: skip
+CONFIGS = {
+    "qwen2.5-1.5b": QWEN25
+    | dict(rope_theta=1000000.0, max_position_embeddings=131072, sliding_window=131072, max_window_layers=28),
+    "qwen2.5-math-1.5b": QWEN25
+    | dict(rope_theta=10000, max_position_embeddings=4096, sliding_window=4096, max_window_layers=21),
+    "qwen3-4b-instruct": QWEN
+    | dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", attention_bias=False, eos_token_id=151645,
+        head_dim=128, max_position_embeddings=262144, max_window_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, rope_scaling=None, rope_theta=5000000, sliding_window=None,
+        hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+    ),
+    "llama-3.2-3b-instruct": dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", attention_bias=False, attention_dropout=0.0,
+        bos_token_id=128000, eos_token_id=[128001, 128008, 128009], head_dim=128, hidden_act="silu",
+        initializer_range=0.02, max_position_embeddings=131072, mlp_bias=False, num_attention_heads=24,
+        num_key_value_heads=8, pretraining_tp=1, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=True,
+        rope_scaling=dict(
+            factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+            rope_type="llama3",
+        ),
+        use_cache=True, vocab_size=128256, hidden_size=96, intermediate_size=256, num_hidden_layers=2,
+    ),
+}  # fmt: skip
+# The logits of these models vary by about this much over the vocabulary; by 1, samples would be all but uniform.
+LOGIT_DEVIATION = 3.0
+STOP_FACTOR = 2.0
+# Where the two likeliest tokens are closer, another seed is taken: ten times the tolerance of the logits.
+MARGIN = 1e-3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """A model in both programs.
+
+    Attributes:
+      folder: with its config.json as published and weights by transformers.
+      theirs: the model of transformers, float32.
+      architecture, params: ours, read from the folder.
+    """
+
+    folder: pathlib.Path
+    theirs: transformers.PreTrainedModel
+    architecture: Architecture
+    params: Params
+
+
+def make_pair(name: str, seed: int, folder: pathlib.Path, stop_ids: Sequence[int] = ()) -> Pair:
+    """A random model in `folder`, read by both; the embeddings of `stop_ids` are longer, so that some get likely."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    model = make_golden.random_model(transformers.AutoConfig.from_pretrained(folder), seed)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(LOGIT_DEVIATION)
+        model.model.embed_tokens.weight[list(stop_ids)] *= STOP_FACTOR
+    # The weights only: transformers 5 writes other keys into config.json than the published file has.
+    model.save_pretrained(folder / "saved")
+    (folder / "saved" / "model.safetensors").replace(folder / "model.safetensors")
+    shutil.rmtree(folder / "saved")
+    return Pair(folder, from_pretrained(folder), *huggingface.load(folder))
+
+
+def from_pretrained(folder: pathlib.Path, dtype: torch.dtype | str = torch.float32) -> transformers.PreTrainedModel:
+    """The model of a folder, loaded without a tensor too many or too few and without a word of warning."""
+    spoken, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: spoken.append(record.getMessage())
+    transformers.utils.logging.add_handler(handler)
+    try:
+        model, information = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, dtype=dtype, attn_implementation="eager"
+        )
+    finally:
+        transformers.utils.logging.remove_handler(handler)
+    assert not spoken, spoken
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys"} <= information.keys()
+    assert not any(information.values()), information
+    return model.eval()
+
+
+def generate(model: transformers.PreTrainedModel, prompt: Prompt, stop_ids: Sequence[int], limit: int) -> np.ndarray:
+    """The greedy continuation by `generate`, at most `limit` tokens, the stop token included.
+
+    Raises:
+      ValueError: two tokens come within `MARGIN` of each other, so that rounding could decide.
+    """
+    output = model.generate(
+        torch.from_numpy(prompt.tokens).long()[None], do_sample=False, max_new_tokens=limit,
+        eos_token_id=list(stop_ids), pad_token_id=stop_ids[0], return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    best = torch.cat(output.logits).topk(2).values
+    if (margin := (best[:, 0] - best[:, 1]).min().item()) < MARGIN:
+        raise ValueError(f"the two likeliest tokens differ by {margin:.1e}")
+    return output.sequences[0, len(prompt.tokens) :].numpy()
+
+
+def logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:
+    """float32[T, V] of one row, by one forward pass of transformers."""
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens).long()[None], use_cache=False).logits[0].numpy()
+
+
+def run_config(max_prompt_tokens: int, limit: int) -> ConfigDict:
+    """A run's configuration in float32; with fewer slots than responses, so that slots are used again."""
+    config = config_lib.defaults()
+    config.model.compute_dtype, config.data.max_prompt_tokens = "float32", max_prompt_tokens
+    config.sampling.update(dict(slots=4, window=8, page_size=16, prefill_rows=2, max_response_tokens=limit))
+    return config
+
+
+def draw(
+    rollouts: Rollouts, params: Params, prompts: Sequence[Prompt], draws: int, temperature: float, limit: int
+) -> list[Pool]:
+    """So many responses for each prompt, through the collection loop."""
+    sample_fn = rollouts.sampler(params, stream=0, sampling=SamplingParams(limit, temperature))
+    return collect(
+        prompts, sample_fn, lambda pairs: [Verdict(True, 1.0)] * len(pairs), strategies.fixed(draws), deterministic=True
+    )
