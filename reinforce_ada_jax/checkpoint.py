@@ -79,8 +79,8 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 def fingerprints(state: LearnerState) -> list[UInt32[Array, ""]]:
     """A number for each array, in the order of the tree: every word times an odd number of its place, modulo 2^32.
 
-    An odd factor loses no bit, so one flipped bit always shows; that words changed places shows too, but for one in 2^31
-    or so.
+    An odd factor loses no bit, so one flipped bit always shows; so do words that changed places, but for one
+    case in 2^31 or so.
     """
 
     def one(x):
