@@ -20,6 +20,7 @@ ESTIMATORS = ("ema", "value")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 RATIOS = ("token", "sequence")
 KL_KINDS = ("k1", "k2", "k3")
+NON_FINITE = ("stop", "skip")
 ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
 LEARNING_ATTENTIONS = ("auto", "jnp", "splash")
 DTYPES = ("float32", "bfloat16")
@@ -35,7 +36,10 @@ INSTRUCTION = r"Let's think step by step and output the final answer within \box
 WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
-RESUMABLE = ("iterations", "checkpoint", "evaluation", "logging", "sampling.check_invariants")
+RESUMABLE = (
+    *("iterations", "checkpoint", "evaluation", "logging"),
+    *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped"),
+)
 # Keys of older runs that changed no result; nothing reads them any more.
 RETIRED = ("learning.logprob_chunk",)
 # What an evaluation of a run must have in common with it. How fast and on what it is drawn is free, as is `evaluation`.
@@ -151,6 +155,10 @@ def defaults() -> config_dict.ConfigDict:
             kl_kind="k3",
             # Cap of the sampler/learner importance weight; default: none, or 2.0 with overlap_iterations.
             truncated_is_cap=config_dict.placeholder(float),
+            # Where a loss, gradient or log-probability isn't finite: "stop" the run, or "skip" the update. What it was
+            # made of is written to non_finite/ either way.
+            non_finite="stop",
+            max_skipped=3,  # in a row; the next one stops the run
         ),
         lora=dict(
             rank=0,  # of the adapters that are trained in place of the weights; 0: the weights themselves
@@ -216,6 +224,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     check_choice("learning.ratio", learning.ratio, RATIOS)
     check_choice("learning.attention", learning.attention, LEARNING_ATTENTIONS)
     check_choice("learning.kl_kind", learning.kl_kind, KL_KINDS)
+    check_choice("learning.non_finite", learning.non_finite, NON_FINITE)
     check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)
     check_choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
     check_choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
@@ -293,6 +302,7 @@ def _check_values(config: config_dict.ConfigDict) -> None:
         "sampling.open_prompts": sampling.open_prompts,
         "evaluation.top_k": config.evaluation.top_k,
         "learning.warmup_updates": learning.warmup_updates,
+        "learning.max_skipped": learning.max_skipped,
         "learning.weight_decay": learning.weight_decay,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep_best": config.checkpoint.keep_best,
@@ -455,7 +465,7 @@ def check_workdir(config: config_dict.ConfigDict, workdir: pathlib.Path) -> None
         lines = "\n  ".join(different)
         raise ValueError(
             f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nResume it with its own "
-            "values (iterations, checkpoint.*, evaluation.* and logging.* may change), or choose another --workdir."
+            f"values, or choose another --workdir. What may change: {', '.join(RESUMABLE)}."
         )
 
 

@@ -124,9 +124,9 @@ def check_same(what: str, text: str) -> None:
         )
 
 
-def fetch(array: jax.Array) -> np.ndarray:
+def fetch(array: jax.Array | np.ndarray) -> np.ndarray:
     """The whole of an array on the host, in each process, wherever its parts are."""
-    if array.is_fully_addressable or array.is_fully_replicated:
+    if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 

@@ -1,13 +1,17 @@
-"""The responses in samples/ that a report shows: of as many iterations as fit, evenly spaced, the newest among them."""
+"""The responses in samples/, to be read by a person: how an iteration's are written, and which ones a report shows.
+
+A report has as many iterations as fit, evenly spaced, the newest among them.
+"""
 
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.rewards.math_answer import last_boxed
 
 MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # of one page, shared by its runs
@@ -28,6 +32,23 @@ class Sampled:
     shown: int
     total: int
     responses: int
+
+
+def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndarray], str]) -> None:
+    """Every response of the groups, kept or not, one a line; `decode` makes text of tokens."""
+    file.parent.mkdir(exist_ok=True)
+    with file.open("w", encoding="utf-8") as lines:
+        for group in groups:
+            advantage = dict(zip(group.kept.tolist(), group.advantages.tolist(), strict=True))
+            pool = group.pool
+            for response, verdict in zip(pool.responses, pool.verdicts, strict=True):
+                line = {
+                    "prompt": pool.prompt.id, "problem": pool.prompt.problem, "answer": pool.prompt.answer,
+                    "draw": response.draw, "response": decode(response.tokens), "tokens": len(response.tokens),
+                    "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
+                    "reason": verdict.reason, "advantage": advantage.get(response.draw),
+                }  # fmt: skip
+                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:

@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, distributed, evaluate, run_summary, sharing
+from reinforce_ada_jax import assembly, command, distributed, evaluate, run_summary, sampled_responses, sharing
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
@@ -34,12 +34,10 @@ from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import EstimateFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
-from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.interrupt import Interrupt, Interrupted
-from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, owners
-from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.lifeline import RESTART
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
@@ -50,14 +48,6 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Begun, Pool, Prompt
-
-# Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
-# (1e-6); elsewhere products are rounded to bfloat16 or less, and a mean beyond the second number is worth a word.
-FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
-
-
-class Stopped(Exception):
-    """The run must not go on as it is; its state is whole."""
 
 
 class Run:
@@ -83,6 +73,7 @@ class Run:
         self.strategy = strategies.build(config.collection)
         self.compiles = CompileCounter()
         self.learner = Learner(parts.architecture, config, parts.mesh)
+        self.updates = Updates(config, self.strategy, self.learner, workdir)
         # The frozen weights under the adapters, and which they are; None where all weights are trained.
         self.base: Params | None = None
         self.base_fingerprint: str | None = None
@@ -140,6 +131,7 @@ class Run:
         state, saved = restored
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
+        self.updates.skipped_in_a_row = saved["skipped_in_a_row"]
         self.begun = ahead.from_json(saved["begun"])
         if self.estimator is not None:
             self.estimator.load_json(saved["estimator"])
@@ -168,6 +160,7 @@ class Run:
             "iteration": self.iteration,
             "architecture": self._architecture(),
             "cursor": self.cursor.to_json(),
+            "skipped_in_a_row": self.updates.skipped_in_a_row,
             "pending": self.pending,
             "begun": ahead.to_json(self.begun),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
@@ -256,46 +249,7 @@ class Run:
         metrics["time/host_between_windows_s"] = counts["host_s"] / distributed.count()
         return groups, metrics
 
-    def minibatches(self, groups: Sequence[Group]) -> list[Batch]:
-        """The iteration's groups as one batch for each update, with the learner's own log-probabilities.
-
-        Those are taken before the first update and stay fixed through all of them (PPO's `old` policy).
-        """
-        count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
-        batches = []
-        for places in deal([len(group.kept) for group in groups], count):
-            kept = [example for place in places for example in examples(groups[place])]
-            if not kept:
-                continue
-            batch = self.learner.put(make_batch(
-                kept,
-                max_prompt_tokens=self.config.data.max_prompt_tokens,
-                max_response_tokens=self.config.sampling.max_response_tokens,
-                num_rows=self.batch_rows(len(kept)),
-                per_row=self.config.learning.responses_per_row,
-            ))  # fmt: skip
-            batch = batch.replace(old_logprobs=self.learner.score(self.policy(), batch))
-            if self.reference is not None:
-                batch = batch.replace(reference_logprobs=self.learner.score(self.reference, batch))
-            batches.append(batch)
-        return batches
-
-    def batch_rows(self, rows: int) -> int:
-        """Rows that a minibatch is padded to: one number for the whole run, so that nothing is compiled twice.
-
-        Each response may need one of its own. Only where a strategy keeps any number of them it grows, by doubling.
-        Padding costs memory, not time.
-        """
-        micro_rows = self.learner.micro_rows
-        if self.strategy.max_kept is not None:
-            most = self.config.learning.prompts_per_update * self.strategy.max_kept
-            return micro_rows * -(-most // micro_rows)
-        size = micro_rows * self.config.learning.micro_batches
-        while size < rows:
-            size *= 2
-        return size
-
-    def say_what_is_missing(self, groups: Sequence[Group], batches: Sequence[Batch], progress: Progress) -> None:
+    def say_what_is_missing(self, groups: Sequence[Group], progress: Progress) -> None:
         """A word where an iteration trains on less than it was meant to."""
         wanted, kept = self.config.collection.prompts_per_iteration, sum(bool(group.kept.size) for group in groups)
         if self.strategy.extra_batches and kept < wanted:
@@ -303,49 +257,20 @@ class Run:
                 f"iteration {self.iteration + 1}: {kept} of {wanted} groups have a signal after {len(groups)} prompts, "
                 "which are all that collection.max_extra_batches and the data allow; the update goes on with them."
             )
-        if not batches:
+        if not kept:
             progress.say(f"iteration {self.iteration + 1}: every group was dropped, so nothing is updated.")
 
-    def check_logprobs(self, batches: Sequence[Batch], progress: Progress) -> dict[str, float]:
-        """How far the engine's log-probabilities of its own tokens are from the learner's, where both have the same
-        weights: samples drawn ahead are another policy's."""
-        total, largest, num_tokens = 0.0, 0.0, 0
-        for placed in batches:
-            batch = jax.tree.map(distributed.fetch, placed)
-            version = np.append(batch.version, np.full_like(batch.version[..., :1], -1), axis=-1)
-            fresh = np.take_along_axis(version, owners(batch), axis=-1) == self.iteration
-            gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)[fresh]
-            total, largest = total + float(gaps.sum()), max(largest, float(gaps.max(initial=0.0)))
-            num_tokens += int(fresh.sum())
-        mean = total / max(num_tokens, 1)
-        if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
-            if not largest <= FLOAT32_LOGPROB_GAP:
-                raise Stopped(
-                    f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
-                    f"float32 they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients don't belong together."
-                )
-        elif not mean <= ALARMING_LOGPROB_GAP:
-            progress.say(
-                f"iteration {self.iteration + 1}: engine and learner differ by {mean:.2g} a token on average; the "
-                "ratio of the update is off by as much. learning.truncated_is_cap = 2.0 would bound it."
-            )
-        return {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
-
-    def update(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """One optimiser step a minibatch; means over them."""
-        begin, results = time.monotonic(), []
-        for number, batch in enumerate(batches, start=1):
-            self.state, result = self.learner.update(self.state, batch, self.base)
-            results.append(jax.device_get(result))
-            if not results[-1].finite:
-                raise Stopped(
-                    f"iteration {self.iteration + 1}, update {number} of {len(batches)}: loss {results[-1].loss:.4g}, "
-                    f"gradient norm {results[-1].grad_norm:.4g}: not finite. The update was not applied."
-                )
-        # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.
-        columns = {name: [getattr(result, name) for result in results] for name in UpdateMetrics._fields}
-        means = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
-        return means | {"update/count": len(batches), "time/update_s": time.monotonic() - begin}
+    def update(self, groups: Sequence[Group], progress: Progress) -> dict[str, float]:
+        """One optimiser step a minibatch of the groups."""
+        iteration = self.iteration + 1
+        minibatches = self.updates.minibatches(groups, self.policy(), self.reference)
+        finite, metrics = self.updates.check_logprobs(minibatches, iteration, progress.say)
+        try:
+            self.state, means = self.updates.update(self.state, self.base, finite, iteration, progress.say)
+        except StoppedInUpdate as stop:
+            self.state = stop.state
+            raise
+        return metrics | means | {"update/skipped": len(minibatches) - means["update/count"]}
 
     def evaluate(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
         """avg@k and pass@k of the current weights, also kept in evaluations/."""
@@ -364,26 +289,6 @@ class Run:
         averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
         progress.note(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
         return metrics | {"time/evaluate_s": time.monotonic() - begin}
-
-    def write_samples(self, groups: Sequence[Group]) -> None:
-        """samples/<iteration>.jsonl: every response of the first few prompts, to be read by a person."""
-        if not distributed.is_writer():
-            return
-        file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
-        file.parent.mkdir(exist_ok=True)
-        decode = self.parts.tokenizer.decode
-        with file.open("w", encoding="utf-8") as lines:
-            for group in groups[: self.config.logging.sampled_prompts]:
-                advantage = dict(zip(group.kept.tolist(), group.advantages.tolist(), strict=True))
-                pool = group.pool
-                for response, verdict in zip(pool.responses, pool.verdicts, strict=True):
-                    line = {
-                        "prompt": pool.prompt.id, "problem": pool.prompt.problem, "answer": pool.prompt.answer,
-                        "draw": response.draw, "response": decode(response.tokens), "tokens": len(response.tokens),
-                        "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
-                        "reason": verdict.reason, "advantage": advantage.get(response.draw),
-                    }  # fmt: skip
-                    lines.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
@@ -404,12 +309,12 @@ class Run:
         used = len(groups) - size
         if used:
             cursor = spare[used - 1][1]
-        self.write_samples(groups)
+        if distributed.is_writer():
+            file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
+            sampled_responses.write(file, groups[: self.config.logging.sampled_prompts], self.parts.tokenizer.decode)
         progress.phase("updating")
-        batches = self.minibatches(groups)
-        self.say_what_is_missing(groups, batches, progress)
-        metrics |= self.check_logprobs(batches, progress)
-        metrics |= self.update(batches)
+        self.say_what_is_missing(groups, progress)
+        metrics |= self.update(groups, progress)
         if self.estimator is not None:
             metrics |= self.estimator.observe([group.pool for group in groups])
         self.iteration, self.cursor, self.begun = self.iteration + 1, cursor, upcoming.begun
@@ -447,15 +352,6 @@ class Run:
             self.pending = None
             if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
                 self.save(float(np.mean(averages)) if averages else None)
-
-
-def examples(group: Group) -> list[Example]:
-    """The kept responses of a group, as the update sees them."""
-    pool, rewards = group.pool, group.pool.rewards
-    return [
-        Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
-        for draw, baseline in zip(group.kept, group.baselines, strict=True)
-    ]
 
 
 def peak_memory() -> int:

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import assembly, command, evaluate, export, metrics, train
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.checkpoint import fingerprint
 from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.lifeline import RESTART
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.token import stream
 from tests.running import ROOT, environment, reproducible, restored, saved_config, tiny
@@ -158,6 +160,29 @@ def test_kill_and_resume(start, unbroken, tmp_path):
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(start, tmp_path, kills):
+    # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
+    flags = ("--config.iterations=60", "--config.checkpoint.every=3", "--config.evaluation.every=4")
+    finish(start(tmp_path / "unbroken", *flags))
+    moments, workdir, killed = np.random.default_rng(kills), tmp_path / "run", 0
+    while killed < kills:
+        process, before = start(workdir, *flags), len(metrics.read(workdir))
+        deadline = time.monotonic() + 120
+        while len(metrics.read(workdir)) in (before, 0) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 1))
+        process.kill()
+        process.communicate()
+        if process.returncode == 0:  # it was faster: what is left of its last iterations is made again
+            shutil.rmtree(workdir / "checkpoints" / "60")
+            continue
+        killed += 1
+    finish(start(workdir, *flags))
+    assert_same_run(workdir, tmp_path / "unbroken")
+
+
 def test_with_overlapping_iterations_too(start, tmp_path):
     overlap = "--config.collection.overlap_iterations=1"
     finish(start(tmp_path / "unbroken", overlap))
@@ -186,6 +211,61 @@ def test_interrupt_and_resume(start, unbroken, tmp_path):
     out, _ = finish(start(tmp_path / "run"))
     assert f"resuming after iteration {saved}\n" in out
     assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_a_machine_that_is_taken_away(start, unbroken, tmp_path):
+    process = start(tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    _, err = finish(process, RESTART)
+    assert time.monotonic() - asked < 30
+    last = err.splitlines()[-1]
+    saved = int(re.match(r"error: told to end; iteration (\d+) is saved\.", last)[1])
+    out, _ = finish(start(tmp_path / "run"))
+    assert f"resuming after iteration {saved}\n" in out
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    arrays = max((workdir / "checkpoints" / "12" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
+    arrays.write_bytes(arrays.read_bytes()[:-1000])
+    out, _ = finish(start(workdir))
+    assert "warning: the checkpoint of iteration 12 in" in out and "resuming after iteration 10\n" in out
+    assert_same_run(workdir, unbroken[0])
+
+
+def test_another_model_is_refused(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    model = shutil.copytree(ROOT / "reinforce_ada_jax" / "assets" / "cipher", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    saved = saved_config(workdir)
+    saved.model.path = str(model)
+    (workdir / "config.json").write_text(config_lib.to_json(saved))
+    _, err = finish(start(workdir, f"--config.model.path={model}"), command.BAD_INPUT)
+    assert "holds checkpoints of another model" in err and "rope_theta" in err and "500000.0" in err
+    assert "Traceback" not in err
+
+
+FULL_DISK = """
+import resource, runpy, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as on a full disk
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    flags = ("--config.iterations=40", "--config.checkpoint.every=1", "--config.logging.tensorboard=False")
+    _, err = finish(start(workdir, *flags, how=("-c", FULL_DISK)), command.STOPPED)
+    last = err.splitlines()[-1]
+    assert last.startswith("error: no checkpoint could be written to") and "Traceback" not in last
+    assert "The run stops before it trains on. The newest whole checkpoint is of 12." in last
+    assert len(metrics.read(workdir)) <= ITERATIONS + 2
+    finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))
 
 
 def test_more_iterations(start, unbroken, tmp_path):
@@ -297,9 +377,10 @@ def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, t
 
 @pytest.fixture
 def keep_signals():
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def test_the_first_interrupt_waits_and_the_second_does_not(keep_signals):
