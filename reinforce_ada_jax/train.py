@@ -48,6 +48,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Begun, Pool, Prompt
+from reinforce_ada_jax.updates import Stopped, StoppedInUpdate, Updates
 
 
 class Run:
