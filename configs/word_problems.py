@@ -14,9 +14,9 @@ from reinforce_ada_jax.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """80 iterations of 32 prompts, two updates each."""
+    """60 iterations of 32 prompts, two updates each."""
     config = defaults()
-    config.iterations = 80
+    config.iterations = 60
     config.model.path = "runs/words/model"
     config.model.compute_dtype = "float32"
     config.data.prompts = "runs/words/prompts.jsonl"
