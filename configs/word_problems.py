@@ -14,9 +14,9 @@ from reinforce_ada_jax.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """80 iterations of 32 prompts, two updates each."""
+    """100 iterations of 32 prompts, one update each."""
     config = defaults()
-    config.iterations = 80
+    config.iterations = 100
     config.model.path = "runs/words/model"
     config.model.compute_dtype = "float32"
     config.data.prompts = "runs/words/prompts.jsonl"
@@ -29,8 +29,8 @@ def get_config() -> ConfigDict:
     config.sampling.slots = 64
     config.sampling.window = 16
     config.sampling.page_size = 16
-    config.learning.prompts_per_update = 16
-    config.learning.learning_rate = 1e-3
+    config.learning.prompts_per_update = 32
+    config.learning.learning_rate = 5e-4
     config.learning.warmup_updates = 5
     config.learning.b2 = 0.99
     config.learning.logprob_chunk = 40
