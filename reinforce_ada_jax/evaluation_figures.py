@@ -90,6 +90,7 @@ def weighted(results: Mapping[str, Statistics]) -> tuple[int, float, float]:
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table that can be read as it is: the first column to the left, numbers to the right."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]  # a label may be anything
     widths = [max(len(line[place]) for line in (header, *lines)) for place in range(len(header))]
 
     def row(cells: Sequence[str]) -> str:

@@ -119,6 +119,10 @@ def test_table():
     ]
 
 
+def test_a_bar_in_a_label_does_not_end_its_cell():
+    assert figures.markdown(["x", "n"], [["|a|", "1"]]).splitlines()[2] == r"| \|a\| | 1 |"
+
+
 # ---- published figures -----------------------------------------------------------------------------------------------
 
 
