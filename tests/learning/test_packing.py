@@ -1,12 +1,16 @@
 """Several responses to a row: the layout by hand, and that no result knows of it."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Example, layout, make_batch, members, owners, pack, response_mask
+from reinforce_ada_jax.train import Run
 from reinforce_ada_jax.types import Response
 from tests.learning.test_learner import (
     PARAMS,
@@ -65,6 +69,22 @@ def test_the_layout_of_a_packed_row():
     np.testing.assert_array_equal(positions[0, :7], [0, 1, 2, 3, 0, 1, 2])
     np.testing.assert_array_equal(at[0, :4], [1, 2, 3, 6])
     assert (at >= 1).all() and (at < 9).all()
+
+
+@pytest.mark.parametrize("per_row", [1, 3])
+def test_the_gap_between_engine_and_learner_is_of_fresh_responses(per_row):
+    # Three tokens of weights as they are, and one of older ones, which is another policy's.
+    examples = [
+        Example(np.array([5, 6], np.int32), response([8], [-1.0], 3)),
+        Example(np.array([5], np.int32), response([9, 9, 2], [-0.1, -0.2, -0.3], 4)),
+    ]
+    rows = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=3, per_row=per_row)
+    older, far = rows.behaviour_logprobs == -1, rows.behaviour_logprobs == np.float32(-0.3)
+    rows = rows.replace(old_logprobs=rows.behaviour_logprobs + 0.5 * older + 6e-5 * far)
+    run = SimpleNamespace(iteration=4, config=defaults())
+    gaps = Run.check_logprobs(run, [rows], progress=None)
+    assert gaps["update/logprob_gap"] == pytest.approx(2e-5, rel=0.01)
+    assert gaps["update/logprob_gap_max"] == pytest.approx(6e-5, rel=0.01)
 
 
 def packed_from(unpacked, examples=None, num_rows=8):
