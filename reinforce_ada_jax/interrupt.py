@@ -1,11 +1,11 @@
-"""Being asked to end: Ctrl-C at the terminal, or SIGTERM of a machine that is taken away.
+"""Being asked to end: Ctrl-C at the terminal, or SIGTERM or a notice that the machine is taken away.
 
 The first one becomes a flag that is looked at where the state is whole; a second one ends the process at once.
 """
 
 import signal
 
-from reinforce_ada_jax import distributed
+from reinforce_ada_jax import distributed, preemption
 
 
 class Interrupted(Exception):
@@ -19,12 +19,19 @@ class Interrupt:
         self._asked = self._preempted = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
+        if preemption.on_google_cloud():
+            preemption.watch(self.on_notice)
 
     def _on_signal(self, number: int, frame: object) -> None:
         del frame
         self._asked, self._preempted = True, number == signal.SIGTERM
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        distributed.ask_to_stop()
+
+    def on_notice(self) -> None:
+        """The machine will be taken away."""
+        self._asked = self._preempted = True
         distributed.ask_to_stop()
 
     def check(self) -> None:
@@ -36,7 +43,7 @@ class Interrupt:
             raise Interrupted
 
     def preempted(self) -> bool:
-        """Whether it was SIGTERM, in any process (which all must ask): the run is to be started again."""
+        """Whether a machine is taken away, of any process (which all must ask): the run is to be started again."""
         return distributed.any_of(self._preempted)
 
     def agree(self) -> None:

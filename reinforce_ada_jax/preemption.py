@@ -1,0 +1,49 @@
+"""Whether Google Cloud is about to take this machine away, as its metadata server tells everyone who asks.
+
+A spot node gets SIGTERM as well, but only some 30 seconds before its end, and not every process of it does.
+"""
+
+import pathlib
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+
+SERVER = "http://metadata.google.internal"
+PRODUCT = pathlib.Path("/sys/class/dmi/id/product_name")
+POLL_S, TIMEOUT_S = 5.0, 2.0
+
+
+def on_google_cloud() -> bool:
+    """Whether this is one of Google's machines; only there is a metadata server to be asked."""
+    return PRODUCT.exists() and "Google" in PRODUCT.read_text(errors="replace")
+
+
+def noticed(server: str = SERVER) -> bool:
+    """Whether the machine is preempted, or about to be ended for maintenance. No answer is no notice."""
+
+    def value(name: str) -> str:
+        request = urllib.request.Request(
+            f"{server}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"}
+        )
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return answer.read(100).decode(errors="replace").strip()
+
+    try:
+        return value("preempted") == "TRUE" or value("maintenance-event").startswith("TERMINATE")
+    except (urllib.error.URLError, TimeoutError, OSError):
+        return False
+
+
+def watch(tell: Callable[[], None], *, server: str = SERVER, poll_s: float = POLL_S) -> threading.Thread:
+    """Calls `tell` once, from a thread of its own, when there is a notice."""
+
+    def ask() -> None:
+        while not noticed(server):
+            time.sleep(poll_s)
+        tell()
+
+    thread = threading.Thread(target=ask, name="preemption", daemon=True)
+    thread.start()
+    return thread
