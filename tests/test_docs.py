@@ -265,7 +265,7 @@ def start(program, arguments, whole):
         known = len(rest) == 1 and rest[0] in benchmark.BENCHMARKS if program == "benchmark" else not without_arguments
         if rest and not known:
             command.fail(f"unexpected arguments {rest}")
-        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+        if "config" in flags.FLAGS and program != "simulate":  # which needs no model
             config_lib.validate(flags.FLAGS.config)
     command.run, app.run = run, parse
     name = f"reinforce_ada_jax.{program}"
