@@ -1,4 +1,4 @@
-"""The tutorial's run: problems in words, a model of 121,000 weights, minutes on two cores (docs/tutorial.md).
+"""The tutorial's run: problems in words, a model of 123,000 weights, minutes on two cores (docs/tutorial.md).
 
     python examples/word_problems.py --output=runs/words
     python -m reinforce_ada_jax.train --config=configs/word_problems.py --workdir=runs/words/balance
@@ -33,7 +33,6 @@ def get_config() -> ConfigDict:
     config.learning.learning_rate = 5e-4
     config.learning.warmup_updates = 5
     config.learning.b2 = 0.99
-    config.learning.logprob_chunk = 40
     config.checkpoint.every = 20
     config.evaluation.every = 20
     config.evaluation.benchmarks = ("runs/words/heldout.jsonl",)

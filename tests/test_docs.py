@@ -1,9 +1,14 @@
-"""The documents say what is so: their examples run, their tables hold the defaults, their links lead somewhere."""
+"""The documents say what is so: commands and examples run, tables hold the defaults, links lead somewhere."""
 
 import ast
+import json
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +19,10 @@ from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.learning.learner import UpdateMetrics
+from tests.launch.cloud import Cloud, check, git, make_checkout
+from tests.running import ROOT, environment
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = ROOT / "docs"
 
 
 def code_block(document: str, containing: str) -> str:
@@ -94,7 +101,10 @@ def anchors(document: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", sorted(DOCS.glob("*.md")), ids=lambda document: document.stem)
+DOCUMENTS = (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "launch" / "README.md", *sorted(DOCS.glob("*.md")))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: f"{document.parent.name}/{document.stem}")
 def test_links_lead_somewhere(document):
     for text, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", document.read_text()):
         if target.startswith("http"):
@@ -145,7 +155,7 @@ def test_troubleshooting_names_keys_and_words_that_there_are():
     metrics = {key for key in re.findall(r"`([a-z_]+/[a-z_]+)`", text)}
     assert len(metrics) > 15 and {key for key in metrics if not is_metric(key, strings)} == set()
     said = re.findall(r'"([^"]+)"', " ".join(text.split()))
-    assert len(said) == 7
+    assert len(said) == 19
     for words in said:
         assert any(words in " ".join(string.split()) for string in strings), words
 
@@ -154,3 +164,216 @@ def test_a_metric_that_is_none_is_found():
     strings = strings_of_the_program()
     for key in ("update/entropi", "collection/verdict_timeouts", "collection/zero_signals", "time/verify"):
         assert not is_metric(key, strings), key
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+MODULES = ("train", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
+# Where each command of the documents is run: a test, CI, or by hand and why. One that isn't here is refused below.
+RUN_BY = {
+    "train": "tests/test_train.py::test_what_a_run_writes",
+    "prepare": "tests/test_prepare.py::test_killed_twice_it_chooses_the_same_prompts",
+    "evaluate": "tests/test_evaluate.py::test_killed_twice_it_ends_with_the_same_table",
+    "export": "tests/test_train.py::test_export_is_the_checkpoint",
+    "serve": "tests/test_serve.py::test_it_says_what_it_serves_and_where",
+    "plot": "tests/test_plot.py::test_figures_and_page_are_written_and_the_page_is_named_last",
+    "simulate": "tests/test_simulate.py::test_a_mistake_at_the_terminal",
+    "compile_check": "tests/test_compile_check.py::test_what_fits",
+    "benchmark rollout": "tests/test_benchmark.py::test_rollout",
+    "benchmark adaptive": "tests/test_benchmark.py::test_adaptive",
+    "benchmark learning": "by hand: hours of two cores",
+    "make setup": ".ci/run",  # test and lint begin with it
+    "make test": ".ci/run",
+    "make lint": ".ci/run",
+    "make parity": ".ci/run",
+    "make demo": "tests/test_demo.py::test_balance_learns_more_from_an_update_than_grpo",
+    "make slow": "by hand: minutes to hours",
+    "make audit": "by hand: it asks pypi.org",
+    "tpu_vm.sh up": "tests/launch/test_tpu_node.py",
+    "tpu_vm.sh watch": "tests/launch/test_watch.py",
+    "tpu_vm.sh delete": "tests/launch/test_tpu_node.py",
+    "tpu_pod.sh up": "tests/launch/test_tpu_node.py",
+    "tpu_pod.sh watch": "tests/launch/test_watch.py",
+    "tpu_pod.sh delete": "tests/launch/test_tpu_node.py",
+}
+
+
+class Command(NamedTuple):
+    """A command as a document has it; `whole` where nothing of it is left out."""
+
+    document: str
+    program: str
+    arguments: list[str]
+    whole: bool = True
+
+    @property
+    def key(self) -> str:
+        """What it is called in RUN_BY: with its action, where it has some."""
+        has_actions = self.program in ("make", "benchmark", "tpu_vm.sh", "tpu_pod.sh")
+        return f"{self.program} {self.arguments[0]}" if has_actions else self.program
+
+
+def typed(text: str) -> list[str]:
+    """What a document gives to be typed: lines of its blocks, and code within its sentences."""
+    text = text.replace("\\\n", " ")
+    blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    console = "\n".join(block for language, block in blocks.findall(text) if language == "console")
+    prose = blocks.sub("", text)
+    lines = re.findall(r"^ {4}(\S.*)$", prose, re.MULTILINE) + re.findall(r"^\$ (.*)$", console, re.MULTILINE)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^ {4}.*$", "", prose, flags=re.MULTILINE))
+    return [part for line in lines for part in re.split(r" && | & |; ", line)] + [" ".join(s.split()) for s in spans]
+
+
+def commands(document: pathlib.Path) -> list[Command]:
+    """Those of a document: `python -m`, a command's name with flags, `make`, and the scripts of launch/."""
+    found, name = [], str(document.relative_to(ROOT))
+    slices = re.search(r"`SLICE` is\s`python -m reinforce_ada_jax\.(compile_check) --topology=`", document.read_text())
+    for text in typed(document.read_text()):
+        module = re.match(r"(?:.*\s)?\S*python -m reinforce_ada_jax\.(\w+)(.*)", text)
+        short = re.match(rf"({'|'.join(MODULES)})((?: \w+)? --.*)", text)
+        other = re.match(r"(?:launch/)?(make|tpu_vm\.sh|tpu_pod\.sh)( [a-z]+\b(?: --? ?.*)?)(?:\s+#.*)?$", text)
+        match = module or short or other
+        if match:
+            words = shlex.split(re.sub(r"\[|\]|\s#.*", "", match[2]))
+            kept = [word for word in words if word.strip(".") and not word.endswith(("=", "=..."))]
+            whole = bool(words) and short is None and all(word in kept or not word.strip(".") for word in words)
+            found.append(Command(name, match[1], kept, whole))
+        elif slices and re.match(r"v\d\w*:[\dx]+ --config=", text):
+            found.append(Command(name, slices[1], shlex.split(f"--topology={text}")))
+    return found
+
+
+ALL_COMMANDS = [command for document in DOCUMENTS for command in commands(document)]
+# In a process of its own, which loads the package once and starts each command in a fork: with its own flags.
+PARSER = """
+import importlib, json, os, runpy, sys, tempfile
+from absl import app, flags
+from reinforce_ada_jax import benchmark, command
+from reinforce_ada_jax import config as config_lib
+
+def start(program, arguments, whole):
+    without_arguments = []
+    def run(main):
+        without_arguments.append(True)
+        command.run_with_arguments(main)
+    def parse(main, flags_parser):
+        if not whole:
+            names = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
+            unknown = [name for name in names if name not in flags.FLAGS and not name.startswith("config.")]
+            return command.fail(f"unknown flags {unknown}") if unknown else None
+        rest = flags_parser(sys.argv)[1:]
+        known = len(rest) == 1 and rest[0] in benchmark.BENCHMARKS if program == "benchmark" else not without_arguments
+        if rest and not known:
+            command.fail(f"unexpected arguments {rest}")
+        if "config" in flags.FLAGS and program != "simulate":  # which needs no model
+            config_lib.validate(flags.FLAGS.config)
+    command.run, app.run = run, parse
+    name = f"reinforce_ada_jax.{program}"
+    sys.modules.pop(name)
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__")
+
+given, said = json.load(sys.stdin), []
+for program in {program for program, *_ in given}:
+    importlib.import_module(f"reinforce_ada_jax.{program}")
+for command_line in given:
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                os.dup2(output.fileno(), 2)
+                start(*command_line)
+                code = 0
+            except SystemExit as error:
+                code = error.code
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            finally:
+                sys.stderr.flush()
+                os._exit(code or 0)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        said.append(output.read() or f"status {status}" if status else "")
+print(json.dumps(said))
+"""
+TINY = ["--config=configs/tiny.py", "--workdir=runs/a"]
+REFUSED = {
+    "unknown flags ['adaptor']": Command("", "export", ["--adaptor"], whole=False),
+    "Unknown command line flag 'colour'": Command("", "plot", ["runs/a", "--colour=red"]),
+    "did you mean 'strategy'": Command("", "train", [*TINY, "--config.collection.stratgy=grpo"]),
+    "configs/none.py": Command("", "train", ["--config=configs/none.py", "--workdir=runs/a"]),
+    "--workdir must have a value": Command("", "train", TINY[:1]),
+    "unexpected arguments ['a']": Command("", "export", ["a", "--workdir=runs/a", "--output=b"]),
+    "unexpected arguments ['rollouts']": Command("", "benchmark", ["rollouts"]),
+    "must be a multiple of": Command("", "train", [*TINY, "--config.mesh.fsdp=3"]),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What the package's own parser says to each `python -m` command; nothing where it takes it."""
+    asked = [command for command in (*ALL_COMMANDS, *REFUSED.values()) if command.program in MODULES]
+    result = subprocess.run(
+        [sys.executable, "-c", PARSER], input=json.dumps([command[1:] for command in asked]), cwd=ROOT,
+        env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return {str(command[1:]): text for command, text in zip(asked, json.loads(result.stdout), strict=True)}
+
+
+def test_commands_are_taken_by_their_programs(said):
+    programs = [command for command in ALL_COMMANDS if command.program in MODULES]
+    assert len(programs) > 40 and {command.program for command in programs} == set(MODULES)
+    assert {command: text for command in programs if (text := said[str(command[1:])])} == {}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_command_that_would_be_refused_is_found(said, message):
+    assert message in said[str(REFUSED[message][1:])]
+
+
+def test_targets_of_make_are_there():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    asked = {command.arguments[0] for command in ALL_COMMANDS if command.program == "make"}
+    assert {"demo", "test"} <= asked <= set(targets)
+
+
+def test_launch_commands_are_taken(tmp_path):
+    make_checkout(tmp_path / "made")
+    for number, command in enumerate(ALL_COMMANDS):
+        if command.program.startswith("tpu_") and command.document != "launch/README.md":  # which has a test of its own
+            (tmp_path / str(number)).mkdir()
+            cloud = Cloud(tmp_path / str(number), tmp_path / "made")
+            (cloud.folder / "setup.sh").touch()
+            (cloud.checkout / "configs" / "qwen_1p5b.py").touch()
+            git(cloud.checkout, "add", "configs")
+            action, *flags = command.arguments
+            check(cloud.run(action, "--dry-run", "--dirty", *flags, script=command.program))
+
+
+def test_files_of_the_repository_that_commands_name_are_there():
+    ours = r"(?:configs|contenders|examples|launch|tests|docs)/[\w./-]+"
+    named = {name for command in ALL_COMMANDS for word in command.arguments for name in re.findall(ours, word)}
+    assert "configs/qwen_1p5b.py" in named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_every_command_is_run_somewhere():
+    assert {command.key for command in ALL_COMMANDS} - RUN_BY.keys() == set(), "name a test that runs it, in RUN_BY"
+    for key, place in RUN_BY.items():
+        file, _, test = place.partition("::")
+        if place == ".ci/run":
+            assert key == "make setup" or re.search(rf"^make .*\b{key.split()[1]}\b", (ROOT / file).read_text(), re.M)
+        elif not place.startswith("by hand: "):
+            assert not test or f"\ndef {test}(" in (ROOT / file).read_text(), place
+            assert (ROOT / file).exists(), place
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: f"{document.parent.name}/{document.stem}")
+def test_settings_that_documents_name_are_there(document):
+    text, keys = document.read_text(), set(config_lib._flatten(config_lib.defaults().to_dict()))
+    sections = {key.split(".")[0] for key in keys if "." in key}
+    flagged = set(re.findall(r"--config\.([a-z_]+(?:\.\w+)?)", text))
+    named = {name for name in re.findall(r"`([a-z_]+\.\w+)(?: = [^`]*)?`", text) if name.split(".")[0] in sections}
+    assert {name for name in flagged | named if name not in keys and not name.endswith(".json")} == set()
