@@ -156,7 +156,8 @@ def test_kill_and_resume(start, unbroken, tmp_path):
     finish(process, -signal.SIGKILL)
     assert 7 <= len(metrics.read(tmp_path / "run")) < ITERATIONS
     out, _ = finish(start(tmp_path / "run"))
-    assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
+    # A checkpoint is written beside the run: the one of iteration 5 may not have been whole.
+    assert re.findall(r"resuming after iteration (\d+)\n", out) in (["5"], ["10"], [])
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
@@ -230,7 +231,7 @@ def test_a_machine_that_is_taken_away(start, unbroken, tmp_path):
 def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     arrays = max((workdir / "checkpoints" / "12" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
-    arrays.write_bytes(arrays.read_bytes()[:-1000])
+    arrays.write_bytes(arrays.read_bytes()[: arrays.stat().st_size // 2])
     out, _ = finish(start(workdir))
     assert "warning: the checkpoint of iteration 12 in" in out and "resuming after iteration 10\n" in out
     assert_same_run(workdir, unbroken[0])
@@ -240,12 +241,12 @@ def test_another_model_is_refused(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     model = shutil.copytree(ROOT / "reinforce_ada_jax" / "assets" / "cipher", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
     saved = saved_config(workdir)
     saved.model.path = str(model)
     (workdir / "config.json").write_text(config_lib.to_json(saved))
     _, err = finish(start(workdir, f"--config.model.path={model}"), command.BAD_INPUT)
-    assert "holds checkpoints of another model" in err and "rope_theta" in err and "500000.0" in err
+    assert "holds checkpoints of another model" in err and "now 0.25" in err
     assert "Traceback" not in err
 
 
