@@ -22,7 +22,7 @@ from absl import flags
 from reinforce_ada_jax import command, warm_start
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.learning.batch import Batch, make_batch
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.types import Response
@@ -157,7 +157,7 @@ def batches(tokenizer: Tokenizer, drawn: Iterator[tuple[str, str]]) -> Iterator[
             problem, solution = next(drawn)
             tokens = np.append(tokenizer.encode(solution), tokenizer.stop_ids[0]).astype(np.int32)
             response = Response("", 0, tokens, np.zeros(len(tokens), np.float32), False)
-            rows.append((tokenizer.render(problem, "chat", CHAT), response, 0.0))
+            rows.append(Example(tokenizer.render(problem, "chat", CHAT), response))
         yield make_batch(rows, max_prompt_tokens=MAX_PROMPT_TOKENS, max_response_tokens=MAX_RESPONSE_TOKENS)
 
 

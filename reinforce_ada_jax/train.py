@@ -81,8 +81,12 @@ class Run:
         if self.learner.lora is not None:
             self.base = assembly.load_params(config, parts) if params is None else params
             self.base_fingerprint = adapter_files.fingerprint(parts.folder)
-        kept = config.checkpoint
-        self.checkpoints = Checkpoints(workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every)
+        self.checkpoints = Checkpoints(
+            workdir,
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
+            keep_every=config.checkpoint.keep_every,
+        )
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
