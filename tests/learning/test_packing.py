@@ -10,8 +10,8 @@ import pytest
 from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Example, layout, make_batch, members, owners, pack, response_mask
-from reinforce_ada_jax.train import Run
 from reinforce_ada_jax.types import Response
+from reinforce_ada_jax.updates import Minibatch, Updates
 from tests.learning.test_learner import (
     PARAMS,
     RESPONSE_LENGTHS,
@@ -81,8 +81,8 @@ def test_the_gap_between_engine_and_learner_is_of_fresh_responses(per_row):
     rows = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=3, per_row=per_row)
     older, far = rows.behaviour_logprobs == -1, rows.behaviour_logprobs == np.float32(-0.3)
     rows = rows.replace(old_logprobs=rows.behaviour_logprobs + 0.5 * older + 6e-5 * far)
-    run = SimpleNamespace(iteration=4, config=defaults())
-    gaps = Run.check_logprobs(run, [rows], progress=None)
+    updates = SimpleNamespace(config=defaults())
+    _, gaps = Updates.check_logprobs(updates, [Minibatch([], rows)], iteration=5, say=None)
     assert gaps["update/logprob_gap"] == pytest.approx(2e-5, rel=0.01)
     assert gaps["update/logprob_gap_max"] == pytest.approx(6e-5, rel=0.01)
 

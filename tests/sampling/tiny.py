@@ -170,7 +170,7 @@ def assert_different(left: Samples, right: Samples) -> None:
     assert same < len(left) / 5
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="temperature")
 def _logprobs(params, batch, temperature):
     return response_logprobs(ARCHITECTURE, params, batch, dtype=jnp.float32, temperature=temperature)[0]
 
