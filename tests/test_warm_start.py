@@ -38,9 +38,10 @@ def test_demonstrations_as_rows():
     again = warm_start.demonstration_batch(TOKENIZER, np.random.default_rng(0), 8, 8)
     jax.tree.map(np.testing.assert_array_equal, batch, again)
     assert batch.tokens.shape == (128, 16)
-    assert set(batch.prompt_length) == {8} and set(batch.response_length) <= set(range(3, 8))
+    prompt_length, response_length = batch.prompt_length[:, 0], batch.response_length[:, 0]  # one response a row
+    assert set(prompt_length) == {8} and set(response_length) <= set(range(3, 8))
     (stop,) = TOKENIZER.stop_ids
-    last = batch.prompt_length + batch.response_length - 1
+    last = prompt_length + response_length - 1
     assert (batch.tokens[np.arange(128), last] == stop).all()
     assert TOKENIZER.decode(batch.tokens[0, 8 : last[0]]) == cipher.demonstrations(128, np.random.default_rng(0))[0][1]
 
