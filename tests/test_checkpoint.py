@@ -1,5 +1,6 @@
 """Checkpoints that something happened to: flipped bits, missing files, a full disk; and which ones stay."""
 
+import gc
 import json
 import pathlib
 import shutil
@@ -16,6 +17,13 @@ from tests.running import tiny
 
 # Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def swept():
+    """They are found here, and not while some other test runs."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
