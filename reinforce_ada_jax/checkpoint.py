@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,15 @@ from reinforce_ada_jax.policy.transformer import init
 
 # Where damaged checkpoints are put, beside those that are whole.
 DAMAGED = "damaged_checkpoints"
+
+
+def _is_said_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether a log line is a stack trace of Orbax's threads: one for each array, where an error here says it once."""
+    return record.exc_info is not None and ("orbax" in record.pathname or record.name == "asyncio")
+
+
+for _name in ("absl", "asyncio"):  # Orbax logs by absl; what its coroutines leave behind, asyncio logs
+    logging.getLogger(_name).addFilter(lambda record: not _is_said_elsewhere(record))
 
 
 class DamagedError(ValueError):

@@ -37,7 +37,8 @@ def initialize(*, cluster: bool) -> None:
         JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID; without these there is one process.
 
     Raises:
-      ValueError: some of the variables are set and others are not, or they name no process.
+      ValueError: some of the variables are set and others are not, or they name no process; or `cluster`, and there is
+        none.
     """
     given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if not cluster and not given:
@@ -149,13 +150,12 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def member(*, cluster: bool) -> Iterator[None]:
-    """Around a run: joins the other processes (`initialize`) and leaves them; a failure here ends this process at once.
+def member() -> Iterator[None]:
+    """Around a run, after `initialize`: leaves the others at its end; a failure in it ends this process at once.
 
     The others notice by the end of its connection. JAX's own way out waits until all processes come there, which those
     that wait in a program never do.
     """
-    initialize(cluster=cluster)
     try:
         yield
     except BaseException as error:

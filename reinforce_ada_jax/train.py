@@ -397,6 +397,13 @@ def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> 
     return said, code
 
 
+def disk_trouble(run: Run, error: OSError) -> str:
+    """What to say where a file of the run can't be read or written."""
+    whole = max(run.checkpoints.iterations(), default=None)
+    kept = "No checkpoint was finished yet." if whole is None else f"The newest whole checkpoint is of {whole}."
+    return f"{error}. The run stops before it trains on. {kept} Mend that (a full disk: make room), then: {run.resume}"
+
+
 def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Start-up in order, then the loop, then where things are."""
     silent = quiet or not distributed.is_writer()
@@ -423,20 +430,8 @@ def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> N
     try:
         said, code = until_the_end(run, verifier_pool, progress)
         distributed.leave()
-    except OSError as error:  # a full disk, most of all
-        whole = max(run.checkpoints.iterations(), default=None)
-        said, code = (
-            (
-                f"{error}. The run stops before it trains on. "
-                + (
-                    "No checkpoint was finished yet. "
-                    if whole is None
-                    else f"The newest whole checkpoint is of {whole}. "
-                )
-                + f"Make room, then: {run.resume}"
-            ),
-            command.STOPPED,
-        )
+    except OSError as error:
+        said, code = disk_trouble(run, error), command.STOPPED
     finally:
         if run.metrics is not None:
             run.metrics.close()
@@ -459,11 +454,12 @@ if __name__ == "__main__":
     DISTRIBUTED = flags.DEFINE_bool(
         "distributed", False, "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
     )
-
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
-        with distributed.member(cluster=DISTRIBUTED.value):
+        with command.user_input():
+            distributed.initialize(cluster=DISTRIBUTED.value)
+        with distributed.member():
             main(CONFIG.value, pathlib.Path(WORKDIR.value), quiet=QUIET.value)
 
     command.run(start)

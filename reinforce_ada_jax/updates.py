@@ -161,7 +161,9 @@ class Updates:
         if learning.non_finite == "stop":
             raise Stopped(f"{said} The update was not applied; learning.non_finite='skip' would go on without it.")
         if self.skipped_in_a_row > learning.max_skipped:
-            raise Stopped(f"{said} It is the {self.skipped_in_a_row}th in a row (learning.max_skipped).")
+            raise Stopped(
+                f"{said} That makes {self.skipped_in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
+            )
         say(f"{said} It is skipped.")
 
     # ---- updates -----------------------------------------------------------------------------------------------------

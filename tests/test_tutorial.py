@@ -166,6 +166,6 @@ def test_the_tokenizer(tmp_path):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     batch = next(EXAMPLE.batches(tokenizer, drawn))
     assert batch.response_length.max() < limits[1] and batch.prompt_length.max() <= limits[0]
-    ends = batch.tokens[np.arange(len(batch.tokens)), batch.prompt_length + batch.response_length - 1]
-    assert set(ends) == set(tokenizer.stop_ids)
+    last = (batch.prompt_length + batch.response_length)[:, 0] - 1  # one response a row
+    assert set(batch.tokens[np.arange(len(batch.tokens)), last]) == set(tokenizer.stop_ids)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"

@@ -105,7 +105,7 @@ def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
 def test_too_many_in_a_row_stop(updates):
     made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
     made.update(0, None, minibatches, 1, [].append)
-    with pytest.raises(StoppedInUpdate, match=r"update 2 of 3: .* It is the 5th in a row \(learning.max_skipped\)"):
+    with pytest.raises(StoppedInUpdate, match=r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4"):
         made.update(0, None, minibatches, 2, [].append)
 
 
