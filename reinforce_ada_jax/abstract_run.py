@@ -126,6 +126,7 @@ class Abstract:
             prompt_tokens=config.data.max_prompt_tokens,
             tile=self.learner.head_tile,
             block=block_size(self.batch.tokens.shape[-1]) if self.learner.attention == "splash" else None,
+            remat=self.learner.remat,
             kernels=self.learner.head_backend == "pallas_tpu",
             row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
             weight_shards=mesh.shape["fsdp"],

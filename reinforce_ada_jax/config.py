@@ -23,6 +23,7 @@ KL_KINDS = ("k1", "k2", "k3")
 NON_FINITE = ("stop", "skip")
 ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
 LEARNING_ATTENTIONS = ("auto", "jnp", "splash")
+REMATS = ("auto", "full", "dots")
 DTYPES = ("float32", "bfloat16")
 REWARDS = ("cipher", "math", "minerva", "gsm8k")
 # "all-linear" is all the others: the projections of a layer, by their names in Hugging Face folders and in PEFT.
@@ -138,12 +139,17 @@ def defaults() -> config_dict.ConfigDict:
             # At most so many responses share a row of max_prompt_tokens + max_response_tokens; 1: each has its own.
             responses_per_row=16,
             attention="auto",  # "jnp", or "splash": JAX's kernels for TPU (interpreted elsewhere); auto: by the device
+            # What the backward pass computes again: "full", each layer; "dots", all but the products with weights, a
+            # quarter less to compute for several times the activations; auto: "dots" on CPUs, "full" elsewhere.
+            remat="auto",
             learning_rate=1e-6,
             warmup_updates=10,
             b1=0.9,
             b2=0.999,
             epsilon=1e-8,
             weight_decay=0.0,
+            # auto: that of the weights. "bfloat16" beside float32: a sixth less to keep of weights and moments.
+            first_moment_dtype="auto",
             clip_norm=1.0,
             clip_low=0.2,
             clip_high=0.28,
@@ -223,6 +229,8 @@ def _check_values(config: config_dict.ConfigDict) -> None:
     check_choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
     check_choice("learning.ratio", learning.ratio, RATIOS)
     check_choice("learning.attention", learning.attention, LEARNING_ATTENTIONS)
+    check_choice("learning.remat", learning.remat, REMATS)
+    check_choice("learning.first_moment_dtype", learning.first_moment_dtype, ("auto", *DTYPES))
     check_choice("learning.kl_kind", learning.kl_kind, KL_KINDS)
     check_choice("learning.non_finite", learning.non_finite, NON_FINITE)
     check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)

@@ -79,6 +79,7 @@ class Rows:
       prompt_tokens: limit of a prompt.
       tile: (response positions, words) of a block in which logits exist.
       kernels: the head is met in Pallas kernels, which make the logits once more and which the compiler doesn't count.
+      remat: of `transformer.REMAT`, what is computed again backwards.
       block: positions of a block of splash attention; None: attention of the whole square, by the compiler.
       row_shards: devices along `data` and `fsdp`.
       weight_shards: devices along `fsdp`.
@@ -93,6 +94,7 @@ class Rows:
     prompt_tokens: int
     tile: tuple[int, int]
     kernels: bool
+    remat: str
     block: int | None
     row_shards: int
     weight_shards: int
@@ -164,13 +166,15 @@ def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) ->
 
 
 def _flops(a: Architecture, r: Rows, passes: int) -> tuple[float, float]:
-    """FLOPs on each device, (in all, with every loop's body once), where a product is computed `passes` times over.
+    """FLOPs on each device, (in all, with every loop's body once), where a product is computed `passes` times over;
+    with weights once less where it is kept.
 
     2 a weight and position, of the head for the positions that predict a response token; 4 N H T^2 a layer. The head's
     kernels for the gradients of hidden states and of the head make the logits each for itself. Splash attention leaves
     out blocks above the diagonal; of its 7 products backwards, 3 make scores and slopes that it has made already.
     """
-    matrices = passes * 2 * r.tokens * layer_weights(a)
+    kept = r.remat == "dots" and passes > 1
+    matrices = (passes - kept) * 2 * r.tokens * layer_weights(a)
     square = 2 * a.num_heads * a.head_size * r.tokens**2
     if r.block is None:
         attention = passes * 2 * square
@@ -223,13 +227,18 @@ def update_call(a: Architecture, r: Rows, master_itemsize: int) -> Work:
     """One optimiser step on a minibatch, on each device.
 
     Every product is computed forwards, once more where the backward pass recomputes its layer, and twice backwards:
-    8 FLOPs a weight and position where 6 are necessary. The layers' inputs are written and read; sums of gradients are
-    read and written for every micro-batch; the step reads and writes weights and both moments.
+    8 FLOPs a weight and position where 6 are necessary. The layers' inputs are written and read, and what products with
+    weights gave where it is kept; sums of gradients are read and written for every micro-batch; the step reads and
+    writes weights and both moments.
     """
     flops, once = _flops(a, r, 4)
     shard = a.num_parameters * master_itemsize / (r.weight_shards * r.tensor)
-    inputs = 2 * a.num_layers * r.rows * r.tokens * a.hidden_size * r.itemsize / r.row_shards
-    each = _micro_batch_bytes(a, r, weight_reads=3, score_passes=8) + _head_bytes(a, r, backward=True)
+    kept = r.remat == "dots"
+    width = a.hidden_size / r.row_shards
+    if kept:
+        width += (a.head_size * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / r.devices
+    inputs = 2 * a.num_layers * r.rows * r.tokens * width * r.itemsize
+    each = _micro_batch_bytes(a, r, weight_reads=3 - kept, score_passes=8) + _head_bytes(a, r, backward=True)
     each += inputs + 2 * shard
     bytes_ = r.micro_batches * each + 7 * shard
     return Work(flops, bytes_, once)

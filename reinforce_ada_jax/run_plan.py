@@ -153,6 +153,8 @@ def remedies(
                 f"{options.pages:,}): "
                 + ("so large a cache fits beside everything else." if known else "more can't fit, whatever runs.")
             )
+    if "update" in learning and config.learning.remat == "dots":
+        lines.append("learning.remat = full (now dots): update computes a third more and keeps a layer's input alone.")
     more = next_micro_batches(config)
     if learning and more is not None:
         lines.append(

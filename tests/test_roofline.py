@@ -24,8 +24,8 @@ OPTIONS = EngineOptions(
 )  # fmt: skip
 # Two micro-batches of 4 rows of 3 + 5 tokens, logits of 4 positions and 2 words at a time. 2 x 2 devices.
 ROWS = Rows(
-    micro_batches=2, rows=4, tokens=8, head_tokens=5, prompt_tokens=3, tile=(4, 2), kernels=False, block=None,
-    row_shards=2, weight_shards=2, tensor=2, itemsize=2,
+    micro_batches=2, rows=4, tokens=8, head_tokens=5, prompt_tokens=3, tile=(4, 2), kernels=False, remat="full",
+    block=None,     row_shards=2, weight_shards=2, tensor=2, itemsize=2,
 )  # fmt: skip
 
 
@@ -100,22 +100,26 @@ def test_splash_attention_leaves_out_half_of_the_square():
 def test_an_update_does_little_more_than_is_necessary(name):
     rows = Rows(
         micro_batches=64, rows=8, tokens=3072, head_tokens=2048, prompt_tokens=1024, tile=(512, 512), kernels=True,
-        block=512, row_shards=4, weight_shards=4, tensor=2, itemsize=2,
+        remat="full", block=512, row_shards=4, weight_shards=4, tensor=2, itemsize=2,
     )  # fmt: skip
     architecture = from_hf(PUBLISHED[name])
     ratio = roofline.update_call(architecture, rows, 4).flops / roofline.necessary_flops(architecture, rows)
+    kept = dataclasses.replace(rows, remat="dots")
+    less = ratio - roofline.update_call(architecture, kept, 4).flops / roofline.necessary_flops(architecture, rows)
+    assert less == pytest.approx(1 / 3, abs=0.1)
     # 4/3 for what is computed anew, 5/3 of the head, less prompts' positions, which don't meet the head.
     assert 1.2 < ratio < 1.35
 
 
-@pytest.mark.parametrize("axes", [{}, dict(fsdp=4, tensor=2)], ids=str)
-def test_a_compiler_counts_the_same(axes):
+@pytest.mark.parametrize("axes, remat", [({}, "full"), ({}, "dots"), (dict(fsdp=4, tensor=2), "full")], ids=str)
+def test_a_compiler_counts_the_same(axes, remat):
     """On eight devices: none repeats another's work. Were it left to the compiler where activations live, it would
     count 1.26 times as much to score and 1.23 times as much to update: attention over all rows on every device."""
     sizes = SIZES | dict(vocab_size=2048, hidden_size=256, intermediate_size=512, num_key_value_heads=2)
     config = tiny(**{
         "data.max_prompt_tokens": 64, "sampling.max_response_tokens": 64,
         "learning.prompts_per_update": 8, "learning.micro_batches": 4, "collection.prompts_per_iteration": 8,
+        "learning.remat": remat,
     })  # fmt: skip
     run = abstract_run.abstract_run(config, from_hf(sizes), OPTIONS, make_mesh(**axes))
     for program in abstract_run.learner_programs(run):

@@ -86,6 +86,7 @@ def response_logprobs(
     backend: str = "scan",
     frozen_head: bool = False,
     attend: Attend = causal_attend,
+    remat: str = "full",
     place: Place = anywhere,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
@@ -97,7 +98,7 @@ def response_logprobs(
     packed = batch.response_length.shape[-1] > 1
     hidden = hidden_states(
         model, batch.tokens, positions=positions, segments=segments if packed else None,
-        attend=attend, dtype=dtype, remat=True, place=place,
+        attend=attend, dtype=dtype, remat=remat, place=place,
     )  # fmt: skip
     targets = jnp.take_along_axis(batch.tokens, at, axis=1)
     # A token is predicted one position earlier.
@@ -132,6 +133,9 @@ class Learner:
         self.attention = config.learning.attention
         if self.attention == "auto":
             self.attention = "splash" if on_tpu else "jnp"
+        self.remat = config.learning.remat
+        if self.remat == "auto":
+            self.remat = "dots" if mesh.devices.flat[0].platform == "cpu" else "full"
         attend = functools.partial(splash_attention.attend, mesh=mesh, interpret=not on_tpu)
         self.head_tile = fused_loss.default_tile(self.head_backend, architecture.hidden_size, dtype)
         self._logprobs = functools.partial(
@@ -143,6 +147,7 @@ class Learner:
             backend=self.head_backend,
             frozen_head=config.lora.rank > 0,
             attend=attend if self.attention == "splash" else causal_attend,
+            remat=self.remat,
             # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
             # them between devices in every product (8 times the traffic of gathering weights) and has every device
             # compute the attention of all rows.

@@ -27,6 +27,7 @@ def make_optimizer(learning: ConfigDict) -> optax.GradientTransformation:
             b2=learning.b2,
             eps=learning.epsilon,
             weight_decay=learning.weight_decay,
+            mu_dtype=None if learning.first_moment_dtype == "auto" else learning.first_moment_dtype,
         ),
     )
 

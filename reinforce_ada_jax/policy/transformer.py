@@ -26,6 +26,12 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.A
 # Says where the residual stream lives, where that must not be left to the compiler.
 Place = Callable[[jax.Array], jax.Array]
 
+# What the backward pass finds of a layer's activations; everything else it computes again from the layer's input.
+REMAT = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights: not attention's scores
+}
+
 
 def anywhere(x: jax.Array) -> jax.Array:
     """Leaves it to the compiler."""
@@ -110,7 +116,7 @@ def run(
     carry: Any = None,
     *,
     dtype: DTypeLike,
-    remat: bool = False,
+    remat: str | None = None,
     place: Place = anywhere,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
@@ -122,7 +128,7 @@ def run(
       attend: how a layer's queries meet keys and values; gets and gives back `carry`, and gives what to keep per layer.
       carry: e.g. the pages of the cache, updated layer by layer.
       dtype: of activations and matrix products; weights are cast where they are used.
-      remat: recompute each layer in the backward pass in place of keeping its activations.
+      remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
       place: applied to the residual stream before the first layer and after each.
 
     Returns:
@@ -141,9 +147,9 @@ def run(
         x = place(x + layer.feed_forward(rms_norm(x, layer.feed_forward_norm[...], epsilon)))
         return (x, carry), kept
 
-    if remat:
+    if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
-        one_layer = jax.checkpoint(one_layer, prevent_cse=False)
+        one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = place(jnp.take(model.embedding[...], tokens, axis=0).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
     (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (nnx.to_pure_dict(stacked), indices))
@@ -165,7 +171,7 @@ def hidden_states(
     segments: Int[Array, "B T"] | None = None,
     attend: Attend = causal_attend,
     dtype: DTypeLike,
-    remat: bool = False,
+    remat: str | None = None,
     place: Place = anywhere,
 ) -> Float[Array, "B T D"]:
     """Causal forward pass.
