@@ -55,17 +55,25 @@ class Adapted:
 def product(equation: str, x: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
     """einsum(equation, x, weight) in x.dtype; with an adapted weight, x W + scaling * (x A) B.
 
+    Rows and positions, "BT" in the equation, are one axis to the product. Were they two, XLA would transpose the
+    activations for the weight's gradient within what computes them, which on CPUs takes as long as all products.
     Neither A B nor a gradient of its size is ever made.
     """
-    if not isinstance(weight, Adapted):
-        return jnp.einsum(equation, x, weight.astype(x.dtype))
-    operands, output = equation.split("->")
+    operands, output = equation.replace("BT", "M").split("->")
     inputs, axes = operands.split(",")
-    summed = "".join(axis for axis in axes if axis not in output)
-    kept = "".join(axis for axis in inputs if axis not in summed)
-    low = jnp.einsum(f"{inputs},{summed}r->{kept}r", x, weight.a.astype(x.dtype))
-    high = jnp.einsum(f"{kept}r,r{axes.removeprefix(summed)}->{output}", low, weight.b.astype(x.dtype))
-    return jnp.einsum(equation, x, weight.weight.astype(x.dtype)) + weight.scaling * high
+    merged = x.reshape(-1, *x.shape[2:])
+
+    def einsum(operands: str, *arrays: jax.Array) -> jax.Array:
+        return jnp.einsum(operands, *(array.astype(x.dtype) for array in arrays))
+
+    if isinstance(weight, Adapted):
+        summed = "".join(axis for axis in axes if axis not in output)
+        low = einsum(f"{inputs},{summed}r->Mr", merged, weight.a)
+        high = einsum(f"Mr,r{axes.removeprefix(summed)}->{output}", low, weight.b)
+        result = einsum(f"{operands}->{output}", merged, weight.weight) + weight.scaling * high
+    else:
+        result = einsum(f"{operands}->{output}", merged, weight)
+    return result.reshape(*x.shape[:2], *result.shape[1:])
 
 
 def rms_norm(x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "... D"]:
