@@ -8,10 +8,14 @@
     python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=Qwen2.5-1.5B
         --dtype=bfloat16 --bandwidth=8.1e11
     python -m reinforce_ada_jax.benchmark learning --output=runs/learning --seeds=3 --jobs=2 --json=OUT
+    python -m reinforce_ada_jax.benchmark update --model=HF_DIR --against=transformers
+        --against_python=.venv-parity/bin/python --json=OUT
+    python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT
     python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance;
-`learning` trains the built-in model by every algorithm; `loss` is the policy loss and its gradients, by itself.
+`learning` trains the built-in model by every algorithm; `update` is one update of the learner, `loss` the policy loss
+and its gradients by itself, `iteration` all of training by its phases.
 With --simulate nothing runs but the scheduling. What the numbers mean, and what they were: docs/performance.md.
 """
 
@@ -21,14 +25,24 @@ import json
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import flags
+from ml_collections import config_flags
 
-from reinforce_ada_jax import command, learning_benchmark, loss_benchmark, metrics, rollout_benchmark, workloads
+from reinforce_ada_jax import (
+    command,
+    iteration_benchmark,
+    learning_benchmark,
+    loss_benchmark,
+    metrics,
+    rollout_benchmark,
+    update_benchmark,
+    workloads,
+)
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.published import PUBLISHED
@@ -47,7 +61,11 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     texts = {
         "workload": (None, "A rollout workload, as in shared/benchmarks; else --requests says what is drawn."),
         "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(PUBLISHED)}."),
-        "shape": (None, "HIDDENxLAYERS: a random model of this shape, made in the folder --model if it isn't there."),
+        "shape": (
+            None,
+            "HIDDENxLAYERS, or a published name: a random model of this shape, made in the folder --model if it isn't "
+            "there.",
+        ),
         "dtype": ("float32", "Of weights and arithmetic."),
         "attention": ("auto", "The attention backend of the engine."),
         "against": (None, f"Also measure one of {', '.join(rollout_benchmark.CONTENDERS)}, in turns."),
@@ -64,18 +82,22 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "pages": (0, "Pages; 0: so many that none is ever waited for."),
         "open_prompts": (0, "Prompts whose pages each replica holds at a time; 0: a quarter more than it has slots."),
         "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
-        "repeat": (None, "Timed repetitions; 5 of `rollout`, 1 of `adaptive`."),
+        "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration`, 1 of `adaptive`."),
         "requests": (None, "In place of --workload: so many prompts,"),
-        "prompt_tokens": (512, "each of so many tokens,"),
+        "prompt_tokens": (None, "each of so many tokens (512; 64 of `update`),"),
         "samples": (1, "with so many responses,"),
-        "response_tokens": (1024, "each of so many tokens, unless --lengths is given."),
+        "response_tokens": (None, "each of so many tokens, unless --lengths is given (1024; 128 of `update`)."),
         "prompts": (512, "Prompts of the adaptive workload."),
         "max_response_tokens": (None, "In a simulation: reserve pages for so many tokens; else for those that come."),
         "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
         "seed": (0, "Of workloads and random weights."),
         "seeds": (3, "Runs of `learning` for each algorithm."),
         "jobs": (1, "Of these side by side, one core each."),
-        "rows": (16, "Of the batch of `loss`."),
+        "rows": (None, "Of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
+        "micro_batches": (8, "Into which `update` cuts it."),
+        "pack": (1, "Of `update`, above 1: also with so many responses to a row."),
+        "threads": (0, "Of each of the processes of `update`; 0: as many as there are cores."),
+        "layers": (28, "Of the small model whose host time `update` measures."),
         "row_tokens": (1024, "Of each of them."),
         "words": (151_936, "Of its vocabulary."),
         "columns": (256, "Of its hidden states."),
@@ -83,12 +105,20 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     for name, (default, text) in texts.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
     for name, (default, text) in integers.items():
-        lower_bound = 0 if name in ("pages", "open_prompts", "seed") else 1
+        lower_bound = 0 if name in ("pages", "open_prompts", "seed", "threads") else 1
         flags.DEFINE_integer(name, default, text, lower_bound=lower_bound, flag_values=values)
     flags.DEFINE_float("scale", 1.0, "Adaptive response lengths are multiplied by this.", flag_values=values)
     flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Of `learning`; all by default.", flag_values=values)
+    flags.DEFINE_list("variants", list(iteration_benchmark.VARIANTS), "What `iteration` compares.", flag_values=values)
+    config_flags.DEFINE_config_file("config", None, "The configuration of `iteration`.", flag_values=values)
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: turn=0.01,host=0.002,...", flag_values=values)
+    flags.DEFINE_bool(
+        "against_plain",
+        False,
+        "PyTorch's `update` takes the minibatch whole, and recomputes nothing.",
+        flag_values=values,
+    )
     flags.DEFINE_bool("barrier", False, "Also with all rounds in step.", flag_values=values)
     flags.DEFINE_bool("simulate", False, "In virtual time.", flag_values=values)
     return values
@@ -107,26 +137,32 @@ def _architecture(options: flags.FlagValues) -> Architecture:
     return huggingface.read_config(options.model)
 
 
-def _load_model(options: flags.FlagValues, architecture: Architecture) -> Params:
-    """The folder's weights in float32, as references are; where it has none, random ones of --dtype.
+def _random_weights(options: flags.FlagValues, architecture: Architecture, dtype: str) -> Params:
+    return transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(dtype))
 
-    With --shape the folder is made first, so that contenders can read it.
+
+def _model_folder(options: flags.FlagValues, architecture: Architecture) -> pathlib.Path | None:
+    """The folder --model, where it has weights; with --shape it is made first, so that contenders can read it.
+
+    Raises:
+      ValueError: --shape without a folder, or another model is in it.
     """
-
-    def random_weights(dtype: str) -> Params:
-        return transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(dtype))
-
     if options.model is None:
         raise ValueError("--shape needs --model=FOLDER, where the model is put.")
     folder = pathlib.Path(options.model)
     if options.shape and not folder.exists():
-        huggingface.save(folder, architecture, random_weights("float32"))
+        huggingface.save(folder, architecture, _random_weights(options, architecture, "float32"))
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        return random_weights(options.dtype)
-    found, params = huggingface.load(folder)
-    if found != architecture:
+        return None
+    if huggingface.read_config(folder) != architecture:
         raise ValueError(f"{folder} holds another model than --shape={options.shape}: name another folder.")
-    return params
+    return folder
+
+
+def _load_model(options: flags.FlagValues, architecture: Architecture) -> Params:
+    """The folder's weights in float32, as references are; where it has none, random ones of --dtype."""
+    folder = _model_folder(options, architecture)
+    return _random_weights(options, architecture, options.dtype) if folder is None else huggingface.load(folder)[1]
 
 
 def _workload(options: flags.FlagValues, vocab_size: int) -> Workload:
@@ -134,12 +170,11 @@ def _workload(options: flags.FlagValues, vocab_size: int) -> Workload:
         raise ValueError("give either --workload=FILE or --requests (with --prompt_tokens, --response_tokens).")
     if options.workload is not None:
         return workloads.load(pathlib.Path(options.workload))
-    lengths = workloads.constant(options.response_tokens)
+    lengths = workloads.constant(options.response_tokens or 1024)
     if options.lengths:
         lengths = workloads.parse_lengths(options.lengths)
-    return workloads.synthetic(
-        options.requests, options.samples, options.prompt_tokens, lengths, vocab_size, options.seed
-    )
+    prompt_tokens = options.prompt_tokens or 512
+    return workloads.synthetic(options.requests, options.samples, prompt_tokens, lengths, vocab_size, options.seed)
 
 
 def _replicas(options: flags.FlagValues) -> int:
@@ -199,11 +234,11 @@ def _logprob_gaps(
     return gaps
 
 
-def _check_contender(options: flags.FlagValues) -> None:
+def _check_contender(options: flags.FlagValues, contenders: Collection[str]) -> None:
     if options.against is None:
         return
-    if options.against not in rollout_benchmark.CONTENDERS:
-        raise ValueError(f"--against={options.against} is not one of {', '.join(rollout_benchmark.CONTENDERS)}.")
+    if options.against not in contenders:
+        raise ValueError(f"--against={options.against} is not one of {', '.join(contenders)}.")
     if options.model in PUBLISHED:
         raise ValueError("--against needs a --model folder with weights, which both can read.")
 
@@ -236,7 +271,7 @@ def rollout(options: flags.FlagValues) -> dict[str, Any]:
             return rollout_benchmark.simulate(
                 workload, engine_options, _cost(options), barrier=False, limit=options.max_response_tokens
             )
-        _check_contender(options)
+        _check_contender(options, rollout_benchmark.CONTENDERS)
         params = _load_model(options, architecture)
     with _contender(options, workload) as contender:
         with command.user_input():
@@ -299,7 +334,7 @@ def learning(options: flags.FlagValues) -> dict[str, Any]:
 def loss(options: flags.FlagValues) -> dict[str, Any]:
     """Memory and time of the fused loss beside the naive one; see loss_benchmark.py."""
     return loss_benchmark.measure(
-        rows=options.rows,
+        rows=options.rows or 16,
         length=options.row_tokens,
         words=options.words,
         columns=options.columns,
@@ -309,8 +344,53 @@ def loss(options: flags.FlagValues) -> dict[str, Any]:
     )
 
 
+def update(options: flags.FlagValues) -> dict[str, Any]:
+    """Time, memory and host time of the learner's update; see update_benchmark.py."""
+    with command.user_input():
+        architecture = _architecture(options)
+        _check_contender(options, update_benchmark.CONTENDERS)
+        model = _model_folder(options, architecture)
+        sizes = update_benchmark.Sizes(
+            rows=options.rows or 64,
+            prompt_tokens=options.prompt_tokens or 64,
+            response_tokens=options.response_tokens or 128,
+            micro_batches=options.micro_batches,
+            dtype=options.dtype,
+            seed=options.seed,
+        )
+        if sizes.rows % sizes.micro_batches:
+            raise ValueError(f"--rows={sizes.rows} can't be cut into --micro_batches={sizes.micro_batches}.")
+        lengths = workloads.constant(sizes.response_tokens)
+        if options.lengths:
+            lengths = workloads.parse_lengths(options.lengths)
+        return update_benchmark.measure(
+            architecture, model, sizes, lengths,
+            repeat=options.repeat or 5, per_row=options.pack, devices=options.replicas or 1, threads=options.threads,
+            against=options.against, against_python=options.against_python, against_plain=options.against_plain,
+            host_layers=options.layers, say=lambda text: print(text, file=sys.stderr, flush=True),
+        )  # fmt: skip
+
+
+def iteration(options: flags.FlagValues) -> dict[str, Any]:
+    """Whole iterations of training, by phase; see iteration_benchmark.py."""
+    with command.user_input():
+        if options.config is None:
+            raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
+        return iteration_benchmark.measure(
+            options.config,
+            variants=options.variants,
+            repeat=options.repeat or 3,
+            lengths=workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS),
+            architecture=workloads.shaped(options.shape) if options.shape else None,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+
+
 # A benchmark of another part of a run is a function from the flags to its numbers.
-BENCHMARKS = {"rollout": rollout, "adaptive": adaptive, "learning": learning, "loss": loss}
+BENCHMARKS = {
+    "rollout": rollout, "adaptive": adaptive, "learning": learning, "loss": loss, "update": update,
+    "iteration": iteration,
+}  # fmt: skip
 
 
 def summary(result: dict[str, Any], indent: str = "") -> str:
@@ -337,9 +417,14 @@ def only_cpu() -> bool:
     return not any(importlib.util.find_spec(name) for name in ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin"))
 
 
-def use_cores(options: flags.FlagValues) -> None:
-    """On a CPU a replica for each core, unless --replicas says how many."""
-    if only_cpu() and not options.simulate:
+def use_cores(name: str, options: flags.FlagValues) -> None:
+    """On a CPU engines have a replica for each core, unless --replicas says how many; the others all threads.
+
+    Of `update` the accelerator is its processes' alone.
+    """
+    if name == "update":
+        jax.config.update("jax_platforms", "cpu")
+    elif only_cpu() and not options.simulate and name in ("rollout", "adaptive"):
         options.replicas = options.replicas or len(os.sched_getaffinity(0))
         rollout_benchmark.use_one_core_each(options.replicas)
 
@@ -359,7 +444,7 @@ if __name__ == "__main__":
     define_flags()
 
     def start(arguments: list[str]) -> None:
-        use_cores(flags.FLAGS)
+        use_cores(arguments[0] if arguments else "", flags.FLAGS)
         main(arguments, flags.FLAGS)
 
     command.run_with_arguments(start)

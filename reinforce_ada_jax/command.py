@@ -50,8 +50,9 @@ def interruptible(kept: str) -> Iterator[None]:
 def _parse(argv: list[str]) -> list[str]:
     try:
         arguments = flags.FLAGS(argv)
-        if "config" in flags.FLAGS:
-            flags.FLAGS.config.lock()  # a file that could not be read shows when its configuration is first touched
+        # A file that could not be read shows when its configuration is first touched.
+        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+            flags.FLAGS.config.lock()
     except flags.Error as error:
         # Where a config file fails, ml_collections puts the whole stack trace in between.
         lines = str(error).strip().splitlines()

@@ -4,14 +4,11 @@ A measurement is a dict ready for JSON. Every repetition is checked: a response 
 length ends the benchmark, so no engine gains by doing less.
 """
 
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import resource
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax import metrics, workloads
+from reinforce_ada_jax.answering import Answering
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
@@ -177,7 +175,7 @@ def roofline(architecture: Architecture, itemsize: int, bandwidth: float) -> Cos
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
-class Contender:
+class Contender(Answering):
     """Another engine in its own process (contenders/), doing the same work: see its file for the protocol."""
 
     def __init__(self, name: str, python: str, model: pathlib.Path, workload: Workload, dtype: str):
@@ -186,55 +184,25 @@ class Contender:
         Raises:
           ValueError: the interpreter doesn't start, or its environment lacks what the contender needs.
         """
-        self.name = name
+        super().__init__(name, [python, str(CONTENDERS[name])])
         longest = int(workload.lengths.max()) + workload.max_prompt_tokens
         blocks = num_pages(longest, CONTENDER_SETTINGS["page_size"]) * CONTENDER_SETTINGS["max_requests_per_batch"]
         # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
         self.settings = CONTENDER_SETTINGS | {"dtype": dtype, "num_blocks": 4 * blocks}
-        try:
-            self._process = subprocess.Popen(
-                [python, str(CONTENDERS[name])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env={key: value for key, value in os.environ.items() if key != "NPROC"},  # it has all cores
-            )  # fmt: skip
-        except OSError as error:
-            raise ValueError(f"--against_python={python} does not start: {error.strerror}.") from error
-        try:
-            self.description = self._ask(
-                command="load", model=str(model), lengths=workload.lengths.tolist(),
-                prompts=[prompt.tokens.tolist() for prompt in workload.prompts],
-                temperature=workload.temperature, settings=self.settings,
-            )  # fmt: skip
-        except RuntimeError as error:
-            self.close()
-            raise ValueError(
-                f"{error} --against_python must name an interpreter that has {name}, such as "
-                ".venv-parity/bin/python (make parity)."
-            ) from error
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        answer = ""
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()}; its messages are above.")
-        return json.loads(answer)
+        self.description = self.load(
+            model=str(model), lengths=workload.lengths.tolist(),
+            prompts=[prompt.tokens.tolist() for prompt in workload.prompts],
+            temperature=workload.temperature, settings=self.settings,
+        )  # fmt: skip
 
     def run(self) -> float:
         """The workload once; the seconds it took."""
-        return self._ask(command="run")["seconds"]
+        return self.ask(command="run")["seconds"]
 
     def logprobs(self, rows: list[np.ndarray]) -> list[np.ndarray]:
         """Of each row's tokens after the first."""
-        answer = self._ask(command="score", rows=[row.tolist() for row in rows])
+        answer = self.ask(command="score", rows=[row.tolist() for row in rows])
         return [np.array(row, np.float32) for row in answer["logprobs"]]
-
-    def close(self) -> None:
-        """Ends the process, which takes the end of its input as the end of its work."""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=60)
 
 
 def measure(

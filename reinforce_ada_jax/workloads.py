@@ -19,6 +19,7 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.logprobs import distribution
+from reinforce_ada_jax.policy.published import PUBLISHED
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 LOGPROB_TOLERANCE = 1e-4
@@ -196,11 +197,14 @@ def adaptive(sizes: AdaptiveSizes, lengths: Lengths, vocab_size: int, seed: int 
 
 
 def shaped(shape: str) -> Architecture:
-    """The Qwen2 architecture "HIDDENxLAYERS": 8 heads, 4 key/value heads, feed-forward 3 times as wide, 8192 tokens.
+    """The Qwen2 architecture "HIDDENxLAYERS": 8 heads, 4 key/value heads, feed-forward 3 times as wide, 8192 tokens; or
+    a published one, by its name.
 
     Raises:
       ValueError: the shape isn't written so, or the heads don't divide it.
     """
+    if shape in PUBLISHED:
+        return from_hf(PUBLISHED[shape])
     hidden, _, layers = shape.partition("x")
     if not (hidden.isdecimal() and layers.isdecimal() and int(hidden) % 16 == 0 and int(layers) > 0):
         raise ValueError(f"--shape={shape} must be HIDDENxLAYERS such as 512x8, HIDDEN a multiple of 16.")

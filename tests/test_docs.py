@@ -181,6 +181,8 @@ RUN_BY = {
     "compile_check": "tests/test_compile_check.py::test_what_fits",
     "benchmark rollout": "tests/test_benchmark.py::test_rollout",
     "benchmark adaptive": "tests/test_benchmark.py::test_adaptive",
+    "benchmark update": "tests/test_update_benchmark.py::test_the_report",
+    "benchmark iteration": "tests/test_iteration_benchmark.py::test_phases_add_up",
     "benchmark learning": "by hand: hours of two cores",
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",
@@ -265,7 +267,8 @@ def start(program, arguments, whole):
         known = len(rest) == 1 and rest[0] in benchmark.BENCHMARKS if program == "benchmark" else not without_arguments
         if rest and not known:
             command.fail(f"unexpected arguments {rest}")
-        if "config" in flags.FLAGS and program != "simulate":  # which needs no model
+        needs_model = "config" in flags.FLAGS and program != "simulate"
+        if needs_model and flags.FLAGS.config is not None:
             config_lib.validate(flags.FLAGS.config)
     command.run, app.run = run, parse
     name = f"reinforce_ada_jax.{program}"
@@ -325,7 +328,7 @@ def said() -> dict[str, str]:
 def test_commands_are_taken_by_their_programs(said):
     programs = [command for command in ALL_COMMANDS if command.program in MODULES]
     assert len(programs) > 40 and {command.program for command in programs} == set(MODULES)
-    assert {command: text for command in programs if (text := said[str(command[1:])])} == {}
+    assert {key: text for command in programs if (text := said[key := str(command[1:])])} == {}
 
 
 @pytest.mark.parametrize("message", REFUSED)
