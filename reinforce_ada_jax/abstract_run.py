@@ -4,6 +4,7 @@ What a program is counted to do is in `roofline.py`; `compile_check.py` compiles
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,10 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.value_head import prompt_features
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.splash_attention import block_size
+from reinforce_ada_jax.policy.transformer import Params, init, param_shardings, weight_shapes
 from reinforce_ada_jax.roofline import Rows, Work
 from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
@@ -70,9 +73,10 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 class Abstract:
     """A run without arrays, and what of it stays on each device.
 
-    Learner state and cache live as long as the run; the reference's weights too, where there is a KL term. Decoding's
-    own copy of the weights is made when a collection begins and dropped when it ends (`train.Run.collect`), unless
-    they are the learner's very arrays. All minibatches of an iteration are placed before the first update.
+    Learner state and cache live as long as the run; so do the weights under adapters, and the reference's where there
+    is a KL term. Decoding's own copy of the weights is made when a collection begins and dropped when it ends
+    (`train.Run.collect`), unless they are the learner's very arrays. All minibatches of an iteration are placed before
+    the first update.
 
     Attributes:
       config: its configuration.
@@ -80,6 +84,7 @@ class Abstract:
       learner: its learner.
       state: the learner's state.
       batch: one minibatch.
+      base: the frozen weights under the adapters; None where all weights are trained.
     """
 
     config: ConfigDict
@@ -87,10 +92,18 @@ class Abstract:
     learner: Learner
     state: Any
     batch: Batch
+    base: Params | None
+
+    @property
+    def policy(self) -> Params:
+        """The weights to score with and to decode from."""
+        return self.learner.policy(self.state.params, self.base)
 
     @property
     def shared(self) -> bool:
-        """Whether decoding reads the learner's own arrays."""
+        """Whether decoding reads the learner's own arrays; where adapters are trained it reads merged ones."""
+        if self.base is not None:
+            return False
         same = jax.tree.map(
             lambda x, there: x.dtype == there.dtype and x.sharding.is_equivalent_to(there.sharding, x.ndim),
             self.engine.abstract_weights(),
@@ -100,7 +113,9 @@ class Abstract:
 
     @property
     def reference_bytes(self) -> int:
-        """Of the frozen first weights, in the dtype of activations."""
+        """Of the frozen first weights, in the dtype of activations; under adapters they are there anyway."""
+        if self.base is not None:
+            return 0
         itemsize = jnp.dtype(self.config.model.compute_dtype).itemsize
         masters = jnp.dtype(self.config.model.parameter_dtype).itemsize
         return shard_bytes(self.state.params) * itemsize // masters if self.config.learning.kl_coefficient else 0
@@ -111,13 +126,18 @@ class Abstract:
         return self.engine.cache_bytes // self.engine.mesh.shape["tensor"]
 
     @property
+    def learner_bytes(self) -> int:
+        """Of weights and moments, and of the weights under adapters."""
+        return shard_bytes(self.state) + shard_bytes(self.base)
+
+    @property
     def resident_bytes(self) -> int:
         """What is there from the first iteration to the last."""
-        return shard_bytes(self.state) + self.cache_bytes + self.reference_bytes
+        return self.learner_bytes + self.cache_bytes + self.reference_bytes
 
     def rows(self) -> Rows:
         """What a minibatch has, as it is counted."""
-        config, mesh = self.config, self.learner.mesh
+        config, mesh, a, adapters = self.config, self.learner.mesh, self.engine.architecture, self.learner.lora
         return Rows(
             micro_batches=self.batch.tokens.shape[0],
             rows=self.learner.micro_rows,
@@ -132,24 +152,23 @@ class Abstract:
             weight_shards=mesh.shape["fsdp"],
             tensor=mesh.shape["tensor"],
             itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
+            adapters=0 if adapters is None else lora.num_parameters(a, adapters) // a.num_layers,
         )
 
 
 def abstract_run(config: ConfigDict, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Abstract:
-    """The run's parts on a mesh whose devices need not be here.
-
-    Raises:
-      ValueError: adapters are to be trained, whose programs aren't described here.
-    """
-    if config.lora.rank:
-        raise ValueError(
-            f"lora.rank is {config.lora.rank}: only runs that train all weights can be checked so far. Set it to 0; "
-            "adapters need less memory than that."
-        )
+    """The run's parts on a mesh whose devices need not be here."""
     learner = Learner(architecture, config, mesh)
     batch = abstract_batch(config, learner)
     state = with_shardings(*abstract_state(config, learner))
-    return Abstract(config, Engine(architecture, options, mesh=mesh), learner, state, batch)
+    base = None if learner.lora is None else abstract_base(config, learner)
+    return Abstract(config, Engine(architecture, options, mesh=mesh), learner, state, batch, base)
+
+
+def abstract_base(config: ConfigDict, learner: Learner) -> Params:
+    """The frozen weights under adapters, as `assembly.load_params` places them."""
+    make = functools.partial(init, learner.architecture, dtype=jnp.dtype(config.model.compute_dtype))
+    return with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(learner.architecture, learner.mesh))
 
 
 def abstract_batch(config: ConfigDict, learner: Learner) -> Batch:
@@ -181,7 +200,7 @@ def engine_programs(run: Abstract, mean_context: float) -> list[Program]:
     """The engine's own jitted programs on the engine's mesh: the decode window, and prefill by bucket of length."""
     engine = run.engine
     a, o, tensor, lower = engine.architecture, engine.options, engine.mesh.shape["tensor"], engine.programs()
-    beside = shard_bytes(run.state) - run.shared * shard_bytes(run.state.params) + run.reference_bytes
+    beside = run.learner_bytes - run.shared * shard_bytes(run.state.params) + run.reference_bytes
 
     def prefill(tokens):
         work = roofline.prefill_call(a, o, tensor, tokens)
@@ -195,7 +214,7 @@ def engine_programs(run: Abstract, mean_context: float) -> list[Program]:
 def learner_programs(run: Abstract) -> list[Program]:
     """Handing the weights over to decoding, the old policy's log-probabilities, and the update."""
     a, rows, config = run.engine.architecture, run.rows(), run.config
-    params, state = shard_bytes(run.state.params), shard_bytes(run.state)
+    moments = shard_bytes(run.state) - shard_bytes(run.state.params)
     own = shard_bytes(run.engine.abstract_weights())
     always = run.cache_bytes + run.reference_bytes
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
@@ -203,23 +222,32 @@ def learner_programs(run: Abstract) -> list[Program]:
     programs = []
     if not run.shared:
         _, cast = run.engine._decode_weights  # the program that `Engine.decode_weights` runs
-        programs.append(Program(
-            "reshard", lambda: cast.lower(run.state.params), Work(0.0, params + own), "call", state - params + always
-        ))  # fmt: skip
+        work = Work(merge_flops(run), shard_bytes(run.policy) + own)
+        programs.append(Program("reshard", lambda: cast.lower(run.policy), work, "call", moments + always))
     if config.collection.strategy == "estimate" and config.estimator.kind == "value":
-        programs.append(_features_program(run, state - params + always + (0 if run.shared else own)))
+        programs.append(_features_program(run, moments + always + (0 if run.shared else own)))
     programs.append(Program(
-        "score", lambda: run.learner.score.lower(run.state.params, run.batch), roofline.score_call(a, rows), "call",
-        state - params + always + other_batches, turns=rows.micro_batches,
+        "score", lambda: run.learner.score.lower(run.policy, run.batch), roofline.score_call(a, rows), "call",
+        moments + always + other_batches, turns=rows.micro_batches,
         sent=roofline.learner_sent(a, rows, update=False),
     ))  # fmt: skip
     masters = jnp.dtype(config.model.parameter_dtype).itemsize
     programs.append(Program(
-        "update", lambda: run.learner.update.lower(run.state, run.batch), roofline.update_call(a, rows, masters),
-        "call", always + other_batches, turns=rows.micro_batches, necessary=roofline.necessary_flops(a, rows),
-        sent=roofline.learner_sent(a, rows, update=True),
+        "update", lambda: run.learner.update.lower(run.state, run.batch, run.base),
+        roofline.update_call(a, rows, masters), "call", always + other_batches, turns=rows.micro_batches,
+        necessary=roofline.necessary_flops(a, rows), sent=roofline.learner_sent(a, rows, update=True),
     ))  # fmt: skip
     return programs
+
+
+def merge_flops(run: Abstract) -> float:
+    """Of making plain weights of adapters, 2 r for each weight that has one, on each device."""
+    adapters, mesh = run.learner.lora, run.learner.mesh
+    if adapters is None:
+        return 0.0
+    shapes = weight_shapes(run.engine.architecture)
+    weights = sum(math.prod(shapes[lora.TARGETS[target]][0]) for target in adapters.targets)
+    return 2 * adapters.rank * weights / (mesh.shape["fsdp"] * mesh.shape["tensor"])
 
 
 def _features_program(run: Abstract, beside: int) -> Program:
@@ -232,6 +260,6 @@ def _features_program(run: Abstract, beside: int) -> Program:
     )
     dtype = jnp.dtype(config.model.compute_dtype)
     return Program(
-        "value head's features", lambda: prompt_features.lower(a, run.state.params, tokens, length, dtype=dtype),
+        "value head's features", lambda: prompt_features.lower(a, run.policy, tokens, length, dtype=dtype),
         roofline.features_call(a, dataclasses.replace(rows, rows=size)), "call", beside,
     )  # fmt: skip

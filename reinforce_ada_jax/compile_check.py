@@ -34,9 +34,9 @@ from reinforce_ada_jax.abstract_run import (
     abstract_run,
     engine_programs,
     learner_programs,
-    shard_bytes,
 )
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.published import PUBLISHED
@@ -241,8 +241,8 @@ def remarks(result: dict[str, Any]) -> list[str]:
         )
     if result["necessary_flops"]:
         lines.append(
-            f"{result['flops'] / result['necessary_flops']:.2f} times the FLOPs of 6 N D + attention; compute "
-            f"{1e3 * result['compute_seconds']:,.0f} ms"
+            f"{result['flops'] / result['necessary_flops']:.2f} times the FLOPs of 6 N D + attention (4 N D under "
+            f"adapters); compute {1e3 * result['compute_seconds']:,.0f} ms"
         )
     if (result["compiled_over_counted_flops"] or 0.0) > REPEATED_WORK:
         lines.append(
@@ -307,6 +307,10 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
         programs = engine_programs(run, statistics.context) + learner_programs(run)
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     output = sys.stderr if file == "-" else sys.stdout
+    adapters = ""
+    if run.learner.lora is not None:
+        count = lora.num_parameters(architecture, run.learner.lora)
+        adapters = f"; {count:,} weights of adapters are trained, those under them stay in {config.model.compute_dtype}"
     print(
         f"slice    {topology}, {len(devices)} devices of {_gib(chip.hbm_bytes)} GiB; mesh {axes}\n"
         f"model    {architecture.family}, {architecture.num_parameters:,} weights, from {source}\n"
@@ -314,7 +318,7 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
         f"{options.page_size} tokens, {options.attention}, "
         f"{options.dtype}; slots see {statistics.context:,.0f} tokens in the mean\n"
         f"learner  {run.batch.tokens.shape[0]} micro-batches of {run.learner.micro_rows} rows of "
-        f"{run.batch.tokens.shape[2]:,} tokens\n\n"
+        f"{run.batch.tokens.shape[2]:,} tokens{adapters}\n\n"
         f"Per device; memory in GiB; `beside` is what else a training run keeps there meanwhile.\n{HEADER}",
         file=output,
         flush=True,
@@ -328,15 +332,15 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
             lines = [row(results[-1]), *(f"    {line}" for line in remarks(results[-1]))]
             print("\n".join(lines), file=output, flush=True)
         plan = run_plan.plan_text(
-            config, architecture, options, dict(mesh.shape), chip, results, statistics, shard_bytes(run.state)
+            config, architecture, options, dict(mesh.shape), chip, results, statistics, run.learner_bytes
         )
         print(f"\nA plan from rooflines, not a measurement:\n{plan}", file=output)
     else:
         results = [resident]
         print(
-            f"nothing is compiled: learner state ({_gib(shard_bytes(run.state))}) and cache ({_gib(run.cache_bytes)}) "
+            f"nothing is compiled: learner state ({_gib(run.learner_bytes)}) and cache ({_gib(run.cache_bytes)}) "
             f"are {_gib(resident['over_bytes'])} GiB over",
-            *run_plan.remedies(config, architecture, options, results, shard_bytes(run.state)),
+            *run_plan.remedies(config, architecture, options, results, run.learner_bytes),
             sep="\nchange   ",
             file=output,
         )

@@ -135,7 +135,7 @@ def remedies(
       architecture: of the model.
       options: of one replica's engine.
       results: of the run's programs.
-      state: bytes of weights and moments on each device.
+      state: bytes of weights and moments on each device, weights under adapters among them.
     """
     failed = [result for result in results if not result["fits"]]
     if not failed:

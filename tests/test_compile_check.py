@@ -17,6 +17,7 @@ from reinforce_ada_jax.abstract_run import Abstract, Program, shard_bytes
 from reinforce_ada_jax.compile_check import Lengths
 from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.mesh import make_mesh
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.published import PUBLISHED
 from reinforce_ada_jax.policy.transformer import init
@@ -153,6 +154,57 @@ def test_what_stands_beside_the_learner():
         for program in abstract_run.learner_programs(abstract(**changes, **{"learning.kl_coefficient": 0.1}))
     }
     assert with_reference["reshard"] == moments + cache + 400  # the first weights, float32 here, as the learner's
+
+
+LORA = {"lora.rank": 1, "model.compute_dtype": "bfloat16", "learning.kl_coefficient": 0.1}
+
+
+def test_adapters_are_trained_over_what_training_hands_over():
+    run = abstract(**LORA, **{"learning.micro_batches": 2})
+    mesh, key = run.learner.mesh, jax.random.key(0)
+    base = init(ARCHITECTURE, key, mesh, jnp.bfloat16)
+    state = run.learner.init(lora.init(ARCHITECTURE, run.learner.lora, key, mesh))
+    for real, made in ((state, run.state), (base, run.base), (run.learner.policy(state.params, base), run.policy)):
+        assert shapes(real) == shapes(made)
+        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), real, made)
+        assert all(jax.tree.leaves(same))
+        assert shard_bytes(real) == shard_bytes(made)
+    update = abstract_run.learner_programs(run)[-1].lower()
+    state, batch, base = update.args_info[0]
+    assert all(info.donated for info in jax.tree.leaves(state))
+    assert not any(info.donated for info in jax.tree.leaves((batch, base)))
+
+
+def test_what_stands_beside_programs_of_adapters():
+    run = abstract(**LORA)
+    # A layer of rank 1, half of each adapter split over `fsdp` and half over `tensor`: four of attention with 2 + 2
+    # weights a device, three of the feed-forward with 2 + 3. Two layers: 62 float32 numbers, two moments, 3 counts.
+    params, moments = 248, 2 * 248 + 12
+    assert (shard_bytes(run.state.params), shard_bytes(run.state)) == (params, params + moments)
+    base = 200  # bfloat16; 400 in float32, see test_state_bytes
+    assert (run.learner_bytes, run.reference_bytes, run.shared) == (params + moments + base, 0, False)
+    assert run.learner_bytes < shard_bytes(abstract().state)
+    # The reference is the base itself.
+    assert run.resident_bytes == run.learner_bytes + run.cache_bytes
+    beside = {program.name: program.beside_bytes for program in abstract_run.learner_programs(run)}
+    assert beside == {"reshard": moments + 1152, "score": moments + 1152, "update": 1152}
+    assert {program.beside_bytes for program in abstract_run.engine_programs(run, 10)} == {params + moments + base}
+
+
+def test_merging_adapters_is_counted():
+    # Rank 1 on 136 matrix weights of each of two layers, 2 FLOPs each, on 4 devices; with queries alone on 16.
+    assert abstract_run.merge_flops(abstract(**LORA)) == 2 * 2 * 136 / 4
+    assert abstract_run.merge_flops(abstract(**LORA, **{"lora.targets": ("q_proj",)})) == 2 * 2 * 16 / 4
+    assert abstract_run.merge_flops(abstract()) == 0
+
+
+def test_every_program_of_adapters_compiles():
+    run = abstract("bfloat16", **LORA, **{"collection.strategy": "estimate", "estimator.kind": "value"})
+    programs = {p.name: p for p in abstract_run.engine_programs(run, 10) + abstract_run.learner_programs(run)}
+    assert list(programs)[-4:] == ["reshard", "value head's features", "score", "update"]
+    compiled = {name: program.lower().compile() for name, program in programs.items()}
+    # Adapters and moments are updated in place.
+    assert compiled["update"].memory_analysis().alias_size_in_bytes == shard_bytes(run.state)
 
 
 def test_what_is_there_throughout():
@@ -315,6 +367,22 @@ def test_what_fits(tmp_path):
     for outcome in outcomes:
         assert outcome["fits"] and outcome["reason"] is None and outcome["sent_bytes"] > 0
     assert "pallas_tpu" in result.stdout and "plan     an iteration takes at least" in result.stdout
+
+
+@needs_libtpu
+def test_adapters_fit_where_all_weights_do(tmp_path):
+    whole, adapters = tmp_path / "whole.json", tmp_path / "adapters.json"
+    sizes = "--topology=v5e:2x2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"
+    for file, rank in ((whole, 0), (adapters, 8)):
+        result = run(tmp_path, f"--json={file}", *sizes, f"--config.lora.rank={rank}")
+        assert result.returncode == 0, result.stderr
+    assert "weights of adapters are trained, those under them stay in bfloat16" in result.stdout
+    for full, small in zip(*(json.loads(file.read_text()) for file in (whole, adapters)), strict=True):
+        assert small["program"] == full["program"] and small["fits"]
+        assert small["hbm_beside_bytes"] <= full["hbm_beside_bytes"] and small["sent_bytes"] > 0
+    # The last is the update.
+    assert small["hbm_argument_bytes"] < full["hbm_argument_bytes"]
+    assert small["compiled_over_counted_flops"] < compile_check.REPEATED_WORK
 
 
 @needs_libtpu

@@ -83,6 +83,36 @@ def test_update_call():
     assert roofline.necessary_flops(TIED, ROWS) == (6 * 316 + 12 * 2 * 4 * 8) * 64 / 4
 
 
+# As `ROWS`, with adapters of 10 weights a layer.
+ADAPTED = dataclasses.replace(ROWS, adapters=10)
+
+
+def test_score_call_of_adapters():
+    # A row has 2 layers of 2 * 8 * 10 more than without, a layer's weights are 130, and nothing else differs.
+    plain, work = (roofline.score_call(TIED, rows) for rows in (ROWS, ADAPTED))
+    assert work == Work(plain.flops + 2 * 320, plain.bytes + 2 * 2 * 10 * 2 / 2, plain.once + 160)
+
+
+def test_update_call_of_adapters():
+    # A row's products forwards: 3,840 with the weights of two layers, 320 with their adapters, 2,048 of attention, 400
+    # with the head. Weights and head are met thrice, having no gradient; adapters and attention four times.
+    row = 3 * 3840 + 4 * 320 + 4 * 2048 + 3 * 400
+    once = 3 * 1920 + 4 * 160 + 4 * 1024
+    # The head for each of 3 blocks in two sweeps. Gradients and steps are of 20 weights of 4 B on 4 devices.
+    bytes_ = 3 * 260 + 6 * 40 * 2 / 2 + 8 * 2 * 2 * 4 * 64 * 2 / 4 + 2 * 2 * 4 * 8 * 4 * 2 / 2 + 2 * 20
+    assert roofline.update_call(TIED, ADAPTED, 4) == Work(2 * row, 2 * bytes_ + 7 * 20, once + 3 * 64)
+    # No kernel for the head's gradient makes the logits once more.
+    work = roofline.update_call(TIED, dataclasses.replace(ADAPTED, kernels=True), 4)
+    assert work == Work(2 * row, 2 * bytes_ + 7 * 20, once)
+    # What products with weights gave is kept: 3,840 and 320 a row less. Written and read: of queries, keys, values,
+    # output, gate and up 4 + 2 + 2 + 4 + 2 * 6 columns for 32 positions in two layers on 4 devices; weights once less.
+    kept = roofline.update_call(TIED, dataclasses.replace(ADAPTED, remat="dots"), 4)
+    more = 2 * 2 * 32 * 24 * 2 / 4 - 260
+    assert kept == Work(2 * (row - 4160), 2 * (bytes_ + more) + 7 * 20, once - 2080 + 3 * 64)
+    # 4 * 316 a position and 6 * 20, 12 * 2 layers * 4 columns * 8 tokens, 8 rows of 8 positions on 4 devices.
+    assert roofline.necessary_flops(TIED, ADAPTED) == (4 * 316 + 6 * 20 + 12 * 2 * 4 * 8) * 64 / 4
+
+
 def test_splash_attention_leaves_out_half_of_the_square():
     # Two blocks of 4 positions: 3 of 4. A product is 2 * 4 columns * 64; forwards 2, again 2, backwards 7; two layers.
     score, update = (
@@ -111,15 +141,16 @@ def test_an_update_does_little_more_than_is_necessary(name):
     assert 1.2 < ratio < 1.35
 
 
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("axes, remat", [({}, "full"), ({}, "dots"), (dict(fsdp=4, tensor=2), "full")], ids=str)
-def test_a_compiler_counts_the_same(axes, remat):
+def test_a_compiler_counts_the_same(axes, remat, rank):
     """On eight devices: none repeats another's work. Were it left to the compiler where activations live, it would
     count 1.26 times as much to score and 1.23 times as much to update: attention over all rows on every device."""
     sizes = SIZES | dict(vocab_size=2048, hidden_size=256, intermediate_size=512, num_key_value_heads=2)
     config = tiny(**{
         "data.max_prompt_tokens": 64, "sampling.max_response_tokens": 64,
         "learning.prompts_per_update": 8, "learning.micro_batches": 4, "collection.prompts_per_iteration": 8,
-        "learning.remat": remat,
+        "learning.remat": remat, "lora.rank": rank,
     })  # fmt: skip
     run = abstract_run.abstract_run(config, from_hf(sizes), OPTIONS, make_mesh(**axes))
     for program in abstract_run.learner_programs(run):
@@ -193,6 +224,9 @@ def test_learner_sent():
     # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
     assert roofline.learner_sent(TIED, ROWS, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
     assert roofline.learner_sent(TIED, ROWS, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
+    # 10 of 20 adapters' weights thrice, their gradients among them; of weights and head there are none. 3 sums more.
+    assert roofline.learner_sent(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
+    assert roofline.learner_sent(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
 
 
 def test_sent_bytes():
@@ -276,6 +310,8 @@ def test_features_call():
     rows = dataclasses.replace(ROWS, micro_batches=1)
     # 4 rows of 3 prompt tokens: 2 * 120 a token and 4 * 4 * 3 a token, 2 layers, 4 devices.
     assert roofline.features_call(TIED, rows) == Work(2 * 4 * 3 * (240 + 48) / 4, 240 * 2 / 2, 12 * 288 / 4)
+    adapted = dataclasses.replace(rows, adapters=10)  # 2 * 130
+    assert roofline.features_call(TIED, adapted) == Work(2 * 4 * 3 * (260 + 48) / 4, 260 * 2 / 2, 12 * 308 / 4)
 
 
 def test_chips_are_named():
