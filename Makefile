@@ -30,7 +30,7 @@ demo: setup
 	$(RUN) reinforce_ada_jax.plot $(DEMO)/grpo $(DEMO)/balance --output=$(DEMO)
 
 test: setup
-	$(RUN) pytest -q -n 2 -m "not slow"
+	$(RUN) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 slow: setup
 	$(RUN) pytest -q -m slow

@@ -39,17 +39,21 @@ def tiny(**changes: object) -> ConfigDict:
     return config
 
 
+def programs_in(folder: pathlib.Path) -> dict[str, str]:
+    """The environment in which commands leave their compiled programs to each other in a folder."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def environment(compiled: pathlib.Path | None = None) -> dict[str, str]:
     """That of a user's command on one CPU device; `compiled` is where commands leave their programs to each other.
 
     The flags of conftest.py are for this process alone: a run at optimisation level 0 would take longer.
     """
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (cache if compiled else {})
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (programs_in(compiled) if compiled else {})
 
 
 def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:

@@ -182,7 +182,7 @@ RUN_BY = {
     "benchmark rollout": "tests/test_benchmark.py::test_rollout",
     "benchmark adaptive": "tests/test_benchmark.py::test_adaptive",
     "benchmark update": "tests/test_update_benchmark.py::test_the_report",
-    "benchmark iteration": "tests/test_iteration_benchmark.py::test_phases_add_up",
+    "benchmark iteration": "tests/test_iteration_benchmark.py::test_one_iteration_by_its_phases",
     "benchmark learning": "by hand: hours of two cores",
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",

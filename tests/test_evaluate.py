@@ -247,7 +247,7 @@ def run(benchmark, output, *, samples=2, again=False, **changes):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """start(output, more flags) -> the running command, on 192 problems, 4 responses side by side: kills are in time."""
+    """start(output, more flags) -> the running command, on 192 problems with 4 slots: kills are in time."""
     folder = tmp_path_factory.mktemp("shared")
     benchmark = cipher_file(folder / "words.jsonl", 192)
     flags = ["--config=configs/tiny.py", f"--model={MODEL}", f"--benchmarks={benchmark}", "--samples=8"]

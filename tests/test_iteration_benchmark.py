@@ -27,6 +27,7 @@ def result():
     )
 
 
+@pytest.mark.slow
 def test_phases_add_up(result):
     for name in ("rounds", "barrier"):
         one = result[name]
@@ -39,6 +40,7 @@ def test_phases_add_up(result):
     assert result["scripted"] and result["platform"] == "cpu" and result["model"]["hidden_size"] == 16
 
 
+@pytest.mark.slow
 def test_a_barrier_does_the_same_work(result):
     rounds, barrier = result["rounds"], result["barrier"]
     for name in ("tokens", "responses", "updates"):

@@ -185,6 +185,7 @@ def test_kills_at_random_moments(start, tmp_path, kills):
     assert_same_run(workdir, tmp_path / "unbroken")
 
 
+@pytest.mark.slow  # test_train_strategies.py has one such run that is resumed
 def test_with_overlapping_iterations_too(start, tmp_path):
     overlap = "--config.collection.overlap_iterations=1"
     finish(start(tmp_path / "unbroken", overlap))

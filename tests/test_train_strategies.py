@@ -43,7 +43,7 @@ RUNS = {
     "ema": ESTIMATE,
     "positive": {"collection.strategy": "positive", "collection.objective": "log"},
 }
-SLOW = ("ema", "positive")
+SLOW = ("ema", "positive", "dapo")
 
 
 @pytest.fixture(scope="module")
