@@ -1,6 +1,10 @@
-"""The test process: eight CPU devices, decided before jax is imported, and no silent promotion of ranks."""
+"""The test process: eight CPU devices, decided before jax is imported, no silent promotion of ranks, and Ctrl-C."""
 
 import os
+import signal
+
+# A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Optimisation level 0: the tests spend their time compiling tiny programs, and this makes it two to four times shorter.
