@@ -183,6 +183,7 @@ RUN_BY = {
     "benchmark adaptive": "tests/test_benchmark.py::test_adaptive",
     "benchmark update": "tests/test_update_benchmark.py::test_the_report",
     "benchmark iteration": "tests/test_iteration_benchmark.py::test_one_iteration_by_its_phases",
+    "benchmark loss": "tests/learning/test_fused_loss.py::test_the_benchmark",
     "benchmark learning": "by hand: hours of two cores",
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",
