@@ -372,9 +372,13 @@ def test_a_weight_that_is_not_finite_leaves_the_state_as_it_was():
     assert_trees_equal(state, fresh_state(learner(), poisoned))
 
 
-def test_eight_devices_are_one():
-    spread = learner(2, (2, 2, 2))
+@pytest.mark.parametrize("micro_batches, mesh", [(2, (2, 2, 2)), (1, (1, 8, 1)), (2, (1, 4, 2)), (1, (2, 4, 1))])
+def test_eight_devices_are_one(micro_batches, mesh):
+    spread = learner(micro_batches, mesh)
     (one, one_metrics), (eight, eight_metrics) = updated(learner()), updated(spread)
+    # Nothing but norms, biases and the like is whole on every device.
+    whole = [x.size for x in jax.tree.leaves(eight.params) if x.sharding.is_fully_replicated]
+    assert sum(whole) < 0.05 * sum(x.size for x in jax.tree.leaves(eight.params))
     assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-5)
     assert_trees_close(eight.params, one.params, rtol=1e-5, atol=1e-5)
     assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-5)
