@@ -3,12 +3,13 @@
 import os
 import signal
 
+from tests import compiling
+
 # A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Optimisation level 0: the tests spend their time compiling tiny programs, and this makes it two to four times shorter.
-FLAGS = ("--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0")
+FLAGS = ("--xla_force_host_platform_device_count=8", compiling.QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 
 import jax  # noqa: E402

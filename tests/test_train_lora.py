@@ -15,6 +15,7 @@ from reinforce_ada_jax import assembly, command, evaluate, export, metrics, trai
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
+from tests import compiling
 from tests.running import ROOT, environment, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 4
@@ -33,7 +34,7 @@ SETTINGS = {
 }
 BASE = assembly.model_folder("package:cipher")
 # Four iterations cost what they take to compile; and evaluations of this process then have the run's own bits.
-FLAGS = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+FLAGS = {"XLA_FLAGS": compiling.QUICKLY}
 
 
 @pytest.fixture(scope="module")

@@ -423,10 +423,13 @@ KL = {"kl_coefficient": 0.3, "kl_kind": "k2"}
 def test_without_a_coefficient_the_reference_plays_no_part():
     state, metrics = updated(learner())
     assert metrics.kl == 0
-    # It is only looked at: the same bits, and a figure beside them.
-    with_figure, figure = updated(learner(), with_reference(batch()))
-    assert figure.kl > 0
-    assert_trees_equal(with_figure, state)
+    # It is only looked at: whatever it says, the same bits, and a figure beside them.
+    rows = with_reference(batch())
+    watched, figure = updated(learner(), rows)
+    of_another, other = updated(learner(), rows.replace(reference_logprobs=rows.reference_logprobs - 1))
+    assert figure.kl > 0 and other.kl != figure.kl
+    assert_trees_equal(of_another, watched)
+    assert_trees_close(gradient(watched), gradient(state), rtol=1e-5, atol=1e-6)
     # And where it isn't given, no program has a place for it.
     of = learner()
     inputs = [len(jax.make_jaxpr(of.update)(fresh_state(of), of.put(rows)).jaxpr.invars)
