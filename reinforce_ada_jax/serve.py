@@ -217,9 +217,12 @@ async def serve(settings: Settings, parts: assembly.Parts, engine: Engine) -> No
     reporting = asyncio.create_task(report(servicer))
     await stop.wait()
     reporting.cancel()
-    if unanswered := servicer.running + servicer.waiting:
+    unanswered = servicer.running + servicer.waiting
+    ending = asyncio.create_task(server.stop(settings.grace_s))
+    await asyncio.sleep(0)  # it has begun: nobody new is let in by the time that this is said
+    if unanswered:
         print(f"stopping    {settings.grace_s:g} s are left for requests not yet answered: {unanswered}", flush=True)
-    await server.stop(settings.grace_s)
+    await ending
     # In a thread, for a second signal to be heard; and before this loop closes, into which the Driver calls.
     await asyncio.to_thread(driver.stop)
     print(f"stopped     {servicer.counts.answered:,} answered, {servicer.counts.tokens:,} tokens", flush=True)
