@@ -58,12 +58,6 @@ class Program:
 # ---- what is where -------------------------------------------------------------------------------------------------
 
 
-def shard_bytes(tree: Any) -> int:
-    """Of the largest shard of every array, in all; of arrays or of their abstract counterparts."""
-    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-    return sum(shards)
-
-
 def with_shardings(shapes: Any, shardings: Any) -> Any:
     """Abstract arrays that know where they are."""
     return jax.tree.map(lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes, shardings)
@@ -118,7 +112,8 @@ class Abstract:
             return 0
         itemsize = jnp.dtype(self.config.model.compute_dtype).itemsize
         masters = jnp.dtype(self.config.model.parameter_dtype).itemsize
-        return shard_bytes(self.state.params) * itemsize // masters if self.config.learning.kl_coefficient else 0
+        held = bool(self.config.learning.kl_coefficient)
+        return held * mesh_lib.shard_bytes(self.state.params) * itemsize // masters
 
     @property
     def cache_bytes(self) -> int:
@@ -128,7 +123,7 @@ class Abstract:
     @property
     def learner_bytes(self) -> int:
         """Of weights and moments, and of the weights under adapters."""
-        return shard_bytes(self.state) + shard_bytes(self.base)
+        return mesh_lib.shard_bytes(self.state) + mesh_lib.shard_bytes(self.base)
 
     @property
     def resident_bytes(self) -> int:
@@ -200,7 +195,7 @@ def engine_programs(run: Abstract, mean_context: float) -> list[Program]:
     """The engine's own jitted programs on the engine's mesh: the decode window, and prefill by bucket of length."""
     engine = run.engine
     a, o, tensor, lower = engine.architecture, engine.options, engine.mesh.shape["tensor"], engine.programs()
-    beside = run.learner_bytes - run.shared * shard_bytes(run.state.params) + run.reference_bytes
+    beside = run.learner_bytes - run.shared * mesh_lib.shard_bytes(run.state.params) + run.reference_bytes
 
     def prefill(tokens):
         work = roofline.prefill_call(a, o, tensor, tokens)
@@ -214,15 +209,15 @@ def engine_programs(run: Abstract, mean_context: float) -> list[Program]:
 def learner_programs(run: Abstract) -> list[Program]:
     """Handing the weights over to decoding, the old policy's log-probabilities, and the update."""
     a, rows, config = run.engine.architecture, run.rows(), run.config
-    moments = shard_bytes(run.state) - shard_bytes(run.state.params)
-    own = shard_bytes(run.engine.abstract_weights())
+    moments = mesh_lib.shard_bytes(run.state) - mesh_lib.shard_bytes(run.state.params)
+    own = mesh_lib.shard_bytes(run.engine.abstract_weights())
     always = run.cache_bytes + run.reference_bytes
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
-    other_batches = (updates - 1) * shard_bytes(run.batch)
+    other_batches = (updates - 1) * mesh_lib.shard_bytes(run.batch)
     programs = []
     if not run.shared:
         _, cast = run.engine._decode_weights  # the program that `Engine.decode_weights` runs
-        work = Work(merge_flops(run), shard_bytes(run.policy) + own)
+        work = Work(merge_flops(run), mesh_lib.shard_bytes(run.policy) + own)
         programs.append(Program("reshard", lambda: cast.lower(run.policy), work, "call", moments + always))
     if config.collection.strategy == "estimate" and config.estimator.kind == "value":
         programs.append(_features_program(run, moments + always + (0 if run.shared else own)))

@@ -261,10 +261,11 @@ def _phases(history: History) -> dict[str, float] | None:
 
     if _column(history, "time/collect_s") is None:
         return None
-    host = median("time/host_between_windows_s")
+    reshard, host = median("time/reshard_s"), median("time/host_between_windows_s")
     evaluating = _column(history, EVALUATING)
     return {
-        "collect: decode": max(median("time/collect_s") - host, 0.0),
+        "collect: weights to decoding": reshard,
+        "collect: decode": max(median("time/collect_s") - reshard - host, 0.0),
         "collect: host between windows": host,
         "update": median("time/update_s"),
         "evaluate": 0.0 if evaluating is None else float(np.nansum(evaluating)) / len(evaluating),

@@ -5,7 +5,9 @@ vocabulary). Every weight declares its logical axes where it is declared (`polic
 where an array lives.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,6 +70,12 @@ def local_view(array: jax.Array, mesh: Mesh) -> jax.Array:
     there = NamedSharding(mesh, array.sharding.spec)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     return jax.make_array_from_single_device_arrays(array.shape, there, [shards[d] for d in mesh.devices.flat])
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes on each device, of arrays or of their abstract counterparts: of the largest shard of each, in all."""
+    shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(shards)
 
 
 def place(array: np.ndarray, there: NamedSharding) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from reinforce_ada_jax import metrics as metrics_lib
 
 # Seconds that are no time of their own: a part of collecting, and work done beside it.
-WITHIN_COLLECTING = ("time/host_between_windows_s", "time/verify_s")
+WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
 NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
 

@@ -251,6 +251,7 @@ class Run:
         )
         metrics["time/collect_s"] = time.monotonic() - begin
         metrics["time/verify_s"] = verifiers.busy_s - verify_s
+        metrics["time/reshard_s"], metrics["memory/reshard_bytes"] = dataclasses.astuple(self.rollouts.reshard)
         metrics["time/host_between_windows_s"] = counts["host_s"] / distributed.count()
         return groups, metrics
 

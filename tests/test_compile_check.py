@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from reinforce_ada_jax import abstract_run, command, compile_check
-from reinforce_ada_jax.abstract_run import Abstract, Program, shard_bytes
+from reinforce_ada_jax.abstract_run import Abstract, Program
 from reinforce_ada_jax.compile_check import Lengths
 from reinforce_ada_jax.learning.batch import make_batch
-from reinforce_ada_jax.mesh import make_mesh
+from reinforce_ada_jax.mesh import make_mesh, shard_bytes
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.published import PUBLISHED

@@ -36,6 +36,7 @@ def test_seconds_are_those_of_phases_that_follow_one_another(tmp_path):
         "time/update_s": [1.0, 1.5],
         # A part of collecting, beside it, and not of training.
         "time/host_between_windows_s": [0.5, 0.5],
+        "time/reshard_s": [0.25, 0.25],
         "time/verify_s": [2.0, 2.0],
         "time/evaluate_s": [None, 7.0],
     }

@@ -39,7 +39,7 @@ KEYS = """
     iteration reward/first_round reward/pool collection/responses collection/tokens collection/rounds_mean
     collection/zero_signal_share collection/unmet_share collection/truncated_share collection/slot_utilisation
     collection/verifier_failures update/loss update/entropy update/clip_fraction update/grad_norm update/logprob_gap
-    time/collect_s time/update_s time/verify_s compile/count
+    time/collect_s time/reshard_s time/update_s time/verify_s memory/reshard_bytes compile/count
 """.split()
 EVALUATION_KEYS = {f"evaluation/heldout/{name}" for name in ("avg", "avg_standard_error", "pass_at_1", "pass_at_2")}
 

@@ -231,19 +231,24 @@ class Engine(EngineInterface):
         cast = jax.jit(functools.partial(lora.merged, dtype=self.dtype), out_shardings=shardings)
         return shardings, cast
 
+    def decodes_from(self, params: Params) -> bool:
+        """Whether decoding reads `params` as they are; else `decode_weights` makes a copy."""
+        shardings, _ = self._decode_weights
+
+        def as_decoded(w, sharding):
+            return not lora.is_adapted(w) and w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim)
+
+        return all(jax.tree.leaves(jax.tree.map(as_decoded, params, shardings, is_leaf=lora.is_adapted)))
+
     def decode_weights(self, params: Params) -> Params:
         """`params` themselves where they are already laid out for decoding; else one jitted cast and reshard, in which
         all processes take part.
 
         Adapters are merged into their weights by the same program.
         """
-        shardings, cast = self._decode_weights
-
-        def as_decoded(w, sharding):
-            return not lora.is_adapted(w) and w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim)
-
-        same = jax.tree.map(as_decoded, params, shardings, is_leaf=lora.is_adapted)
-        params = params if all(jax.tree.leaves(same)) else cast(params)
+        if not self.decodes_from(params):
+            _, cast = self._decode_weights
+            params = cast(params)
         if self._learner_mesh is self._mesh:
             return params
         return jax.tree.map(lambda w: local_view(w, self._mesh), params)

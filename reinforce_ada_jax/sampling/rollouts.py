@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from reinforce_ada_jax.mesh import shard_bytes
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib
@@ -61,6 +62,19 @@ class RolloutCounts:
         return self.tokens / self.slot_turns if self.slot_turns else 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """What it took to hand the weights over to decoding.
+
+    Attributes:
+      seconds: from weights that are there, no program running, to weights that can be decoded from.
+      bytes: of decoding's copy, on each device; 0 where it reads the learner's arrays.
+    """
+
+    seconds: float = 0.0
+    bytes: int = 0
+
+
 class Rollouts:
     """One engine and its decode state, fed from a request queue."""
 
@@ -68,6 +82,7 @@ class Rollouts:
         self.engine = engine
         self.state: DecodeState | None = engine.init_decode_state()  # None while a session has it
         self.counts = RolloutCounts()
+        self.reshard = Reshard()  # for the newest sampler
 
     def sampler(
         self,
@@ -96,7 +111,7 @@ class Rollouts:
         def sampling_of(request: Request) -> SamplingParams:
             return sampling if isinstance(sampling, SamplingParams) else self._check(sampling(request))
 
-        terms = _Terms(self.engine.decode_weights(params), stream, ahead_stream, version, sampling_of)
+        terms = _Terms(self._decode_weights(params), stream, ahead_stream, version, sampling_of)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
             self.counts = RolloutCounts()
@@ -106,6 +121,14 @@ class Rollouts:
             self.state = session.state
 
         return sample_fn
+
+    def _decode_weights(self, params: Params) -> Params:
+        jax.block_until_ready(params)
+        begin = time.monotonic()
+        weights = jax.block_until_ready(self.engine.decode_weights(params))
+        copied = 0 if self.engine.decodes_from(params) else shard_bytes(weights)
+        self.reshard = Reshard(time.monotonic() - begin, copied)
+        return weights
 
     def _check(self, sampling: SamplingParams) -> SamplingParams:
         longest = self.engine.options.max_response_tokens

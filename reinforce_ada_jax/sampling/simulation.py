@@ -88,6 +88,10 @@ class SimulatedEngine:
         """The time by now: when the last program ends."""
         return self._device_s
 
+    def decodes_from(self, params: None) -> bool:
+        """There are no weights."""
+        return True
+
     def decode_weights(self, params: None) -> None:
         """There are none."""
 

@@ -94,6 +94,10 @@ class PageEngine:
     def __init__(self, options: EngineOptions, replicas: int = 1):
         self.options, self.replicas = options, replicas
 
+    def decodes_from(self, params: None) -> bool:
+        """There are no weights."""
+        return True
+
     def decode_weights(self, params: None) -> None:
         """There are none."""
 

@@ -101,6 +101,21 @@ def test_another_dtype_is_one_copy():
     assert engine.decode_weights(weights) is weights
 
 
+def test_what_the_hand_over_took_is_counted():
+    rollouts, took = Rollouts(tiny_engine(dtype="bfloat16")), []
+    for params in (tiny.params(), rollouts.engine.decode_weights(tiny.params())):
+        rollouts.sampler(params, stream=0, sampling=GREEDY)
+        took.append(rollouts.reshard)
+    words = sum(leaf.size for leaf in jax.tree.leaves(tiny.params()))
+    assert [reshard.bytes for reshard in took] == [2 * words, 0]
+    assert took[0].seconds > took[1].seconds > 0
+    # Split over `fsdp` for learning, whole on each device for decoding.
+    mesh = mesh_lib.make_mesh(fsdp=4)
+    rollouts = Rollouts(tiny_engine(mesh))
+    rollouts.sampler(tiny.params_on(mesh), stream=0, sampling=GREEDY)
+    assert rollouts.reshard.bytes == 4 * words
+
+
 def test_decode_weights_are_split_over_tensor_only():
     mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
     params = tiny.params_on(mesh)
