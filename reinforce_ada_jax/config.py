@@ -1,40 +1,23 @@
 """Every default, once; and every check that needs no device.
 
 A file in `configs/` starts from `defaults()` and changes what it means to change. `validate` runs before any device
-work and names the rule, the values and the remedy. Numbers without a note are those of the paper's runs
-(arXiv 2510.04996) and its reference program.
+work and names the rule, the values and the remedy; what each value may be is in config_rules.py. Numbers without a note
+are those of the paper's runs (arXiv 2510.04996) and its reference program.
 """
 
-import datetime
 import json
 import math
 import pathlib
-import re
 from typing import Any
 
 from ml_collections import config_dict
 
-from reinforce_ada_jax.collection_rules import check_choice, check_collection
+from reinforce_ada_jax.collection_rules import check_collection
+from reinforce_ada_jax.config_rules import ALL_LINEAR, check_values
 
-ESTIMATORS = ("ema", "value")
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-RATIOS = ("token", "sequence")
-KL_KINDS = ("k1", "k2", "k3")
-NON_FINITE = ("stop", "skip")
-ATTENTIONS = ("auto", "jnp", "pallas_tpu", "pallas_gpu")
-LEARNING_ATTENTIONS = ("auto", "jnp", "splash")
-REMATS = ("auto", "full", "dots")
-DTYPES = ("float32", "bfloat16")
-REWARDS = ("cipher", "math", "minerva", "gsm8k")
-# "all-linear" is all the others: the projections of a layer, by their names in Hugging Face folders and in PEFT.
-ALL_LINEAR = "all-linear"
-LORA_TARGETS = (ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-TEMPLATES = ("plain", "qwen_math", "chat")
 # The wording of the paper's runs: system message, and what follows the problem in the user's message.
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
 INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
-# Which the name of a project of Weights & Biases may not have, and its most characters.
-WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
 DAY = "2024-07-26"  # which Llama's templates fall back on
 # A resume may change these; any other difference is another run.
 RESUMABLE = (
@@ -70,7 +53,7 @@ def defaults() -> config_dict.ConfigDict:
             max_prompt_tokens=1024,  # a longer prompt is an error: it is never cut
         ),
         reward=dict(
-            kind="math",  # one of REWARDS, or "function": yours, named by
+            kind="math",  # one of config_rules.REWARDS, or "function": yours, named by
             path="",  # "file.py:function": (response, answer) -> number, bool or Verdict; in place of any other kind
             workers=2,  # grading processes; 0 grades in this process (for checkers that can neither hang nor crash)
             time_limit_s=6.0,  # wall clock for one grading, enforced by killing the worker
@@ -169,7 +152,7 @@ def defaults() -> config_dict.ConfigDict:
         lora=dict(
             rank=0,  # of the adapters that are trained in place of the weights; 0: the weights themselves
             alpha=32.0,  # an adapter's product counts alpha / rank
-            targets=(ALL_LINEAR,),  # of LORA_TARGETS
+            targets=(ALL_LINEAR,),  # of config_rules.LORA_TARGETS
         ),
         mesh=dict(data=1, fsdp=1, tensor=1),
         checkpoint=dict(
@@ -223,138 +206,26 @@ def least_pages(config: config_dict.ConfigDict) -> int:
     return math.ceil(prompt / page_size) + math.ceil((prompt + longest_response(config)) / page_size) + 1
 
 
-def _check_values(config: config_dict.ConfigDict) -> None:
-    """The rules that look at one key at a time: names out of a list, numbers within their range."""
-    collection, sampling, learning = config.collection, config.sampling, config.learning
-    check_choice("learning.aggregation", learning.aggregation, AGGREGATIONS)
-    check_choice("learning.ratio", learning.ratio, RATIOS)
-    check_choice("learning.attention", learning.attention, LEARNING_ATTENTIONS)
-    check_choice("learning.remat", learning.remat, REMATS)
-    check_choice("learning.first_moment_dtype", learning.first_moment_dtype, ("auto", *DTYPES))
-    check_choice("learning.kl_kind", learning.kl_kind, KL_KINDS)
-    check_choice("learning.non_finite", learning.non_finite, NON_FINITE)
-    check_choice("estimator.kind", config.estimator.kind, ESTIMATORS)
-    check_choice("model.compute_dtype", config.model.compute_dtype, DTYPES)
-    check_choice("model.parameter_dtype", config.model.parameter_dtype, DTYPES)
-    check_choice("reward.kind", config.reward.kind, (*REWARDS, "function"))
-    if config.reward.kind == "function" and not config.reward.path:
+def _check_reward(config: config_dict.ConfigDict) -> None:
+    reward, longest = config.reward, config.sampling.max_response_tokens
+    if reward.kind == "function" and not reward.path:
         raise ValueError(
             "reward.kind is 'function', but reward.path is empty: name yours, --config.reward.path=FILE.py:FUNCTION."
         )
-    if config.reward.path and not re.fullmatch(r".+\.py:[^\W\d]\w*", config.reward.path):
-        raise ValueError(f"reward.path is {config.reward.path!r}; it must have the form file.py:function.")
-    if config.reward.path and not config.reward.workers:
+    if reward.path and not reward.workers:
         raise ValueError(
-            f"reward.workers is 0, and reward.path {config.reward.path!r}: code that isn't ours is run in grading "
-            "processes only, which can be limited and replaced. Use at least 1."
+            f"reward.workers is 0, and reward.path {reward.path!r}: code that isn't ours is run in grading processes "
+            "only, which can be limited and replaced. Use at least 1."
         )
-    for entry in config.evaluation.graders:
-        benchmark, separator, kind = entry.rpartition("=")
-        if not benchmark or not separator or kind not in REWARDS:
-            raise ValueError(
-                f"evaluation.graders has {entry!r}; it must be BENCHMARK=KIND, with a kind out of {', '.join(REWARDS)}."
-            )
-    check_choice("sampling.attention", sampling.attention, ATTENTIONS)
-    check_choice("data.template", config.data.template, TEMPLATES)
-    if config.data.template != "chat" and (config.data.system, config.data.instruction) != (SYSTEM, INSTRUCTION):
+    if not reward.overlong_tokens <= longest:
         raise ValueError(
-            f"data.system and data.instruction are used by data.template='chat' only, and it is "
-            f"{config.data.template!r}: set it, or leave the two as they are."
+            f"reward.overlong_tokens is {reward.overlong_tokens}, sampling.max_response_tokens only {longest}: the "
+            "penalty would begin before the first token. Lower it."
         )
-    try:
-        datetime.date.fromisoformat(config.data.date)
-    except ValueError as error:
-        raise ValueError(f"data.date is {config.data.date!r}; it must be a day as 2024-07-26 ({error}).") from error
-    project = config.logging.wandb
-    if len(project) > WANDB_LONGEST or set(project) & set(WANDB_FORBIDDEN):
-        raise ValueError(
-            f"logging.wandb is {project!r}; a project's name has at most {WANDB_LONGEST} characters and none of "
-            f"{' '.join(WANDB_FORBIDDEN)}."
-        )
-    for target in config.lora.targets:
-        check_choice("lora.targets", target, LORA_TARGETS)
-    if not config.lora.targets:
-        raise ValueError(f"lora.targets is empty; name some of {', '.join(LORA_TARGETS)}.")
-    at_least_one = {
-        "data.max_prompt_tokens": config.data.max_prompt_tokens,
-        "evaluation.samples": config.evaluation.samples,
-        "evaluation.max_response_tokens": config.evaluation.max_response_tokens,
-        "checkpoint.keep": config.checkpoint.keep,
-        **{
-            f"collection.{key}": collection[key]
-            for key in ("group_size", "samples_per_round", "max_rounds", "prompts_per_iteration", "min_draws")
-        },
-        "estimator.steps": config.estimator.steps,
-        **{
-            f"sampling.{key}": sampling[key]
-            for key in ("max_response_tokens", "slots", "window", "page_size", "prefill_rows")
-        },
-        **{f"learning.{key}": learning[key] for key in ("prompts_per_update", "micro_batches", "responses_per_row")},
-        **{f"mesh.{axis}": size for axis, size in config.mesh.items()},
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1.")
-    at_least_zero = {
-        "seed": config.seed,
-        "iterations": config.iterations,
-        "reward.workers": config.reward.workers,
-        "reward.overlong_tokens": config.reward.overlong_tokens,
-        "reward.overlong_penalty": config.reward.overlong_penalty,
-        "collection.max_extra_batches": collection.max_extra_batches,
-        "collection.max_age": collection.max_age,
-        "collection.objective_epsilon": collection.objective_epsilon,
-        "learning.kl_coefficient": learning.kl_coefficient,
-        "lora.rank": config.lora.rank,
-        "sampling.pages": sampling.pages,
-        "sampling.open_prompts": sampling.open_prompts,
-        "evaluation.top_k": config.evaluation.top_k,
-        "learning.warmup_updates": learning.warmup_updates,
-        "learning.max_skipped": learning.max_skipped,
-        "learning.weight_decay": learning.weight_decay,
-        "checkpoint.every": config.checkpoint.every,
-        "checkpoint.keep_best": config.checkpoint.keep_best,
-        "checkpoint.keep_every": config.checkpoint.keep_every,
-        "evaluation.every": config.evaluation.every,
-        "logging.sampled_prompts": config.logging.sampled_prompts,
-    }
-    for name, value in at_least_zero.items():
-        if value < 0:
-            raise ValueError(f"{name} is {value}; it must not be negative.")
-    if config.seed >= 2**31:
-        raise ValueError(f"seed is {config.seed}; it must be below 2**31: the devices count in 32 bits.")
-    positive = {
-        "sampling.temperature": sampling.temperature,
-        "learning.learning_rate": learning.learning_rate,
-        "learning.clip_norm": learning.clip_norm,
-        "lora.alpha": config.lora.alpha,
-        "learning.epsilon": learning.epsilon,
-        "learning.clip_high": learning.clip_high,
-        "reward.time_limit_s": config.reward.time_limit_s,
-        "estimator.prior_correct": config.estimator.prior_correct,
-        "estimator.prior_wrong": config.estimator.prior_wrong,
-        "estimator.learning_rate": config.estimator.learning_rate,
-        "collection.objective_alpha": collection.objective_alpha,
-    }
-    for name, value in positive.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}; it must be above 0 and finite.")
-    below_one = {
-        "learning.b1": learning.b1,
-        "learning.b2": learning.b2,
-        "learning.clip_low": learning.clip_low,
-        "estimator.decay": config.estimator.decay,
-    }
-    for name, value in below_one.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 0 and below 1.")
-    if not 0 <= config.evaluation.temperature < math.inf:
-        raise ValueError(
-            f"evaluation.temperature is {config.evaluation.temperature}; it must be at least 0 (the most probable "
-            "token) and finite."
-        )
-    if not 0 < config.evaluation.top_p <= 1:
-        raise ValueError(f"evaluation.top_p is {config.evaluation.top_p}; it must be above 0 and at most 1.")
+
+
+def _check_sampling(config: config_dict.ConfigDict) -> None:
+    collection, sampling = config.collection, config.sampling
     if sampling.top_k != 0 or sampling.top_p != 1:
         raise ValueError(
             f"sampling.top_k is {sampling.top_k} and sampling.top_p {sampling.top_p}: training samples must come from "
@@ -367,46 +238,11 @@ def _check_values(config: config_dict.ConfigDict) -> None:
             "them (estimate allots draws after the last iteration's verdicts, dapo does not know its prompts yet): set "
             "it to 0."
         )
-    if collection.overlap_iterations not in (0, 1):
-        raise ValueError(f"collection.overlap_iterations is {collection.overlap_iterations}; it must be 0 or 1.")
     if collection.overlap_iterations and collection.barrier:
         raise ValueError(
             "collection.barrier keeps all prompts in step, collection.overlap_iterations lets the next iteration's "
             "begin early: choose one of them."
         )
-    if not learning.dual_clip > 1:
-        raise ValueError(f"learning.dual_clip is {learning.dual_clip}; it must be above 1: it bounds the loss at |A|.")
-    if learning.truncated_is_cap is not None and not learning.truncated_is_cap > 0:
-        raise ValueError(f"learning.truncated_is_cap is {learning.truncated_is_cap}; it must be above 0, or None.")
-
-
-def validate(config: config_dict.ConfigDict) -> None:
-    """Raises ValueError for the first rule broken. Touches no device and no file."""
-    collection, sampling, learning = config.collection, config.sampling, config.learning
-    if not config.model.path:
-        raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
-    if not config.data.prompts:
-        raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
-    _check_values(config)
-    check_collection(collection)
-    if not config.reward.overlong_tokens <= sampling.max_response_tokens:
-        raise ValueError(
-            f"reward.overlong_tokens is {config.reward.overlong_tokens}, sampling.max_response_tokens only "
-            f"{sampling.max_response_tokens}: the penalty would begin before the first token. Lower it."
-        )
-    _multiple(
-        "collection.prompts_per_iteration",
-        collection.prompts_per_iteration,
-        "learning.prompts_per_update",
-        learning.prompts_per_update,
-    )
-    rows = learning.prompts_per_update * collection.group_size
-    _multiple(
-        "learning.prompts_per_update * collection.group_size",
-        rows,
-        "learning.micro_batches * mesh.data * mesh.fsdp",
-        learning.micro_batches * config.mesh.data * config.mesh.fsdp,
-    )
     if collection.barrier and 0 < sampling.open_prompts < collection.prompts_per_iteration:
         raise ValueError(
             f"sampling.open_prompts is {sampling.open_prompts}, collection.prompts_per_iteration is "
@@ -419,6 +255,41 @@ def validate(config: config_dict.ConfigDict) -> None:
             f"of {longest_response(config)} needs {least_pages(config)} pages of {sampling.page_size} tokens (one "
             "of them reserved). Use at least so many, or 0 to have them counted for you."
         )
+
+
+def _check_sizes(config: config_dict.ConfigDict) -> None:
+    """An iteration is whole updates, and an update whole micro-batches."""
+    collection, learning = config.collection, config.learning
+    _multiple(
+        "collection.prompts_per_iteration",
+        collection.prompts_per_iteration,
+        "learning.prompts_per_update",
+        learning.prompts_per_update,
+    )
+    _multiple(
+        "learning.prompts_per_update * collection.group_size",
+        learning.prompts_per_update * collection.group_size,
+        "learning.micro_batches * mesh.data * mesh.fsdp",
+        learning.micro_batches * config.mesh.data * config.mesh.fsdp,
+    )
+
+
+def validate(config: config_dict.ConfigDict) -> None:
+    """Raises ValueError for the first rule broken. Touches no device and no file."""
+    if not config.model.path:
+        raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
+    if not config.data.prompts:
+        raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
+    check_values(config)
+    if config.data.template != "chat" and (config.data.system, config.data.instruction) != (SYSTEM, INSTRUCTION):
+        raise ValueError(
+            f"data.system and data.instruction are used by data.template='chat' only, and it is "
+            f"{config.data.template!r}: set it, or leave the two as they are."
+        )
+    check_collection(config.collection)
+    _check_reward(config)
+    _check_sizes(config)
+    _check_sampling(config)
 
 
 def to_json(config: config_dict.ConfigDict) -> str:

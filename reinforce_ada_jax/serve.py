@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from reinforce_ada_jax import assembly, command
-from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import assembly, command, config_rules
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import jetstream
@@ -74,8 +73,8 @@ class Settings:
             if not least <= value <= most:
                 bound = f"at least {least}" if most == math.inf else f"{least} to {most:,}"
                 raise ValueError(f"--{name} is {value}; it must be {bound}.")
-        if self.dtype not in config_lib.DTYPES:
-            raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(config_lib.DTYPES)}.")
+        if self.dtype not in config_rules.DTYPES:
+            raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(config_rules.DTYPES)}.")
         if self.greedy and self.temperature not in (0, 1):
             raise ValueError(
                 f"--greedy takes the best token, --temperature={self.temperature} draws: drop one of them."
@@ -258,7 +257,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", default.top_k, "Draw among so many tokens; 0 for all.")
     flags.DEFINE_float("top_p", default.top_p, "Draw among the fewest tokens with this much probability.")
     flags.DEFINE_bool("greedy", default.greedy, "The same as --temperature=0.")
-    flags.DEFINE_enum("dtype", default.dtype, config_lib.DTYPES, "Of weights, cache and arithmetic.")
+    flags.DEFINE_enum("dtype", default.dtype, config_rules.DTYPES, "Of weights, cache and arithmetic.")
     flags.DEFINE_integer("seed", default.seed, "Responses are drawn with it, in the order in which they are asked for.")
     flags.DEFINE_float("grace_s", default.grace_s, "Seconds that running responses have to end after the first signal.")
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import collection_rules
+from reinforce_ada_jax import collection_rules, config_rules
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from tests import running
@@ -76,6 +76,8 @@ POSITIVE = """
             for value in (0.0, -0.5, math.nan, math.inf)
         ],
         ("learning.weight_decay", -0.1, "it must not be negative"),
+        ("learning.entropy_coefficient", math.nan, "it must be finite"),
+        ("reward.positive_threshold", math.inf, "it must be finite"),
         ("seed", 2**31, r"it must be below 2\*\*31"),
         ("learning.b1", 1.0, "below 1"),
         ("learning.b2", -0.1, "at least 0"),
@@ -107,6 +109,16 @@ def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message)
     shown = repr(value) if isinstance(value, str) else value
     with pytest.raises(ValueError, match=f"{re.escape(f'{key} is {shown}')}[;:] .*{message}"):
         config_lib.validate(changed(**{key: value}))
+
+
+def test_every_number_has_a_range():
+    within = {key for _, keys in config_rules.RANGES.values() for key in keys}
+    elsewhere = {"sampling.top_k", "sampling.top_p", "collection.retry_probability"}
+    numbers = {
+        key for key, value in flat(config_lib.defaults()).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }  # fmt: skip
+    assert numbers <= within | elsewhere, numbers - within - elsewhere
 
 
 @pytest.mark.parametrize("cut", [{"sampling.top_k": 50}, {"sampling.top_p": 0.95}])

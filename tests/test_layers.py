@@ -14,6 +14,7 @@ PACKAGE = "reinforce_ada_jax"
 # `checkpoint` stands beside `learning` in the picture, but what it saves is the learner's state: one higher.
 LAYERS = (
     {"types", "collection_rules", "lifeline"},
+    {"config_rules"},
     {"config", "mesh", "metrics", "distributed"},
     {"policy", "rewards", "data", "collection"},
     {"sampling", "learning"},

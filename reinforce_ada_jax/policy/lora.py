@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from reinforce_ada_jax import mesh as mesh_lib
-from reinforce_ada_jax.config import ALL_LINEAR
+from reinforce_ada_jax.config_rules import ALL_LINEAR
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Adapted
 from reinforce_ada_jax.policy.transformer import Params, flatten, nest, weight_shapes
