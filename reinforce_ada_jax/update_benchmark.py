@@ -5,11 +5,12 @@ does falls on all of them. Before anything is timed the log-probabilities must a
 norm of the gradient too: only of the same update is speed compared.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,24 @@ def host_time(layers: int, say: Callable[[str], None]) -> dict[str, Any]:
     return result
 
 
+def _in_turns(
+    processes: Mapping[str, Answering], turns: int, say: Callable[[str], None]
+) -> dict[str, list[dict[str, float]]]:
+    """So many updates of each, one after the other."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
+    for turn in range(turns):
+        for name, process in processes.items():
+            runs[name].append(process.ask(command="run"))
+        line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
+        say(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
+    return runs
+
+
+def _ratios(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    keys = {"time": "seconds_per_update", "cpu_time": "cpu_seconds_per_update", "memory": "extra_bytes"}
+    return {f"{what}_ratio": ours[key] / theirs[key] for what, key in keys.items()}
+
+
 def measure(
     architecture: Architecture,
     model: pathlib.Path | None,
@@ -248,18 +267,17 @@ def measure(
     """
     examples = make_examples(sizes, lengths, architecture.vocab_size)
     settings = CONTENDER_SETTINGS | {"recompute": not against_plain}
-    tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
-    flops = necessary_flops(architecture, examples)
-    processes: dict[str, Answering] = {}
-    described, runs, gaps = {}, {}, {}
-    try:
-        ours = {"ours": 1} | ({"packed": per_row} if per_row > 1 else {})
-        for name, packed in ours.items():
+    gaps = {}
+    with contextlib.ExitStack() as ending:
+        processes, described = {}, {}
+        for name, packed in ({"ours": 1} | ({"packed": per_row} if per_row > 1 else {})).items():
             processes[name], described[name] = _learner(
                 name, model, architecture, sizes, per_row=packed, devices=devices, threads=threads
             )
+            ending.callback(processes[name].close)
         if against is not None:
             processes[against] = Answering(against, [against_python, str(CONTENDERS[against])], **_threads(threads))
+            ending.callback(processes[against].close)
             described[against] = processes[against].load(
                 model=str(model), dtype=sizes.dtype, micro_batches=1 if against_plain else sizes.micro_batches,
                 learning=LEARNING, settings=settings,
@@ -271,29 +289,21 @@ def measure(
         examples = _with_old_logprobs(examples, scored, sizes.seed)
         for name, process in processes.items():
             described[name] |= process.ask(command="begin", examples=examples)
-            runs[name] = []
-        for turn in range(1 + max(repeat, COMPARED - 1)):
-            for name, process in processes.items():
-                runs[name].append(process.ask(command="run"))
-            line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
-            say(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
-    finally:
-        for process in processes.values():
-            process.close()
+        runs = _in_turns(processes, 1 + max(repeat, COMPARED - 1), say)
+    tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
+    flops = necessary_flops(architecture, examples)
     found = {
         name: _summary(taken, tokens, flops, described[name]["device"]) | described[name]
         for name, taken in runs.items()
     }
-    result: dict[str, Any] = {"tokens": tokens, "necessary_flops": flops, **found.pop("ours")}
+    result: dict[str, Any] = {"tokens": tokens, "necessary_flops": flops, **found["ours"]}
     if "packed" in found:
-        result["packed"] = found.pop("packed")
-        result["packed"]["gaps"] = _gaps(runs["packed"], runs["ours"], "unpacked rows", sizes.dtype)
-        result["packing_speedup"] = result["seconds_per_update"] / result["packed"]["seconds_per_update"]
+        packed_gaps = _gaps(runs["packed"], runs["ours"], "unpacked rows", sizes.dtype)
+        result["packed"] = found["packed"] | {"gaps": packed_gaps}
+        result["packing_speedup"] = found["ours"]["seconds_per_update"] / found["packed"]["seconds_per_update"]
     if against is not None:
-        theirs = result["against"] = {"name": against, **settings, **found.pop(against)}
+        result["against"] = {"name": against, **settings, **found[against]}
         result["gaps"] = gaps | _gaps(runs["ours"], runs[against], against, sizes.dtype)
-        for ratio, key in (("time", "seconds_per_update"), ("cpu_time", "cpu_seconds_per_update")):
-            result[f"{ratio}_ratio"] = result[key] / theirs[key]
-        result["memory_ratio"] = result["extra_bytes"] / theirs["extra_bytes"]
+        result |= _ratios(found["ours"], found[against])
     result["host"] = host_time(host_layers, say)
     return result | {"sizes": dataclasses.asdict(sizes), "model": workloads.describe(architecture)}
