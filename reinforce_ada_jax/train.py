@@ -32,7 +32,7 @@ from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, fingerprin
 from reinforce_ada_jax.collection import ahead, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.ahead import Ahead
-from reinforce_ada_jax.collection.collect import EstimateFn, collect
+from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
@@ -185,6 +185,19 @@ class Run:
             return functools.partial(self.estimator.estimate, self.policy())
         return None if self.estimator is None else self.estimator.estimate
 
+    def sample_fn(self) -> SampleFn:
+        """Draws from the current weights, as the next iteration does."""
+        iteration, sampling = self.iteration + 1, self.config.sampling
+        return self.rollouts.sampler(
+            self.policy(),
+            stream=stream(iteration),
+            sampling=SamplingParams(
+                sampling.max_response_tokens, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            ),
+            ahead_stream=stream(iteration + 1) if self.config.collection.overlap_iterations else None,
+            version=self.iteration,
+        )
+
     def collect(
         self,
         prompts: Sequence[Prompt],
@@ -200,24 +213,16 @@ class Run:
         iteration, collection = self.iteration + 1, self.config.collection
         begin, verify_s = time.monotonic(), verifiers.busy_s
 
-        def report(closed: int, drawn: int) -> None:
-            self.interrupt.check()
-            rate = self.rollouts.counts.tokens / (time.monotonic() - begin)
-            progress.phase(f"collecting: {closed}/{len(prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
-
-        sampling = self.config.sampling
-        sample_fn = self.rollouts.sampler(
-            self.policy(),
-            stream=stream(iteration),
-            sampling=SamplingParams(
-                sampling.max_response_tokens, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
-            ),
-            ahead_stream=stream(iteration + 1) if collection.overlap_iterations else None,
-            version=self.iteration,
-        )
+        sample_fn = self.sample_fn()
         verify_fn = self.parts.verify_fn(verifiers, assembly.shaping(self.config))
 
         def draw(work: sharing.Work) -> tuple[list[Pool], sharing.Counts]:
+            def report(closed: int, drawn: int) -> None:
+                self.interrupt.check()
+                rate = self.rollouts.counts.tokens / (time.monotonic() - begin)
+                share = f"{closed}/{len(work.prompts)} prompts"
+                progress.phase(f"collecting: {share}, {drawn:,} responses, {rate:,.0f} tokens/s")
+
             pools = collect(
                 work.prompts,
                 sample_fn,
