@@ -5,7 +5,7 @@
 
 Hardware: v5p-8, one host of 4 chips with 95 GB each. Weights, moments and gradients are float32 and sharded over all of
 them; decoding is split over `tensor` only. The sizes follow from the chips' memory on paper; no slice has timed them.
-Prompts: the published hard set, through `datasets` (pip install "reinforce_ada_jax[hub]"); the easy one is
+Prompts: the published hard set, through `datasets` (pip install '.[hub]'); the easy one is
 hf:RLHFlow/reinforce_ada_easy_prompt. A JSONL file does as well: --config.data.prompts=FILE.
 Source of the numbers: arXiv 2510.04996 and its reference script: 512 prompts an iteration, 4 updates, M = 8, N = 4,
 n = 4, clip 0.2 / 0.28, learning rate 1e-6, 1,024 + 2,048 tokens, evaluation with up to 4,096.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A training run on one TPU VM, the slices whose chips all hang on one host: v5litepod-1 to -8, v6e-1 to -8, v5p-8.
+# A training run on one TPU VM, the slices whose chips all hang on one host: v5litepod-1 to -8, v6e-1 to -8, v5p-8, v4-8.
 set -euo pipefail
 script=launch/tpu_vm.sh
 workers=0 # what gcloud calls --worker

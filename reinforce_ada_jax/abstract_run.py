@@ -167,7 +167,7 @@ def abstract_base(config: ConfigDict, learner: Learner) -> Params:
 
 
 def abstract_batch(config: ConfigDict, learner: Learner) -> Batch:
-    """A minibatch as `Learner.put` places it, with as many rows as training pads it to (`train.Run.batch_rows`)."""
+    """A minibatch as `Learner.put` places it, with as many rows as `Updates.batch_rows` pads it to."""
     most = strategies.build(config.collection).max_kept
     kept = config.collection.group_size if most is None else most
     micro_batches = -(-config.learning.prompts_per_update * kept // learner.micro_rows)

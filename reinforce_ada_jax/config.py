@@ -42,7 +42,8 @@ def defaults() -> config_dict.ConfigDict:
             parameter_dtype="float32",  # master weights and what the optimiser sees
         ),
         data=dict(
-            # A JSONL file {"id", "problem", "answer"}, "tfds:NAME/SPLIT", "tfds:DIR", "hf:NAME:SPLIT", "cipher:train".
+            # A JSONL file {"id", "problem", "answer"}, "tfds:NAME/SPLIT", "tfds:DIR", "hf:NAME:SPLIT" or
+            # "hf:NAME:SUBSET:SPLIT", "cipher:train".
             prompts="",
             # "plain": the problem as it is. "qwen_math", "chat": messages in the model's own chat template, which say
             # what the paper's say, or `system` and `instruction`.

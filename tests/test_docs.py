@@ -18,6 +18,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.collection.simulate import run_strategy
+from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.learning.learner import UpdateMetrics
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment
@@ -92,6 +93,20 @@ def test_every_strategy_is_in_the_table():
     assert [name.strip("`") for name, *_ in table_below("strategies.md", "## The six")] == list(strategies.BUILT_IN)
 
 
+# ---- docs/problems.md ------------------------------------------------------------------------------------------------
+
+
+def test_a_data_set_made_elsewhere_becomes_a_file(tmp_path, monkeypatch):
+    rows = [{"question": "q", "answer": "So\n#### 1,234", "level": 5}, {"question": "p", "answer": "#### 2"}]
+    stand_in = SimpleNamespace(load_dataset=lambda name, subset, split: rows)
+    monkeypatch.setitem(sys.modules, "datasets", stand_in)
+    monkeypatch.chdir(tmp_path)
+    exec(code_block("problems.md", "load_problems"), {})
+    first, second = load_problems("gsm8k_test.jsonl")
+    assert [first["problem"], first["answer"], first["labels"]] == ["q", "1234", {"level": "5"}]
+    assert load_problems("hf:openai/gsm8k") == [first, second]
+
+
 # ---- links -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +170,7 @@ def test_troubleshooting_names_keys_and_words_that_there_are():
     metrics = {key for key in re.findall(r"`([a-z_]+/[a-z_]+)`", text)}
     assert len(metrics) > 15 and {key for key in metrics if not is_metric(key, strings)} == set()
     said = re.findall(r'"([^"]+)"', " ".join(text.split()))
-    assert len(said) == 19
+    assert len(said) == 20
     for words in said:
         assert any(words in " ".join(string.split()) for string in strings), words
 

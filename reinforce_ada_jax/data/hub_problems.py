@@ -1,4 +1,4 @@
-"""Problems from Hugging Face's `datasets`, where it is installed: "hf:NAME" or "hf:NAME:SPLIT"."""
+"""Problems from Hugging Face's `datasets`, if installed: "hf:NAME", with ":SPLIT" or ":SUBSET:SPLIT" behind."""
 
 from typing import Any
 
@@ -12,23 +12,26 @@ def _datasets(source: str) -> Any:
         import datasets  # noqa: PLC0415  (optional)
     except ImportError as error:
         raise ValueError(
-            f"{source} needs Hugging Face's datasets ({error}): pip install 'reinforce_ada_jax[hub]', or download the "
-            "set and name a JSONL file of id, problem and answer."
+            f"{source} needs Hugging Face's datasets ({error}): pip install '.[hub]', or download the set and name a "
+            "JSONL file of id, problem and answer."
         ) from error
     return datasets
 
 
 def read_hub(source: str) -> list[Problem]:
-    """The problems of "hf:NAME:SPLIT", in its order; the split is train unless named.
+    """The problems of "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT", in its order; the split is train unless named.
 
     NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder of files that it
     reads. No code of a data set is run: `datasets` has given that up.
     """
-    name, _, split = source.removeprefix(PREFIX).partition(":")
+    name, *which = source.removeprefix(PREFIX).split(":")
+    if len(which) > 2:
+        raise ValueError(f"{source} has too many parts; it must be hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT.")
+    split = which[-1] if which else "train"
+    subset = which[0] if len(which) == 2 else None
     datasets = _datasets(source)
-    split = split or "train"
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError) as error:  # no network, no such set or split
         raise ValueError(
             f"{source} can't be loaded ({type(error).__name__}: {error}). Check the name and the split {split!r}; "

@@ -34,8 +34,8 @@ def load_problems(source: str) -> list[Problem]:
 
     Args:
       source: "cipher:train" or "cipher:heldout" for the built-in task; "tfds:NAME/SPLIT" or "tfds:DIR" for what
-        TensorFlow Datasets has prepared; "hf:NAME" or "hf:NAME:SPLIT" for Hugging Face's `datasets`; else the path of
-        a JSONL file.
+        TensorFlow Datasets has prepared; "hf:NAME", with ":SPLIT" or ":SUBSET:SPLIT" behind, for Hugging Face's
+        `datasets`; else the path of a JSONL file.
 
     Returns:
       Dicts with "id" (unique), "problem", "answer", and "pass_rate" and "labels" where the source has them.

@@ -1,6 +1,6 @@
 """Problems that TensorFlow Datasets has prepared, and a builder that prepares a problem file. TensorFlow isn't needed.
 
-    pip install "reinforce_ada_jax[data]"
+    pip install '.[data]'
     python -c "from reinforce_ada_jax.data import tfds_problems as t; print(t.prepare('math.jsonl', 'prepared'))"
 
 Only what lies on disk as array_record is read: nothing is downloaded here, and no builder of the catalogue is made,
@@ -29,7 +29,7 @@ def _tfds(source: str) -> Any:
         import tensorflow_datasets  # noqa: PLC0415
     except ImportError as error:
         raise ValueError(
-            f"{source} needs tensorflow-datasets and array_record ({error}): pip install 'reinforce_ada_jax[data]' or "
+            f"{source} needs tensorflow-datasets and array_record ({error}): pip install '.[data]' or "
             "-r requirements-data.txt, or name a JSONL file."
         ) from error
     return tensorflow_datasets

@@ -39,8 +39,7 @@ from reinforce_ada_jax.sampling.state import (
     empty_state,
 )
 
-# Where JetStream isn't installed, the engine still decodes for rollouts; only an orchestrator needs the real base.
-EngineInterface: type = jetstream.engine_api().Engine if jetstream.installed() else object
+EngineInterface: type = jetstream.engine_interface()
 # Responses asked for through JetStream draw from a stream of their own, numbered as they come.
 SERVED_STREAM = 2**32 - 1
 SHORTEST_BUCKET = 16

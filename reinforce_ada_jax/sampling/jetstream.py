@@ -52,6 +52,16 @@ def engine_api() -> types.ModuleType:
     return _load("jetstream.engine.engine_api")
 
 
+def engine_interface() -> type:
+    """The base of engines. Where JetStream, or what it imports, is absent it is `object`: an engine still decodes for
+    rollouts, and only an orchestrator needs the real one.
+    """
+    try:
+        return engine_api().Engine
+    except ImportError:
+        return object
+
+
 def tokenizer_api() -> types.ModuleType:
     """JetStream's `tokenizer_api`: Tokenizer."""
     return _load("jetstream.engine.tokenizer_api")

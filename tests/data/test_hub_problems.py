@@ -16,11 +16,11 @@ ROWS = [{"problem": "1+1?", "gt": "2", "answer": "It is 2."}, {"problem": "2+2?"
 
 @pytest.fixture
 def datasets(monkeypatch):
-    """A `datasets` that knows one set, and notes what is asked of it."""
+    """A `datasets` that knows one split, and notes what is asked of it."""
     asked = []
 
-    def load_dataset(name, split):
-        asked.append((name, split))
+    def load_dataset(name, subset, split):
+        asked.append((name, subset, split))
         if split != "train":
             raise ValueError(f'Unknown split "{split}". Should be one of ["train"].')
         return ROWS
@@ -33,14 +33,18 @@ def test_a_set_of_the_hub(datasets):
     problems = load_problems("hf:RLHFlow/reinforce_ada_hard_prompt")
     assert [(problem["problem"], problem["answer"]) for problem in problems] == [("1+1?", "2"), ("2+2?", "4")]
     assert problems == load_problems("hf:RLHFlow/reinforce_ada_hard_prompt:train")
-    assert datasets == [("RLHFlow/reinforce_ada_hard_prompt", "train")] * 2
+    assert datasets == [("RLHFlow/reinforce_ada_hard_prompt", None, "train")] * 2
+    assert load_problems("hf:openai/gsm8k:main:train") == problems
+    assert datasets[-1] == ("openai/gsm8k", "main", "train")
     with pytest.raises(ValueError, match=r"hf:some/set:test can't be loaded .*Unknown split"):
         load_problems("hf:some/set:test")
+    with pytest.raises(ValueError, match="hf:a:b:c:d has too many parts.* hf:NAME:SUBSET:SPLIT"):
+        load_problems("hf:a:b:c:d")
 
 
 def test_without_datasets(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"hf:some/set needs .*pip install 'reinforce_ada_jax\[hub\]'.* JSONL file"):
+    with pytest.raises(ValueError, match=r"hf:some/set needs .*pip install '\.\[hub\]'.* JSONL file"):
         load_problems("hf:some/set")
 
 

@@ -1,11 +1,13 @@
 import logging
 import pathlib
+import subprocess
 import sys
 
 import jax
 import pytest
 
 from reinforce_ada_jax.sampling import jetstream
+from tests.running import ROOT
 
 
 def test_the_orchestrator_leaves_the_root_logger_alone(monkeypatch):
@@ -17,6 +19,14 @@ def test_the_orchestrator_leaves_the_root_logger_alone(monkeypatch):
     assert (root.level, root.handlers) == before
     assert jax.tree_map is jax.tree_util.tree_map  # what the orchestrator calls
     assert {"Driver", "LLMOrchestrator"} <= set(dir(module))
+
+
+@pytest.mark.parametrize("absent", ["jetstream", "tiktoken"])
+def test_an_engine_needs_neither_jetstream_nor_what_it_imports(absent):
+    code = f"import sys; sys.modules[{absent!r}] = None\n"
+    code += "from reinforce_ada_jax.sampling.engine import Engine; print(Engine.__mro__[1:])"
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert said == "(<class 'object'>,)\n"
 
 
 def test_the_generate_thread_survives_that_all_requests_end_at_once():
