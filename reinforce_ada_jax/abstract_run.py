@@ -157,7 +157,11 @@ def abstract_run(config: ConfigDict, architecture: Architecture, options: Engine
     batch = abstract_batch(config, learner)
     state = with_shardings(*abstract_state(config, learner))
     base = None if learner.lora is None else abstract_base(config, learner)
-    return Abstract(config, Engine(architecture, options, mesh=mesh), learner, state, batch, base)
+    # Compiled ahead of time for its own chips alone, process 0 is taken for the whole slice, and refused: libtpu 0.0.51
+    # goes by device 0. The last process has as many chips, in the same places of its host.
+    last = max(device.process_index for device in mesh.devices.flat)
+    engine = Engine(architecture, options, mesh=mesh, process=last)
+    return Abstract(config, engine, learner, state, batch, base)
 
 
 def abstract_base(config: ConfigDict, learner: Learner) -> Params:

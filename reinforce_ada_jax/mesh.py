@@ -55,11 +55,14 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[j
     return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), AXES)
 
 
-def local_mesh(mesh: Mesh) -> Mesh:
-    """This process's part of a mesh, as a mesh with the same `tensor`; the mesh itself where it has all of it."""
+def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:
+    """This process's part of a mesh (or another's), as a mesh with the same `tensor`; the mesh itself where that is all
+    of it.
+    """
     if not mesh.is_multi_process:
         return mesh
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    process = jax.process_index() if process is None else process
+    own = [device for device in mesh.devices.flat if device.process_index == process]
     return Mesh(np.asarray(own).reshape(1, -1, mesh.shape["tensor"]), AXES)
 
 

@@ -386,6 +386,14 @@ def test_adapters_fit_where_all_weights_do(tmp_path):
 
 
 @needs_libtpu
+def test_a_host_of_a_pod_decodes_on_its_own_chips(tmp_path):
+    sizes = "--config.mesh.fsdp=32", "--config.mesh.tensor=2"
+    result = run(tmp_path, "--topology=v5e:8x8", "--json", *sizes)
+    assert result.returncode == 0, result.stderr
+    assert "2 replicas" in result.stderr  # of 32: four chips a host, two for each
+
+
+@needs_libtpu
 def test_a_slice_that_is_too_small(tmp_path):
     result = run(tmp_path, "--topology=v5e:1x1", "--config.sampling.pages=2000000", "--json")
     assert result.returncode == command.STOPPED, result.stderr

@@ -140,12 +140,14 @@ class Engine(EngineInterface):
         mesh: Mesh,
         tokenizer: Any = None,
         served: SamplingParams | None = None,
+        process: int | None = None,
     ):
         """An engine on `mesh`; of several processes' mesh, each one's engine has its own devices.
 
         `served`: how responses asked for through JetStream are drawn; else at temperature 1, as long as may be.
+        `process`: whose devices the engine has; this one's, unless its programs are only to be compiled.
         """
-        self._learner_mesh, mesh = mesh, local_mesh(mesh)
+        self._learner_mesh, mesh = mesh, local_mesh(mesh, process)
         self.architecture, self.options, self._mesh, self.tokenizer = architecture, options, mesh, tokenizer
         self.dtype = jnp.dtype(options.dtype)
         self._served, self._served_draws = served or SamplingParams(limit=options.max_response_tokens), 0
