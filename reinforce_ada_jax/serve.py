@@ -23,6 +23,7 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax import assembly, command, config_rules
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import jetstream
