@@ -250,6 +250,14 @@ def _check_sampling(config: config_dict.ConfigDict) -> None:
             f"{collection.prompts_per_iteration}: with collection.barrier every prompt stays open until the last "
             "round, so all must be open at a time. Use at least so many, or 0 to have them counted for you."
         )
+    prompts, longest = collection.prompts_per_iteration, config.data.max_prompt_tokens
+    at_once = (prompts - 1) * math.ceil(longest / sampling.page_size) + least_pages(config)
+    if collection.barrier and 0 < sampling.pages < at_once:
+        raise ValueError(
+            f"sampling.pages is {sampling.pages}: with collection.barrier all {prompts} prompts of up to {longest} "
+            f"tokens keep their pages until the last round, and with a response's they are {at_once} of "
+            f"{sampling.page_size} tokens. Use at least so many, or 0 to have them counted for you."
+        )
     if sampling.pages and sampling.pages < least_pages(config):
         raise ValueError(
             f"sampling.pages is {sampling.pages}: a prompt of {config.data.max_prompt_tokens} tokens with a response "
@@ -286,6 +294,12 @@ def validate(config: config_dict.ConfigDict) -> None:
         raise ValueError(
             f"data.system and data.instruction are used by data.template='chat' only, and it is "
             f"{config.data.template!r}: set it, or leave the two as they are."
+        )
+    if config.model.parameter_dtype != "float32":
+        raise ValueError(
+            f"model.parameter_dtype is {config.model.parameter_dtype!r}: a step of the optimiser is less than bfloat16 "
+            "weights can tell apart, and most would never change. Use float32; learning.first_moment_dtype=bfloat16 "
+            "and lora.rank save memory."
         )
     check_collection(config.collection)
     _check_reward(config)

@@ -69,7 +69,13 @@ RANGES: dict[str, tuple[Callable[[Any], bool], Sequence[str]]] = {
             estimator.learning_rate
         """.split(),
     ),
-    "be finite": (math.isfinite, ("reward.positive_threshold", "learning.entropy_coefficient")),
+    "be finite": (
+        math.isfinite,
+        """
+            reward.positive_threshold reward.overlong_penalty learning.entropy_coefficient learning.kl_coefficient
+            learning.weight_decay
+        """.split(),
+    ),
     "be above 0 and at most 1": (lambda value: 0 < value <= 1, ("evaluation.top_p",)),
     "be above 0, or None": (lambda value: value is None or value > 0, ("learning.truncated_is_cap",)),
     "be above 1: it bounds the loss at |A|": (lambda value: value > 1, ("learning.dual_clip",)),

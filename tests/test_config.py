@@ -88,6 +88,9 @@ POSITIVE = """
         ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean"),
         ("model.compute_dtype", "float16", "it must be one of float32, bfloat16"),
         ("model.parameter_dtype", "fp32", "it must be one of float32, bfloat16"),
+        ("model.parameter_dtype", "bfloat16", "most would never change. Use float32"),
+        ("learning.kl_coefficient", math.inf, "it must be finite"),
+        ("reward.overlong_penalty", math.inf, "it must be finite"),
         ("reward.kind", "code", "it must be one of cipher, math, minerva, gsm8k, function"),
         ("reward.path", "mine.py", "must have the form file.py:function"),
         ("reward.path", "mine:grade", "must have the form file.py:function"),
@@ -134,6 +137,10 @@ def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
     with pytest.raises(ValueError, match="open_prompts is 511, collection.prompts_per_iteration is 512"):
         config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 511}))
     config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 512}))
+    # 512 prompts of 16 pages, 48 of one with its response, and the one that is never handed out.
+    with pytest.raises(ValueError, match="pages is 8240: with collection.barrier all 512 prompts .* are 8241 of 64"):
+        config_lib.validate(changed(**barrier, **{"sampling.pages": 8240}))
+    config_lib.validate(changed(**barrier, **{"sampling.pages": 8241}))
     config_lib.validate(changed(**barrier))
 
 
