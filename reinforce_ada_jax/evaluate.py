@@ -127,9 +127,14 @@ def evaluate(
     return metrics
 
 
+def file_of(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
+    """Where the figures of an iteration's evaluation stand."""
+    return workdir / "evaluations" / f"{iteration:06d}.json"
+
+
 def save(workdir: pathlib.Path, iteration: int, metrics: dict[str, float]) -> pathlib.Path:
     """Writes evaluations/<iteration>.json; benchmarks evaluated before and not now stay in it."""
-    file = workdir / "evaluations" / f"{iteration:06d}.json"
+    file = file_of(workdir, iteration)
     _merge(file, {"iteration": iteration}, metrics)
     return file
 
@@ -198,7 +203,7 @@ def _weights(config: ConfigDict, parts: Parts, workdir: pathlib.Path | None, ite
     from reinforce_ada_jax import export  # noqa: PLC0415  (as in `_newest`)
 
     if workdir is None:
-        return huggingface.load(parts.folder, parts.mesh, config.model.parameter_dtype)[1]
+        return huggingface.load(parts.folder, parts.mesh, config.model.compute_dtype)[1]
     return export.read_params(workdir, config, parts, iteration, config.model.compute_dtype)[1]
 
 

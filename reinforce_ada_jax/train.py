@@ -43,12 +43,13 @@ from reinforce_ada_jax.lifeline import RESTART
 from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.responses import problems_hash
+from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Begun, Pool, Prompt
-from reinforce_ada_jax.updates import Stopped, StoppedInUpdate, Updates
+from reinforce_ada_jax.updates import Stopped, Updates
 
 
 class Run:
@@ -89,6 +90,9 @@ class Run:
         )
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
+        self.inputs = self._inputs()
+        self.whole = True  # False while an update has the state
+        self.stopped: Stopped | None = None  # why the run must end after this iteration
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
@@ -155,6 +159,19 @@ class Run:
             )
         if self.base is not None:
             adapter_files.check_base(self.parts.folder, saved["base"])
+        for what, fingerprint in saved.get("inputs", {}).items():  # older runs have none
+            if self.inputs[what] != fingerprint:
+                raise ValueError(
+                    f"the {what} are not those that the run in {self.workdir} began with: it would go on as another "
+                    "one. Restore them, or choose another --workdir."
+                )
+
+    def _inputs(self) -> dict[str, str | None]:
+        """Fingerprints of what a run reads anew at each start, and must find as it was."""
+        problems = problems_hash((prompt.id, f"{prompt.problem}\n{prompt.answer}") for prompt in self.prompts)
+        anchored = self.config.learning.kl_coefficient and self.learner.lora is None
+        reference = adapter_files.fingerprint(self.parts.folder) if anchored else None
+        return {"prompts of data.prompts": problems, "weights of model.path, the KL term's reference,": reference}
 
     def _architecture(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self.parts.architecture)))
@@ -170,6 +187,7 @@ class Run:
             "begun": ahead.to_json(self.begun),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
             "base": self.base_fingerprint,
+            "inputs": self.inputs,
         }
         self.checkpoints.save(self.iteration, self.state, saved, evaluation)
 
@@ -272,15 +290,19 @@ class Run:
             progress.say(f"iteration {self.iteration + 1}: every group was dropped, so nothing is updated.")
 
     def update(self, groups: Sequence[Group], progress: Progress) -> dict[str, float]:
-        """One optimiser step a minibatch of the groups."""
+        """One optimiser step a minibatch of the groups.
+
+        Where the run must end in the midst of them, the iteration ends with those that were made.
+        """
         iteration = self.iteration + 1
         minibatches = self.updates.minibatches(groups, self.policy(), self.reference)
         finite, metrics = self.updates.check_logprobs(minibatches, iteration, progress.say)
-        try:
-            self.state, means = self.updates.update(self.state, self.base, finite, iteration, progress.say)
-        except StoppedInUpdate as stop:
-            self.state = stop.state
-            raise
+        self.whole = False
+        self.state, means, stopped = self.updates.update(self.state, self.base, finite, iteration, progress.say)
+        self.whole = True
+        if stopped is not None and not means["update/count"]:
+            raise stopped  # nothing of this iteration is in the weights: it will be drawn again
+        self.stopped = stopped
         return metrics | means | {"update/skipped": len(minibatches) - means["update/count"]}
 
     def evaluate(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
@@ -336,9 +358,15 @@ class Run:
         last = self.iteration == self.config.iterations
         return every > 0 and (self.iteration % every == 0 or last)
 
+    def evaluated_before(self) -> bool:
+        """Whether a run that ended in its first iteration has evaluated the weights that it began with."""
+        file = evaluate.file_of(self.workdir, 0)
+        there = json.loads(file.read_text()) if file.exists() else {}
+        return distributed.any_of(all(f"evaluation/{name}/avg" in there for name in self.benchmarks))
+
     def loop(self, verifiers: VerifierPool, progress: Progress) -> None:
         """All iterations that are left."""
-        if self.iteration == 0 and self.config.evaluation.every and self.benchmarks:
+        if self.iteration == 0 and self.config.evaluation.every and self.benchmarks and not self.evaluated_before():
             before = self.evaluate(verifiers, progress)
             if self.metrics is not None:
                 self.metrics.plot(0, before)
@@ -361,6 +389,8 @@ class Run:
             )
             averages = [value for key, value in self.pending.items() if re.fullmatch("evaluation/.*/avg", key)]
             self.pending = None
+            if self.stopped is not None:
+                raise self.stopped
             if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
                 self.save(float(np.mean(averages)) if averages else None)
 
@@ -399,6 +429,17 @@ def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> 
     except Stopped as error:
         run.save()
         code, said = command.STOPPED, f"{error} The state before it is saved as iteration {run.iteration}."
+    except OSError:
+        raise
+    except Exception as error:
+        # A fault, of ours or in a user's reward or strategy. Others of several processes may not have met it: no save.
+        if not run.whole or distributed.count() > 1:
+            raise
+        run.save()
+        run.checkpoints.wait()
+        if not isinstance(error, CannotStart):
+            raise
+        code, said = command.STOPPED, f"{error.line} Iteration {run.iteration} is saved. {run.resume}"
     run.checkpoints.wait()
     return said, code
 

@@ -175,13 +175,14 @@ class Updates:
         minibatches: Sequence[Minibatch],
         iteration: int,
         say: Callable[[str], None],
-    ) -> tuple[LearnerState, dict[str, float]]:
-        """One optimiser step a minibatch; the new state, and means over the steps that were made.
+    ) -> tuple[LearnerState, dict[str, float], Stopped | None]:
+        """One optimiser step a minibatch.
 
-        Raises:
-          StoppedInUpdate: one of them was not finite, and the run is to stop; it holds the state before it.
+        Returns:
+          The new state, means over the steps that were made, and why the run must end, where one of them was not finite
+          and it must: the state is then the one before that step, and the rest of the minibatches is left out.
         """
-        begin, results = time.monotonic(), []
+        begin, results, stopped = time.monotonic(), [], None
         for number, minibatch in enumerate(minibatches, start=1):
             state, result = self.learner.update(state, minibatch.batch, base)
             result = jax.device_get(result)
@@ -193,19 +194,12 @@ class Updates:
             try:
                 self._not_finite(minibatch, iteration, number, len(minibatches), what, say)
             except Stopped as stop:
-                raise StoppedInUpdate(state, str(stop)) from stop
+                stopped = stop
+                break
         # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.
         columns = {name: [getattr(result, name) for result in results] for name in UpdateMetrics._fields}
         means = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
-        return state, means | {"update/count": len(results), "time/update_s": time.monotonic() - begin}
-
-
-class StoppedInUpdate(Stopped):
-    """An update was refused; `state` is the one before it, in place of the one that was donated."""
-
-    def __init__(self, state: LearnerState, said: str):
-        super().__init__(said)
-        self.state = state
+        return state, means | {"update/count": len(results), "time/update_s": time.monotonic() - begin}, stopped
 
 
 def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | str]]]:

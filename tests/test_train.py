@@ -1,5 +1,6 @@
 """Whole runs of the built-in task, small: what they write, and that killing or interrupting them changes nothing."""
 
+import contextlib
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,8 +23,9 @@ from reinforce_ada_jax.checkpoint import fingerprint
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.lifeline import RESTART
 from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.sampling.token import stream
-from tests.running import ROOT, environment, reproducible, restored, saved_config, tiny
+from tests.running import ROOT, cipher_file, environment, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 12
 # Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
@@ -305,11 +308,50 @@ def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
     _, err = finish(start(tmp_path / "run", how=("-c", POISONED)), command.STOPPED)
     last = err.splitlines()[-1]
     assert last.startswith("error: iteration 3, update 2 of 2: loss nan, gradient norm nan: not finite.")
-    assert "saved as iteration 2" in last and "Traceback" not in err
-    assert [line["iteration"] for line in metrics.read(tmp_path / "run")] == [1, 2]
+    # The first update of the iteration is in the weights, so the iteration ends with it, and a resume begins the next.
+    assert "saved as iteration 3" in last and "Traceback" not in err
+    lines = metrics.read(tmp_path / "run")
+    assert [(line["iteration"], line["update/count"], line["update/skipped"]) for line in lines] == [
+        (1, 2, 0), (2, 2, 0), (3, 1, 1),
+    ]  # fmt: skip
     state, record = restored(tmp_path / "run")
-    assert record["iteration"] == 2
+    assert record["iteration"] == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    assert "resuming after iteration 3" in finish(start(tmp_path / "run"))[0]
+    assert [line["iteration"] for line in metrics.read(tmp_path / "run")] == list(range(1, ITERATIONS + 1))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("error", [CannotStart(["mine.py:grade"], "NameError", "Traceback ..."), TypeError("yours")])
+def test_a_fault_costs_nothing_that_is_finished(error, whole):
+    class Run:
+        iteration, resume, saved = 7, "Go on.", []
+        checkpoints = SimpleNamespace(wait=lambda: Run.saved.append("on disk"))
+
+        def loop(self, verifiers, progress):
+            raise error
+
+        def save(self):
+            self.saved.append(self.iteration)
+
+    run = Run()
+    run.whole = whole
+    if whole and isinstance(error, CannotStart):
+        said, code = train.until_the_end(run, contextlib.nullcontext(), None)
+        assert code == command.STOPPED and "mine.py:grade: NameError Iteration 7 is saved. Go on." in said
+    else:
+        with pytest.raises(type(error)):
+            train.until_the_end(run, contextlib.nullcontext(), None)
+    assert run.saved[:2] == ([7, "on disk"] if whole else [])
+
+
+def test_other_prompts_are_refused(start, unbroken, tmp_path):
+    workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
+    saved = saved_config(workdir)
+    saved.data.prompts = others
+    (workdir / "config.json").write_text(config_lib.to_json(saved))
+    _, err = finish(start(workdir, f"--config.data.prompts={others}"), command.BAD_INPUT)
+    assert "the prompts of data.prompts are not those that the run in" in err and "Traceback" not in err
 
 
 # ---- export and evaluate ------------------------------------------------------------------------------------------

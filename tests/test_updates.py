@@ -1,6 +1,7 @@
 """Minibatches of an iteration, with a learner that is scripted: what is refused, skipped, written down and said."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.learning.learner import UpdateMetrics
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
-from reinforce_ada_jax.updates import Stopped, StoppedInUpdate, Updates
+from reinforce_ada_jax.updates import Stopped, Updates
 from tests.running import tiny
 
 COUNT = 3  # minibatches, each of two prompts
@@ -70,18 +71,18 @@ def test_every_update_counts(updates):
     said = []
     finite, gap = made.check_logprobs(minibatches, 1, said.append)
     assert finite == minibatches and gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
-    state, metrics = made.update(0, None, minibatches, 1, said.append)
-    assert state == COUNT and metrics["update/count"] == COUNT and not said
+    state, metrics, stopped = made.update(0, None, minibatches, 1, said.append)
+    assert state == COUNT and metrics["update/count"] == COUNT and not said and stopped is None
     assert metrics["update/loss"] == np.mean(range(COUNT))
 
 
 def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):
     made, minibatches = updates([True, False])
-    with pytest.raises(StoppedInUpdate, match=r"iteration 7, update 2 of 3: loss nan, .* not finite\.") as stop:
-        made.update(0, None, minibatches, 7, None)
-    assert stop.value.state == 1, "the state before it, not the donated one"
+    state, metrics, stopped = made.update(0, None, minibatches, 7, None)
+    assert state == 1 and metrics["update/count"] == 1, "the state before it; the third is left out"
+    assert re.match(r"iteration 7, update 2 of 3: loss nan, .* not finite\.", str(stopped))
     file = tmp_path / "non_finite" / "000007-2.json"
-    assert str(file) in str(stop.value) and "learning.non_finite='skip'" in str(stop.value)
+    assert str(file) in str(stopped) and "learning.non_finite='skip'" in str(stopped)
     written = json.loads(file.read_text())
     assert (written["iteration"], written["update"]) == (7, 2)
     kept = [(row["prompt"], row["draw"]) for row in written["responses"]]
@@ -97,16 +98,16 @@ def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_pa
 def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
     made, minibatches = updates([False, True, False], **{"learning.non_finite": "skip"})
     said = []
-    state, metrics = made.update(5, None, minibatches, 1, said.append)
-    assert state == 6 and metrics["update/count"] == 1 and metrics["update/loss"] == 5.0
+    state, metrics, stopped = made.update(5, None, minibatches, 1, said.append)
+    assert stopped is None and state == 6 and metrics["update/count"] == 1 and metrics["update/loss"] == 5.0
     assert made.skipped_in_a_row == 1 and len(said) == 2 and all("It is skipped." in text for text in said)
 
 
 def test_too_many_in_a_row_stop(updates):
     made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
     made.update(0, None, minibatches, 1, [].append)
-    with pytest.raises(StoppedInUpdate, match=r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4"):
-        made.update(0, None, minibatches, 2, [].append)
+    *_, stopped = made.update(0, None, minibatches, 2, [].append)
+    assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(stopped))
 
 
 def poison(logprobs):
@@ -154,5 +155,5 @@ def test_groups_without_kept_responses_make_no_minibatch(updates):
     made, _ = updates()
     groups = [SimpleNamespace(kept=np.zeros(0, int))] * (2 * COUNT)
     assert made.minibatches(groups, None, None) == []
-    state, metrics = made.update(3, None, [], 1, None)
-    assert state == 3 and metrics["update/count"] == 0 and metrics["update/loss"] == 0.0
+    state, metrics, stopped = made.update(3, None, [], 1, None)
+    assert stopped is None and state == 3 and metrics["update/count"] == 0 and metrics["update/loss"] == 0.0
