@@ -21,8 +21,11 @@ from reinforce_ada_jax.metrics import write_whole
 from reinforce_ada_jax.policy.transformer import Params
 
 # Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
-# (1e-6); elsewhere products are rounded to bfloat16 or less, and a mean beyond the second number is worth a word.
+# (1e-6 at temperature 1, more below it); elsewhere products are rounded to bfloat16 or less, and a mean beyond the
+# second number is worth a word.
 FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
+# Of a batch, what the comparison of log-probabilities looks at.
+CHECKED = ("response_length", "version", "behaviour_logprobs", "old_logprobs")
 
 
 class Stopped(Exception):
@@ -120,7 +123,8 @@ class Updates:
         """
         total, largest, num_tokens, finite = 0.0, 0.0, 0, []
         for number, minibatch in enumerate(minibatches, start=1):
-            batch = jax.tree.map(distributed.fetch, minibatch.batch)
+            batch = minibatch.batch
+            batch = batch.replace(**{name: distributed.fetch(getattr(batch, name)) for name in CHECKED})
             version = np.append(batch.version, np.full_like(batch.version[..., :1], -1), axis=-1)
             version = np.take_along_axis(version, owners(batch), axis=-1)
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
@@ -133,10 +137,11 @@ class Updates:
             num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)
         if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
-            if largest > FLOAT32_LOGPROB_GAP:
+            limit = FLOAT32_LOGPROB_GAP / min(1.0, self.config.sampling.temperature)
+            if largest > limit:
                 raise Stopped(
                     f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
-                    f"float32 they may differ by {FLOAT32_LOGPROB_GAP}. Samples and gradients don't belong together."
+                    f"float32 they may differ by {limit:g}. Samples and gradients don't belong together."
                 )
         elif mean > ALARMING_LOGPROB_GAP:
             say(
