@@ -51,6 +51,10 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Begun, Pool, Prompt
 from reinforce_ada_jax.updates import Stopped, Updates
 
+# A host that looked for a file before process 0 wrote it may be told for so long that there is none: NFS and gcsfuse
+# keep such answers.
+SHARED_AFTER_S = 60
+
 
 class Run:
     """One training run: its parts, its state, and the phases of an iteration."""
@@ -408,11 +412,14 @@ def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         write_whole(file, config_lib.to_json(config))
     distributed.any_of(False)  # until it is written
-    if distributed.any_of(not file.exists()):
-        raise ValueError(
-            f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted "
-            "bucket, NFS)."
-        )
+    for _ in range(SHARED_AFTER_S):
+        if not distributed.any_of(not file.exists()):
+            return
+        time.sleep(1.0)
+    raise ValueError(
+        f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted bucket, "
+        "NFS)."
+    )
 
 
 def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> tuple[str, int]:

@@ -345,6 +345,27 @@ def test_a_fault_costs_nothing_that_is_finished(error, whole):
     assert run.saved[:2] == ([7, "on disk"] if whole else [])
 
 
+@pytest.mark.parametrize("seconds", [0, 3, 10**6])
+def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
+    slept, file = [], tmp_path / "run" / "config.json"
+    monkeypatch.setattr(train.distributed, "is_writer", lambda: False)
+
+    def sleep(time_s):
+        slept.append(time_s)
+        if sum(slept) >= seconds:
+            file.parent.mkdir()
+            file.write_text("{}")
+
+    monkeypatch.setattr(train.time, "sleep", sleep)
+    if not seconds:
+        sleep(0)
+    with (
+        pytest.raises(ValueError, match="is a folder of process 0 alone") if seconds > 60 else contextlib.nullcontext()
+    ):
+        train.write_config(tiny(), tmp_path / "run")
+    assert sum(slept) == min(seconds, train.SHARED_AFTER_S)
+
+
 def test_other_prompts_are_refused(start, unbroken, tmp_path):
     workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
     saved = saved_config(workdir)
