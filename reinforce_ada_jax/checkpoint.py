@@ -7,15 +7,22 @@ weights are theirs alone, and the record names the base.
 Saving goes on beside the run, one checkpoint at a time; one that was not finished when the process died is never
 offered for a resume. Each array has a fingerprint in the record, taken on the devices before it was written, so a
 flipped bit or a missing piece is found before anything is trained on it.
+
+What is learned of an iteration after it was saved (its evaluation, where a run was asked to end in the middle of it)
+goes into the record alone, a small file: it is written anew beside itself and renamed, so a kill leaves the old one or
+the new one, and the arrays are never touched. The record holds the evaluation too, so a resumed run knows which
+checkpoints are the best.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
+import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,12 +69,17 @@ def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
     Raises:
       DamagedError: the record can't be read.
     """
-    file = workdir / "checkpoints" / str(iteration) / "run" / "metadata"
+    file = _record_file(workdir / "checkpoints", iteration)
     try:
         numbers = json.loads(file.read_text())["record"]["fingerprints"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"{file} can't be read ({_first_line(error)}): name another iteration.") from error
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+
+
+def _record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
+    """Where Orbax puts what `JsonSave` is given."""
+    return folder / str(iteration) / "run" / "metadata"
 
 
 def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, LearnerState]:
@@ -107,6 +119,45 @@ def _checksum(record: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+def _with_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    return {"record": record, "checksum": _checksum(record)}
+
+
+@dataclasses.dataclass
+class Kept(checkpoint_managers.PreservationPolicy):
+    """Which checkpoints stay. Orbax's own policies know the evaluations of this process alone.
+
+    Attributes:
+      newest: how many of the newest.
+      best: how many of those with the best evaluation; of equal ones the newest.
+      every: those of every so many iterations; 0: none.
+      evaluations: by iteration, of those that were evaluated.
+    """
+
+    newest: int
+    best: int
+    every: int
+    evaluations: dict[int, float]
+
+    def of(self, iterations: Sequence[int]) -> set[int]:
+        """Those that stay of some."""
+        evaluated = sorted((self.evaluations[i], i) for i in iterations if i in self.evaluations)
+        kept = set(sorted(iterations)[-self.newest :])
+        kept |= {i for _, i in evaluated[-self.best :]} if self.best else set()
+        return kept | {i for i in iterations if self.every and i % self.every == 0}
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
+        """As Orbax asks for it."""
+        del context
+        kept = self.of([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+
 class Checkpoints:
     """The `checkpoints` folder of a work directory."""
 
@@ -120,20 +171,25 @@ class Checkpoints:
           keep_every: those of every so many iterations stay as well; 0: none.
         """
         self.folder = workdir.absolute() / "checkpoints"
-        kept: list[checkpoint_managers.PreservationPolicy] = [checkpoint_managers.LatestN(keep)]
-        if keep_best:
-            kept.append(checkpoint_managers.BestN(
-                get_metric_fn=lambda metrics: metrics["evaluation"], n=keep_best, keep_checkpoints_without_metrics=False
-            ))  # fmt: skip
-        if keep_every:
-            kept.append(checkpoint_managers.EveryNSteps(keep_every))
+        self._kept = Kept(keep, keep_best, keep_every, {})
         self._manager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=checkpoint_managers.AnyPreservationPolicy(kept), enable_async_checkpointing=True
-            ),
+            options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True),
             item_names=("learner", "run"),
         )
+        if keep_best:
+            self._kept.evaluations |= self._saved_evaluations()
+
+    def _saved_evaluations(self) -> dict[int, float]:
+        """By iteration, as process 0 reads them. An unreadable record has none: it is found damaged when it is used."""
+        found = {}
+        for iteration in self.iterations() if distributed.is_writer() else ():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                record = json.loads(_record_file(self.folder, iteration).read_text())["record"]
+                if record["evaluation"] is not None:
+                    found[iteration] = float(record["evaluation"])
+        pairs = json.loads(distributed.exchange(json.dumps(list(found.items())).encode())[0])
+        return dict(map(tuple, pairs))
 
     def latest(self) -> int | None:
         """The newest complete iteration, or None."""
@@ -144,9 +200,11 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, iteration: int, learner: LearnerState, run: dict[str, Any], evaluation: float | None = None) -> None:
-        """Begins to write iteration `iteration`, once the one before is written. A second save of it does nothing.
+        """Begins to write iteration `iteration`, once the one before is written.
 
-        The state may be donated when this returns.
+        The state may be donated when this returns. Of an iteration that is saved already, what is new in the record is
+        on disk then. An evaluation that it has stays where none is given; arrays other than the saved ones are not
+        taken, nor is their record.
 
         Args:
           iteration: finished ones.
@@ -154,16 +212,38 @@ class Checkpoints:
           run: the record, as JSON.
           evaluation: of these weights, higher is better; None where there was none.
         """
+        numbers = [int(number) for number in jax.device_get(fingerprints(learner))]
+        record = run | {"fingerprints": numbers, "evaluation": evaluation}
         if iteration in self._manager.all_steps():
+            with self._writing():
+                self._amend(iteration, record)
             return
-        record = run | {"fingerprints": [int(number) for number in jax.device_get(fingerprints(learner))]}
+        if evaluation is not None:
+            self._kept.evaluations[iteration] = evaluation
         items = ocp.args.Composite(
-            learner=ocp.args.StandardSave(learner),
-            run=ocp.args.JsonSave({"record": record, "checksum": _checksum(record)}),
+            learner=ocp.args.StandardSave(learner), run=ocp.args.JsonSave(_with_checksum(record))
         )
-        metrics = None if evaluation is None else {"evaluation": evaluation}
         with self._writing():
-            self._manager.save(iteration, args=items, metrics=metrics)
+            self._manager.save(iteration, args=items)
+
+    def _amend(self, iteration: int, record: dict[str, Any]) -> None:
+        """Puts a record in the place of a saved one, and removes what would not be there had it been there at once."""
+        self._manager.wait_until_finished()  # until it is in its place
+        saved = self.record(iteration)
+        if record["evaluation"] is None:
+            record["evaluation"] = saved.get("evaluation")
+        news = record["fingerprints"] == saved["fingerprints"] and _checksum(record) != _checksum(saved)
+        # As process 0 sees it, whose record it is; and nobody goes on before all have read what was there.
+        if not distributed.exchange(b"news" if news else b"")[0]:
+            return
+        if distributed.is_writer():
+            _replace(_record_file(self.folder, iteration), json.dumps(_with_checksum(record)))
+        if record["evaluation"] is not None:
+            self._kept.evaluations[iteration] = record["evaluation"]
+        kept = self._kept.of(self.iterations())
+        for other in self.iterations():
+            if other not in kept:
+                self._manager.delete(other)
 
     def check(self) -> None:
         """Raises NotSavedError where writing beside the run went wrong."""
@@ -262,6 +342,7 @@ class Checkpoints:
             there.mkdir(exist_ok=True)
             number = sum(1 for _ in there.iterdir())
             (self.folder / str(iteration)).rename(there / f"{iteration}.{number}")
+        self._kept.evaluations.pop(iteration, None)
         distributed.any_of(False)  # until it is gone
         self._manager.reload()
 
@@ -272,6 +353,16 @@ class Checkpoints:
         """Releases Orbax's threads. What went wrong in writing is for `wait` to say, before."""
         with contextlib.suppress(Exception):
             self._manager.close()
+
+
+def _replace(file: pathlib.Path, text: str) -> None:
+    """As `metrics.write_whole`, and whole even where the machine goes: there may be no other checkpoint."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
 
 
 def _first_line(error: Exception) -> str:

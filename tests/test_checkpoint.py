@@ -1,4 +1,4 @@
-"""Checkpoints that something happened to: flipped bits, missing files, a full disk; and which ones stay."""
+"""Checkpoints that something happened to: flipped bits, missing files, a full disk, a kill; and which ones stay."""
 
 import gc
 import json
@@ -192,3 +192,115 @@ def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner):
     said = []
     assert newest(copied, learner, said)[1]["iteration"] == 3 and not said
     assert json.loads((copied / "checkpoints" / "3" / "run" / "metadata").read_text())
+
+
+# ---- what is learned after a save ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened():
+    """opened(workdir, ...) -> Checkpoints, closed at the end: each as a process of its own would see the folder."""
+    made = []
+
+    def opened(workdir, **settings):
+        made.append(Checkpoints(workdir, **settings))
+        return made[-1]
+
+    yield opened
+    for checkpoints in made:
+        checkpoints.close()
+
+
+BEST = {"keep": 1, "keep_best": 1}
+
+
+def save_all(checkpoints, state, evaluations):
+    for iteration, evaluation in evaluations.items():
+        checkpoints.save(iteration, state, {"iteration": iteration, "pending": None}, evaluation)
+    checkpoints.wait()
+
+
+def test_a_resumed_run_knows_which_was_the_best(tmp_path, opened, state):
+    save_all(opened(tmp_path, **BEST), state, {1: 0.9, 2: 0.3})
+    resumed = opened(tmp_path, **BEST)
+    save_all(resumed, state, {3: 0.5, 4: None})
+    assert resumed.iterations() == [1, 4]
+
+
+def test_an_evaluation_after_a_resume_counts(tmp_path, opened, state):
+    # Asked to end in the evaluation of iteration 1: saved without it, and evaluated by the process that goes on.
+    interrupted = opened(tmp_path / "interrupted", **BEST)
+    interrupted.save(1, state, {"iteration": 1, "pending": {"reward": 0.5}})
+    interrupted.wait()
+    resumed = opened(tmp_path / "interrupted", **BEST)
+    assert resumed.record(1)["pending"] == {"reward": 0.5}
+    unbroken = opened(tmp_path / "unbroken", **BEST)
+    for checkpoints in (resumed, unbroken):
+        save_all(checkpoints, state, {1: 0.9, 2: 0.3, 3: 0.2})
+    assert resumed.iterations() == unbroken.iterations() == [1, 3]
+    assert resumed.record(1) == unbroken.record(1)
+
+
+def test_an_evaluation_in_the_same_process_counts_while_the_save_goes_on(tmp_path, opened, state):
+    checkpoints = opened(tmp_path, **BEST)
+    checkpoints.save(1, state, {"iteration": 1, "pending": {}})
+    save_all(checkpoints, state, {1: 0.9, 2: 0.3, 3: 0.2})
+    assert checkpoints.iterations() == [1, 3]
+
+
+def test_the_last_iteration_is_finished_once_it_is_evaluated(tmp_path, opened, state, learner):
+    save_all(opened(tmp_path, **BEST), state, {1: 0.5})
+    interrupted = opened(tmp_path, **BEST)
+    interrupted.save(2, state, {"iteration": 2, "pending": {}})
+    interrupted.wait()
+    assert interrupted.iterations() == [1, 2]
+    save_all(opened(tmp_path, **BEST), state, {2: 0.6})
+    after = opened(tmp_path, **BEST)
+    assert after.iterations() == [2], "as in a run that was not interrupted"
+    restored, record = after.restore(2, *abstract_state(learner[1], learner[0]))
+    assert record["pending"] is None and record["evaluation"] == 0.6
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_save_without_news_takes_nothing_back(tmp_path, opened, state):
+    checkpoints = opened(tmp_path, **BEST)
+    save_all(checkpoints, state, {1: 0.9})
+    before = checkpoints.record(1)
+    save_all(checkpoints, state, {1: None})  # asked to end before anything else was done
+    assert checkpoints.record(1) == before and before["evaluation"] == 0.9
+    # Nor does one of other arrays: they are not those of the checkpoint.
+    checkpoints.save(1, jax.tree.map(lambda x: x + 1, state), {"iteration": 1, "pending": {}})
+    assert checkpoints.record(1) == before
+
+
+def test_a_kill_in_an_amendment_leaves_a_whole_checkpoint(tmp_path, opened, state, learner, monkeypatch):
+    checkpoints = opened(tmp_path, **BEST)
+    checkpoints.save(1, state, {"iteration": 1, "pending": {}})
+    checkpoints.wait()
+
+    def cut_off(self, target):
+        self.write_text(self.read_text()[:10])  # as far as it came
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "replace", cut_off)
+        with pytest.raises(NotSavedError, match="no checkpoint could be written to .*: no space left"):
+            checkpoints.save(1, state, {"iteration": 1, "pending": None}, 0.9)
+    resumed, said = opened(tmp_path, **BEST), []
+    _, record = resumed.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    assert record["pending"] == {} and record["evaluation"] is None and not said
+    save_all(resumed, state, {1: 0.9})
+    assert resumed.record(1)["evaluation"] == 0.9
+
+
+def test_checkpoints_from_before_evaluations_were_in_the_record(copied, opened, state, learner):
+    for iteration in (1, 2, 3):
+        file = copied / "checkpoints" / str(iteration) / "run" / "metadata"
+        record = json.loads(file.read_text())["record"]
+        del record["evaluation"]
+        file.write_text(json.dumps({"record": record, "checksum": checkpoint._checksum(record)}))
+    said, checkpoints = [], opened(copied, **BEST)
+    _, record = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    assert record["iteration"] == 3 and not said
+    save_all(checkpoints, state, {3: 0.9, 4: 0.1})
+    assert checkpoints.iterations() == [3, 4]
