@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -161,7 +162,9 @@ class Kept(checkpoint_managers.PreservationPolicy):
 class Checkpoints:
     """The `checkpoints` folder of a work directory."""
 
-    def __init__(self, workdir: pathlib.Path, *, keep: int, keep_best: int = 0, keep_every: int = 0):
+    def __init__(
+        self, workdir: pathlib.Path, *, keep: int, keep_best: int = 0, keep_every: int = 0, writes: bool = False
+    ):
         """Opens the folder, or begins it.
 
         Args:
@@ -169,8 +172,14 @@ class Checkpoints:
           keep: how many of the newest stay.
           keep_best: how many of those with the best evaluation stay as well.
           keep_every: those of every so many iterations stay as well; 0: none.
+          writes: this is the one training in the work directory: what a kill left unfinished is removed, and may be as
+            large as a checkpoint. Whoever reads beside a training would take away what it is just writing.
         """
         self.folder = workdir.absolute() / "checkpoints"
+        self._writes = writes
+        if writes:
+            self._remove_unfinished()
+            distributed.any_of(False)  # until they are gone
         self._kept = Kept(keep, keep_best, keep_every, {})
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -179,6 +188,11 @@ class Checkpoints:
         )
         if keep_best:
             self._kept.evaluations |= self._saved_evaluations()
+
+    def _remove_unfinished(self) -> None:
+        if distributed.is_writer():
+            for folder in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(folder, ignore_errors=True)  # what can't be removed costs room, and does no other harm
 
     def _saved_evaluations(self) -> dict[int, float]:
         """By iteration, as process 0 reads them. An unreadable record has none: it is found damaged when it is used."""
@@ -350,9 +364,11 @@ class Checkpoints:
         return f"the checkpoint of iteration {iteration} in {self.folder} is damaged: {what}."
 
     def close(self) -> None:
-        """Releases Orbax's threads. What went wrong in writing is for `wait` to say, before."""
+        """Releases Orbax's threads, and the room that a failed save took; `wait`, before, says why it failed."""
         with contextlib.suppress(Exception):
             self._manager.close()
+        if self._writes:
+            self._remove_unfinished()
 
 
 def _replace(file: pathlib.Path, text: str) -> None:

@@ -175,7 +175,7 @@ def test_which_ones_stay(tmp_path, state):
 
 def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner):
     resource = pytest.importorskip("resource")
-    checkpoints = Checkpoints(copied, keep=3)
+    checkpoints = Checkpoints(copied, keep=3, writes=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     import signal  # noqa: PLC0415
 
@@ -190,6 +190,7 @@ def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner):
         signal.signal(signal.SIGXFSZ, before)
         checkpoints.close()
     said = []
+    assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"], "no room is lost"
     assert newest(copied, learner, said)[1]["iteration"] == 3 and not said
     assert json.loads((copied / "checkpoints" / "3" / "run" / "metadata").read_text())
 
@@ -304,3 +305,13 @@ def test_checkpoints_from_before_evaluations_were_in_the_record(copied, opened, 
     assert record["iteration"] == 3 and not said
     save_all(checkpoints, state, {3: 0.9, 4: 0.1})
     assert checkpoints.iterations() == [3, 4]
+
+
+def test_what_a_kill_left_unfinished_goes_when_a_training_begins(copied, opened):
+    unfinished = copied / "checkpoints" / "4.orbax-checkpoint-tmp" / "learner"
+    unfinished.mkdir(parents=True)
+    (unfinished / "array").write_bytes(b"half of it")
+    assert opened(copied, keep=3).iterations() == [1, 2, 3]
+    assert (unfinished / "array").exists(), "evaluate and export may read beside the training that writes it"
+    assert opened(copied, keep=3, writes=True).iterations() == [1, 2, 3]
+    assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
