@@ -1,19 +1,26 @@
 """Checkpoints that something happened to: flipped bits, missing files, a full disk, a kill; and which ones stay."""
 
+import errno
+import fcntl
 import gc
 import json
+import os
 import pathlib
+import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import assembly, checkpoint
+from reinforce_ada_jax import assembly, checkpoint, workdir_lock
 from reinforce_ada_jax.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
 from reinforce_ada_jax.learning.learner import Learner
-from tests.running import tiny
+from reinforce_ada_jax.workdir_lock import WorkdirLock
+from tests.running import ROOT, environment, tiny
 
 # Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -315,3 +322,38 @@ def test_what_a_kill_left_unfinished_goes_when_a_training_begins(copied, opened)
     assert (unfinished / "array").exists(), "evaluate and export may read beside the training that writes it"
     assert opened(copied, keep=3, writes=True).iterations() == [1, 2, 3]
     assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
+
+
+# ---- one training at a time ---------------------------------------------------------------------------------------
+
+
+def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
+    hold = "import pathlib, sys, time; from reinforce_ada_jax.workdir_lock import WorkdirLock; "
+    hold += "lock = WorkdirLock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    workdir = tmp_path / "runs" / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-c", hold, workdir], cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert first.stdout.readline() == "held\n"
+        said = rf"another training runs in {re.escape(str(workdir))} \(process {first.pid} on .*name another --workdir"
+        with pytest.raises(ValueError, match=said):
+            WorkdirLock(workdir)
+    finally:
+        first.kill()
+        first.communicate()
+    WorkdirLock(workdir).close()  # the end of the process let go of it, and so does this
+    again = WorkdirLock(workdir)
+    assert (workdir / workdir_lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
+    again.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+    def flock(descriptor, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    locks = [WorkdirLock(tmp_path), WorkdirLock(tmp_path)]
+    for lock in locks:
+        lock.close()
