@@ -23,6 +23,7 @@ import logging
 import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,8 @@ from reinforce_ada_jax.policy.transformer import init
 
 # Where damaged checkpoints are put, beside those that are whole.
 DAMAGED = "damaged_checkpoints"
+# Threads of a save that has failed may still put files into its folder while that is removed.
+REMOVALS = 20
 
 
 def _is_said_elsewhere(record: logging.LogRecord) -> bool:
@@ -190,9 +193,15 @@ class Checkpoints:
             self._kept.evaluations |= self._saved_evaluations()
 
     def _remove_unfinished(self) -> None:
-        if distributed.is_writer():
-            for folder in self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+        if not distributed.is_writer():
+            return
+        for _ in range(REMOVALS):
+            unfinished = list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+            for folder in unfinished:
                 shutil.rmtree(folder, ignore_errors=True)  # what can't be removed costs room, and does no other harm
+            if not unfinished:
+                return
+            time.sleep(0.1)
 
     def _saved_evaluations(self) -> dict[int, float]:
         """By iteration, as process 0 reads them. An unreadable record has none: it is found damaged when it is used."""

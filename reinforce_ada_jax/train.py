@@ -50,6 +50,7 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Begun, Pool, Prompt
 from reinforce_ada_jax.updates import Stopped, Updates
+from reinforce_ada_jax.workdir_lock import WorkdirLock
 
 # A host that looked for a file before process 0 wrote it may be told for so long that there is none: NFS and gcsfuse
 # keep such answers.
@@ -91,12 +92,14 @@ class Run:
             keep=config.checkpoint.keep,
             keep_best=config.checkpoint.keep_best,
             keep_every=config.checkpoint.keep_every,
+            writes=True,
         )
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
         self.inputs = self._inputs()
         self.whole = True  # False while an update has the state
         self.stopped: Stopped | None = None  # why the run must end after this iteration
+        self.evaluation: float | None = None  # mean avg@k of the weights as they are, where they were evaluated
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
@@ -180,8 +183,8 @@ class Run:
     def _architecture(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self.parts.architecture)))
 
-    def save(self, evaluation: float | None = None) -> None:
-        """Begins to write the whole state as of the last finished iteration; `evaluation` is the mean avg@k of it."""
+    def save(self) -> None:
+        """Begins to write the whole state as of the last finished iteration."""
         saved = {
             "iteration": self.iteration,
             "architecture": self._architecture(),
@@ -193,7 +196,7 @@ class Run:
             "base": self.base_fingerprint,
             "inputs": self.inputs,
         }
-        self.checkpoints.save(self.iteration, self.state, saved, evaluation)
+        self.checkpoints.save(self.iteration, self.state, saved, self.evaluation)
 
     def policy(self) -> Params:
         """The current weights, to score with and to decode from. An update donates them: ask anew after each."""
@@ -298,15 +301,19 @@ class Run:
 
         Where the run must end in the midst of them, the iteration ends with those that were made.
         """
-        iteration = self.iteration + 1
+        iteration, skipped = self.iteration + 1, self.updates.skipped_in_a_row
         minibatches = self.updates.minibatches(groups, self.policy(), self.reference)
-        finite, metrics = self.updates.check_logprobs(minibatches, iteration, progress.say)
-        self.whole = False
-        self.state, means, stopped = self.updates.update(self.state, self.base, finite, iteration, progress.say)
-        self.whole = True
-        if stopped is not None and not means["update/count"]:
-            raise stopped  # nothing of this iteration is in the weights: it will be drawn again
-        self.stopped = stopped
+        try:
+            finite, metrics = self.updates.check_logprobs(minibatches, iteration, progress.say)
+            self.whole = False
+            self.state, means, stopped = self.updates.update(self.state, self.base, finite, iteration, progress.say)
+            self.whole = True
+            if stopped is not None and not means["update/count"]:
+                raise stopped
+        except Stopped:  # nothing of this iteration is in the weights: it will be drawn, and its skips counted, again
+            self.updates.skipped_in_a_row = skipped
+            raise
+        self.stopped, self.evaluation = stopped, None
         return metrics | means | {"update/skipped": len(minibatches) - means["update/count"]}
 
     def evaluate(self, verifiers: VerifierPool, progress: Progress) -> dict[str, float]:
@@ -392,11 +399,13 @@ class Run:
                 }
             )
             averages = [value for key, value in self.pending.items() if re.fullmatch("evaluation/.*/avg", key)]
-            self.pending = None
+            self.evaluation, self.pending = float(np.mean(averages)) if averages else None, None
             if self.stopped is not None:
                 raise self.stopped
-            if self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
-                self.save(float(np.mean(averages)) if averages else None)
+            # One that was saved before its evaluation, on the way out, is completed.
+            saved = self.iteration in self.checkpoints.iterations()
+            if saved or self.due(self.config.checkpoint.every) or self.iteration == self.config.iterations:
+                self.save()
 
 
 def peak_memory() -> int:
@@ -474,6 +483,7 @@ def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> N
         params = None if holds_checkpoint(workdir) else assembly.load_params(config, parts)
         distributed.check_same("the configurations", config_lib.to_json(config))
         distributed.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
+        lock = WorkdirLock(workdir)
         write_config(config, workdir)
         run = Run(config, workdir, parts, prompts, benchmarks, params, quiet=quiet)
     if not silent:
@@ -490,6 +500,7 @@ def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> N
         if run.metrics is not None:
             run.metrics.close()
         run.checkpoints.close()
+        lock.close()
     progress.close()
     if said:
         command.fail(said, code)

@@ -366,6 +366,18 @@ def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
     assert sum(slept) == min(seconds, train.SHARED_AFTER_S)
 
 
+def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):
+    workdir = tmp_path / "run"
+    first = start(workdir, "--config.iterations=1000")
+    wait_for_lines(first, workdir, 1)
+    before = (workdir / "config.json").read_bytes()
+    _, err = finish(start(workdir), command.BAD_INPUT)
+    assert f"another training runs in {workdir} (process {first.pid} on " in err and "Traceback" not in err
+    assert (workdir / "config.json").read_bytes() == before
+    first.kill()
+    first.communicate()
+
+
 def test_other_prompts_are_refused(start, unbroken, tmp_path):
     workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
     saved = saved_config(workdir)
