@@ -65,19 +65,26 @@ class ExpectedDraws:
     """Responses that prompts are expected to take: as planned; else by the pass rates that came with the data.
 
     Responses of one run are about as long for one prompt as for another before they are drawn, so this stands for
-    tokens.
+    tokens. What enumeration can't follow (a rule that looks at more of a prompt than its counts, or goes on for very
+    long) is expected to be the same for all: shares then weigh what they may, and the pools are the same.
     """
 
     def __init__(self, collection: CollectionConfig):
         self._collection = collection
         self._known: dict[float, float] = {}  # by pass rate
+        self._followed = True  # until enumeration fails
 
     def __call__(self, prompts: Sequence[Prompt], planned: Mapping[str, int]) -> list[float]:
         """One number a prompt; 1 for all where nothing is known of any."""
         rates = {prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
         new = sorted(rates - self._known.keys())
-        if new and not planned:
-            self._known |= dict(zip(new, expectations(self._collection, new).draws.tolist(), strict=True))
+        if new and not planned and self._followed:
+            try:
+                self._known |= dict(zip(new, expectations(self._collection, new).draws.tolist(), strict=True))
+            except Exception:  # a user's rule may raise anything; it does so in every process, so all expect the same
+                self._followed = False
+        if not self._followed and not planned:
+            return [1.0] * len(prompts)
         mean = float(np.mean([self._known[rate] for rate in rates])) if rates and not planned else 1.0
         return [float(planned.get(prompt.id, self._known.get(prompt.pass_rate, mean))) for prompt in prompts]
 

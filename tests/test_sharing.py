@@ -185,6 +185,42 @@ def test_shares_are_balanced_by_expected_draws():
     assert expected(make_prompts(["p0", "p1"]), {}) == [1, 1]
 
 
+LOOKS_AT_ITS_PROMPT = """
+from reinforce_ada_jax.collection.strategies import Strategy, keep_all, one_round, until
+
+def mine(config):
+    return Strategy(
+        lambda record: 0 if record.rounds else 4 if record.prompt.pass_rate > 0.2 else 8,
+        one_round, keep_all, max_draws=8, max_kept=8,
+    )
+"""
+
+
+@pytest.mark.parametrize("strategy", ["mine", "ngu"])
+def test_what_enumeration_cannot_follow_is_expected_to_be_even(monkeypatch, tmp_path, strategy):
+    # In one process neither is enumerated: a rule that reads the prompt itself, and one that all but never gives up.
+    (tmp_path / "file.py").write_text(LOOKS_AT_ITS_PROMPT)
+    settings = section(f"{tmp_path / 'file.py'}:mine" if strategy == "mine" else "ngu")
+    settings.max_draws, settings.retry_probability = 0, 0.999
+    prompts = make_prompts((f"p{row}" for row in range(1, 5)), lambda row: (0.1, 0.3, 0.5, 0.0)[row])
+
+    def program(index):
+        expected = sharing.ExpectedDraws(settings)
+        assert expected(make_prompts(["q0"], lambda row: 1.0), {}) == ([4.0] if strategy == "ngu" else [1.0])
+        assert expected(prompts, {}) == [1.0] * 4, "also where something is known of other prompts"
+        assert expected(prompts[:1], {"p1": 3}) == [3.0]
+
+        def draw(work):
+            return collect(work.prompts, sample, verify, work.strategy), collections.Counter()
+
+        return sharing.collect_everywhere(sharing.Work(prompts, strategies.build(settings)), draw, expected)[0]
+
+    processes = Processes(2)
+    (alone,) = Processes(1).run(lambda index: collect(prompts, sample, verify, strategies.build(settings)))
+    monkeypatch.setattr(sharing, "distributed", processes)
+    assert [described(pools) for pools in processes.run(program)] == [described(alone)] * 2
+
+
 def test_a_share_survives_the_way_there_and_back():
     prompts = make_prompts(["p0", "p1"])
     responses = tuple(drawn("p1", draw) for draw in range(3))
