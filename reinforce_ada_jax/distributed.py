@@ -25,6 +25,7 @@ CHUNK = 2**20
 NEWS_S = 5  # between a collective that fails and the news that a process is gone
 # The variables that name the processes where no cluster does; the first is JAX's own.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
 
 _lifeline: Lifeline | None = None
 
@@ -38,7 +39,7 @@ def initialize(*, cluster: bool) -> None:
 
     Raises:
       ValueError: some of the variables are set and others are not, or they name no process; or `cluster`, and there is
-        none.
+        none; or the processes can't connect with each other.
     """
     given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if not cluster and not given:
@@ -65,17 +66,29 @@ def _numbers(given: dict[str, str]) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
+def _host(address: str) -> str:
+    """The host of HOST:PORT; an IPv6 address may stand in brackets."""
+    return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
 def _join_lifeline() -> None:
     from jax._src import distributed as jax_distributed  # noqa: PLC0415  (its key-value store has no public name)
 
     global _lifeline  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
     store, address = jax_distributed.global_state.client, jax_distributed.global_state.coordinator_address
-    host, key = address.rsplit(":", 1)[0].strip("[]"), "reinforce_ada_jax/lifeline"
+    key = "reinforce_ada_jax/lifeline"
     _lifeline = Lifeline(index(), count())
     if index() == 0:
-        store.key_value_set(key, _lifeline.listen(host))
+        store.key_value_set(key, _lifeline.listen(_host(os.environ.get(BIND, ""))))
     else:
-        _lifeline.connect(host, store.blocking_key_value_get(key, 1000 * TIMEOUT_S))
+        try:
+            said = store.blocking_key_value_get(key, 1000 * TIMEOUT_S)
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(
+                f"process 0 at {address} did not say within {TIMEOUT_S} s where it listens ({error}): see what its "
+                "log says."
+            ) from error
+        _lifeline.connect(_host(address), said)
     _lifeline.start()
 
 
