@@ -1,6 +1,7 @@
 """How a command starts: flags, and errors of the user's making on one screen, without a stack trace."""
 
 import contextlib
+import errno
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,14 @@ from ml_collections import ConfigDict, config_flags
 # Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed. One more
 # is lifeline.RESTART: the machine is being taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+# What the operating system says of a path, and says again however often the command is started;
+_FOR_GOOD = frozenset({
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
+    errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.EXDEV,
+})  # fmt: skip
+# and of a disk, often without a name.
+_OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
 def define_config() -> flags.FlagHolder[ConfigDict]:
@@ -31,11 +40,27 @@ def fail(message: object, code: int = BAD_INPUT) -> NoReturn:
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Around everything that reads what the user gave: a ValueError there says what to mend, and ends the process."""
+    """Around everything that reads what the user gave: a ValueError there says what to mend, and ends the process.
+
+    So does what the operating system says of a file or a folder. What it says of anything else passes.
+    """
     try:
         yield
     except ValueError as error:
         fail(error)
+    except OSError as error:
+        if error.filename is not None and error.errno in _FOR_GOOD:
+            fail(f"{_said(error)}: name another path, or mend what stands there and who may use it.")
+        if error.filename is not None or error.errno in _OF_DISKS:
+            # Another time it may go well: launch/ starts again what ended as STOPPED, and not what is BAD_INPUT.
+            fail(f"{_said(error)}. Mend that (a full disk: make room), then start the same command again.", STOPPED)
+        raise
+
+
+def _said(error: OSError) -> str:
+    """As Python says it, without the number: "Not a directory: 'a/b'"."""
+    names = [repr(str(name)) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([error.strerror, *([" -> ".join(names)] if names else [])])
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a user's mistake looks like: one screen that names value and remedy, exit code 2, and no file written."""
 
+import errno
 import pathlib
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax import assembly, command, evaluate, export, train, warm_start
 from reinforce_ada_jax import config as config_lib
-from tests.running import ROOT, environment, tiny
+from tests.running import ROOT, cipher_file, environment, tiny
 
 TINY = "--config=configs/tiny.py"
 # A command of no other work, and so without the seconds that importing jax takes.
@@ -196,6 +197,70 @@ def test_a_workdir_of_another_run(tmp_path, capsys):
     )
     assert [file.name for file in workdir.iterdir()] == ["config.json"]
     assert (workdir / "config.json").read_text() == saved
+
+
+# ---- what the operating system says ------------------------------------------------------------------------------
+
+
+def test_a_work_directory_under_a_file(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    for workdir in (file / "run", file):
+        text = refused(capsys, train.main, tiny(), workdir)
+        check_message(text, repr(str(workdir)), "name another path")
+        assert len(text.splitlines()) == 1
+    assert file.read_text() == ""
+
+
+def test_a_store_under_a_file(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    model, output = str(assembly.ASSETS / "cipher"), str(tmp_path / "file" / "output")
+    config = tiny(**{"evaluation.benchmarks": (cipher_file(tmp_path / "words.jsonl", 2),), "evaluation.samples": 1})
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main(config, None, model, [], None, output)
+    assert ended.value.code == command.BAD_INPUT
+    check_message(capsys.readouterr().err, repr(output), "name another path")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), command.BAD_INPUT, "Permission denied: '/a/b': "),
+        (OSError(errno.EROFS, "Read-only file system", "/a"), command.BAD_INPUT, "Read-only file system: '/a': "),
+        (OSError(errno.EXDEV, "Cross-device link", "/a", None, "/b"), command.BAD_INPUT, "link: '/a' -> '/b': "),
+        # A disk may be well again when launch/ starts the run again, which it doesn't after BAD_INPUT.
+        (OSError(errno.ENOSPC, "No space left on device"), command.STOPPED, "No space left on device. Mend that"),
+        (OSError(errno.EIO, "Input/output error", "/a"), command.STOPPED, "Input/output error: '/a'. Mend that"),
+        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/a"), command.STOPPED, "'/mnt/a'. Mend"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_the_operating_system_says_of_a_path_is_one_line(capsys, error, code, said):
+    with pytest.raises(SystemExit) as ended, command.user_input():
+        raise error
+    assert ended.value.code == code
+    text = capsys.readouterr().err
+    check_message(text, said)
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("a fault of the program"),
+        KeyError("key"),
+        OSError(errno.EBADF, "Bad file descriptor"),
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        ChildProcessError(errno.ECHILD, "No child processes"),
+        OSError("of a library, without a number"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_may_be_a_fault_of_the_program_is_not_hidden(error):
+    with pytest.raises(type(error)) as raised, command.user_input():
+        raise error
+    assert raised.value is error
 
 
 # ---- evaluate, export, warm_start ---------------------------------------------------------------------------------
