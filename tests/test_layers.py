@@ -13,7 +13,7 @@ PACKAGE = "reinforce_ada_jax"
 # A folder, or a file beside the folders, is a room; whatever is not named is an entry point, above all of these.
 # `checkpoint` stands beside `learning` in the picture, but what it saves is the learner's state: one higher.
 LAYERS = (
-    {"types", "collection_rules", "lifeline"},
+    {"types", "collection_rules", "lifeline", "user_code"},
     {"config_rules"},
     {"config", "mesh", "metrics", "distributed"},
     {"policy", "rewards", "data", "collection"},
@@ -22,7 +22,9 @@ LAYERS = (
 )
 # Stages are joined by functions that the entry points hand over. The policy is no stage: it is what they are about.
 STAGES = {"rewards", "data", "collection", "sampling", "learning"}
-HOST_ROOMS = ("types", "collection", "rewards", "data", "plot", "simulate", "simulate_output", "simulate_questions")
+HOST_ROOMS = (
+    "types", "user_code", "collection", "rewards", "data", "plot", "simulate", "simulate_output", "simulate_questions",
+)  # fmt: skip
 FOREIGN = {"torch", "tensorflow", "pickle", "dill", "cloudpickle", "joblib", "shelve"}
 
 

@@ -5,7 +5,6 @@ docs/strategies.md shows how to add one from outside of the package.
 """
 
 import dataclasses
-import importlib.util
 import pathlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reinforce_ada_jax import collection_rules
+from reinforce_ada_jax import collection_rules, user_code
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import objectives
 from reinforce_ada_jax.collection.allocation import allocate
@@ -261,21 +260,18 @@ def _load_function(reference: str) -> Callable[[Any], Strategy]:
     """The function that "file.py:name" names: the user's own code, run as such.
 
     Raises:
-      ValueError: there is no such file, or no such function in it.
+      ValueError: there is no such file, it isn't Python, or it defines no such function.
     """
-    path, _, name = reference.rpartition(":")
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"collection.strategy is {reference!r}, but there is no file {path!r}.")
-    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-    if spec is None:
-        raise ValueError(
-            f"collection.strategy is {reference!r}, but {path!r} is no Python file: its name must end in .py."
-        )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    path_name, _, name = reference.rpartition(":")
+    path, named = pathlib.Path(path_name), f"collection.strategy is {reference!r}"
+    user_code.parse(path, named)
+    module = user_code.run(path)
     if not hasattr(module, name):
-        raise ValueError(f"collection.strategy is {reference!r}, but {path} defines no {name!r}.")
-    return getattr(module, name)
+        raise ValueError(f"{named}, but {path} defines no {name!r}.")
+    function = getattr(module, name)
+    if not callable(function):
+        raise ValueError(f"{named}, which is {function!r}; it must be a function of the collection section.")
+    return function
 
 
 def with_defaults(config: CollectionConfig) -> SimpleNamespace:

@@ -8,13 +8,12 @@ import ast
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import pathlib
 import sys
-import types
 from collections.abc import Callable, Iterable
 
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.types import Verdict
 
 # A user's function may return a bool or any number instead of a Verdict; `worker.guarded` makes one of it.
@@ -73,32 +72,17 @@ def file_address(name: str) -> str:
         raise ValueError(f"a grade function of yours is named as file.py:function, which {name!r} is not.")
     path_name, _, function = name.rpartition(":")
     path = pathlib.Path(path_name).resolve()
-    if not path.is_file():
-        raise ValueError(f"the grade function is {name!r}, but there is no file {path}.")
-    try:
-        bound = list(_bound(ast.parse(path.read_bytes(), filename=str(path)).body))
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
-        raise ValueError(f"the grade function is {name!r}, but {path} is not valid Python: {error}.") from error
+    bound = list(_bound(user_code.parse(path, f"the grade function is {name!r}").body))
     if function not in bound and "*" not in bound:
         found = ", ".join(entry for entry in bound if "." not in entry) or "nothing"
         raise ValueError(f"the grade function is {name!r}, but {path} defines no {function!r} (it defines {found}).")
     return f"{path}:{function}"
 
 
-def _module_of_file(path: pathlib.Path) -> types.ModuleType:
-    """Runs a file as a module. It may import what lies beside it, as a script may."""
-    sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up; a module of that name stays
-    spec.loader.exec_module(module)
-    return module
-
-
 def load(name: str) -> GradeFn:
     """The function of an address, after its module's `warm_up()` where there is one. For workers only."""
     place, _, qualname = name.rpartition(":")
-    module = _module_of_file(pathlib.Path(place)) if is_file(name) else importlib.import_module(place)
+    module = user_code.run(pathlib.Path(place)) if is_file(name) else importlib.import_module(place)
     grade_fn = functools.reduce(getattr, qualname.split("."), module)
     if not callable(grade_fn):
         raise TypeError(f"{name} is {grade_fn!r}, not a function of (response, answer)")

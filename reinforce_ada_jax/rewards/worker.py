@@ -69,7 +69,7 @@ def guarded(grade_fn: GradeFn, caught: type[BaseException]) -> Callable[[str, st
 def _in_one_line(error: BaseException) -> str:
     """What was raised, and the last place on the way there that is neither ours nor the import system's."""
     said = " ".join(traceback.format_exception_only(error)[-1].split())
-    ours = os.path.dirname(__file__)
+    ours = os.path.dirname(os.path.dirname(__file__))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,6 +1,8 @@
 """What every strategy draws and keeps, by hand. What the kept ones are worth is in test_advantages.py."""
 
 import dataclasses
+import importlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -379,6 +381,69 @@ def test_a_users_strategy_that_is_not_there(users_file):
         strategies.build(config(f"{users_file}:nothing"))
     with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or"):
         strategies.build(config("best"))
+
+
+WITH_A_DATACLASS = """
+from __future__ import annotations
+import dataclasses
+import beside
+from reinforce_ada_jax.collection.strategies import fixed
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    first: int = beside.FOUR
+
+def mine(config):
+    return fixed(Sizes().first)
+"""
+
+
+@pytest.fixture
+def import_state(monkeypatch):
+    """What a test adds to where and what is imported is gone after it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("stem", ["mine", "wave", "my.own"])
+def test_a_users_file_is_a_module_with_a_name_of_its_own(tmp_path, import_state, stem):
+    # `wave` is a module of the standard library that nothing here has imported: the file must not stand in its place.
+    (tmp_path / "beside.py").write_text("FOUR = 4\n")
+    file = tmp_path / f"{stem}.py"
+    file.write_text(WITH_A_DATACLASS)
+    before = list(sys.path)
+    for _ in range(2):
+        assert strategies.build(config(f"{file}:mine")).max_draws == 4
+    assert sys.path == [*before, str(tmp_path)]
+    assert stem not in sys.modules and (stem != "wave" or hasattr(importlib.import_module(stem), "Wave_read"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef mine(:\n", r"mine.py is not valid Python: .*line 2"),
+        ("return 3\n", r"mine.py is not valid Python: .*outside function.*line 1"),
+        ("x = '\0'\n", r"mine.py is not valid Python"),
+        ("mine = 3\n", r"mine.py:mine', which is 3; it must be a function"),
+    ],
+)
+def test_a_users_file_that_can_not_be_read_is_one_line(tmp_path, import_state, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        strategies.build(config(f"{tmp_path / 'mine.py'}:mine"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_users_file_that_fails_says_where(tmp_path, import_state):
+    (tmp_path / "mine.py").write_text("\nimport a_package_that_is_not_there\n")
+    before = set(sys.modules)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there") as error:
+        strategies.build(config(f"{tmp_path / 'mine.py'}:mine"))
+    assert error.traceback[-1].path == tmp_path / "mine.py" and error.traceback[-1].lineno == 1  # from 0
+    assert set(sys.modules) == before
 
 
 def test_a_strategy_of_ones_own_that_plans_does_not_overlap(tmp_path):

@@ -113,6 +113,7 @@ def test_the_parent_checks_a_file_without_running_it(tmp_path):
         ("absent.py:grade", "there is no file .*absent.py"),
         ("broken.py:grade", "broken.py is not valid Python: .*line 2"),
         ("null.py:grade", "null.py is not valid Python"),
+        ("loose.py:grade", "loose.py is not valid Python: .*outside function"),
         ("empty.py:grade", r"empty.py defines no 'grade' \(it defines nothing\)"),
         ("empty.py", "is named as file.py:function"),
         ("empty.txt:grade", "is named as file.py:function"),
@@ -123,6 +124,7 @@ def test_what_can_be_mended_is_said_before_anything_starts(name, message, tmp_pa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("x = 1\ndef grade(:\n")
     (tmp_path / "null.py").write_bytes(b"x = '\0'\n")
+    (tmp_path / "loose.py").write_text("return 3\ndef grade(r, a): ...\n")
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ValueError, match=message):
         assembly.verifier_pool(configured(name))
@@ -133,7 +135,7 @@ def test_what_can_be_mended_is_said_before_anything_starts(name, message, tmp_pa
     [
         ("import a_package_that_is_not_there\ndef grade(r, a): ...\n", "(?s)cannot start.*a_package_that_is_not_there"),
         ("grade = 3\n", "(?s)cannot start.*is 3, not a function"),
-        ("def grade(r, a): ...\nimport sys\nsys.exit(4)\n", "(?s)cannot start.*SystemExit: 4"),
+        ("def grade(r, a): ...\nimport sys\nsys.exit(4)\n", r"(?s)SystemExit: 4 \(.*failing.py, line 3\)"),
     ],
 )
 def test_a_file_that_fails_when_it_is_run_is_an_error_at_once(text, message, tmp_path):
@@ -157,6 +159,17 @@ def test_a_file_may_have_the_name_of_a_module(tmp_path):
     (tmp_path / "math.py").write_text("import math\ndef grade(response, answer):\n    return math.sqrt(1.0)\n")
     with VerifierPool(f"{tmp_path / 'math.py'}:grade", workers=1, time_limit_s=1.0) as pool:
         assert pool.grade_all([("", "")]) == [Verdict(True, 1.0)]
+
+
+def test_a_file_may_define_dataclasses(tmp_path):
+    # They look their module up by its name, which a module of the standard library has already.
+    (tmp_path / "statistics.py").write_text(
+        "from __future__ import annotations\nimport dataclasses\nimport statistics\n"
+        "@dataclasses.dataclass\nclass Half:\n    value: float = statistics.mean([0, 1])\n"
+        "def grade(response, answer):\n    return Half().value\n"
+    )
+    with VerifierPool(f"{tmp_path / 'statistics.py'}:grade", workers=1, time_limit_s=1.0) as pool:
+        assert pool.grade_all([("", "")]) == [Verdict(False, 0.5)]
 
 
 def test_a_benchmark_has_the_grader_that_the_configuration_gives_it(tmp_path):
