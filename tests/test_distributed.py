@@ -218,6 +218,64 @@ def test_half_named_processes_are_refused(monkeypatch, given, said):
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [("[::1]:8476", "::1"), ("::1:8476", "::1"), ("a-host.b:8476", "a-host.b"), ("127.0.0.1:8476", "127.0.0.1")],
+)
+def test_the_host_of_an_address(address, host):
+    assert distributed._host(address) == host
+    assert distributed._host("") == "", "all addresses"
+
+
+# What a run does with the other processes before it does anything else.
+JOIN = """
+import sys
+from reinforce_ada_jax import command, distributed, lifeline
+if sys.argv[1] == "deaf":  # process 0 names a port at which nothing listens
+    real, lifeline.JOIN_S = lifeline.Lifeline.listen, 3
+    lifeline.Lifeline.listen = lambda line, host="": "9 " + real(line, host).split()[1]
+with distributed.member():
+    with command.user_input():
+        distributed.initialize(cluster=False)
+    print(distributed.exchange(b"%d" % distributed.index()), flush=True)
+"""
+
+
+def joining(host, *arguments):
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host.strip("[]"), 0))
+        address = f"{host}:{free.getsockname()[1]}"
+    processes = []
+    for index in range(2):
+        given = {distributed.ADDRESS: address, distributed.COUNT: "2", distributed.INDEX: str(index)}
+        processes.append(subprocess.Popen(
+            [sys.executable, "-c", JOIN, *arguments], cwd=ROOT, text=True, env=environment() | given,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ))  # fmt: skip
+    try:
+        return [(*process.communicate(timeout=60), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_processes_join_by_ipv6():
+    try:
+        said = joining("[::1]", "")
+    except OSError:
+        pytest.skip("no IPv6 here")
+    for out, err, code in said:
+        assert code == 0 and out.endswith("[b'0', b'1']\n"), err
+
+
+def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
+    (_, waited, first), (_, refused, second) = joining("127.0.0.1", "deaf")
+    assert first == second == command.BAD_INPUT
+    assert waited.startswith("error: process 0 waited 3 s for process 1 of 2") and waited.count("\n") == 1
+    assert "error: process 1 of 2 can't connect with process 0 at 127.0.0.1, port 9 (" in refused
+    assert "Traceback" not in refused
+
+
 def test_what_is_wrong_with_the_processes_is_one_line(tmp_path):
     flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}")
     command_line = [sys.executable, "-m", "reinforce_ada_jax.train", *flags]
