@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from reinforce_ada_jax import distributed
+from reinforce_ada_jax.collection import enumeration
 from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import EstimateFn
-from reinforce_ada_jax.collection.enumeration import expectations
 from reinforce_ada_jax.collection.strategies import CollectionConfig, Strategy
 from reinforce_ada_jax.collection.transfer import Share, from_bytes, to_bytes
 from reinforce_ada_jax.interrupt import Interrupted
@@ -80,12 +80,13 @@ class ExpectedDraws:
         new = sorted(rates - self._known.keys())
         if new and not planned and self._followed:
             try:
-                self._known |= dict(zip(new, expectations(self._collection, new).draws.tolist(), strict=True))
+                draws = enumeration.expected_draws(self._collection, new)
+                self._known |= dict(zip(new, draws.tolist(), strict=True))
             except Exception:  # a user's rule may raise anything; it does so in every process, so all expect the same
                 self._followed = False
         if not self._followed and not planned:
             return [1.0] * len(prompts)
-        mean = float(np.mean([self._known[rate] for rate in rates])) if rates and not planned else 1.0
+        mean = float(np.mean([self._known[rate] for rate in sorted(rates)])) if rates and not planned else 1.0
         return [float(planned.get(prompt.id, self._known.get(prompt.pass_rate, mean))) for prompt in prompts]
 
 
