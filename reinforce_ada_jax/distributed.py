@@ -164,7 +164,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def member() -> Iterator[None]:
-    """Around a run, after `initialize`: leaves the others at its end; a failure in it ends this process at once.
+    """Around `initialize` and a run: leaves the others at its end; a failure in it ends this process at once.
 
     The others notice by the end of its connection. JAX's own way out waits until all processes come there, which those
     that wait in a program never do.

@@ -522,9 +522,9 @@ if __name__ == "__main__":
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
-        with command.user_input():
-            distributed.initialize(cluster=DISTRIBUTED.value)
-        with distributed.member():
+        with distributed.member():  # one that can't join ends at once, too
+            with command.user_input():
+                distributed.initialize(cluster=DISTRIBUTED.value)
             main(CONFIG.value, pathlib.Path(WORKDIR.value), quiet=QUIET.value)
 
     command.run(start)
