@@ -342,9 +342,9 @@ class Checkpoints:
         Those that are damaged are put aside, and `say` is told; `accept` refuses a record by raising ValueError.
 
         Raises:
-          ValueError: none is whole.
+          ValueError: none is whole; or not all processes see the same folder.
         """
-        iterations = self.iterations()
+        iterations = self._iterations_of_all()
         for iteration in reversed(iterations):
             try:
                 accept(self.record(iteration))
@@ -358,6 +358,24 @@ class Checkpoints:
                 "from. Restore the folder from a copy, or begin anew with another --workdir."
             )
         return None
+
+    def _iterations_of_all(self) -> list[int]:
+        """All complete iterations, once every process sees the same.
+
+        Raises:
+          ValueError: they see different ones for too long.
+        """
+        for _ in range(distributed.SHARED_AFTER_S):
+            seen = distributed.exchange(json.dumps(self.iterations()).encode())
+            if len(set(seen)) == 1:
+                return self.iterations()
+            time.sleep(1.0)
+            self._manager.reload()
+        lists = ", ".join(f"process {number} {mine.decode()}" for number, mine in enumerate(seen))
+        raise ValueError(
+            f"the processes see different checkpoints in {self.folder}: {lists}. Give all of them one folder (a "
+            "mounted bucket, NFS)."
+        )
 
     def _put_aside(self, iteration: int) -> None:
         if distributed.is_writer():

@@ -22,6 +22,8 @@ from reinforce_ada_jax.lifeline import TIMEOUT_S, Lifeline
 
 # Bytes that `exchange` sends at a time. One size, so that one program serves every exchange of a run.
 CHUNK = 2**20
+# Seconds for which a host may not see in a shared folder what another one wrote: NFS and gcsfuse keep old answers.
+SHARED_AFTER_S = 60
 NEWS_S = 5  # between a collective that fails and the news that a process is gone
 # The variables that name the processes where no cluster does; the first is JAX's own.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"

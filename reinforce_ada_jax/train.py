@@ -18,14 +18,22 @@ import pathlib
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, distributed, evaluate, run_summary, sampled_responses, sharing
+from reinforce_ada_jax import (
+    assembly,
+    command,
+    distributed,
+    evaluate,
+    run_identity,
+    run_summary,
+    sampled_responses,
+    sharing,
+)
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
@@ -40,21 +48,15 @@ from reinforce_ada_jax.interrupt import Interrupt, Interrupted
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.lifeline import RESTART
-from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress, write_whole
-from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.responses import problems_hash
 from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
+from reinforce_ada_jax.run_folder import WorkdirLock, write_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.types import Begun, Pool, Prompt
 from reinforce_ada_jax.updates import Stopped, Updates
-from reinforce_ada_jax.workdir_lock import WorkdirLock
-
-# A host that looked for a file before process 0 wrote it may be told for so long that there is none: NFS and gcsfuse
-# keep such answers.
-SHARED_AFTER_S = 60
 
 
 class Run:
@@ -81,12 +83,11 @@ class Run:
         self.compiles = CompileCounter()
         self.learner = Learner(parts.architecture, config, parts.mesh)
         self.updates = Updates(config, self.strategy, self.learner, workdir)
-        # The frozen weights under the adapters, and which they are; None where all weights are trained.
+        self.identity = run_identity.identity(config, parts, prompts)
+        # The frozen weights under the adapters; None where all weights are trained.
         self.base: Params | None = None
-        self.base_fingerprint: str | None = None
         if self.learner.lora is not None:
             self.base = assembly.load_params(config, parts) if params is None else params
-            self.base_fingerprint = adapter_files.fingerprint(parts.folder)
         self.checkpoints = Checkpoints(
             workdir,
             keep=config.checkpoint.keep,
@@ -96,7 +97,6 @@ class Run:
         )
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
-        self.inputs = self._inputs()
         self.whole = True  # False while an update has the state
         self.stopped: Stopped | None = None  # why the run must end after this iteration
         self.evaluation: float | None = None  # mean avg@k of the weights as they are, where they were evaluated
@@ -138,7 +138,9 @@ class Run:
 
     def _begin_or_resume(self, params: Params | None) -> LearnerState:
         restored = self.checkpoints.restore_newest(
-            *abstract_state(self.config, self.learner), self._check_model, lambda text: print(f"warning: {text}")
+            *abstract_state(self.config, self.learner),
+            accept=functools.partial(run_identity.check, self.workdir, self.parts.folder, self.identity),
+            say=lambda text: print(f"warning: {text}"),
         )
         if restored is None and self.learner.lora is not None:
             return self.learner.init(assembly.new_adapters(self.config, self.parts, self.learner.lora))
@@ -153,48 +155,16 @@ class Run:
             self.estimator.load_json(saved["estimator"])
         return state
 
-    def _check_model(self, saved: dict[str, Any]) -> None:
-        """Raises ValueError where a checkpoint is of another model than the configured one."""
-        ours, theirs = self._architecture(), saved["architecture"]
-        different = [
-            f"{name} {theirs.get(name)!r}, now {ours[name]!r}" for name in ours if ours[name] != theirs.get(name)
-        ]
-        if different:
-            raise ValueError(
-                f"{self.workdir} holds checkpoints of another model than {self.parts.folder}: {'; '.join(different)}. "
-                "Name the model that the run began with, or another --workdir."
-            )
-        if self.base is not None:
-            adapter_files.check_base(self.parts.folder, saved["base"])
-        for what, fingerprint in saved.get("inputs", {}).items():  # older runs have none
-            if self.inputs[what] != fingerprint:
-                raise ValueError(
-                    f"the {what} are not those that the run in {self.workdir} began with: it would go on as another "
-                    "one. Restore them, or choose another --workdir."
-                )
-
-    def _inputs(self) -> dict[str, str | None]:
-        """Fingerprints of what a run reads anew at each start, and must find as it was."""
-        problems = problems_hash((prompt.id, f"{prompt.problem}\n{prompt.answer}") for prompt in self.prompts)
-        anchored = self.config.learning.kl_coefficient and self.learner.lora is None
-        reference = adapter_files.fingerprint(self.parts.folder) if anchored else None
-        return {"prompts of data.prompts": problems, "weights of model.path, the KL term's reference,": reference}
-
-    def _architecture(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self.parts.architecture)))
-
     def save(self) -> None:
         """Begins to write the whole state as of the last finished iteration."""
         saved = {
             "iteration": self.iteration,
-            "architecture": self._architecture(),
             "cursor": self.cursor.to_json(),
             "skipped_in_a_row": self.updates.skipped_in_a_row,
             "pending": self.pending,
             "begun": ahead.to_json(self.begun),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
-            "base": self.base_fingerprint,
-            "inputs": self.inputs,
+            **self.identity,
         }
         self.checkpoints.save(self.iteration, self.state, saved, self.evaluation)
 
@@ -412,23 +382,6 @@ def peak_memory() -> int:
     """Bytes in use at most on the first device, where the backend counts them; else 0."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("peak_bytes_in_use", 0)
-
-
-def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
-    """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
-    file = workdir / "config.json"
-    if distributed.is_writer():
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_whole(file, config_lib.to_json(config))
-    distributed.any_of(False)  # until it is written
-    for _ in range(SHARED_AFTER_S):
-        if not distributed.any_of(not file.exists()):
-            return
-        time.sleep(1.0)
-    raise ValueError(
-        f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted bucket, "
-        "NFS)."
-    )
 
 
 def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> tuple[str, int]:

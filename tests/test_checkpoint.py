@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import assembly, checkpoint, workdir_lock
+from reinforce_ada_jax import assembly, checkpoint, run_folder
 from reinforce_ada_jax.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
 from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.workdir_lock import WorkdirLock
+from reinforce_ada_jax.run_folder import WorkdirLock
 from tests.running import ROOT, environment, tiny
 
 # Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
@@ -169,6 +169,27 @@ def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype):
             seen.add(fingerprint(np.frombuffer(bytes(data), x.dtype).reshape(x.shape)))
     assert own not in seen
     assert own not in {fingerprint(x[::-1].copy()), fingerprint(x[:, :, ::-1].copy()), fingerprint(np.roll(x, 1))}
+
+
+@pytest.mark.parametrize("late", [0, 2, 10**6])
+def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
+    slept = []
+
+    def exchange(mine):
+        """Process 1 sees iteration 3 after some seconds."""
+        return [mine, mine if len(slept) >= late else b"[1, 2]"]
+
+    checkpoints = Checkpoints(copied, keep=3)
+    monkeypatch.setattr(checkpoint.distributed, "exchange", exchange)
+    monkeypatch.setattr(checkpoint.time, "sleep", slept.append)
+    if late > checkpoint.distributed.SHARED_AFTER_S:
+        with pytest.raises(
+            ValueError, match=r"process 0 \[1, 2, 3\], process 1 \[1, 2\]\. Give all of them"
+        ):
+            checkpoints._iterations_of_all()
+    else:
+        assert checkpoints._iterations_of_all() == [1, 2, 3] and len(slept) == late
+    checkpoints.close()
 
 
 def test_which_ones_stay(tmp_path, state):
@@ -328,7 +349,7 @@ def test_what_a_kill_left_unfinished_goes_when_a_training_begins(copied, opened)
 
 
 def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
-    hold = "import pathlib, sys, time; from reinforce_ada_jax.workdir_lock import WorkdirLock; "
+    hold = "import pathlib, sys, time; from reinforce_ada_jax.run_folder import WorkdirLock; "
     hold += "lock = WorkdirLock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     workdir = tmp_path / "runs" / "run"
     first = subprocess.Popen(
@@ -344,7 +365,7 @@ def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
         first.communicate()
     WorkdirLock(workdir).close()  # the end of the process let go of it, and so does this
     again = WorkdirLock(workdir)
-    assert (workdir / workdir_lock.FILE).read_text().startswith(f"process {os.getpid()} on ")
+    assert (workdir / run_folder.FILE).read_text().startswith(f"process {os.getpid()} on ")
     again.close()
 
 

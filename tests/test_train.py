@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import assembly, command, evaluate, export, metrics, train
+from reinforce_ada_jax import assembly, command, distributed, evaluate, export, metrics, run_folder, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.checkpoint import fingerprint
 from reinforce_ada_jax.data import cipher
@@ -348,7 +348,7 @@ def test_a_fault_costs_nothing_that_is_finished(error, whole):
 @pytest.mark.parametrize("seconds", [0, 3, 10**6])
 def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
     slept, file = [], tmp_path / "run" / "config.json"
-    monkeypatch.setattr(train.distributed, "is_writer", lambda: False)
+    monkeypatch.setattr(run_folder.distributed, "is_writer", lambda: False)
 
     def sleep(time_s):
         slept.append(time_s)
@@ -356,14 +356,14 @@ def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
             file.parent.mkdir()
             file.write_text("{}")
 
-    monkeypatch.setattr(train.time, "sleep", sleep)
+    monkeypatch.setattr(run_folder.time, "sleep", sleep)
     if not seconds:
         sleep(0)
     with (
         pytest.raises(ValueError, match="is a folder of process 0 alone") if seconds > 60 else contextlib.nullcontext()
     ):
-        train.write_config(tiny(), tmp_path / "run")
-    assert sum(slept) == min(seconds, train.SHARED_AFTER_S)
+        run_folder.write_config(tiny(), tmp_path / "run")
+    assert sum(slept) == min(seconds, distributed.SHARED_AFTER_S)
 
 
 def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):

@@ -1,5 +1,6 @@
-"""One training at a time in a work directory: a second one would cut the first one's metrics back and write over its
-checkpoints.
+"""A run's folder: one training at a time in it, and the configuration that all its processes find there.
+
+A second training would cut the first one's metrics back and write over its checkpoints.
 """
 
 import contextlib
@@ -7,8 +8,13 @@ import fcntl
 import os
 import pathlib
 import socket
+import time
 
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import distributed
+from reinforce_ada_jax.metrics import write_whole
 
 FILE = "training.lock"
 
@@ -59,3 +65,20 @@ class WorkdirLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
+    file = workdir / "config.json"
+    if distributed.is_writer():
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_whole(file, config_lib.to_json(config))
+    distributed.any_of(False)  # until it is written
+    for _ in range(distributed.SHARED_AFTER_S):
+        if not distributed.any_of(not file.exists()):
+            return
+        time.sleep(1.0)
+    raise ValueError(
+        f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted bucket, "
+        "NFS)."
+    )
