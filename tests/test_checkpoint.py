@@ -183,9 +183,7 @@ def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
     monkeypatch.setattr(checkpoint.distributed, "exchange", exchange)
     monkeypatch.setattr(checkpoint.time, "sleep", slept.append)
     if late > checkpoint.distributed.SHARED_AFTER_S:
-        with pytest.raises(
-            ValueError, match=r"process 0 \[1, 2, 3\], process 1 \[1, 2\]\. Give all of them"
-        ):
+        with pytest.raises(ValueError, match=r"process 0 \[1, 2, 3\], process 1 \[1, 2\]\. Give all of them"):
             checkpoints._iterations_of_all()
     else:
         assert checkpoints._iterations_of_all() == [1, 2, 3] and len(slept) == late
