@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import assembly, command, distributed, evaluate, export, metrics, run_folder, train
+from reinforce_ada_jax import assembly, command, distributed, evaluate, export, metrics, run_folder, run_identity, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.checkpoint import fingerprint
 from reinforce_ada_jax.data import cipher
@@ -376,6 +376,26 @@ def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):
     assert (workdir / "config.json").read_bytes() == before
     first.kill()
     first.communicate()
+
+
+def test_what_a_run_must_find_as_it_was(tmp_path):
+    ours = {"architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b"}
+    run_identity.check(tmp_path, tmp_path, ours, ours | {"iteration": 3})
+    run_identity.check(tmp_path, tmp_path, ours, {"architecture": {"num_layers": 2}})  # from before it was recorded
+    for part, said in {"prompts": "prompts of data.prompts", "reference": "weights of model.path"}.items():
+        with pytest.raises(ValueError, match=f"the {said} are not those that the run in .* began with"):
+            run_identity.check(tmp_path, tmp_path, ours, ours | {part: "c"})
+    with pytest.raises(ValueError, match="another model than .*: num_layers 3, now 2"):
+        run_identity.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
+
+
+def test_the_first_weights_are_evaluated_once(tmp_path):
+    run = SimpleNamespace(workdir=tmp_path, benchmarks={"heldout": [], "math500": []})
+    assert not train.Run.evaluated_before(run)
+    evaluate.save(tmp_path, 0, {"evaluation/heldout/avg": 0.5})
+    assert not train.Run.evaluated_before(run), "one of them is missing"
+    evaluate.save(tmp_path, 0, {"evaluation/math500/avg": 0.25})
+    assert train.Run.evaluated_before(run)
 
 
 def test_other_prompts_are_refused(start, unbroken, tmp_path):
