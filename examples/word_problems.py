@@ -19,12 +19,13 @@ import numpy as np
 import tokenizers
 from absl import flags
 
-from reinforce_ada_jax import command, warm_start
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
+from reinforce_ada_jax.training import warm_start
 from reinforce_ada_jax.types import Response
 
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gita", "Hugo")
@@ -163,7 +164,7 @@ def batches(tokenizer: Tokenizer, drawn: Iterator[tuple[str, str]]) -> Iterator[
 
 def main(output: pathlib.Path, seed: int) -> None:
     """Makes everything, and writes it into the new folder `output`."""
-    with command.user_input():
+    with cli.user_input():
         if output.exists():
             raise ValueError(f"{output} exists already: remove it, or give another --output.")
     problems, heldout = splits(seed)
@@ -189,4 +190,4 @@ def main(output: pathlib.Path, seed: int) -> None:
 if __name__ == "__main__":
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
     SEED = flags.DEFINE_integer("seed", 0, "Of problems, solutions and first weights.")
-    command.run(lambda: main(pathlib.Path(OUTPUT.value), SEED.value))
+    cli.run(lambda: main(pathlib.Path(OUTPUT.value), SEED.value))

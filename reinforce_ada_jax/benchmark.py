@@ -33,24 +33,22 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import config_flags
 
-from reinforce_ada_jax import (
-    command,
-    iteration_benchmark,
-    learning_benchmark,
-    loss_benchmark,
-    metrics,
-    rollout_benchmark,
-    update_benchmark,
-    workloads,
-)
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.benchmarks import iteration as iteration_benchmark
+from reinforce_ada_jax.benchmarks import learning as learning_benchmark
+from reinforce_ada_jax.benchmarks import loss as loss_benchmark
+from reinforce_ada_jax.benchmarks import rollout as rollout_benchmark
+from reinforce_ada_jax.benchmarks import update as update_benchmark
+from reinforce_ada_jax.benchmarks import workloads
+from reinforce_ada_jax.benchmarks.rollout import Contender
+from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
-from reinforce_ada_jax.policy.published import PUBLISHED
+from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.rollout_benchmark import Contender
+from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.simulation import Cost
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.workloads import Workload
 
 # Tokens at which algorithms are compared: about what 100 updates of grpo with n = 4, and of balance, take.
 LEARNING_BUDGETS = (64_000, 150_000, 335_000)
@@ -248,7 +246,7 @@ def _contender(options: flags.FlagValues, workload: Workload) -> Iterator[Conten
     if options.against is None:
         yield None
         return
-    with command.user_input():
+    with cli.user_input():
         contender = Contender(
             options.against, options.against_python, pathlib.Path(options.model), workload, options.dtype
         )
@@ -260,7 +258,7 @@ def _contender(options: flags.FlagValues, workload: Workload) -> Iterator[Conten
 
 def rollout(options: flags.FlagValues) -> dict[str, Any]:
     """Timed repetitions of a workload; see `rollout_benchmark.measure`."""
-    with command.user_input():
+    with cli.user_input():
         if options.simulate and options.workload:
             workload = _workload(options, 0)
         else:
@@ -274,7 +272,7 @@ def rollout(options: flags.FlagValues) -> dict[str, Any]:
         _check_contender(options, rollout_benchmark.CONTENDERS)
         params = _load_model(options, architecture)
     with _contender(options, workload) as contender:
-        with command.user_input():
+        with cli.user_input():
             gaps = _logprob_gaps(options, architecture, params, workload, contender)
         params = jax.tree.map(lambda weight: weight.astype(options.dtype), params)
         result = rollout_benchmark.measure(
@@ -289,7 +287,7 @@ def rollout(options: flags.FlagValues) -> dict[str, Any]:
 def adaptive(options: flags.FlagValues) -> dict[str, Any]:
     """Rounds until scripted verdicts balance, on a model that costs next to nothing; see `workloads.adaptive`."""
     architecture = workloads.smallest()
-    with command.user_input():
+    with cli.user_input():
         sizes = workloads.AdaptiveSizes(prompts=options.prompts, scale=options.scale)
         lengths = workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
         workload = workloads.adaptive(sizes, lengths, architecture.vocab_size, options.seed)
@@ -299,7 +297,7 @@ def adaptive(options: flags.FlagValues) -> dict[str, Any]:
                 workload, engine_options, _cost(options), barrier=options.barrier, limit=options.max_response_tokens
             )
     params = transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(options.dtype))
-    progress = metrics.Progress(total=1, done=0)
+    progress = writers.Progress(total=1, done=0)
 
     def report(closed: int, drawn: int) -> None:
         progress.phase(f"{closed}/{len(workload.prompts)} prompts, {drawn:,} responses")
@@ -319,8 +317,8 @@ def adaptive(options: flags.FlagValues) -> dict[str, Any]:
 
 
 def learning(options: flags.FlagValues) -> dict[str, Any]:
-    """Held-out accuracy at equal updates and equal tokens; see learning_benchmark.py."""
-    with command.user_input():
+    """Held-out accuracy at equal updates and equal tokens; see benchmarks/learning.py."""
+    with cli.user_input():
         return learning_benchmark.measure(
             pathlib.Path(options.output),
             seeds=options.seeds,
@@ -332,7 +330,7 @@ def learning(options: flags.FlagValues) -> dict[str, Any]:
 
 
 def loss(options: flags.FlagValues) -> dict[str, Any]:
-    """Memory and time of the fused loss beside the naive one; see loss_benchmark.py."""
+    """Memory and time of the fused loss beside the naive one; see benchmarks/loss.py."""
     return loss_benchmark.measure(
         rows=options.rows or 16,
         length=options.row_tokens,
@@ -345,8 +343,8 @@ def loss(options: flags.FlagValues) -> dict[str, Any]:
 
 
 def update(options: flags.FlagValues) -> dict[str, Any]:
-    """Time, memory and host time of the learner's update; see update_benchmark.py."""
-    with command.user_input():
+    """Time, memory and host time of the learner's update; see benchmarks/update.py."""
+    with cli.user_input():
         architecture = _architecture(options)
         _check_contender(options, update_benchmark.CONTENDERS)
         model = _model_folder(options, architecture)
@@ -372,8 +370,8 @@ def update(options: flags.FlagValues) -> dict[str, Any]:
 
 
 def iteration(options: flags.FlagValues) -> dict[str, Any]:
-    """Whole iterations of training, by phase; see iteration_benchmark.py."""
-    with command.user_input():
+    """Whole iterations of training, by phase; see benchmarks/iteration.py."""
+    with cli.user_input():
         if options.config is None:
             raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
         return iteration_benchmark.measure(
@@ -432,11 +430,11 @@ def use_cores(name: str, options: flags.FlagValues) -> None:
 def main(arguments: list[str], options: flags.FlagValues) -> None:
     """Runs the benchmark that the first argument names, prints its numbers, and keeps them in --json."""
     if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
-        command.fail(f"say which benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
+        cli.fail(f"say which benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
     result = {"benchmark": arguments[0], **BENCHMARKS[arguments[0]](options)}
     print(summary(result))
     if options.json:
-        metrics.write_whole(pathlib.Path(options.json), json.dumps(result, indent=2) + "\n")
+        writers.write_whole(pathlib.Path(options.json), json.dumps(result, indent=2) + "\n")
         print(f"kept in {options.json}")
 
 
@@ -447,4 +445,4 @@ if __name__ == "__main__":
         use_cores(arguments[0] if arguments else "", flags.FLAGS)
         main(arguments, flags.FLAGS)
 
-    command.run_with_arguments(start)
+    cli.run_with_arguments(start)

@@ -3,10 +3,10 @@
     python -m reinforce_ada_jax.compile_check --config=configs/qwen_1p5b.py --topology=v5e:2x4 [--model=DIR] [--json]
 
 Needs `pip install libtpu` (the TPU compiler; any machine will do) and of the model only its config.json, or nothing for
-a model whose sizes are known (`policy/published.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
+a model whose sizes are known (`policy/presets.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
 
 Memory is the compiler's own account, per device, and what passes between chips is read from the compiled program. FLOPs
-and bytes are counted (`roofline.py`), and what they come to for an iteration is in `run_plan.py`. The least time says
+and bytes are counted (`planning/roofline.py`), and what they come to for an iteration is in `planning/plan.py`. The least time says
 nothing of how well the hardware is used. Nothing here has run on a TPU.
 """
 
@@ -25,25 +25,28 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, roofline, run_plan
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax import mesh as mesh_lib
-from reinforce_ada_jax.abstract_run import (
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.planning import plan as plan_lib
+from reinforce_ada_jax.planning import roofline
+from reinforce_ada_jax.planning.programs import (
     Abstract,
     Program,
     abstract_run,
     engine_programs,
     learner_programs,
 )
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.planning.roofline import GIB, Chip
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
-from reinforce_ada_jax.policy.published import PUBLISHED
-from reinforce_ada_jax.roofline import GIB, Chip
+from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.sampling.engine import options_from_config
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training import components
 
 # A program that computes so much more than it is counted to do repeats work on several devices: the compiler has split
 # something otherwise than was meant. (Counts of whole programs agree to 3 %.)
@@ -175,7 +178,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     """
     if model is not None:
         return read_config(model), model
-    folder = assembly.model_folder(path)
+    folder = components.model_folder(path)
     if folder.is_dir():
         return read_config(folder), str(folder)
     if folder.name in PUBLISHED:
@@ -261,7 +264,7 @@ class Lengths:
     draws: float | None = None
     pass_rates: tuple[float, float] = (0.6, 1.2)
 
-    def statistics(self, config: ConfigDict) -> run_plan.Statistics:
+    def statistics(self, config: ConfigDict) -> plan_lib.Statistics:
         """With what isn't given filled in.
 
         Raises:
@@ -279,15 +282,15 @@ class Lengths:
             raise ValueError(f"--mean_draws is {self.draws}; it must be above 0.")
         if not min(self.pass_rates) > 0:
             raise ValueError(f"--pass_rates is {self.pass_rates}; a Beta distribution's a and b are above 0.")
-        draws = run_plan.expected_draws(config.collection, self.pass_rates) if self.draws is None else self.draws
+        draws = plan_lib.expected_draws(config.collection, self.pass_rates) if self.draws is None else self.draws
         most = strategies.build(config.collection).max_kept
         keeps_any = most is not None and most > config.collection.group_size
-        return run_plan.Statistics(prompt, response, draws, filled=min(1.0, draws / most) if keeps_any else 1.0)
+        return plan_lib.Statistics(prompt, response, draws, filled=min(1.0, draws / most) if keeps_any else 1.0)
 
 
 def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths, file: str | None) -> None:
     """Compiles one program after the other, and ends the process with code 1 where one doesn't fit."""
-    with command.user_input():
+    with cli.user_input():
         config_lib.validate(config)
         chip = roofline.chip_of(topology)
         architecture, source = find_architecture(config.model.path, model)
@@ -327,11 +330,11 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
     if resident["fits"]:
         results = []
         for program in programs:
-            with command.user_input():
+            with cli.user_input():
                 results.append(compile_program(program, chip))
             lines = [row(results[-1]), *(f"    {line}" for line in remarks(results[-1]))]
             print("\n".join(lines), file=output, flush=True)
-        plan = run_plan.plan_text(
+        plan = plan_lib.plan_text(
             config, architecture, options, dict(mesh.shape), chip, results, statistics, run.learner_bytes
         )
         print(f"\nA plan from rooflines, not a measurement:\n{plan}", file=output)
@@ -340,7 +343,7 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
         print(
             f"nothing is compiled: learner state ({_gib(run.learner_bytes)}) and cache ({_gib(run.cache_bytes)}) "
             f"are {_gib(resident['over_bytes'])} GiB over",
-            *run_plan.remedies(config, architecture, options, results, run.learner_bytes),
+            *plan_lib.remedies(config, architecture, options, results, run.learner_bytes),
             sep="\nchange   ",
             file=output,
         )
@@ -349,11 +352,11 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
     elif file is not None:
         pathlib.Path(file).write_text(json.dumps(results, indent=2) + "\n")
     if not all(result["fits"] for result in results):
-        sys.exit(command.STOPPED)
+        sys.exit(cli.STOPPED)
 
 
 if __name__ == "__main__":
-    CONFIG = command.define_config()
+    CONFIG = cli.define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "The slice: v5e:2x4, v5p:2x2x1, v6e:2x4, ...", required=True)
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
     PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Of a prompt; half of the limit.")
@@ -364,7 +367,7 @@ if __name__ == "__main__":
     sys.argv = ["--json=-" if argument == "--json" else argument for argument in sys.argv]
 
     def start() -> None:
-        with command.user_input():
+        with cli.user_input():
             if len(RATES.value) != 2:
                 raise ValueError(f"--pass_rates is {','.join(RATES.value)}: write two numbers, as in 0.6,1.2.")
             rates = float(RATES.value[0]), float(RATES.value[1])
@@ -376,4 +379,4 @@ if __name__ == "__main__":
             JSON.value,
         )
 
-    command.run(start)
+    cli.run(start)

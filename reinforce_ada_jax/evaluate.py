@@ -4,7 +4,7 @@
     python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl,b.jsonl
     python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny --regrade
 
-Every response is kept, with its verdict, as soon as it is graded (responses.py): the same command again goes on from
+Every response is kept, with its verdict, as soon as it is graded (evaluation/response_store.py): the same command again goes on from
 there, and --regrade grades the stored ones again without a model. They are in WORKDIR/evaluations/ITERATION/, of a
 folder in evaluations/NAME/ below the current directory, or where --output says, with the table as table.md.
 """
@@ -19,21 +19,23 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, evaluation_figures, published, responses, run_summary
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn
 from reinforce_ada_jax.data.prompts import benchmark_name, load_problems
-from reinforce_ada_jax.evaluation_figures import statistics
-from reinforce_ada_jax.metrics import Progress, write_whole
+from reinforce_ada_jax.evaluation import paper_results, response_store, scores
+from reinforce_ada_jax.evaluation.response_store import Responses, Store
+from reinforce_ada_jax.evaluation.scores import statistics
 from reinforce_ada_jax.policy import adapter_files, huggingface
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.responses import Responses, Store
+from reinforce_ada_jax.reporting.writers import Progress, write_whole
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components, summary
+from reinforce_ada_jax.training.components import Parts
 from reinforce_ada_jax.types import Prompt, Verdict
 
 Benchmarks = dict[str, list[Prompt]]
@@ -52,7 +54,7 @@ def load_benchmarks(parts: Parts, config: ConfigDict) -> Benchmarks:
     Raises:
       ValueError: two of them have the same name, or `evaluation.graders` names one that isn't there.
     """
-    assembly.check_graders(config, config.evaluation.benchmarks)
+    components.check_graders(config, config.evaluation.benchmarks)
     return {name: parts.prompts(source, config) for name, source in named(config.evaluation.benchmarks).items()}
 
 
@@ -69,7 +71,7 @@ def named(sources: Sequence[str]) -> dict[str, str]:
 
 def verify_fns(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> dict[str, VerifyFn]:
     """How each benchmark is graded. Right or wrong: nothing shapes the reward of an evaluation."""
-    shaping, graders = Shaping(config.reward.positive_threshold), assembly.benchmark_graders(config)
+    shaping, graders = Shaping(config.reward.positive_threshold), components.benchmark_graders(config)
     names = map(benchmark_name, config.evaluation.benchmarks)
     return {name: parts.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
 
@@ -92,13 +94,13 @@ def _draw(
     on_progress: Callable[[int, int], None],
     store: Store | None = None,
 ) -> Responses:
-    return responses.draw(
+    return response_store.draw(
         prompts,
         sample_fn,
         verify_fn,
         config.evaluation.samples,
         slots=rollouts.engine.options.slots * rollouts.engine.replicas,
-        deterministic=assembly.deterministic(config),
+        deterministic=components.deterministic(config),
         store=store,
         decode=rollouts.engine.tokenizer.decode,
         on_progress=on_progress,
@@ -169,7 +171,7 @@ class Evaluation:
 
 def _choose(config: ConfigDict, benchmarks: Sequence[str], samples: int | None) -> None:
     """Puts what the flags say in place of what `config` says."""
-    assembly.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
+    components.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
     if benchmarks:
         config.evaluation.benchmarks = tuple(benchmarks)
         names = [benchmark_name(source) for source in benchmarks]
@@ -184,7 +186,7 @@ def _choose(config: ConfigDict, benchmarks: Sequence[str], samples: int | None) 
 
 def _newest(workdir: pathlib.Path, config: ConfigDict) -> int:
     """The iteration of the newest checkpoint."""
-    from reinforce_ada_jax import checkpoint  # noqa: PLC0415  (Orbax takes a second to import)
+    from reinforce_ada_jax.training import checkpoint  # noqa: PLC0415  (Orbax takes a second to import)
 
     if not checkpoint.holds_checkpoint(workdir):
         raise ValueError(f"{workdir} holds no checkpoint: train first, or name another --workdir.")
@@ -208,7 +210,7 @@ def _weights(config: ConfigDict, parts: Parts, workdir: pathlib.Path | None, ite
 
 
 def _fingerprint(workdir: pathlib.Path | None, folder: pathlib.Path, iteration: int) -> str:
-    from reinforce_ada_jax import checkpoint  # noqa: PLC0415  (as in `_newest`)
+    from reinforce_ada_jax.training import checkpoint  # noqa: PLC0415  (as in `_newest`)
 
     return adapter_files.fingerprint(folder) if workdir is None else checkpoint.fingerprint(workdir, iteration)
 
@@ -216,7 +218,7 @@ def _fingerprint(workdir: pathlib.Path | None, folder: pathlib.Path, iteration: 
 def _output(workdir: pathlib.Path | None, model: str | None, iteration: int) -> pathlib.Path:
     """Where responses and table are kept unless --output says."""
     if workdir is None:
-        return pathlib.Path("evaluations") / assembly.model_folder(model).resolve().name
+        return pathlib.Path("evaluations") / components.model_folder(model).resolve().name
     return workdir / "evaluations" / f"{iteration:06d}"
 
 
@@ -235,29 +237,29 @@ def sample(
 ) -> Evaluation:
     """Draws and grades what the stores don't have yet."""
     evaluation = config.evaluation
-    with command.user_input():
+    with cli.user_input():
         iteration = 0 if workdir is None else _newest(workdir, config)
-        parts = assembly.parts(config, assembly.model_folder(model or config.model.path))
+        parts = components.parts(config, components.model_folder(model or config.model.path))
         sets = load_benchmarks(parts, config)
-        output, graders = output or _output(workdir, model, iteration), assembly.benchmark_graders(config)
+        output, graders = output or _output(workdir, model, iteration), components.benchmark_graders(config)
         sampling = {key: evaluation[key] for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
         sampling |= {"stop_ids": list(parts.tokenizer.stop_ids), "iteration": iteration}
-        drawn = responses.drawn_with(
+        drawn = response_store.drawn_with(
             config, _fingerprint(workdir, parts.folder, iteration), sampling, evaluation.samples
         )
         stores, missing = {}, {}
         for name, prompts in sets.items():
-            problems = responses.problems_hash((prompt.id, prompt.problem) for prompt in prompts)
-            graded = responses.graded_by(config, graders.get(name, ""), [prompt.answer for prompt in prompts])
+            problems = response_store.problems_hash((prompt.id, prompt.problem) for prompt in prompts)
+            graded = response_store.graded_by(config, graders.get(name, ""), [prompt.answer for prompt in prompts])
             header = {"drawn": drawn | {"problems": problems}, "graded": graded}
             stores[name] = Store(output / f"{name}.jsonl", header)
             there = stores[name].of((prompt.id for prompt in prompts), evaluation.samples)
             missing[name] = [prompt for prompt in prompts if prompt.id not in there]
-        verifier_pool = assembly.verifier_pool(config)
+        verifier_pool = components.verifier_pool(config)
         params = _weights(config, parts, workdir, iteration) if any(missing.values()) else None
     who = str(parts.folder) if workdir is None else f"{workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in sets.items()}
-    print(run_summary.drawing(config, parts, who, counts, evaluation.samples, evaluation, output), flush=True)
+    print(summary.drawing(config, parts, who, counts, evaluation.samples, evaluation, output), flush=True)
     if params is not None:
         _fill(config, parts, params, iteration, stores, missing, verifier_pool, sum(map(len, sets.values())))
     return Evaluation(
@@ -283,7 +285,7 @@ def _fill(
 ) -> None:
     """Draws, grades and stores the responses to `missing`."""
     with contextlib.ExitStack() as stack:
-        with command.user_input():
+        with cli.user_input():
             for store in stores.values():
                 stack.enter_context(store)
         progress = Progress(num_problems, num_problems - sum(map(len, missing.values())), "problems")
@@ -303,24 +305,28 @@ def regrade(
     config: ConfigDict, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None
 ) -> Evaluation:
     """Grades what is stored again: no weight is read and no engine built."""
-    with command.user_input():
+    with cli.user_input():
         output = output or _newest_output(workdir, model)
         sets = {name: load_problems(source) for name, source in named(config.evaluation.benchmarks).items()}
-        graders, stores = assembly.benchmark_graders(config), {}
+        graders, stores = components.benchmark_graders(config), {}
         for name, problems in sets.items():
             file = output / f"{name}.jsonl"
-            drawn = responses.read_header(file)["drawn"]
-            drawn["problems"] = responses.problems_hash((problem["id"], problem["problem"]) for problem in problems)
-            graded = responses.graded_by(config, graders.get(name, ""), [problem["answer"] for problem in problems])
+            drawn = response_store.read_header(file)["drawn"]
+            drawn["problems"] = response_store.problems_hash(
+                (problem["id"], problem["problem"]) for problem in problems
+            )
+            graded = response_store.graded_by(
+                config, graders.get(name, ""), [problem["answer"] for problem in problems]
+            )
             stores[name] = Store(file, {"drawn": drawn, "graded": graded}, regrade=True)
         if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
             raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
-        verifier_pool = assembly.verifier_pool(config)
+        verifier_pool = components.verifier_pool(config)
     shaping = Shaping(config.reward.positive_threshold)
     progress = Progress(sum(len(store) for store in stores.values()), 0, "responses")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(progress))
-        with command.user_input():
+        with cli.user_input():
             for store in stores.values():
                 stack.enter_context(store)
         verifiers = stack.enter_context(verifier_pool)
@@ -338,23 +344,23 @@ def regrade(
         f"{name} {len(found[name]):,} of {len(sets[name]):,}" for name in sets if len(found[name]) < len(sets[name])
     ]
     if unfinished:
-        command.fail(
+        cli.fail(
             f"what is stored is graded again, but not all problems have their responses ({', '.join(unfinished)}): the "
             "same command without --regrade draws the others.",
-            command.STOPPED,
+            cli.STOPPED,
         )
     labels = {name: {problem["id"]: problem.get("labels", {}) for problem in sets[name]} for name in sets}
     return Evaluation(drawn, output, labels, found)
 
 
-def published_rows(workdir: pathlib.Path) -> list[published.Row]:
+def published_rows(workdir: pathlib.Path) -> list[paper_results.Row]:
     """The paper's runs of the model and the algorithm that this run was trained with, as its config.json says."""
     file = workdir / "config.json"
     if not file.exists():
         return []
     saved = json.loads(file.read_text())
-    name, collection = assembly.model_folder(saved["model"]["path"]).name, saved["collection"]
-    return published.rows(name, collection["strategy"], collection["group_size"])
+    name, collection = components.model_folder(saved["model"]["path"]).name, saved["collection"]
+    return paper_results.rows(name, collection["strategy"], collection["group_size"])
 
 
 def main(
@@ -367,7 +373,7 @@ def main(
     again: bool = False,
 ) -> None:
     """Evaluates, prints the table, and keeps it; with `again`, grades what is stored."""
-    with command.user_input():
+    with cli.user_input():
         if (workdir is None) == (model is None):
             raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
         run = None if workdir is None else pathlib.Path(workdir)
@@ -375,18 +381,16 @@ def main(
         if run is not None:
             keys = config_lib.DRAWN_WITH + (() if again else config_lib.GRADED_BY)
             config_lib.check_evaluated(config, run, keys)
-    with command.interruptible("What is graded is kept"):
+    with cli.interruptible("What is graded is kept"):
         how = regrade if again else sample
         made = how(config, run, model, None if output is None else pathlib.Path(output))
     results = {name: statistics(found.values()) for name, found in made.responses.items()}
-    shown = evaluation_figures.table(
+    shown = scores.table(
         results,
         samples=made.drawn["samples"],
         temperature=made.drawn["temperature"],
         max_response_tokens=made.drawn["max_response_tokens"],
-        labelled={
-            name: evaluation_figures.by_label(made.labels[name], found) for name, found in made.responses.items()
-        },
+        labelled={name: scores.by_label(made.labels[name], found) for name, found in made.responses.items()},
         rows=[] if run is None else published_rows(run),
     )
     print(shown)
@@ -403,7 +407,7 @@ def main(
 
 
 if __name__ == "__main__":
-    CONFIG = command.define_config()
+    CONFIG = cli.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "A run's work directory: its newest checkpoint is evaluated.")
     MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder to evaluate instead.")
     BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, in place of the configured ones.")
@@ -415,7 +419,7 @@ if __name__ == "__main__":
         "model's folder.",
     )
     REGRADE = flags.DEFINE_bool("regrade", False, "Grade the stored responses again; no model is needed.")
-    command.run(
+    cli.run(
         lambda: main(
             CONFIG.value, WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value, OUTPUT.value, REGRADE.value
         )

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.assembly import Parts
-from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, holds_checkpoint
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.transformer import Params, param_shardings
+from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, holds_checkpoint
+from reinforce_ada_jax.training.components import Parts
 
 
 def read_trained(workdir: pathlib.Path, config: ConfigDict, parts: Parts, iteration: int | None) -> tuple[int, Params]:
@@ -63,14 +64,14 @@ def read_params(
 
 def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, adapter: bool = False) -> None:
     """Writes the folder."""
-    with command.user_input():
+    with cli.user_input():
         file = workdir / "config.json"
         if not file.exists():
             raise ValueError(f"{workdir} is no work directory of a run: it has no config.json.")
         config = config_lib.from_json(file.read_text())
         if math.prod(config.mesh.values()) > jax.device_count():
             config.mesh.update(data=1, fsdp=1, tensor=1)  # a pod's run, exported on a smaller machine
-        parts = assembly.parts(config, assembly.model_folder(config.model.path))
+        parts = components.parts(config, components.model_folder(config.model.path))
         adapters = lora.from_settings(**config.lora)
         if adapter and adapters is None:
             raise ValueError(f"{workdir} trained all weights (lora.rank is 0): export them without --adapter.")
@@ -90,4 +91,4 @@ if __name__ == "__main__":
     ITERATION = flags.DEFINE_integer("iteration", None, "Which checkpoint; the newest by default.")
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
     ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapters alone, in PEFT's format.")
-    command.run(lambda: main(pathlib.Path(WORKDIR.value), ITERATION.value, pathlib.Path(OUTPUT.value), ADAPTER.value))
+    cli.run(lambda: main(pathlib.Path(WORKDIR.value), ITERATION.value, pathlib.Path(OUTPUT.value), ADAPTER.value))

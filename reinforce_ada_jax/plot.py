@@ -13,9 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from reinforce_ada_jax import command, figure_drawing, report
-from reinforce_ada_jax.figures import figures
-from reinforce_ada_jax.run_history import History, at_tokens, load, told_apart
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.reporting import drawing
+from reinforce_ada_jax.reporting import page as page_lib
+from reinforce_ada_jax.reporting.curves import figures
+from reinforce_ada_jax.reporting.history import History, at_tokens, load, told_apart
 
 EARLY_UPDATES = 25
 SPENT = (f"zero-signal 1-{EARLY_UPDATES}", "tokens", "tokens/update")
@@ -64,7 +66,7 @@ def what_was_spent(first: History, second: History, benchmark: str) -> str:
     )
 
 
-def summaries(histories: Sequence[History]) -> list[report.Summary]:
+def summaries(histories: Sequence[History]) -> list[page_lib.Summary]:
     """Table and sentence of each benchmark."""
     result = []
     for benchmark in dict.fromkeys(name for history in histories for name in history.evaluations):
@@ -73,17 +75,17 @@ def summaries(histories: Sequence[History]) -> list[report.Summary]:
         moments, rows = table_rows(histories, benchmark)
         title = f"{benchmark} avg@{histories[0].samples} after"
         header = [title, *(f"{moment:,} updates" for moment in moments), *SPENT]
-        result.append(report.Summary(benchmark, [header, *rows], sentence))
+        result.append(page_lib.Summary(benchmark, [header, *rows], sentence))
     return result
 
 
 def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
     """Prints the tables, draws the figures, writes the page, and names it."""
-    with command.user_input():
+    with cli.user_input():
         if not workdirs:
             raise ValueError("name at least one work directory: python -m reinforce_ada_jax.plot DIR [DIR ...].")
         histories = told_apart([load(workdir) for workdir in workdirs])
-        responses = report.read_responses(histories)
+        responses = page_lib.read_responses(histories)
     found = summaries(histories)
     for summary in found:
         print(table(histories, summary.benchmark) + "\n")
@@ -92,12 +94,12 @@ def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
     made = figures(histories)
     for figure in made:
         if figure.panels:
-            figure_drawing.draw(figure.panels, output / figure.name, figure.columns)
+            drawing.draw(figure.panels, output / figure.name, figure.columns)
     drawn = [figure.name for figure in made if figure.panels]
     print(f"figures (PNG and SVG): {output}/{{{','.join(drawn)}}}")
-    print(f"open in a browser: {report.write(output, histories, found, made, responses)}")
+    print(f"open in a browser: {page_lib.write(output, histories, found, made, responses)}")
 
 
 if __name__ == "__main__":
     OUTPUT = flags.DEFINE_string("output", "figures", "The folder for the figures and index.html.")
-    command.run_with_arguments(lambda arguments: main([pathlib.Path(a) for a in arguments], pathlib.Path(OUTPUT.value)))
+    cli.run_with_arguments(lambda arguments: main([pathlib.Path(a) for a in arguments], pathlib.Path(OUTPUT.value)))

@@ -26,21 +26,23 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, command, responses, run_summary
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.assembly import Parts
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
-from reinforce_ada_jax.metrics import Progress, write_whole
+from reinforce_ada_jax.evaluation import response_store
+from reinforce_ada_jax.evaluation.response_store import Graded, Responses, Store
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.responses import Graded, Responses, Store
+from reinforce_ada_jax.reporting.writers import Progress, write_whole
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components, summary
+from reinforce_ada_jax.training.components import Parts
 from reinforce_ada_jax.types import Prompt, Verdict
 
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
@@ -157,7 +159,7 @@ def draw(
     sampling = config.sampling
     rollouts = Rollouts(parts.engine)
     done = progress.done
-    responses.draw(
+    response_store.draw(
         prompts,
         rollouts.sampler(
             params,
@@ -169,7 +171,7 @@ def draw(
         parts.verify_fn(verifiers, Shaping(config.reward.positive_threshold)),
         samples,
         slots=parts.engine.options.slots * parts.engine.replicas,
-        deterministic=assembly.deterministic(config),
+        deterministic=components.deterministic(config),
         store=store,
         decode=parts.tokenizer.decode,
         on_progress=lambda closed, drawn: progress.reach(done + closed, f"{drawn:,} responses"),
@@ -219,7 +221,7 @@ def write(
     correct: dict[str, int],
     counts: dict[str, int],
     band: Band,
-    header: responses.Header,
+    header: response_store.Header,
 ) -> None:
     """Chooses, and writes the prompts and the manifest; says what was left out.
 
@@ -240,7 +242,7 @@ def write(
     print(histogram(list(correct.values()), samples, band))
     print(", ".join(f"{reason.replace('_', ' ')} {count:,}" for reason, count in counts.items()))
     if not chosen:
-        command.fail(
+        cli.fail(
             f"no prompt has {band}, so nothing is written. Move --min_pass_rate and --max_pass_rate to where the "
             f"prompts are (the same command chooses again without drawing: {files.draws} has the responses)."
         )
@@ -266,13 +268,13 @@ def write(
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def _header(config: ConfigDict, parts: Parts, prompts: Sequence[Prompt], samples: int) -> responses.Header:
+def _header(config: ConfigDict, parts: Parts, prompts: Sequence[Prompt], samples: int) -> response_store.Header:
     sampling = {key: config.sampling[key] for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
     sampling |= {"stop_ids": list(parts.tokenizer.stop_ids)}
-    drawn = responses.drawn_with(config, adapter_files.fingerprint(parts.folder), sampling, samples)
+    drawn = response_store.drawn_with(config, adapter_files.fingerprint(parts.folder), sampling, samples)
     return {
-        "drawn": drawn | {"problems": responses.problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
-        "graded": responses.graded_by(config, "", [prompt.answer for prompt in prompts]),
+        "drawn": drawn | {"problems": response_store.problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
+        "graded": response_store.graded_by(config, "", [prompt.answer for prompt in prompts]),
     }
 
 
@@ -285,7 +287,7 @@ def _missing(prompts: Sequence[Prompt], store: Store, samples: int) -> list[Prom
 def _adding(store: Store, total: int, missing: int, unit: str) -> Iterator[Progress]:
     """The store, entered, and a progress line over what it gets."""
     with contextlib.ExitStack() as stack:
-        with command.user_input():
+        with cli.user_input():
             stack.enter_context(store)
         yield stack.enter_context(contextlib.closing(Progress(total, total - missing, unit)))
 
@@ -309,10 +311,10 @@ def _unique_and_short(
 
 def _verified(config: ConfigDict, prompts: Sequence[Prompt], files: Files, verifiers: VerifierPool) -> list[Prompt]:
     """The prompts whose references pass; the verdicts are stored, as a time limit is not the same twice."""
-    with command.user_input():
+    with cli.user_input():
         store = Store(files.draws / "references.jsonl", {
-            "drawn": {"problems": responses.problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
-            "graded": responses.graded_by(config, "", [prompt.answer for prompt in prompts]),
+            "drawn": {"problems": response_store.problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
+            "graded": response_store.graded_by(config, "", [prompt.answer for prompt in prompts]),
         })  # fmt: skip
     if missing := _missing(prompts, store, 1):
         with _adding(store, len(prompts), len(missing), "references") as progress:
@@ -320,7 +322,7 @@ def _verified(config: ConfigDict, prompts: Sequence[Prompt], files: Files, verif
     correct = num_correct(store.of((prompt.id for prompt in prompts), 1))
     passed = [prompt for prompt in prompts if correct[prompt.id]]
     if not passed:
-        command.fail(
+        cli.fail(
             f"none of {len(prompts):,} reference answers passes its own verification by "
             f"{config.reward.path or config.reward.kind!r}: choose the reward that fits them. The verdicts are in "
             f"{store.file}."
@@ -330,7 +332,7 @@ def _verified(config: ConfigDict, prompts: Sequence[Prompt], files: Files, verif
 
 def prepare(config: ConfigDict, source: str, files: Files, pass_rates: tuple[float, float], samples: int) -> None:
     """Reads, verifies, draws, chooses, writes."""
-    with command.user_input():
+    with cli.user_input():
         band = Band(*pass_rates)
         if samples < 1:
             raise ValueError(f"--samples is {samples}; it must be at least 1.")
@@ -338,19 +340,19 @@ def prepare(config: ConfigDict, source: str, files: Files, pass_rates: tuple[flo
         config.data.prompts, config.evaluation.benchmarks, config.evaluation.graders = source, (), ()
         config_lib.validate(config)
         problems = load_problems(source)
-        parts = assembly.parts(config, assembly.model_folder(config.model.path))
-        verifier_pool = assembly.verifier_pool(config)
+        parts = components.parts(config, components.model_folder(config.model.path))
+        verifier_pool = components.verifier_pool(config)
         prompts, counts = _unique_and_short(config, parts, problems)
     with verifier_pool as verifiers:
         passed = _verified(config, prompts, files, verifiers)
         counts["reference_fails"] = len(prompts) - len(passed)
-        with command.user_input():
+        with cli.user_input():
             store = Store(files.draws / "responses.jsonl", _header(config, parts, passed, samples))
             missing = _missing(passed, store, samples)
-            params = assembly.load_params(config, parts, config.model.compute_dtype) if missing else None
+            params = components.load_params(config, parts, config.model.compute_dtype) if missing else None
         shown = {source: (len(passed), len(missing))}
         who = str(parts.folder)
-        print(run_summary.drawing(config, parts, who, shown, samples, config.sampling, files.output), flush=True)
+        print(summary.drawing(config, parts, who, shown, samples, config.sampling, files.output), flush=True)
         if params is not None:
             with _adding(store, len(passed), len(missing), "prompts") as progress:
                 draw(config, parts, params, missing, store, verifiers, samples, progress)
@@ -361,12 +363,12 @@ def prepare(config: ConfigDict, source: str, files: Files, pass_rates: tuple[flo
 def main(config: ConfigDict, source: str, output: pathlib.Path, pass_rates: tuple[float, float], samples: int) -> None:
     """`prepare`, which Ctrl-C ends with a word."""
     files = Files(output)
-    with command.interruptible(f"What is graded is kept in {files.draws}"):
+    with cli.interruptible(f"What is graded is kept in {files.draws}"):
         prepare(config, source, files, pass_rates, samples)
 
 
 if __name__ == "__main__":
-    CONFIG = command.define_config()
+    CONFIG = cli.define_config()
     INPUT = flags.DEFINE_string(
         "input", None, "Problems: a JSONL file, or any other source that data.prompts may name.", required=True
     )
@@ -374,6 +376,4 @@ if __name__ == "__main__":
     LEAST = flags.DEFINE_float("min_pass_rate", MIN_PASS_RATE, "Pass rates must lie above it (exclusive).")
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
-    command.run(
-        lambda: main(CONFIG.value, INPUT.value, pathlib.Path(OUTPUT.value), (LEAST.value, MOST.value), COUNT.value)
-    )
+    cli.run(lambda: main(CONFIG.value, INPUT.value, pathlib.Path(OUTPUT.value), (LEAST.value, MOST.value), COUNT.value))

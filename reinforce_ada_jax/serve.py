@@ -22,13 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from reinforce_ada_jax import assembly, command, config_rules
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import values
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling import jetstream
 from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.serving import jetstream
+from reinforce_ada_jax.training import components
 
 LOOPBACK = ("localhost", "127.", "::1")
 STATUS_EVERY_S = 10.0
@@ -74,8 +76,8 @@ class Settings:
             if not least <= value <= most:
                 bound = f"at least {least}" if most == math.inf else f"{least} to {most:,}"
                 raise ValueError(f"--{name} is {value}; it must be {bound}.")
-        if self.dtype not in config_rules.DTYPES:
-            raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(config_rules.DTYPES)}.")
+        if self.dtype not in values.DTYPES:
+            raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(values.DTYPES)}.")
         if self.greedy and self.temperature not in (0, 1):
             raise ValueError(
                 f"--greedy takes the best token, --temperature={self.temperature} draws: drop one of them."
@@ -107,7 +109,7 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"cannot listen on {host}, port {port} ({error.strerror}): choose another.") from error
 
 
-def make_engine(settings: Settings) -> tuple[assembly.Parts, Engine]:
+def make_engine(settings: Settings) -> tuple[components.Parts, Engine]:
     """The parts of the model folder, and the engine that serves it; no weight is read."""
     config = config_lib.defaults()
     config.seed, config.model.compute_dtype = settings.seed, settings.dtype
@@ -116,7 +118,7 @@ def make_engine(settings: Settings) -> tuple[assembly.Parts, Engine]:
         slots=settings.slots, window=1, page_size=settings.page_size, open_prompts=1, prefill_rows=1,
         max_response_tokens=settings.max_response_tokens,
     )  # fmt: skip
-    parts = assembly.parts(config, assembly.model_folder(settings.model))
+    parts = components.parts(config, components.model_folder(settings.model))
     engine = Engine(
         parts.architecture, parts.engine.options, mesh=parts.mesh, tokenizer=parts.tokenizer, served=settings.sampling
     )
@@ -132,7 +134,7 @@ def warm_up(engine: Engine, params: Params) -> None:
     jax.block_until_ready(engine.generate(params, state))
 
 
-def summary(settings: Settings, parts: assembly.Parts, engine: Engine, port: int) -> str:
+def summary(settings: Settings, parts: components.Parts, engine: Engine, port: int) -> str:
     """What is served, on what, how it samples, and to whom."""
     architecture, options = engine.architecture, engine.options
     weight_bytes = architecture.num_parameters * jnp.dtype(settings.dtype).itemsize
@@ -191,12 +193,12 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def serve(settings: Settings, parts: assembly.Parts, engine: Engine) -> None:
+async def serve(settings: Settings, parts: components.Parts, engine: Engine) -> None:
     """Listens, reads the weights, compiles, serves until a signal comes, and ends what is running."""
-    from reinforce_ada_jax.sampling import servicer as servicer_lib  # noqa: PLC0415  (imports JetStream and gRPC)
+    from reinforce_ada_jax.serving import servicer as servicer_lib  # noqa: PLC0415  (imports JetStream and gRPC)
 
     started = time.monotonic()
-    with command.user_input():
+    with cli.user_input():
         calls = settings.slots + servicer_lib.AHEAD + settings.waiting + servicer_lib.SPARE_CALLS
         server, port = servicer_lib.make_server(
             f"{settings.address}:{settings.port}", settings.max_prompt_tokens, calls
@@ -230,7 +232,7 @@ async def serve(settings: Settings, parts: assembly.Parts, engine: Engine) -> No
 
 def main(settings: Settings) -> None:
     """Checks what needs no weights, then serves."""
-    with command.user_input():
+    with cli.user_input():
         settings.check()
         try:
             jetstream.orchestrator()
@@ -258,13 +260,13 @@ def define_flags() -> None:
     flags.DEFINE_integer("top_k", default.top_k, "Draw among so many tokens; 0 for all.")
     flags.DEFINE_float("top_p", default.top_p, "Draw among the fewest tokens with this much probability.")
     flags.DEFINE_bool("greedy", default.greedy, "The same as --temperature=0.")
-    flags.DEFINE_enum("dtype", default.dtype, config_rules.DTYPES, "Of weights, cache and arithmetic.")
+    flags.DEFINE_enum("dtype", default.dtype, values.DTYPES, "Of weights, cache and arithmetic.")
     flags.DEFINE_integer("seed", default.seed, "Responses are drawn with it, in the order in which they are asked for.")
     flags.DEFINE_float("grace_s", default.grace_s, "Seconds that running responses have to end after the first signal.")
 
 
 if __name__ == "__main__":
     define_flags()
-    command.run(
+    cli.run(
         lambda: main(Settings(**{field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(Settings)}))
     )

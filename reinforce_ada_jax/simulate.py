@@ -7,7 +7,7 @@
     python -m reinforce_ada_jax.simulate --question=epsilon
     python -m reinforce_ada_jax.simulate --question=learning --strategy=grpo@4,grpo@16,balance,estimate+log
 
-The table is exact (collection/enumeration.py says what its columns are); --monte_carlo=N sets N prompts of each pass
+The table is exact (analysis/enumeration.py says what its columns are); --monte_carlo=N sets N prompts of each pass
 rate beside it that went through the collection loop itself. A strategy is written NAME, NAME@n for groups of n, and
 NAME+log for another objective; NAME may be file.py:function. For `estimate` the pass rates given are the prompts that
 share the budget. A --histogram is a JSONL file whose lines have a "pass_rate", as `prepare` writes them.
@@ -24,11 +24,12 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from reinforce_ada_jax import collection_rules, command, config, simulate_questions
-from reinforce_ada_jax.collection import enumeration
-from reinforce_ada_jax.collection.enumeration import COLUMNS, Expectations
+from reinforce_ada_jax import cli, config
+from reinforce_ada_jax.analysis import enumeration, study_reports
+from reinforce_ada_jax.analysis.enumeration import COLUMNS, Expectations
+from reinforce_ada_jax.analysis.tables import Panel, by_rate, number, rate_scale, table, write
 from reinforce_ada_jax.collection.simulate import monte_carlo
-from reinforce_ada_jax.simulate_output import Panel, by_rate, number, rate_scale, table, write
+from reinforce_ada_jax.config import collection_rules
 
 POINTS = 11
 # Prompts of each pass rate through the loop: half a second for `balance`, so 5 s of the default pass rates.
@@ -76,9 +77,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
 
 
 QUESTIONS = {
-    "zero_variance": simulate_questions.zero_variance,
-    "epsilon": simulate_questions.epsilon,
-    "learning": simulate_questions.learning,
+    "zero_variance": study_reports.zero_variance,
+    "epsilon": study_reports.epsilon,
+    "learning": study_reports.learning,
 }
 
 
@@ -104,7 +105,7 @@ def strategy_settings(entry: str, section: ConfigDict) -> ConfigDict:
     """`section` with the strategy, group size and objective of an entry "NAME@n+objective", the last two optional.
 
     Raises:
-      ValueError: a rule is broken (collection_rules.py).
+      ValueError: a rule is broken (config/collection_rules.py).
     """
     name, size, objective = re.fullmatch(r"(.*?)(?:@(\d+))?(?:\+(\w+))?", entry.strip()).groups()
     section = copy.deepcopy(section)
@@ -291,7 +292,7 @@ def compare(
 
 def main(options: flags.FlagValues) -> None:
     """Answers what the flags ask."""
-    with command.user_input():
+    with cli.user_input():
         section = collection_settings(options)
         pass_rates, prompts = parse_pass_rates(options.pass_rates), None
         entries = list(dict.fromkeys(options.strategy)) or ASKED.get(options.question, [section.strategy])
@@ -304,7 +305,7 @@ def main(options: flags.FlagValues) -> None:
             shown = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
             print(f"{len(lacking):,} lines without a pass_rate are left out: {shown}")
         print()
-    with command.user_input():
+    with cli.user_input():
         if options.question:
             QUESTIONS[options.question](sections, pass_rates, prompts, options.output, options.seed)
         else:
@@ -313,4 +314,4 @@ def main(options: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    command.run(lambda: main(flags.FLAGS))
+    cli.run(lambda: main(flags.FLAGS))

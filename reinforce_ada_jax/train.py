@@ -24,39 +24,33 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import (
-    assembly,
-    command,
-    distributed,
-    evaluate,
-    run_identity,
-    run_summary,
-    sampled_responses,
-    sharing,
-)
+from reinforce_ada_jax import cli, evaluate
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.assembly import Parts
-from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
-from reinforce_ada_jax.collection import ahead, strategies
+from reinforce_ada_jax.collection import prefetch, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics
+from reinforce_ada_jax.collection.prefetch import Ahead
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
-from reinforce_ada_jax.interrupt import Interrupt, Interrupted
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.learning.value_head import ValueHead
-from reinforce_ada_jax.lifeline import RESTART
-from reinforce_ada_jax.metrics import CompileCounter, MetricsWriter, Progress
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting import samples
+from reinforce_ada_jax.reporting.writers import CompileCounter, MetricsWriter, Progress
 from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
-from reinforce_ada_jax.run_folder import WorkdirLock, write_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components, resume, sharded_collection, summary
+from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
+from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training.updates import Stopped, Updates
+from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
 from reinforce_ada_jax.types import Begun, Pool, Prompt
-from reinforce_ada_jax.updates import Stopped, Updates
 
 
 class Run:
@@ -83,11 +77,11 @@ class Run:
         self.compiles = CompileCounter()
         self.learner = Learner(parts.architecture, config, parts.mesh)
         self.updates = Updates(config, self.strategy, self.learner, workdir)
-        self.identity = run_identity.identity(config, parts, prompts)
+        self.identity = resume.identity(config, parts, prompts)
         # The frozen weights under the adapters; None where all weights are trained.
         self.base: Params | None = None
         if self.learner.lora is not None:
-            self.base = assembly.load_params(config, parts) if params is None else params
+            self.base = components.load_params(config, parts) if params is None else params
         self.checkpoints = Checkpoints(
             workdir,
             keep=config.checkpoint.keep,
@@ -104,21 +98,21 @@ class Run:
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
         self.begun: dict[str, Begun] = {}
-        self.estimator = assembly.make_estimator(config, parts) if self.strategy.plan else None
+        self.estimator = components.make_estimator(config, parts) if self.strategy.plan else None
         self.state = self._begin_or_resume(params)
         # What the KL term compares with: the weights that the run began with, frozen. Adapters began as no change.
         self.reference: Params | None = None
         if config.learning.kl_coefficient:
             self.reference = (
-                assembly.load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
+                components.load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
             )
         fingerprints(self.state)  # compiled now, not at the first checkpoint
         self.rollouts = Rollouts(parts.engine)
-        self.expected_draws = sharing.ExpectedDraws(config.collection)
+        self.expected_draws = sharded_collection.ExpectedDraws(config.collection)
         self.interrupt = Interrupt()
         written = self.iteration - (self.pending is not None)
         self.metrics = None
-        if distributed.is_writer():
+        if processes.is_writer():
             self.metrics = MetricsWriter(
                 workdir,
                 last_iteration=written,
@@ -139,18 +133,18 @@ class Run:
     def _begin_or_resume(self, params: Params | None) -> LearnerState:
         restored = self.checkpoints.restore_newest(
             *abstract_state(self.config, self.learner),
-            accept=functools.partial(run_identity.check, self.workdir, self.parts.folder, self.identity),
+            accept=functools.partial(resume.check, self.workdir, self.parts.folder, self.identity),
             say=lambda text: print(f"warning: {text}"),
         )
         if restored is None and self.learner.lora is not None:
-            return self.learner.init(assembly.new_adapters(self.config, self.parts, self.learner.lora))
+            return self.learner.init(components.new_adapters(self.config, self.parts, self.learner.lora))
         if restored is None:
-            return self.learner.init(assembly.load_params(self.config, self.parts) if params is None else params)
+            return self.learner.init(components.load_params(self.config, self.parts) if params is None else params)
         state, saved = restored
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
         self.updates.skipped_in_a_row = saved["skipped_in_a_row"]
-        self.begun = ahead.from_json(saved["begun"])
+        self.begun = prefetch.from_json(saved["begun"])
         if self.estimator is not None:
             self.estimator.load_json(saved["estimator"])
         return state
@@ -162,7 +156,7 @@ class Run:
             "cursor": self.cursor.to_json(),
             "skipped_in_a_row": self.updates.skipped_in_a_row,
             "pending": self.pending,
-            "begun": ahead.to_json(self.begun),
+            "begun": prefetch.to_json(self.begun),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
             **self.identity,
         }
@@ -209,9 +203,9 @@ class Run:
         begin, verify_s = time.monotonic(), verifiers.busy_s
 
         sample_fn = self.sample_fn()
-        verify_fn = self.parts.verify_fn(verifiers, assembly.shaping(self.config))
+        verify_fn = self.parts.verify_fn(verifiers, components.shaping(self.config))
 
-        def draw(work: sharing.Work) -> tuple[list[Pool], sharing.Counts]:
+        def draw(work: sharded_collection.Work) -> tuple[list[Pool], sharded_collection.Counts]:
             def report(closed: int, drawn: int) -> None:
                 self.interrupt.check()
                 rate = self.rollouts.counts.tokens / (time.monotonic() - begin)
@@ -228,15 +222,15 @@ class Run:
                 seed=self.config.seed,
                 iteration=iteration,
                 barrier=collection.barrier,
-                deterministic=assembly.deterministic(self.config),
+                deterministic=components.deterministic(self.config),
                 begun=work.begun,
                 ahead=work.ahead,
                 on_progress=report,
             )
             return pools, collections.Counter(dataclasses.asdict(self.rollouts.counts))
 
-        work = sharing.Work(prompts, self.strategy, spare, self.estimate_fn(), self.begun, upcoming)
-        pools, counts = sharing.collect_everywhere(work, draw, self.expected_draws)
+        work = sharded_collection.Work(prompts, self.strategy, spare, self.estimate_fn(), self.begun, upcoming)
+        pools, counts = sharded_collection.collect_everywhere(work, draw, self.expected_draws)
         updates = collection.prompts_per_iteration // self.config.learning.prompts_per_update
         groups = []
         for pool in pools:
@@ -252,7 +246,7 @@ class Run:
         metrics["time/collect_s"] = time.monotonic() - begin
         metrics["time/verify_s"] = verifiers.busy_s - verify_s
         metrics["time/reshard_s"], metrics["memory/reshard_bytes"] = dataclasses.astuple(self.rollouts.reshard)
-        metrics["time/host_between_windows_s"] = counts["host_s"] / distributed.count()
+        metrics["time/host_between_windows_s"] = counts["host_s"] / processes.count()
         return groups, metrics
 
     def say_what_is_missing(self, groups: Sequence[Group], progress: Progress) -> None:
@@ -298,7 +292,7 @@ class Run:
             self.benchmarks, self.policy(), self.rollouts, evaluate.verify_fns(self.parts, verifiers, self.config),
             self.config, self.iteration, report,
         )  # fmt: skip
-        if distributed.is_writer():
+        if processes.is_writer():
             evaluate.save(self.workdir, self.iteration, metrics)
         averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
         progress.note(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
@@ -323,9 +317,9 @@ class Run:
         used = len(groups) - size
         if used:
             cursor = spare[used - 1][1]
-        if distributed.is_writer():
+        if processes.is_writer():
             file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
-            sampled_responses.write(file, groups[: self.config.logging.sampled_prompts], self.parts.tokenizer.decode)
+            samples.write(file, groups[: self.config.logging.sampled_prompts], self.parts.tokenizer.decode)
         progress.phase("updating")
         self.say_what_is_missing(groups, progress)
         metrics |= self.update(groups, progress)
@@ -343,7 +337,7 @@ class Run:
         """Whether a run that ended in its first iteration has evaluated the weights that it began with."""
         file = evaluate.file_of(self.workdir, 0)
         there = json.loads(file.read_text()) if file.exists() else {}
-        return distributed.any_of(all(f"evaluation/{name}/avg" in there for name in self.benchmarks))
+        return processes.any_of(all(f"evaluation/{name}/avg" in there for name in self.benchmarks))
 
     def loop(self, verifiers: VerifierPool, progress: Progress) -> None:
         """All iterations that are left."""
@@ -393,22 +387,22 @@ def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> 
     except Interrupted:
         run.save()
         preempted = run.interrupt.preempted()
-        code = RESTART if preempted else command.INTERRUPTED
+        code = RESTART if preempted else cli.INTERRUPTED
         said = f"{'told to end' if preempted else 'interrupted'}; iteration {run.iteration} is saved. {run.resume}"
     except Stopped as error:
         run.save()
-        code, said = command.STOPPED, f"{error} The state before it is saved as iteration {run.iteration}."
+        code, said = cli.STOPPED, f"{error} The state before it is saved as iteration {run.iteration}."
     except OSError:
         raise
     except Exception as error:
         # A fault, of ours or in a user's reward or strategy. Others of several processes may not have met it: no save.
-        if not run.whole or distributed.count() > 1:
+        if not run.whole or processes.count() > 1:
             raise
         run.save()
         run.checkpoints.wait()
         if not isinstance(error, CannotStart):
             raise
-        code, said = command.STOPPED, f"{error.line} Iteration {run.iteration} is saved. {run.resume}"
+        code, said = cli.STOPPED, f"{error.line} Iteration {run.iteration} is saved. {run.resume}"
     run.checkpoints.wait()
     return said, code
 
@@ -422,33 +416,33 @@ def disk_trouble(run: Run, error: OSError) -> str:
 
 def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Start-up in order, then the loop, then where things are."""
-    silent = quiet or not distributed.is_writer()
-    with command.user_input():
+    silent = quiet or not processes.is_writer()
+    with cli.user_input():
         config_lib.validate(config)
         strategies.build(config.collection)  # a user's own file is read here
         config_lib.check_workdir(config, workdir)
-        parts = assembly.parts(config, assembly.model_folder(config.model.path))
+        parts = components.parts(config, components.model_folder(config.model.path))
         prompts = parts.prompts(config.data.prompts, config)
         next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
         benchmarks = evaluate.load_benchmarks(parts, config)
-        verifier_pool = assembly.verifier_pool(config)
+        verifier_pool = components.verifier_pool(config)
         # Whatever is wrong with the weights shows before the first file is written.
-        params = None if holds_checkpoint(workdir) else assembly.load_params(config, parts)
-        distributed.check_same("the configurations", config_lib.to_json(config))
-        distributed.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
+        params = None if holds_checkpoint(workdir) else components.load_params(config, parts)
+        processes.check_same("the configurations", config_lib.to_json(config))
+        processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
         lock = WorkdirLock(workdir)
         write_config(config, workdir)
         run = Run(config, workdir, parts, prompts, benchmarks, params, quiet=quiet)
     if not silent:
-        print(run_summary.summary(config, workdir, parts, len(prompts)))
+        print(summary.summary(config, workdir, parts, len(prompts)))
         if run.iteration:
             print(f"resuming after iteration {run.iteration}")
     progress = Progress(config.iterations, run.iteration, quiet=silent)
     try:
         said, code = until_the_end(run, verifier_pool, progress)
-        distributed.leave()
+        processes.leave()
     except OSError as error:
-        said, code = disk_trouble(run, error), command.STOPPED
+        said, code = disk_trouble(run, error), cli.STOPPED
     finally:
         if run.metrics is not None:
             run.metrics.close()
@@ -456,8 +450,8 @@ def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> N
         lock.close()
     progress.close()
     if said:
-        command.fail(said, code)
-    if distributed.is_writer():
+        cli.fail(said, code)
+    if processes.is_writer():
         print(
             f"finished iteration {run.iteration}. Weights: {workdir}/checkpoints; export them with\n"
             f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
@@ -465,7 +459,7 @@ def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> N
 
 
 if __name__ == "__main__":
-    CONFIG = command.define_config()
+    CONFIG = cli.define_config()
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
@@ -475,9 +469,9 @@ if __name__ == "__main__":
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
-        with distributed.member():  # one that can't join ends at once, too
-            with command.user_input():
-                distributed.initialize(cluster=DISTRIBUTED.value)
+        with processes.member():  # one that can't join ends at once, too
+            with cli.user_input():
+                processes.initialize(cluster=DISTRIBUTED.value)
             main(CONFIG.value, pathlib.Path(WORKDIR.value), quiet=QUIET.value)
 
-    command.run(start)
+    cli.run(start)

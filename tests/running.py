@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import assembly, metrics
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.checkpoint import Checkpoints, abstract_state
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -80,7 +81,7 @@ def saved_config(workdir: pathlib.Path) -> ConfigDict:
 def restored(workdir: pathlib.Path, iteration: int | None = None) -> tuple[LearnerState, dict[str, Any]]:
     """(learner state as numpy, the JSON record) of a checkpoint, the newest by default."""
     config = saved_config(workdir)
-    parts = assembly.parts(config, assembly.model_folder(config.model.path))
+    parts = components.parts(config, components.model_folder(config.model.path))
     learner, checkpoints = Learner(parts.architecture, config, parts.mesh), Checkpoints(workdir, keep=2)
     state, record = checkpoints.restore(iteration or checkpoints.latest(), *abstract_state(config, learner))
     checkpoints.close()
@@ -91,5 +92,5 @@ def reproducible(workdir: pathlib.Path) -> list[dict[str, float]]:
     """metrics.jsonl without what may differ between equal runs."""
     return [
         {key: value for key, value in line.items() if not key.startswith(("time/", "compile/", "memory/"))}
-        for line in metrics.read(workdir)
+        for line in writers.read(workdir)
     ]

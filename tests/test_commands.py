@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reinforce_ada_jax import assembly, command, evaluate, export, train, warm_start
+from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.training import components, warm_start
 from tests.running import ROOT, cipher_file, environment, tiny
 
 TINY = "--config=configs/tiny.py"
@@ -42,7 +43,7 @@ def refused(capsys, main, *arguments) -> str:
     """What a command says that ends with BAD_INPUT."""
     with pytest.raises(SystemExit) as ended:
         main(*arguments)
-    assert ended.value.code == command.BAD_INPUT
+    assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == ""
     return shown.err
@@ -77,7 +78,7 @@ def refused_run(tmp_path, capsys, *parts, **changes):
 )
 def test_flags_that_cannot_be_read(arguments, parts):
     result = run_python("-c", PARSE_ONLY, *arguments)
-    assert result.returncode == command.BAD_INPUT and result.stdout == ""
+    assert result.returncode == cli.BAD_INPUT and result.stdout == ""
     check_message(result.stderr, *parts)
 
 
@@ -101,7 +102,7 @@ def test_config_files_that_are_wrong(tmp_path, line, parts):
     file = tmp_path / "file.py"
     file.write_text(text.replace("get_config", "get_confg") if line == "return" else text)
     result = run_python("-c", PARSE_ONLY, f"--config={file}")
-    assert result.returncode == command.BAD_INPUT and result.stdout == ""
+    assert result.returncode == cli.BAD_INPUT and result.stdout == ""
     check_message(result.stderr, *parts)
 
 
@@ -117,7 +118,7 @@ def test_config_files_that_are_wrong(tmp_path, line, parts):
 def test_the_whole_command(tmp_path, arguments, parts):
     workdir = tmp_path / "run"
     result = run_python("-m", "reinforce_ada_jax.train", *(word.replace("DIR", str(workdir)) for word in arguments))
-    assert result.returncode == command.BAD_INPUT and result.stdout == ""
+    assert result.returncode == cli.BAD_INPUT and result.stdout == ""
     check_message(result.stderr, *parts)
     assert not workdir.exists()
 
@@ -162,7 +163,7 @@ def test_what_else_a_run_refuses(tmp_path, capsys, changes, parts):
 def edited_model(tmp_path, **tensors) -> pathlib.Path:
     """A copy of the packaged model with some tensors replaced, or left out where they are None."""
     folder = tmp_path / "model"
-    shutil.copytree(assembly.ASSETS / "cipher", folder)
+    shutil.copytree(components.ASSETS / "cipher", folder)
     merged = load_file(folder / "model.safetensors") | tensors
     save_file({name: value for name, value in merged.items() if value is not None}, folder / "model.safetensors")
     return folder
@@ -214,29 +215,29 @@ def test_a_work_directory_under_a_file(tmp_path, capsys):
 
 def test_a_store_under_a_file(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    model, output = str(assembly.ASSETS / "cipher"), str(tmp_path / "file" / "output")
+    model, output = str(components.ASSETS / "cipher"), str(tmp_path / "file" / "output")
     config = tiny(**{"evaluation.benchmarks": (cipher_file(tmp_path / "words.jsonl", 2),), "evaluation.samples": 1})
     with pytest.raises(SystemExit) as ended:
         evaluate.main(config, None, model, [], None, output)
-    assert ended.value.code == command.BAD_INPUT
+    assert ended.value.code == cli.BAD_INPUT
     check_message(capsys.readouterr().err, repr(output), "name another path")
 
 
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), command.BAD_INPUT, "Permission denied: '/a/b': "),
-        (OSError(errno.EROFS, "Read-only file system", "/a"), command.BAD_INPUT, "Read-only file system: '/a': "),
-        (OSError(errno.EXDEV, "Cross-device link", "/a", None, "/b"), command.BAD_INPUT, "link: '/a' -> '/b': "),
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), cli.BAD_INPUT, "Permission denied: '/a/b': "),
+        (OSError(errno.EROFS, "Read-only file system", "/a"), cli.BAD_INPUT, "Read-only file system: '/a': "),
+        (OSError(errno.EXDEV, "Cross-device link", "/a", None, "/b"), cli.BAD_INPUT, "link: '/a' -> '/b': "),
         # A disk may be well again when launch/ starts the run again, which it doesn't after BAD_INPUT.
-        (OSError(errno.ENOSPC, "No space left on device"), command.STOPPED, "No space left on device. Mend that"),
-        (OSError(errno.EIO, "Input/output error", "/a"), command.STOPPED, "Input/output error: '/a'. Mend that"),
-        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/a"), command.STOPPED, "'/mnt/a'. Mend"),
+        (OSError(errno.ENOSPC, "No space left on device"), cli.STOPPED, "No space left on device. Mend that"),
+        (OSError(errno.EIO, "Input/output error", "/a"), cli.STOPPED, "Input/output error: '/a'. Mend that"),
+        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/a"), cli.STOPPED, "'/mnt/a'. Mend"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_the_operating_system_says_of_a_path_is_one_line(capsys, error, code, said):
-    with pytest.raises(SystemExit) as ended, command.user_input():
+    with pytest.raises(SystemExit) as ended, cli.user_input():
         raise error
     assert ended.value.code == code
     text = capsys.readouterr().err
@@ -258,7 +259,7 @@ def test_what_the_operating_system_says_of_a_path_is_one_line(capsys, error, cod
     ids=lambda error: type(error).__name__,
 )
 def test_what_may_be_a_fault_of_the_program_is_not_hidden(error):
-    with pytest.raises(type(error)) as raised, command.user_input():
+    with pytest.raises(type(error)) as raised, cli.user_input():
         raise error
     assert raised.value is error
 
@@ -272,7 +273,7 @@ def test_evaluate_wants_a_run_or_a_model(capsys, given):
 
 
 def test_evaluate_refuses(tmp_path, capsys):
-    model = str(assembly.ASSETS / "cipher")
+    model = str(components.ASSETS / "cipher")
     nothing = refused(capsys, evaluate.main, tiny(**{"evaluation.benchmarks": ()}), None, model, [], None)
     check_message(nothing, "nothing to evaluate on", "--benchmarks=FILE.jsonl")
     check_message(refused(capsys, evaluate.main, tiny(), None, model, ["none.jsonl"], None), "no file none.jsonl")

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.ahead import Ahead
+from reinforce_ada_jax.collection.prefetch import Ahead
 from reinforce_ada_jax.collection.strategies import CollectionConfig, Record, Strategy
 from reinforce_ada_jax.types import Begun, Pool, Prompt, Request, RequestQueue, Response, Verdict
 

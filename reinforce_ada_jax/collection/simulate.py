@@ -10,10 +10,11 @@ import numpy as np
 from jaxtyping import Float
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.collection import enumeration, strategies
+from reinforce_ada_jax.analysis import enumeration
+from reinforce_ada_jax.analysis.enumeration import Expectations
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.enumeration import Expectations
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Pool, Prompt, RequestQueue, Response, Verdict
 

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reinforce_ada_jax import collection_rules, user_code
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection import objectives
 from reinforce_ada_jax.collection.allocation import allocate
 from reinforce_ada_jax.collection.groups import balanced_group
+from reinforce_ada_jax.config import collection_rules
 from reinforce_ada_jax.types import Prompt
 
 
@@ -286,7 +287,7 @@ def build(config: CollectionConfig) -> Strategy:
     `keep`, `baseline`, `normalize_by_std` and `objective` apply to every strategy; each has its own for the first two.
 
     Raises:
-      ValueError: the settings break a rule (collection_rules.py), or name a function that is not there.
+      ValueError: the settings break a rule (config/collection_rules.py), or name a function that is not there.
     """
     config = with_defaults(config)
     collection_rules.check_collection(config)

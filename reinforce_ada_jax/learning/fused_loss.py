@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import pallas_loss
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import batch as batch_lib
 from reinforce_ada_jax.learning import fused_loss
 from reinforce_ada_jax.learning.batch import Batch, response_mask

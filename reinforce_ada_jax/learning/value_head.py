@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from reinforce_ada_jax import distributed
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge
 from reinforce_ada_jax.types import Pool, Prompt
@@ -150,7 +150,7 @@ class ValueHead:
             for row, prompt in enumerate(chunk):
                 length[row] = len(prompt.tokens)
                 tokens[row, : length[row]] = prompt.tokens
-            features = distributed.fetch(self._program(params, *map(mesh_lib.place, (tokens, length), self._placed)))
+            features = processes.fetch(self._program(params, *map(mesh_lib.place, (tokens, length), self._placed)))
             self._features |= {prompt.id: row for prompt, row in zip(chunk, features, strict=False)}
         features = np.array([self._features[prompt.id] for prompt in prompts], np.float64)
         log_odds = (

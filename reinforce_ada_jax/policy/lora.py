@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from reinforce_ada_jax import mesh as mesh_lib
-from reinforce_ada_jax.config_rules import ALL_LINEAR
+from reinforce_ada_jax.config.values import ALL_LINEAR
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Adapted
 from reinforce_ada_jax.policy.transformer import Params, flatten, nest, weight_shapes

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 
 # Blocks of positions, the largest that divides a row is taken; rows are padded to a multiple of the smallest.
 BLOCKS = (512, 384, 256, 128)

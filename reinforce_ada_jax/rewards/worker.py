@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from reinforce_ada_jax.rewards import addresses
-from reinforce_ada_jax.rewards.addresses import GradeFn
+from reinforce_ada_jax.rewards import loading
+from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.types import Verdict
 
 # Ordinary gradings stay below 0.2 GiB of memory; a factorial that nobody stops takes everything there is.
@@ -91,7 +91,7 @@ def _confine() -> None:
 def _serve(connection: Connection, names: list[str], time_limit_s: float) -> None:
     # BaseException: Math-Verify's TimeoutException is one, and a checker that calls sys.exit has failed, not finished.
     try:
-        graders = [guarded(addresses.load(name), caught=BaseException) for name in names]
+        graders = [guarded(loading.load(name), caught=BaseException) for name in names]
     except BaseException as error:
         connection.send((_in_one_line(error), traceback.format_exc()))
         return

@@ -21,8 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Self
 
-from reinforce_ada_jax.rewards import addresses
-from reinforce_ada_jax.rewards.addresses import GradeFn
+from reinforce_ada_jax.rewards import loading
+from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.worker import guarded
 from reinforce_ada_jax.types import Verdict
 
@@ -110,7 +110,7 @@ class VerifierPool:
         self._graders = {"": grade_fn, **(others or {})}
         self._time_limit_s = time_limit_s
         self._addresses = [
-            addresses.file_address(each) if isinstance(each, str) else addresses.address(each)
+            loading.file_address(each) if isinstance(each, str) else loading.address(each)
             for each in (self._graders.values() if workers else ())
         ]
         self.workers = workers

@@ -20,11 +20,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.config import longest_response
-from reinforce_ada_jax.mesh import local_mesh, local_view, tensor_spec
+from reinforce_ada_jax.distributed.mesh import local_mesh, local_view, tensor_spec
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
-from reinforce_ada_jax.sampling import decode, jetstream
+from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import (
     ADDRESS_WORDS,
@@ -38,6 +38,7 @@ from reinforce_ada_jax.sampling.state import (
     SamplingParams,
     empty_state,
 )
+from reinforce_ada_jax.serving import jetstream
 
 EngineInterface: type = jetstream.engine_interface()
 # Responses asked for through JetStream draw from a stream of their own, numbered as they come.
@@ -379,7 +380,7 @@ class Engine(EngineInterface):
     def build_tokenizer(self, metadata: None):
         """JetStream's view of the policy's own tokenizer."""
         del metadata
-        from reinforce_ada_jax.sampling.served_tokenizer import ServedTokenizer  # noqa: PLC0415  (needs JetStream)
+        from reinforce_ada_jax.serving.tokenizer import ServedTokenizer  # noqa: PLC0415  (needs JetStream)
 
         return ServedTokenizer(self.tokenizer)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from reinforce_ada_jax.mesh import shard_bytes
+from reinforce_ada_jax.distributed.mesh import shard_bytes
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib

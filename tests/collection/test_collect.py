@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import ahead as ahead_lib
+from reinforce_ada_jax.collection import prefetch as ahead_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.prefetch import Ahead
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 

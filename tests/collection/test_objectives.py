@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import collection_rules
 from reinforce_ada_jax.collection.objectives import gradient_weight, sample_weight, value, weight
+from reinforce_ada_jax.config import collection_rules
 
 P = np.array([0.01, 0.25, 0.5, 1.0])
 

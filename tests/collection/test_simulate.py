@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import enumeration
-from reinforce_ada_jax.collection.enumeration import expectations
+from reinforce_ada_jax.analysis import enumeration
+from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection.groups import balanced_group
 from reinforce_ada_jax.collection.simulate import monte_carlo, run_strategy
 

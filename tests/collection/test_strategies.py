@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import collection_rules
 from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import coin, collect
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import Record
+from reinforce_ada_jax.config import collection_rules
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 PROMPT = Prompt("p", "", "", np.zeros(1, np.int32))

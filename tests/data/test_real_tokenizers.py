@@ -12,7 +12,7 @@ from reinforce_ada_jax.data import vocabularies
 from reinforce_ada_jax.data.problems import read_jsonl
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.sampling.served_tokenizer import TextStream
+from reinforce_ada_jax.serving.tokenizer import TextStream
 from tests.data import shared
 
 pytestmark = shared.MARKS

@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from reinforce_ada_jax import command
-from reinforce_ada_jax.lifeline import RESTART
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed.watchdog import RESTART
 from tests.launch.cloud import ALL, ROOT, RUN, check, check_error
 
 START = ["tpu-vm scp", "install", "start"]
@@ -69,10 +69,10 @@ def test_what_was_packed_first_is_started_again(cloud):
         # finished; finished after two failures; bad input; stopped by hand; failing for ever
         ([0], [*LOOK], 0, "has finished"),
         ([1, 137, 0], [*LOOK, "kill", *START, *LOOK, "kill", *START, *LOOK], 0, "has finished"),
-        ([command.BAD_INPUT], [*LOOK], command.BAD_INPUT, "refused its input"),
-        ([command.INTERRUPTED], [*LOOK], command.INTERRUPTED, "stopped by Ctrl-C"),
+        ([cli.BAD_INPUT], [*LOOK], cli.BAD_INPUT, "refused its input"),
+        ([cli.INTERRUPTED], [*LOOK], cli.INTERRUPTED, "stopped by Ctrl-C"),
         ([RESTART] * 3 + [0], [*[*LOOK, "kill", *START] * 3, *LOOK], 0, "was told to end and has saved its state"),
-        ([command.STOPPED], [*[*LOOK, "kill", *START] * 2, *LOOK], 1, "failure 3, and --retries=2"),
+        ([cli.STOPPED], [*[*LOOK, "kill", *START] * 2, *LOOK], 1, "failure 3, and --retries=2"),
     ],
     ids=["finished", "failed twice", "bad input", "interrupted", "told to end", "fails always"],
 )
@@ -169,7 +169,7 @@ def test_resume_of_a_request_whose_node_was_preempted(cloud):
 
 @pytest.mark.parametrize(
     ("hosts", "part"),
-    [(["running", 0], "is under way"), (["running", command.INTERRUPTED], "is under way"), ([0, 0], "has finished")],
+    [(["running", 0], "is under way"), (["running", cli.INTERRUPTED], "is under way"), ([0, 0], "has finished")],
 )
 def test_resume_of_what_needs_none(cloud, hosts, part):
     begin(cloud, *hosts)

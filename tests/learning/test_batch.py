@@ -8,8 +8,8 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.learning.batch import Example, make_batch, response_mask
 from reinforce_ada_jax.learning.fused_loss import advantage
+from reinforce_ada_jax.training.updates import examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
-from reinforce_ada_jax.updates import examples
 
 
 def response(tokens, logprobs):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import loss_benchmark
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.benchmarks import loss
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.fused_loss import advantage, fused_policy_loss, head_statistics
-from reinforce_ada_jax.mesh import make_mesh
 
 SETTINGS = dict(clip_low=0.2, clip_high=0.28, dual_clip=2.0, aggregation="token-mean", temperature=1.3)
 EVERYTHING = SETTINGS | dict(
@@ -364,7 +364,7 @@ def make_shapes(tokens):
 @pytest.mark.slow
 def test_the_benchmark():
     sizes = dict(rows=4, length=256, words=8192, columns=32, chunk=64)
-    result = loss_benchmark.measure(**sizes, repeat=1)
+    result = loss.measure(**sizes, repeat=1)
     logits = 4 * 4 * 256 * 8192
     for name, least, most in (("naive", logits, np.inf), ("chunked", logits / 4, np.inf), ("fused", 0, logits / 2)):
         assert least < result[name]["temporary_bytes"] < most

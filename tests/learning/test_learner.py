@@ -8,13 +8,13 @@ import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
-from reinforce_ada_jax.metrics import CompileCounter
 from reinforce_ada_jax.policy import lora, transformer
+from reinforce_ada_jax.reporting.writers import CompileCounter
 from reinforce_ada_jax.types import Response
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters

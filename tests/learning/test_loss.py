@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import config_rules
+from reinforce_ada_jax.config import values
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate, policy_terms
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference"
@@ -79,7 +79,7 @@ def test_policy_loss_reference(case, jitted):
 def test_all_36_reference_cases_are_here():
     assert len(POLICY_CASES) == 36
     assert {(case["aggregation"], case["truncated_is_cap"]) for case in POLICY_CASES} == set(
-        itertools.product(config_rules.AGGREGATIONS, [None, 2.0])
+        itertools.product(values.AGGREGATIONS, [None, 2.0])
     )
 
 
@@ -202,7 +202,7 @@ def test_sequence_ratio_by_hand():
         np.testing.assert_allclose(terms.old_minus_new[1], [-0.693147, 0.693147], atol=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", config_rules.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", values.AGGREGATIONS)
 def test_a_response_of_one_token_has_the_tokens_ratio(aggregation):
     batch = random_batch(8) | {"mask": jnp.zeros((8, 7), bool).at[:, 2].set(True)}
     expected = value_and_gradient(batch, CLIPS, aggregation, None)
@@ -226,7 +226,7 @@ def test_garbage_under_the_mask_reaches_no_sequence_ratio(garbage):
 
 def test_sequence_ratio_jit_equals_eager():
     batch = sequence_batch(5)
-    for aggregation in config_rules.AGGREGATIONS:
+    for aggregation in values.AGGREGATIONS:
         compiled = jax.jit(sequence_value_and_gradient, static_argnums=1)(batch, aggregation)
         eager = sequence_value_and_gradient(batch, aggregation)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), compiled, eager)
@@ -302,7 +302,7 @@ def test_truncated_importance_weight_by_hand():
     assert float(loss) == -1.0
 
 
-@pytest.mark.parametrize("aggregation", config_rules.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", values.AGGREGATIONS)
 def test_micro_batches_sum_to_the_whole(aggregation):
     batch = random_batch(1)
     (loss, metrics), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
@@ -323,7 +323,7 @@ def test_micro_batches_sum_to_the_whole(aggregation):
         np.testing.assert_allclose(jnp.concatenate(gradients), gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("aggregation", config_rules.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", values.AGGREGATIONS)
 def test_mask_equals_slice(aggregation):
     batch = random_batch(2)
     batch["mask"] = jnp.zeros((8, 7), bool).at[:5, :4].set(True)
@@ -336,7 +336,7 @@ def test_mask_equals_slice(aggregation):
         np.testing.assert_allclose(metrics[name], cut_metrics[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("aggregation", config_rules.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", values.AGGREGATIONS)
 @pytest.mark.parametrize("garbage", [math.nan, -math.inf, math.inf, 1e30])
 def test_garbage_under_the_mask_reaches_nothing(aggregation, garbage):
     clean = random_batch(3)
@@ -381,7 +381,7 @@ def test_only_the_current_logprobs_are_differentiated():
 
 def test_jit_equals_eager():
     batch = random_batch(5)
-    for aggregation in config_rules.AGGREGATIONS:
+    for aggregation in values.AGGREGATIONS:
         eager = value_and_gradient(batch, CLIPS, aggregation, 2.0)
         compiled = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), compiled, eager)
@@ -399,7 +399,7 @@ def test_bfloat16_is_computed_in_float32():
 
 def test_a_minibatch_without_tokens_has_loss_0():
     batch = random_batch(7) | {"mask": jnp.zeros((8, 7), bool)}
-    for aggregation in config_rules.AGGREGATIONS:
+    for aggregation in values.AGGREGATIONS:
         (loss, _), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
         assert loss == 0.0 and not gradient.any()
 

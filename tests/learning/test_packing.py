@@ -10,8 +10,8 @@ import pytest
 from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Example, layout, make_batch, members, owners, pack, response_mask
+from reinforce_ada_jax.training.updates import Minibatch, Updates
 from reinforce_ada_jax.types import Response
-from reinforce_ada_jax.updates import Minibatch, Updates
 from tests.learning.test_learner import (
     PARAMS,
     RESPONSE_LENGTHS,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning.fused_loss import head_statistics
-from reinforce_ada_jax.mesh import make_mesh
 from tests.running import ROOT, environment
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from reinforce_ada_jax import assembly
 from reinforce_ada_jax.data.templates import chat_from_config
-from reinforce_ada_jax.mesh import make_mesh
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.engine import Engine, options_from_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.training import components
 from reinforce_ada_jax.types import Prompt
 from tests.data import shared
 from tests.parity import published
@@ -128,7 +128,7 @@ def test_from_a_problem_to_text(family, tmp_path):
     ours, theirs = tokenizers(family, folder)
     for seed in range(20):
         pair = published.make_pair(name, seed, folder, ours.stop_ids)
-        parts = assembly.parts(config, folder)
+        parts = components.parts(config, folder)
         prompts = parts.prompts(str(problems), config)
         try:
             continuations = [published.generate(pair.theirs, prompt, ours.stop_ids, LIMIT) for prompt in prompts]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import huggingface, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import from_hf
 from tests.policy import recording

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax import config_rules
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.config import values
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.policy.layers import Adapted, product
 from tests.policy import recording
@@ -105,7 +105,7 @@ def test_the_gradient_beside_the_weights_is_that_through_the_merged_ones():
 
 
 def test_targets_are_those_of_the_configuration_and_of_hugging_face():
-    assert config_rules.LORA_TARGETS == ("all-linear", *lora.TARGETS)
+    assert values.LORA_TARGETS == ("all-linear", *lora.TARGETS)
     for target, weight in lora.TARGETS.items():
         assert huggingface.TABLE[weight][1].endswith(f".{target}.weight")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.mesh import make_mesh
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import splash_attention, transformer
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import mesh as mesh_lib
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import transformer
 from tests.policy import recording
 

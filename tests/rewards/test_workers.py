@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import assembly
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.training import components
 from reinforce_ada_jax.types import Verdict
 from tests.rewards import graders
 
@@ -310,7 +310,7 @@ def test_a_run_is_told_of_it_before_its_weights_are_read(tmp_path):
     config = config_lib.defaults()
     config.reward.update(kind="function", path=f"{tmp_path}/yours.py:grade")
     with pytest.raises(ValueError, match="No module named 'absent'"):
-        assembly.verifier_pool(config)
+        components.verifier_pool(config)
 
 
 def test_grade_functions_that_cannot_travel():

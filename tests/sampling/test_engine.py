@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 import reinforce_ada_jax
-from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.config import defaults, least_pages, validate
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import huggingface, lora, transformer
-from reinforce_ada_jax.sampling import jetstream
 from reinforce_ada_jax.sampling.engine import Engine, buckets, options_from_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.types import Prompt
 from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny

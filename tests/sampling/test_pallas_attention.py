@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.mesh import make_mesh
+from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.sampling import pallas_attention
 from reinforce_ada_jax.sampling.paged_attention import paged_attention
 from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu, pallas_tpu, pool_head_size, tpu_blocks

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.ahead import Ahead
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.metrics import CompileCounter
+from reinforce_ada_jax.collection.prefetch import Ahead
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.reporting.writers import CompileCounter
 from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib

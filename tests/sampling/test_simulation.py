@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import assembly
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.policy import huggingface
@@ -14,6 +13,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
 from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.training import components
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests import running
 from tests.sampling import tiny
@@ -156,7 +156,7 @@ def test_the_real_engine_counts_the_same():
 def test_utilisation_of_the_tiny_run():
     """What configs/tiny.py does in its first iteration, stop tokens and all, told to the simulator."""
     config = running.tiny()
-    parts = assembly.parts(config, assembly.model_folder(config.model.path))
+    parts = components.parts(config, components.model_folder(config.model.path))
     prompts = parts.prompts(config.data.prompts, config)[: config.collection.prompts_per_iteration]
     strategy = strategies.build(config.collection)
     sampling = SamplingParams(config.sampling.max_response_tokens)

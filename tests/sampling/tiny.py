@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reinforce_ada_jax import mesh as mesh_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import response_logprobs
 from reinforce_ada_jax.policy import transformer

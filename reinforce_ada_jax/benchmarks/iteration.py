@@ -1,0 +1,295 @@
+"""What `benchmark iteration` measures: iterations of `train`, by phase, with rounds free, in step, and overlapping.
+
+The loop is train.py's own, with clocks around its phases. Where the weights are made up, so are response lengths and
+verdicts: a random model ends no response and solves nothing. Everything else is done, grading too.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import train
+from reinforce_ada_jax.benchmarks import workloads
+from reinforce_ada_jax.benchmarks.workloads import Lengths
+from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.reporting.writers import Progress
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
+
+# What is set in each; of prompts, seeds and everything else they are alike.
+VARIANTS = {
+    "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
+    "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
+    "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
+}
+PHASES = ("collect", "score", "update", "checkpoint")
+PASS_RATES = (0.6, 1.2)
+
+
+# ---- a model that isn't there ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """Response lengths and verdicts, each a function of its address: no variant changes them.
+
+    Attributes:
+      lengths: of responses, cut at the configuration's limit.
+      limit: that one.
+      seed: of all.
+    """
+
+    lengths: Lengths
+    limit: int
+    seed: int
+
+    def _random(self, *address: object) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32("/".join(map(str, address)).encode())])
+
+    def length(self, request: Request) -> int:
+        """Tokens at which a response ends at the latest."""
+        drawn = self.lengths(self._random("length", request.prompt.id, request.draw), (1,))[0]
+        return int(np.clip(np.round(drawn), 1, self.limit))
+
+    def verdict(self, prompt: Prompt, response: Response) -> Verdict:
+        """Right with the chance of its prompt, which is Beta distributed."""
+        chance = self._random("chance", prompt.id).beta(*PASS_RATES)
+        correct = bool(self._random("verdict", prompt.id, response.draw).random() < chance)
+        return Verdict(correct, float(correct))
+
+
+class ScriptedRollouts(Rollouts):
+    """Rollouts that end responses as the script says."""
+
+    def __init__(self, engine: Any, script: Script):
+        super().__init__(engine)
+        self.script = script
+
+    def sampler(self, params: Any, *, sampling: SamplingParams, **terms: Any) -> Any:
+        """As that of `Rollouts`."""
+
+        def of_request(request: Request) -> SamplingParams:
+            return dataclasses.replace(sampling, limit=self.script.length(request))
+
+        return super().sampler(params, sampling=of_request, **terms)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScriptedParts(Parts):
+    """Parts whose verifiers grade, and are not listened to."""
+
+    script: Script | None = None
+
+    def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
+        """As that of `Parts`, with the script's verdicts once the graded ones are there."""
+        grade = super().verify_fn(verifiers, shaping, grader)
+
+        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
+            scripted = [self.script.verdict(prompt, response) for prompt, response in pairs]
+            graded = grade(pairs)
+            if not isinstance(graded, Future):
+                return scripted
+            heard: Future[list[Verdict]] = Future()
+
+            def finish(graded: Future[list[Verdict]]) -> None:
+                if heard.set_running_or_notify_cancel():
+                    error = graded.exception()
+                    heard.set_result(scripted) if error is None else heard.set_exception(error)
+
+            graded.add_done_callback(finish)
+            return heard
+
+        return verify
+
+
+def make_folder(folder: pathlib.Path, tokenizer: pathlib.Path, architecture: Architecture, seed: int) -> None:
+    """A model of random weights with another's tokenizer.
+
+    Raises:
+      ValueError: `tokenizer` is no folder with one.
+    """
+    if not tokenizer.is_dir():
+        raise ValueError(f"{tokenizer} is no folder: --config.model.path must name one, for its tokenizer.")
+    params = transformer.init(architecture, jax.random.key(seed))
+    huggingface.save(folder, architecture, params)
+    for file in tokenizer.iterdir():
+        if file.is_file() and file.name != "config.json" and ".safetensors" not in file.name:
+            shutil.copyfile(file, folder / file.name)
+
+
+# ---- one run with clocks ---------------------------------------------------------------------------------------------
+
+
+class ClockedRun(train.Run):
+    """A run that knows how long its phases took, and for how long the learner's programs ran."""
+
+    def __init__(self, *arguments: Any, script: Script | None, **more: Any):
+        super().__init__(*arguments, quiet=True, **more)
+        if script is not None:
+            self.rollouts = ScriptedRollouts(self.parts.engine, script)
+        self.seconds: dict[str, float] = {}
+        for name in ("score", "update"):
+            program = getattr(self.learner, name)
+            setattr(self.learner, name, functools.partial(self._on_device, program))
+        for name, phase in (("minibatches", "score"), ("check_logprobs", "score"), ("update", "update")):
+            setattr(self.updates, name, functools.partial(self._in_phase, phase, getattr(self.updates, name)))
+
+    def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        with self._clock("programs"):
+            return jax.block_until_ready(program(*arguments))
+
+    def _in_phase(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        with self._clock(phase):
+            return work(*arguments)
+
+    @contextlib.contextmanager
+    def _clock(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def collect(self, *arguments: Any) -> Any:
+        """As that of `Run`."""
+        with self._clock("collect"):
+            return super().collect(*arguments)
+
+    def timed_iteration(self, verifiers: VerifierPool) -> dict[str, float]:
+        """One iteration with a checkpoint: its seconds by phase, and what it collected.
+
+        Writing goes on beside the next iteration in a run; it is waited for here, after the clock.
+        """
+        self.seconds = {}
+        begin = time.perf_counter()
+        metrics = self.one_iteration(verifiers, Progress(total=1, done=0, quiet=True))
+        with self._clock("checkpoint"):
+            self.save()
+        total = time.perf_counter() - begin
+        self.checkpoints.wait()
+        written = time.perf_counter() - begin - total
+        # Of the collection, what the device didn't wait for the host.
+        busy = self.seconds["collect"] - metrics["time/host_between_windows_s"] + self.seconds.get("programs", 0.0)
+        phases = {f"{phase}_s": self.seconds.get(phase, 0.0) for phase in PHASES}
+        return {
+            "seconds": total,
+            **phases,
+            "other_s": total - sum(phases.values()),
+            "verify_s": metrics["time/verify_s"],
+            "checkpoint_written_s": written,
+            "host_between_windows_s": metrics["time/host_between_windows_s"],
+            "outside_device_share": 1 - busy / total,
+            "tokens": metrics["collection/tokens"],
+            "responses": metrics["collection/responses"],
+            "tokens_per_s": metrics["collection/tokens"] / total,
+            "slot_utilisation": metrics["collection/slot_utilisation"],
+            "updates": metrics["update/count"],
+        }
+
+
+def _begin(
+    config: ConfigDict, workdir: pathlib.Path, lengths: Lengths, architecture: Architecture | None
+) -> ClockedRun:
+    """A run of a configuration in a new work directory; with an architecture, of random weights of that shape."""
+    folder = components.model_folder(config.model.path)
+    if architecture is not None:
+        folder = workdir / "model"
+        make_folder(folder, components.model_folder(config.model.path), architecture, config.seed)
+    config_lib.validate(config)
+    parts = components.parts(config, folder)
+    prompts = parts.prompts(config.data.prompts, config)
+    made_up = architecture is not None or not any(folder.glob("*.safetensors"))
+    script = Script(lengths, config.sampling.max_response_tokens, config.seed) if made_up else None
+    if script is not None:
+        fields = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
+        parts = ScriptedParts(**fields, script=script)
+    if any(folder.glob("*.safetensors")):
+        params = components.load_params(config, parts)
+    else:
+        dtype = jnp.dtype(config.model.parameter_dtype)
+        params = transformer.init(parts.architecture, jax.random.key(config.seed), parts.mesh, dtype)
+    return ClockedRun(config, workdir, parts, prompts, {}, params, script=script)
+
+
+def measure(
+    config: ConfigDict,
+    *,
+    variants: Sequence[str] = tuple(VARIANTS),
+    repeat: int = 3,
+    lengths: Lengths,
+    architecture: Architecture | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Iterations of each variant in turns, the first of each not timed: it compiles.
+
+    Args:
+      config: of a run; what a variant is about is set here, and nothing is evaluated.
+      variants: of `VARIANTS`.
+      repeat: timed iterations of each.
+      lengths: of responses, where weights are made up.
+      architecture: makes them up, for the tokenizer of the configured model.
+      say: told what is going on.
+
+    Returns:
+      By variant, medians over iterations: "seconds" and its parts ("collect_s" with waiting for verdicts, "score_s"
+      with the batches' making, "update_s", "checkpoint_s", as long as the loop is held up, "other_s"), "verify_s",
+      which grading took beside decoding, "outside_device_share", the share of time in which no program ran, and tokens
+      collected. Then "barrier_ratio" and "overlap_ratio", tokens a second of "rounds" over theirs.
+
+    Raises:
+      ValueError: an unknown variant, or a configuration that can't be run.
+    """
+    unknown = sorted(set(variants) - set(VARIANTS))
+    if unknown or not variants:
+        raise ValueError(f"--variants has {unknown}; it must name some of {', '.join(VARIANTS)}.")
+    runs, taken = {}, {name: [] for name in variants}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for name in variants:
+            own = config.copy_and_resolve_references()
+            own.update_from_flattened_dict(VARIANTS[name])
+            own.update_from_flattened_dict({"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0})
+            workdir = pathlib.Path(folder) / name
+            workdir.mkdir()
+            verifiers = stack.enter_context(components.verifier_pool(own))
+            run = _begin(own, workdir, lengths, architecture)
+            stack.callback(run.checkpoints.close)
+            stack.callback(run.metrics.close)
+            runs[name] = run, verifiers
+        for turn in range(1 + repeat):
+            for name, (run, verifiers) in runs.items():
+                taken[name].append(run.timed_iteration(verifiers))
+                say(f"iteration {turn}, {name}: {taken[name][-1]['seconds']:.2f} s")
+        shape = workloads.describe(run.parts.architecture)
+    result: dict[str, Any] = {
+        name: {key: statistics.median(one[key] for one in timed[1:]) for key in timed[0]}
+        | {"iterations": repeat, "first_iteration_s": timed[0]["seconds"], "all_seconds": [x["seconds"] for x in timed]}
+        for name, timed in taken.items()
+    }
+    for name in set(variants) - {"rounds"}:
+        if "rounds" in result:
+            result[f"{name}_ratio"] = result["rounds"]["tokens_per_s"] / result[name]["tokens_per_s"]
+    device = jax.devices()[0]
+    return result | {
+        "scripted": isinstance(run.rollouts, ScriptedRollouts), "device": device.device_kind,
+        "platform": device.platform, "jax": jax.__version__, "model": shape,
+    }  # fmt: skip

@@ -1,0 +1,310 @@
+"""What `benchmark update` measures: one update of the policy, ours beside PyTorch's, on the same weights and minibatch.
+
+Each is a process of its own, so that memory is its own; repetitions are taken in turns, so that what else the machine
+does falls on all of them. Before anything is timed the log-probabilities must agree, and in float32 the losses and the
+norm of the gradient too: only of the same update is speed compared.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from reinforce_ada_jax.benchmarks import workloads
+from reinforce_ada_jax.benchmarks.json_subprocess import Answering
+from reinforce_ada_jax.benchmarks.workloads import Lengths
+from reinforce_ada_jax.planning import roofline
+from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
+
+CONTENDERS = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_update.py"}
+CONTENDER_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
+# Of both. The rate is a fine-tuning's; so few updates of it change a loss by less than they change its rounding.
+LEARNING = dict(
+    learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
+    dual_clip=10.0, temperature=1.0,
+)  # fmt: skip
+# How far the policy has moved from the one that drew the responses: enough that some ratios are clipped.
+OLD_NOISE = 0.2
+LOGPROB_TOLERANCE, TOLERANCE = 1e-4, 1e-5
+# Updates whose losses are compared: before the first one, after it, after the second.
+COMPARED = 3
+HOST_UPDATES = 30
+# Peak of dense products in bfloat16, operations a second, by what the name of a device begins with.
+PEAK_FLOPS = {
+    "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The minibatch.
+
+    Attributes:
+      rows: responses.
+      prompt_tokens: of each of their prompts.
+      response_tokens: of the longest response, to which rows are padded.
+      micro_batches: both cut it into as many.
+      dtype: of the products; weights, moments and sums are float32.
+      seed: of its tokens, and of made-up weights.
+    """
+
+    rows: int
+    prompt_tokens: int
+    response_tokens: int
+    micro_batches: int
+    dtype: str = "float32"
+    seed: int = 0
+
+
+def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[str, Any]]:
+    """Random prompts and responses, a reward of 0 or 1 for each and 0.4 as every baseline.
+
+    Raises:
+      ValueError: a response is longer than `response_tokens`.
+    """
+    random = np.random.default_rng(sizes.seed)
+    drawn = np.maximum(1, np.round(lengths(random, (sizes.rows,)))).astype(int)
+    if drawn.max() > sizes.response_tokens:
+        raise ValueError(
+            f"--lengths gives responses of up to {drawn.max()} tokens, rows have room for --response_tokens="
+            f"{sizes.response_tokens}."
+        )
+    return [
+        {
+            "prompt": random.integers(0, vocab_size, sizes.prompt_tokens).tolist(),
+            "response": random.integers(0, vocab_size, length).tolist(),
+            "reward": float(random.random() < 0.5),
+            "baseline": 0.4,
+            "weight": 1.0,
+        }
+        for length in drawn
+    ]
+
+
+def _with_old_logprobs(examples: list[dict[str, Any]], scored: list[list[float]], seed: int) -> list[dict[str, Any]]:
+    """The old policy's log-probabilities are this one's and noise."""
+    random = np.random.default_rng([seed, 1])
+    return [
+        example | {"old_logprobs": (np.array(row) + OLD_NOISE * random.standard_normal(len(row))).tolist()}
+        for example, row in zip(examples, scored, strict=True)
+    ]
+
+
+def _threads(count: int) -> dict[str, str]:
+    """What tells XLA, OpenMP and MKL how many threads to use; 0: their own choice, all cores."""
+    return dict.fromkeys(("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count)) if count else {}
+
+
+def _learner(
+    name: str,
+    model: pathlib.Path | None,
+    architecture: Architecture,
+    sizes: Sizes,
+    *,
+    per_row: int,
+    devices: int,
+    threads: int,
+) -> tuple[Answering, dict[str, Any]]:
+    """Our process with the learner loaded, and what it says of itself."""
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if devices > 1:
+        environment |= {"JAX_NUM_CPU_DEVICES": str(devices)}
+    command = [sys.executable, "-m", "reinforce_ada_jax.update_worker"]
+    process = Answering(name, command, **environment, **_threads(threads))
+    description = process.ask(
+        command="load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),
+        learning=LEARNING, per_row=per_row, devices=devices, **dataclasses.asdict(sizes),
+    )  # fmt: skip
+    return process, description
+
+
+def _relative(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / abs(theirs)
+
+
+def _logprob_gap(ours: list[list[float]], theirs: list[list[float]], name: str, dtype: str) -> float:
+    gap = max(float(np.abs(np.subtract(*pair)).max()) for pair in zip(ours, theirs, strict=True))
+    if dtype == "float32" and not gap <= LOGPROB_TOLERANCE:
+        raise ValueError(
+            f"our log-probabilities and those of {name} differ by up to {gap:.2g}, the limit is {LOGPROB_TOLERANCE:g}: "
+            "it is another model, and its speed says nothing."
+        )
+    return gap
+
+
+def _gaps(ours: list[dict[str, float]], theirs: list[dict[str, float]], name: str, dtype: str) -> dict[str, float]:
+    """Relative differences of the losses of the first updates, and of the norm of the first gradient."""
+    losses = [_relative(a["loss"], b["loss"]) for a, b in zip(ours[:COMPARED], theirs[:COMPARED], strict=True)]
+    gaps = {"loss": max(losses), "grad_norm": _relative(ours[0]["grad_norm"], theirs[0]["grad_norm"])}
+    for what, gap in gaps.items():
+        if dtype == "float32" and not gap <= TOLERANCE:
+            raise ValueError(
+                f"{what} differs from that of {name} by {gap:.2g} of it, the limit is {TOLERANCE:g}: it is another "
+                "update, and its speed says nothing."
+            )
+    return gaps
+
+
+def necessary_flops(architecture: Architecture, examples: list[dict[str, Any]]) -> float:
+    """What the update needs by the usual rule (`roofline.necessary_flops`), padding and recomputation aside."""
+    row = roofline.Rows(
+        micro_batches=1, rows=1, tokens=1, head_tokens=1, prompt_tokens=1, tile=(1, 1), kernels=False, remat="full",
+        block=None, row_shards=1, weight_shards=1, tensor=1, itemsize=4,
+    )  # fmt: skip
+    lengths = [len(example["prompt"]) + len(example["response"]) for example in examples]
+    return sum(roofline.necessary_flops(architecture, dataclasses.replace(row, tokens=length)) for length in lengths)
+
+
+def _summary(runs: list[dict[str, float]], tokens: int, flops: float, device: str) -> dict[str, Any]:
+    """Of the timed updates; memory is the most of all but the first, in which programs are compiled."""
+    timed = runs[1:]
+    seconds = statistics.median(run["seconds"] for run in timed)
+    peak = next((peak for kind, peak in PEAK_FLOPS.items() if device.startswith(kind)), None)
+    result = {
+        "seconds_per_update": seconds,
+        "tokens_per_s": tokens / seconds,
+        "flops_per_s": flops / seconds,
+        "mfu": None if peak is None else flops / seconds / peak,
+        "cpu_seconds_per_update": statistics.median(run["cpu_seconds"] for run in timed),
+        "seconds": [run["seconds"] for run in timed],
+        "extra_bytes": int(max(run["extra_bytes"] for run in timed)),
+        "losses": [run["loss"] for run in runs],
+        "grad_norm": runs[0]["grad_norm"],
+    }
+    if "put_s" in runs[0]:
+        result |= _host(timed)
+    return result
+
+
+def _host(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of what the host does for an update."""
+    return {
+        "host_s": statistics.median(run["put_s"] + run["dispatch_s"] for run in runs),
+        "host_cpu_s": statistics.median(run["host_cpu_s"] for run in runs),
+    }
+
+
+def host_time(layers: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """What the host does for one update of a model of so many layers that costs the device next to nothing.
+
+    Every update is waited for before the next one is handed over, so that none is held up by the one before it.
+    """
+    shape = to_hf(workloads.smallest(), "float32") | {"num_hidden_layers": layers}
+    architecture = from_hf(shape)
+    sizes = Sizes(rows=8, prompt_tokens=8, response_tokens=8, micro_batches=2)
+    examples = make_examples(sizes, workloads.constant(8), architecture.vocab_size)
+    process, _ = _learner("ours", None, architecture, sizes, per_row=1, devices=1, threads=0)
+    try:
+        process.ask(command="begin", examples=examples)
+        runs = [process.ask(command="run") for _ in range(1 + HOST_UPDATES)][1:]
+    finally:
+        process.close()
+    result = {"layers": layers, "updates": HOST_UPDATES, **_host(runs)}
+    result["whole_update_s"] = statistics.median(run["seconds"] for run in runs)
+    say(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
+    return result
+
+
+def _in_turns(
+    processes: Mapping[str, Answering], turns: int, say: Callable[[str], None]
+) -> dict[str, list[dict[str, float]]]:
+    """So many updates of each, one after the other."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
+    for turn in range(turns):
+        for name, process in processes.items():
+            runs[name].append(process.ask(command="run"))
+        line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
+        say(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
+    return runs
+
+
+def _ratios(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
+    keys = {"time": "seconds_per_update", "cpu_time": "cpu_seconds_per_update", "memory": "extra_bytes"}
+    return {f"{what}_ratio": ours[key] / theirs[key] for what, key in keys.items()}
+
+
+def measure(
+    architecture: Architecture,
+    model: pathlib.Path | None,
+    sizes: Sizes,
+    lengths: Lengths,
+    *,
+    repeat: int,
+    per_row: int = 1,
+    devices: int = 1,
+    threads: int = 0,
+    against: str | None = None,
+    against_python: str = sys.executable,
+    against_plain: bool = False,
+    host_layers: int = 28,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Seconds and memory of an update, taken in turns; the first of each is not timed.
+
+    Args:
+      architecture: of the model.
+      model: a folder with its weights; None: random ones, which no contender can read.
+      sizes: of the minibatch.
+      lengths: of its responses.
+      repeat: timed updates.
+      per_row: above 1: also with so many responses to a row.
+      devices: that ours splits rows over.
+      threads: of each process; 0: as many as there are cores.
+      against: one of `CONTENDERS`.
+      against_python: the interpreter of its environment.
+      against_plain: it takes the minibatch as one piece and recomputes nothing; else both cut it alike.
+      host_layers: of the model whose host time is measured.
+      say: told what is going on.
+
+    Raises:
+      ValueError: sizes that don't fit, a contender that doesn't start, or one that computes something else.
+      RuntimeError: a process ended.
+    """
+    examples = make_examples(sizes, lengths, architecture.vocab_size)
+    settings = CONTENDER_SETTINGS | {"recompute": not against_plain}
+    gaps = {}
+    with contextlib.ExitStack() as ending:
+        processes, described = {}, {}
+        for name, packed in ({"ours": 1} | ({"packed": per_row} if per_row > 1 else {})).items():
+            processes[name], described[name] = _learner(
+                name, model, architecture, sizes, per_row=packed, devices=devices, threads=threads
+            )
+            ending.callback(processes[name].close)
+        if against is not None:
+            processes[against] = Answering(against, [against_python, str(CONTENDERS[against])], **_threads(threads))
+            ending.callback(processes[against].close)
+            described[against] = processes[against].load(
+                model=str(model), dtype=sizes.dtype, micro_batches=1 if against_plain else sizes.micro_batches,
+                learning=LEARNING, settings=settings,
+            )  # fmt: skip
+        scored = processes["ours"].ask(command="score", examples=examples)["logprobs"]
+        if against is not None:
+            theirs = processes[against].ask(command="score", examples=examples)["logprobs"]
+            gaps["logprob"] = _logprob_gap(scored, theirs, against, sizes.dtype)
+        examples = _with_old_logprobs(examples, scored, sizes.seed)
+        for name, process in processes.items():
+            described[name] |= process.ask(command="begin", examples=examples)
+        runs = _in_turns(processes, 1 + max(repeat, COMPARED - 1), say)
+    tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
+    flops = necessary_flops(architecture, examples)
+    found = {
+        name: _summary(taken, tokens, flops, described[name]["device"]) | described[name]
+        for name, taken in runs.items()
+    }
+    result: dict[str, Any] = {"tokens": tokens, "necessary_flops": flops, **found["ours"]}
+    if "packed" in found:
+        packed_gaps = _gaps(runs["packed"], runs["ours"], "unpacked rows", sizes.dtype)
+        result["packed"] = found["packed"] | {"gaps": packed_gaps}
+        result["packing_speedup"] = found["ours"]["seconds_per_update"] / found["packed"]["seconds_per_update"]
+    if against is not None:
+        result["against"] = {"name": against, **settings, **found[against]}
+        result["gaps"] = gaps | _gaps(runs["ours"], runs[against], against, sizes.dtype)
+        result |= _ratios(found["ours"], found[against])
+    result["host"] = host_time(host_layers, say)
+    return result | {"sizes": dataclasses.asdict(sizes), "model": workloads.describe(architecture)}

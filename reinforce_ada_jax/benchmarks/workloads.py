@@ -1,0 +1,254 @@
+"""What a rollout benchmark runs: prompts, the prescribed length of every response, and scripted verdicts.
+
+Lengths are prescribed because speed depends on them, and a random-weight model has no idea when to stop: a response
+ends where its sampling limit ends it, so any engine can be held to exactly the same work.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy.architecture import Architecture, from_hf
+from reinforce_ada_jax.policy.logprobs import distribution
+from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
+
+LOGPROB_TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Workload:
+    """Prompts whose `id` is their index, with what each draw will be.
+
+    Attributes:
+      prompts: P prompts.
+      lengths: int[P, N], tokens of each response; N is at least the strategy's `max_draws`.
+      correct: bool[P, N], the verdict on each response.
+      strategy: which draws are wanted.
+      temperature: of sampling.
+      reference: (tokens int[T], log-probability of each token after the first float[T - 1]) under the model that the
+        workload was made for, or None.
+    """
+
+    prompts: list[Prompt]
+    lengths: np.ndarray
+    correct: np.ndarray
+    strategy: Strategy
+    temperature: float = 1.0
+    reference: tuple[np.ndarray, np.ndarray] | None = None
+
+    def length(self, request: Request) -> int:
+        """Tokens of the response that a request will have."""
+        return int(self.lengths[int(request.prompt.id), request.draw])
+
+    def lengths_by_draw(self) -> dict[tuple[str, int], int]:
+        """The same by (prompt id, draw), for a simulation."""
+        return {
+            (prompt.id, draw): int(length)
+            for prompt in self.prompts
+            for draw, length in enumerate(self.lengths[int(prompt.id)])
+        }
+
+    def verify_fn(self) -> VerifyFn:
+        """The scripted verdicts."""
+
+        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
+            scripted = [bool(self.correct[int(prompt.id), response.draw]) for prompt, response in pairs]
+            return [Verdict(correct, float(correct)) for correct in scripted]
+
+        return verify
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of the longest prompt."""
+        return max(len(prompt.tokens) for prompt in self.prompts)
+
+
+def _prompts(rows: list[np.ndarray]) -> list[Prompt]:
+    return [Prompt(str(index), "", "", np.asarray(row, np.int32)) for index, row in enumerate(rows)]
+
+
+def load(file: pathlib.Path) -> Workload:
+    """A file in the format of `rollout_tiny.json`: a fixed number of draws for each prompt, all wanted.
+
+    Raises:
+      ValueError: the file isn't there, isn't JSON, or its parts don't fit each other.
+    """
+    try:
+        content = json.loads(file.read_text())
+        lengths, reference = np.array(content["lengths"]), content["reference"]
+        prompts = _prompts([np.array(row) for row in content["prompts"]])
+        reference = (np.array(reference["tokens"], np.int32), np.array(reference["logp"], np.float32))
+        samples, temperature = content["samples"], content["temperature"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is no workload ({type(error).__name__}: {error}): it must be a JSON file with prompts, samples, "
+            "temperature, lengths and reference.tokens, reference.logp."
+        ) from error
+    if lengths.shape != (len(prompts), samples) or lengths.dtype.kind != "i" or lengths.min() < 1:
+        raise ValueError(
+            f"{file}: lengths must be {samples} whole numbers above 0 for each of the {len(prompts)} prompts."
+        )
+    correct = np.zeros(lengths.shape, bool)
+    return Workload(prompts, lengths, correct, strategies.fixed(samples), temperature, reference)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveSizes:
+    """An iteration of Reinforce-Ada: strategy `balance`, and what its prompts are like.
+
+    Attributes:
+      prompts: P.
+      group_size: n, half of it right and half wrong responses are waited for.
+      samples_per_round: M.
+      max_rounds: N.
+      pass_rates: (a, b) of the Beta distribution of a prompt's chance of a right response.
+      scale: response lengths are multiplied by this.
+    """
+
+    prompts: int = 512
+    group_size: int = 4
+    samples_per_round: int = 8
+    max_rounds: int = 4
+    pass_rates: tuple[float, float] = (0.6, 1.2)
+    scale: float = 1.0
+    strategy: str = "balance"
+
+
+# Response lengths of a shape, drawn from a distribution.
+Lengths = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+
+
+# Of the adaptive workload: median, sigma, shortest, longest.
+ADAPTIVE_LENGTHS = "500,0.8,16,2048"
+
+
+def constant(length: int) -> Lengths:
+    """The same for all."""
+    return lambda random, shape: np.full(shape, length)
+
+
+def lognormal(median: float, sigma: float, shortest: float, longest: float) -> Lengths:
+    """exp(log(median) + sigma * normal), clipped."""
+    return lambda random, shape: np.clip(random.lognormal(np.log(median), sigma, shape), shortest, longest)
+
+
+def parse_lengths(text: str) -> Lengths:
+    """What --lengths names: "median,sigma,shortest,longest" of `lognormal`, a file with one number a line, or a run's
+    work directory, whose samples/*.jsonl are drawn from.
+
+    Raises:
+      ValueError: it is none of these.
+    """
+    path = pathlib.Path(text)
+    if path.is_dir():
+        lines = [line for file in sorted(path.glob("samples/*.jsonl")) for line in file.read_text().splitlines()]
+        seen = np.array([json.loads(line)["tokens"] for line in lines], int)
+    elif path.is_file():
+        seen = np.array(path.read_text().split(), int)
+    elif len(text.split(",")) == 4:
+        return lognormal(*map(float, text.split(",")))
+    else:
+        raise ValueError(
+            f"--lengths={text} is neither four numbers (median,sigma,shortest,longest), nor a file with a number a "
+            "line, nor a work directory."
+        )
+    if not seen.size or seen.min() < 1:
+        raise ValueError(f"--lengths={text} holds no response lengths, or some below 1.")
+    return lambda random, shape: random.choice(seen, shape)
+
+
+def _whole(lengths: np.ndarray) -> np.ndarray:
+    return np.maximum(1, np.round(lengths)).astype(int)
+
+
+def synthetic(
+    num_prompts: int, samples: int, prompt_tokens: int, lengths: Lengths, vocab_size: int, seed: int = 0
+) -> Workload:
+    """So many random prompts of one length, with so many responses each."""
+    random = np.random.default_rng(seed)
+    drawn = _whole(lengths(random, (num_prompts, samples)))
+    tokens = random.integers(0, vocab_size, (num_prompts, prompt_tokens))
+    return Workload(_prompts(list(tokens)), drawn, np.zeros(drawn.shape, bool), strategies.fixed(samples))
+
+
+def adaptive(sizes: AdaptiveSizes, lengths: Lengths, vocab_size: int, seed: int = 0) -> Workload:
+    """Rounds that depend on scripted verdicts. Of a prompt's draws all have one chance of being right, and lengths of
+    no relation to it; prompts have 8 to 16 random tokens."""
+    random = np.random.default_rng(seed)
+    shape = sizes.prompts, sizes.samples_per_round * sizes.max_rounds
+    chance = random.beta(*sizes.pass_rates, (sizes.prompts, 1))
+    drawn = _whole(sizes.scale * lengths(random, shape))
+    correct = random.random(shape) < chance
+    tokens = [random.integers(0, vocab_size, n) for n in random.integers(8, 17, sizes.prompts)]
+    return Workload(_prompts(tokens), drawn, correct, strategies.build(sizes))
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def shaped(shape: str) -> Architecture:
+    """The Qwen2 architecture "HIDDENxLAYERS": 8 heads, 4 key/value heads, feed-forward 3 times as wide, 8192 tokens; or
+    a published one, by its name.
+
+    Raises:
+      ValueError: the shape isn't written so, or the heads don't divide it.
+    """
+    if shape in PUBLISHED:
+        return from_hf(PUBLISHED[shape])
+    hidden, _, layers = shape.partition("x")
+    if not (hidden.isdecimal() and layers.isdecimal() and int(hidden) % 16 == 0 and int(layers) > 0):
+        raise ValueError(f"--shape={shape} must be HIDDENxLAYERS such as 512x8, HIDDEN a multiple of 16.")
+    return from_hf(dict(
+        model_type="qwen2", vocab_size=8192, hidden_size=int(hidden), intermediate_size=3 * int(hidden),
+        num_hidden_layers=int(layers), num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
+        max_position_embeddings=1024, rope_theta=1e6,
+    ))  # fmt: skip
+
+
+def smallest() -> Architecture:
+    """A model that costs next to nothing, where only the scheduling is of interest."""
+    return from_hf(dict(
+        model_type="qwen2", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
+    ))  # fmt: skip
+
+
+def logprobs(architecture: Architecture, params: transformer.Params, tokens: np.ndarray) -> np.ndarray:
+    """float[T - 1]: the log-probability of each token after the first, by the plain float32 forward pass."""
+    table = distribution(transformer.logits(architecture, params, tokens[None]), 1.0)[0]
+    return np.asarray(jnp.take_along_axis(table[:-1], jnp.asarray(tokens[1:, None]), axis=1))[:, 0]
+
+
+def check_reference(
+    architecture: Architecture, params: transformer.Params, tokens: np.ndarray, expected: np.ndarray, source: str
+) -> float:
+    """The largest difference from the log-probabilities that `source` has: only of the same model is speed compared.
+
+    Raises:
+      ValueError: it is above 1e-4, or a token is beyond the vocabulary.
+    """
+    if tokens.max() >= architecture.vocab_size:
+        raise ValueError(f"{source} has token {tokens.max()}, the model only {architecture.vocab_size} tokens.")
+    gap = float(np.abs(logprobs(architecture, params, tokens) - expected).max())
+    if not gap <= LOGPROB_TOLERANCE:
+        raise ValueError(
+            f"the model's log-probabilities differ from those of {source} by up to {gap:.2g}, the limit is "
+            f"{LOGPROB_TOLERANCE:g}: it is another model, and its speed says nothing. Name the right folder as --model."
+        )
+    return gap
+
+
+def describe(architecture: Architecture) -> dict[str, Any]:
+    """The sizes that a report names."""
+    names = ("family", "vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_size")
+    return {name: getattr(architecture, name) for name in (*names, "num_parameters")}

@@ -1,0 +1,110 @@
+"""How a command starts: flags, and errors of the user's making on one screen, without a stack trace."""
+
+import contextlib
+import errno
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+# Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed. One more
+# is lifeline.RESTART: the machine is being taken away, or another process of the run is gone; start it again.
+STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+# What the operating system says of a path, and says again however often the command is started;
+_FOR_GOOD = frozenset({
+    errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
+    errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.EXDEV,
+})  # fmt: skip
+# and of a disk, often without a name.
+_OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
+
+
+def define_config() -> flags.FlagHolder[ConfigDict]:
+    """The flag --config=FILE.py, whose keys are flags too: --config.collection.strategy=grpo."""
+    holder = config_flags.DEFINE_config_file(
+        "config", None, "A file with get_config(), such as configs/tiny.py; override with --config.SECTION.KEY=VALUE."
+    )
+    flags.mark_flag_as_required("config")
+    return holder
+
+
+def fail(message: object, code: int = BAD_INPUT) -> NoReturn:
+    """Ends the process with one message."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def user_input() -> Iterator[None]:
+    """Around everything that reads what the user gave: a ValueError there says what to mend, and ends the process.
+
+    So does what the operating system says of a file or a folder. What it says of anything else passes.
+    """
+    try:
+        yield
+    except ValueError as error:
+        fail(error)
+    except OSError as error:
+        if error.filename is not None and error.errno in _FOR_GOOD:
+            fail(f"{_said(error)}: name another path, or mend what stands there and who may use it.")
+        if error.filename is not None or error.errno in _OF_DISKS:
+            # Another time it may go well: launch/ starts again what ended as STOPPED, and not what is BAD_INPUT.
+            fail(f"{_said(error)}. Mend that (a full disk: make room), then start the same command again.", STOPPED)
+        raise
+
+
+def _said(error: OSError) -> str:
+    """As Python says it, without the number: "Not a directory: 'a/b'"."""
+    names = [repr(str(name)) for name in (error.filename, error.filename2) if name is not None]
+    return ": ".join([error.strerror, *([" -> ".join(names)] if names else [])])
+
+
+@contextlib.contextmanager
+def interruptible(kept: str) -> Iterator[None]:
+    """Around long work whose results are kept as they come: Ctrl-C ends the process with a word on how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    try:
+        arguments = flags.FLAGS(argv)
+        # A file that could not be read shows when its configuration is first touched.
+        if "config" in flags.FLAGS and flags.FLAGS.config is not None:
+            flags.FLAGS.config.lock()
+    except flags.Error as error:
+        # Where a config file fails, ml_collections puts the whole stack trace in between.
+        lines = str(error).strip().splitlines()
+        fail(" ".join(dict.fromkeys((lines[0], lines[-1]))))
+    except (AttributeError, KeyError) as error:
+        # ml_collections names the nearest known key, in quotes within quotes.
+        nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', str(error))
+        if nearest:
+            fail(f"unknown configuration key {nearest[2]!r}: did you mean {nearest[1]!r}?")
+        fail(f"--config: {error}. reinforce_ada_jax/config/defaults.py lists every key.")
+    except (OSError, SyntaxError, TypeError) as error:
+        fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
+    return arguments
+
+
+def run_with_arguments(main: Callable[[list[str]], None]) -> None:
+    """Parses the flags and calls `main` with what is left."""
+    logging.set_verbosity(logging.WARNING)
+    app.run(lambda argv: main(argv[1:]), flags_parser=_parse)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Parses the flags and calls `main`, which takes nothing else."""
+
+    def without_arguments(arguments: list[str]) -> None:
+        if arguments:
+            fail(f"unexpected argument {arguments[0]!r}: options are written --name=value.")
+        main()
+
+    run_with_arguments(without_arguments)

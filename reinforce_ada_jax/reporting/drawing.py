@@ -1,0 +1,221 @@
+"""Panels of curves and bars as PNG and SVG, on light paper and on dark.
+
+What is drawn says nothing of runs: it comes as data (reporting/curves.py). Lines differ in colour, dashes and marker and are
+named where they end, and bars are hatched, so that a figure printed in grey says the same.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import matplotlib as mpl
+import numpy as np
+
+mpl.use("agg")
+
+from matplotlib import pyplot, ticker
+
+LINES = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.2)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = "os^DvP"
+HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
+# Of the two papers: background, ink, lines of the grid, and a colour for each line, of differing lightness.
+LIGHT = {
+    "paper": "#ffffff", "ink": "#20242b", "grid": "#d5d8de",
+    "colors": ("#0b4f9e", "#d9541e", "#2b8a4b", "#7a4fb5", "#9a7400", "#55606e"),
+}  # fmt: skip
+DARK = {
+    "paper": "#171a20", "ink": "#e3e6eb", "grid": "#3a404a",
+    "colors": ("#79b4ff", "#ff9a6b", "#74d68f", "#c7a5ff", "#eac25a", "#b6bfca"),
+}  # fmt: skip
+PANEL_INCHES = (3.9, 3.1)
+LONGEST_NAME, LONGEST_TITLE = 28, 42  # characters
+MOST_NAMED = 6  # lines named where they end; more have a legend
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Curve:
+    """One line.
+
+    Attributes:
+      label: what it is called.
+      style: lines of one number look alike.
+      x, y: float[N]; points that are not finite are left out.
+      error: float[N], half the length of error bars; None: no bars.
+      band: (lower[N], upper[N]) of a shaded range around it; None: none.
+      faint: drawn thin, as what the others are compared with.
+    """
+
+    label: str
+    style: int
+    x: np.ndarray
+    y: np.ndarray
+    error: np.ndarray | None = None
+    band: tuple[np.ndarray, np.ndarray] | None = None
+    faint: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Panel:
+    """One plot of curves, or of bars.
+
+    Attributes:
+      title: what is seen.
+      x_label, y_label: what is on the axes, with units.
+      curves: the lines.
+      bars: {bar: {part: length}}, drawn from left to right, one below the other.
+      limits: of the y axis; None: what the curves need.
+      powers: the x axis is logarithmic, base 2.
+      diagonal: with the line y = x to compare with.
+      counted: the x axis counts, so that its ticks are whole numbers.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve] = ()
+    bars: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+    limits: tuple[float | None, float | None] | None = None
+    powers: bool = False
+    diagonal: bool = False
+    counted: bool = False
+
+
+def literal(text: str, longest: int = LONGEST_NAME) -> str:
+    """`text` as it is: a dollar begins no formula, what a font can't show is a box, not a warning, and what has no room
+    loses its middle."""
+    if len(text) > longest:
+        text = f"{text[: longest // 2]}…{text[-(longest // 2) :]}"
+    shown = "".join(character if character.isprintable() and ord(character) < 0x2500 else "□" for character in text)
+    return shown.replace("$", r"\$")
+
+
+def _finite(curve: Curve) -> Curve:
+    kept = np.isfinite(curve.x) & np.isfinite(curve.y)
+
+    def of(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else np.asarray(values)[kept]
+
+    band = None if curve.band is None else (of(curve.band[0]), of(curve.band[1]))
+    return dataclasses.replace(curve, x=of(curve.x), y=of(curve.y), error=of(curve.error), band=band)
+
+
+def _draw_curves(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
+    for curve in map(_finite, panel.curves):
+        color = theme["colors"][curve.style % len(theme["colors"])]
+        marker, line = MARKERS[curve.style % len(MARKERS)], LINES[curve.style % len(LINES)]
+        if curve.band is not None:
+            axis.fill_between(curve.x, *curve.band, color=color, alpha=0.16, linewidth=0)
+        axis.errorbar(
+            curve.x, curve.y, curve.error, label=literal(curve.label), color=color, linestyle=line, marker=marker,
+            markersize=4.5, markevery=max(1, len(curve.x) // 8), capsize=2, elinewidth=0.9,
+            linewidth=1.0 if curve.faint else 1.8, markerfacecolor=theme["paper"] if curve.faint else color,
+            alpha=0.75 if curve.faint else 1.0,
+        )  # fmt: skip
+    if panel.diagonal:
+        axis.plot([0, 1], [0, 1], color=theme["ink"], linewidth=0.8, linestyle=":", zorder=0)
+        axis.set(xlim=(0, 1), ylim=(0, 1))
+    if panel.powers:
+        ks = sorted({int(k) for curve in panel.curves for k in curve.x})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ks, [str(k) for k in ks])
+        axis.minorticks_off()
+
+
+def _draw_bars(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
+    """Bars of parts, named within where there is room, else in the legend."""
+    parts = list(dict.fromkeys(part for bar in panel.bars.values() for part in bar))
+    places = np.arange(len(panel.bars))[::-1]
+    left = np.zeros(len(panel.bars))
+    for index, part in enumerate(parts):
+        lengths = np.array([bar.get(part, 0.0) for bar in panel.bars.values()])
+        axis.barh(
+            places, lengths, 0.62, left, label=part, color=theme["colors"][index % len(theme["colors"])],
+            hatch=HATCHES[index % len(HATCHES)], edgecolor=theme["paper"], linewidth=0.8,
+        )  # fmt: skip
+        left += lengths
+    axis.set_yticks(places, [literal(name) for name in panel.bars])
+    axis.set_ylim(-0.6, len(panel.bars) - 0.4)
+    axis.legend(
+        frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, handlelength=2.2,
+        borderaxespad=0, labelcolor=theme["ink"],
+    )  # fmt: skip
+
+
+def _name_lines(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
+    """Each line's name where it ends, moved apart where two would meet."""
+    height, near = 11.0, 60.0  # points: of a line of text, and of two ends that are side by side
+    to_points = 72 / axis.figure.dpi
+    ends = []
+    for curve in map(_finite, panel.curves):
+        if len(curve.x) and not curve.faint:
+            x, y = axis.transData.transform((curve.x[-1], curve.y[-1])) * to_points
+            ends.append((y, x, curve))
+    placed: list[tuple[float, float]] = []
+    for y, x, curve in sorted(ends, key=lambda end: end[0]):
+        below = [at for at, beside in placed if abs(beside - x) < near]
+        at = max([y, *(other + height for other in below)])
+        placed.append((at, x))
+        axis.annotate(
+            literal(curve.label), (curve.x[-1], curve.y[-1]), (7, at - y), textcoords="offset points", va="center",
+            fontsize=9, color=theme["colors"][curve.style % len(theme["colors"])], annotation_clip=False,
+            bbox={"facecolor": theme["paper"], "edgecolor": "none", "alpha": 0.8, "pad": 0.8},
+        )  # fmt: skip
+
+
+def _finish(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
+    axis.set_title(
+        literal(panel.title, LONGEST_TITLE), loc="left", fontsize=10.5, fontweight="bold", color=theme["ink"]
+    )
+    axis.set_xlabel(panel.x_label, color=theme["ink"])
+    axis.set_ylabel(panel.y_label, color=theme["ink"])
+    axis.set_facecolor(theme["paper"])
+    axis.tick_params(colors=theme["ink"], labelsize=9)
+    axis.grid(color=theme["grid"], linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side, spine in axis.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme["grid"])
+    if panel.limits is not None:
+        axis.set_ylim(*panel.limits)
+    if not panel.powers:
+        axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=panel.counted))
+    for side, limits in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if limits[1] >= 10_000:
+            side.set_major_formatter(ticker.EngFormatter(sep=""))
+
+
+def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> pyplot.Figure:
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    width, height = PANEL_INCHES
+    size = (width * (columns if columns > 1 else 1.4), height * rows)
+    canvas, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    canvas.set_facecolor(theme["paper"])
+    canvas.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.06)
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        (_draw_bars if panel.bars else _draw_curves)(axis, panel, theme)
+        _finish(axis, panel, theme)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    canvas.draw_without_rendering()  # so that it is known where lines end
+    for panel, axis in zip(panels, axes.flat, strict=False):
+        named = len({curve.label for curve in panel.curves})
+        if 1 < named <= MOST_NAMED:
+            _name_lines(axis, panel, theme)
+        elif named > MOST_NAMED:
+            axis.legend(frameon=False, fontsize="x-small", labelcolor=theme["ink"])
+    canvas.draw_without_rendering()
+    canvas.set_layout_engine("none")  # room for the names is made; saving need not look for it again
+    return canvas
+
+
+def draw(panels: Sequence[Panel], file: pathlib.Path, columns: int = 3) -> None:
+    """Writes file.png and file.svg on light paper and file-dark.svg on dark; equal panels make equal bytes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"svg.hashsalt": file.name, "hatch.linewidth": 0.6, "font.size": 9.5}):
+        for theme, suffixes in ((LIGHT, (".png", ".svg")), (DARK, ("-dark.svg",))):
+            canvas = _canvas(panels, columns, theme)
+            for suffix in suffixes:
+                metadata = {"Date": None} if suffix.endswith("svg") else {}
+                canvas.savefig(file.with_name(file.name + suffix), dpi=150, metadata=metadata)
+            pyplot.close(canvas)

@@ -1,0 +1,231 @@
+"""JetStream's gRPC service over its Driver: what is asked is checked, waits its turn, and is answered as it is decoded.
+
+JetStream's own servicer does none of that. It hands every request to the Driver's threads, which kill the process when
+one cannot be digested; it lets any number of them wait; it decodes on for clients that have hung up; and it tears
+characters that span tokens. So only the Driver is used here. What is wrong with a request never reaches it.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf import unknown_fields
+
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.serving import jetstream
+from reinforce_ada_jax.serving.tokenizer import TextStream
+
+pb2, pb2_grpc = jetstream.protocol()
+
+# Requests that the Driver has beyond its slots: prefilled already when a slot becomes free.
+AHEAD = 2
+# Calls beyond those that decode or may wait: they are told so, or ask for the server's health.
+SPARE_CALLS = 64
+# A token's share of a text request is seldom longer; ids are 5 bytes at most.
+BYTES_PER_TOKEN = 64
+# What a client, a proxy or tracing adds to any call. Everything else asks for something, and is refused.
+HARMLESS_METADATA = ("user-agent", "grpc-", "x-", "traceparent", "tracestate")
+# JetStream puts no BOS before tokens of a request with a history, and does nothing else about it.
+TOKENS_AS_THEY_ARE = "no BOS"
+
+
+@dataclasses.dataclass
+class Counts:
+    """What became of the calls so far."""
+
+    answered: int = 0
+    refused: int = 0
+    hung_up: int = 0
+    tokens: int = 0
+
+
+class _Channel:
+    """A request's return channel: what the Driver's threads put in comes out on the event loop."""
+
+    def __init__(self, on_close: Callable[[], None]):
+        self._loop, self._on_close = asyncio.get_running_loop(), on_close
+        self._results: asyncio.Queue[list[int] | None] = asyncio.Queue()
+
+    def add_result(self, samples: Sequence[Any]) -> None:
+        """Called by the Driver: the tokens of one turn, one sample."""
+        self._loop.call_soon_threadsafe(self._results.put_nowait, samples[0].token_ids)
+
+    def close(self) -> None:
+        """Called by the Driver when the slot is free again, whether or not anybody still listens."""
+        self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        self._on_close()
+        self._results.put_nowait(None)
+
+    async def get(self) -> list[int] | None:
+        """The tokens of the next turn; None when the Driver has closed the channel."""
+        return await self._results.get()
+
+
+def message_bytes(max_prompt_tokens: int) -> int:
+    """The longest message that is read at all."""
+    return 2**16 + BYTES_PER_TOKEN * max_prompt_tokens
+
+
+def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:
+    """Raises ValueError for whatever would have been ignored."""
+    for name in ("session_cache", "priority"):
+        if getattr(request, name):
+            raise ValueError(f"{name} is {getattr(request, name)!r}: it is not supported. Leave it unset.")
+    unknown = sorted({field.field_number for field in unknown_fields.UnknownFieldSet(request)})
+    if unknown:
+        raise ValueError(
+            f"the request has fields {unknown} that google-jetstream 0.2.2 does not know: use its protocol, which has "
+            "text_content or token_content, and max_tokens."
+        )
+    for key, _ in metadata:
+        if not key.startswith(HARMLESS_METADATA):
+            raise ValueError(
+                f"the call has metadata {key!r}: it is not supported. How tokens are drawn is an option of the server."
+            )
+
+
+class Servicer:
+    """`Decode` and `HealthCheck` of JetStream's protocol, for one engine behind one Driver."""
+
+    def __init__(self, driver: Any, engine: Engine, waiting: int):
+        """`waiting`: requests that may wait for a slot; any more are refused."""
+        self._driver, self._tokenizer, self._options = driver, engine.tokenizer, engine.options
+        self._vocab_size, self._max_waiting = engine.architecture.vocab_size, waiting
+        self._turns = asyncio.Semaphore(engine.options.slots + AHEAD)
+        # `running` are the requests that the Driver has.
+        self.counts, self.running, self.waiting = Counts(), 0, 0
+
+    def _check_limits(self, request: Any) -> None:
+        options = self._options
+        if not 1 <= request.max_tokens <= options.max_response_tokens:
+            raise ValueError(
+                f"max_tokens is {request.max_tokens}; it must be 1 to {options.max_response_tokens:,}. For longer "
+                "responses start the server with a larger --max_response_tokens."
+            )
+        if not (request.text_content.text or request.token_content.token_ids):
+            raise ValueError("the prompt is empty: send text_content.text or token_content.token_ids.")
+
+    def _prompt(self, request: Any) -> np.ndarray:
+        """int32[T], the tokens of a request: text is encoded as it is, tokens are taken as they are."""
+        if request.WhichOneof("content") == "text_content":
+            tokens = self._tokenizer.encode(request.text_content.text)
+        else:
+            tokens = np.array(request.token_content.token_ids, np.int32)
+            outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+            if len(outside):
+                raise ValueError(f"token id {outside[0]} is outside the vocabulary, 0 to {self._vocab_size - 1:,}.")
+        if not 1 <= len(tokens) <= self._options.max_prompt_tokens:
+            raise ValueError(
+                f"the prompt has {len(tokens):,} tokens, this server takes 1 to {self._options.max_prompt_tokens:,}: "
+                "send a shorter one, or start the server with a larger --max_prompt_tokens."
+            )
+        return tokens
+
+    async def _accept(self, request: Any, context: grpc.aio.ServicerContext) -> np.ndarray:
+        """The prompt's tokens, when it is the request's turn; or the call ends with the reason why not."""
+        try:
+            check_supported(request, context.invocation_metadata() or ())
+            self._check_limits(request)
+            prompt = await asyncio.to_thread(self._prompt, request)
+        except ValueError as error:
+            self.counts.refused += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        if self._turns.locked() and self.waiting >= self._max_waiting:
+            self.counts.refused += 1
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.waiting} requests are waiting, and more may not: try again later, or start the server with a "
+                "larger --waiting or more --slots.",
+            )
+        self.waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self.waiting -= 1
+        return prompt
+
+    async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:  # noqa: N802  (the protocol's)
+        """Streams a response: token ids as they come, and for text requests the text that they complete.
+
+        The trailing metadata has `finish`: "stop" for a stop token, "length" where max_tokens was reached before one.
+        """
+        try:
+            prompt = await self._accept(request, context)
+            await self._answer(prompt, request, context)
+        except asyncio.CancelledError:
+            self.counts.hung_up += 1
+            raise
+
+    def _turn_over(self) -> None:
+        self.running -= 1
+        self._turns.release()
+
+    async def _answer(self, prompt: np.ndarray, request: Any, context: grpc.aio.ServicerContext) -> None:
+        # The turn is over when the Driver says so: a client that comes and goes gets no second slot meanwhile.
+        channel = _Channel(self._turn_over)
+        self.running += 1
+        active = jetstream.orchestrator().ActiveRequest(
+            max_tokens=request.max_tokens,
+            return_channel=channel,
+            prefill_content=prompt,
+            history_path=TOKENS_AS_THEY_ARE,
+            is_client_side_tokenization=True,  # its detokenisation, of one token at a time, is left out
+        )
+        self._driver.place_request_on_prefill_queue(active)
+        text = TextStream(self._tokenizer) if request.WhichOneof("content") == "text_content" else None
+        count = 0
+        try:
+            while count < request.max_tokens and (token_ids := await channel.get()) is not None:
+                if token_ids:  # a stop token is none
+                    count += len(token_ids)
+                    self.counts.tokens += len(token_ids)
+                    await self._write(context, text.add(token_ids) if text else "", token_ids)
+            if text and (rest := text.flush()):
+                await self._write(context, rest, [])
+        finally:
+            # Nobody listens any more: what is still decoded is beyond its limit, and the Driver frees the slot.
+            active.max_tokens = 0
+        context.set_trailing_metadata((("finish", "length" if count == request.max_tokens else "stop"),))
+        self.counts.answered += 1
+
+    @staticmethod
+    async def _write(context: grpc.aio.ServicerContext, text: str, token_ids: list[int]) -> None:
+        samples = [pb2.DecodeResponse.StreamContent.Sample(text=text, token_ids=token_ids)]
+        await context.write(pb2.DecodeResponse(stream_content=pb2.DecodeResponse.StreamContent(samples=samples)))
+
+    async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
+        """Whether the Driver's threads are running."""
+        del request, context
+        return pb2.HealthCheckResponse(is_live=self._driver.live)
+
+
+def make_server(address: str, max_prompt_tokens: int, calls: int) -> tuple[grpc.aio.Server, int]:
+    """A server without services, bound to `address`, and its port.
+
+    Args:
+      address: "host:port"; port 0 chooses a free one.
+      max_prompt_tokens: bounds what is read of a message.
+      calls: open at a time; gRPC refuses any more.
+
+    Raises:
+      ValueError: the address can't be had.
+    """
+    server = grpc.aio.server(
+        maximum_concurrent_rpcs=calls,
+        options=[
+            ("grpc.max_receive_message_length", message_bytes(max_prompt_tokens)),
+            ("grpc.so_reuseport", 0),  # else a second server takes half of the first one's clients, silently
+            ("grpc.keepalive_time_ms", 30_000),  # a client that vanished without a word is found out
+            ("grpc.keepalive_timeout_ms", 10_000),
+        ],
+    )
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ValueError(f"cannot listen on {address} ({error}): choose another --port or --host.") from error
+    return server, port

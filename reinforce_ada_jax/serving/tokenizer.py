@@ -1,0 +1,84 @@
+"""The policy's tokenizer behind JetStream's tokenizer interface, and text that grows with the tokens of a response."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reinforce_ada_jax.serving import jetstream
+
+_api = jetstream.tokenizer_api()
+
+
+class ServedTokenizer(_api.Tokenizer):
+    """Text in, padded ids out. The text is taken as it is: a chat template is the client's."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, s: str, *, max_prefill_length: int, **_) -> tuple[np.ndarray, int]:
+        """int32[bucket] ids padded with 0 to a power of two, and how many of them count."""
+        tokens = self._tokenizer.encode(s)
+        bucket = min(max_prefill_length, 1 << max(4, (len(tokens) - 1).bit_length()))
+        padded = np.zeros(bucket, np.int32)
+        padded[: len(tokens)] = tokens[:bucket]
+        return padded, len(tokens)
+
+    def decode(self, token_ids: list[int], **_) -> str:
+        """Text of the ids, special tokens left out."""
+        return self._tokenizer.decode(np.asarray(token_ids, np.int32))
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """All ids that end a response."""
+        return set(self._tokenizer.stop_ids)
+
+    @property
+    def eos_id(self) -> int:
+        """One of the stop ids; JetStream looks at `stop_tokens`."""
+        return self._tokenizer.stop_ids[0]
+
+    @property
+    def pad_id(self) -> int:
+        """Never looked at: lengths are explicit."""
+        return 0
+
+    @property
+    def bos_id(self) -> int:
+        """No token: JetStream puts this before every token request, and the engine takes it off again."""
+        return jetstream.NO_TOKEN
+
+
+class TextStream:
+    """The text of a response, piece by piece: the pieces joined are the text of all its tokens.
+
+    Decoding token by token would tear characters whose UTF-8 spans several tokens, and lose the spaces with which
+    SentencePiece's words begin. So each piece is the difference that new tokens make behind the ones before them, and
+    it is held back while it ends in U+FFFD, which stands for an incomplete character.
+    """
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        # The last tokens: those given out as text, of which as many as the next piece needs before it; then new ones.
+        self._tokens: list[int] = []
+        self._num_shown = 0
+
+    def _unseen(self) -> str:
+        shown, text = (
+            self._tokenizer.decode(np.array(tokens, np.int32))
+            for tokens in (self._tokens[: self._num_shown], self._tokens)
+        )
+        return text[len(shown) :]
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What can be read now and couldn't before; "" while a character is incomplete."""
+        self._tokens += tokens
+        piece = self._unseen()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._tokens = self._tokens[self._num_shown :]
+        self._num_shown = len(self._tokens)
+        return piece
+
+    def flush(self) -> str:
+        """The rest, when no token follows: U+FFFD where a character stayed incomplete."""
+        return self._unseen()

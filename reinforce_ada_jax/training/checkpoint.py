@@ -1,0 +1,412 @@
+"""The whole state of a run, saved and restored together by Orbax.
+
+One checkpoint a saved iteration: the learner's state (weights, moments, update count) as arrays, and a JSON record with
+everything else that the next iteration depends on (the data cursor, the seed). Where adapters are trained, the
+weights are theirs alone, and the record names the base.
+
+Saving goes on beside the run, one checkpoint at a time; one that was not finished when the process died is never
+offered for a resume. Each array has a fingerprint in the record, taken on the devices before it was written, so a
+flipped bit or a missing piece is found before anything is trained on it.
+
+What is learned of an iteration after it was saved (its evaluation, where a run was asked to end in the middle of it)
+goes into the record alone, a small file: it is written anew beside itself and renamed, so a kill leaves the old one or
+the new one, and the arrays are never touched. The record holds the evaluation too, so a resumed run knows which
+checkpoints are the best.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jaxtyping import Array, UInt32
+from ml_collections import ConfigDict
+from orbax.checkpoint import checkpoint_managers
+
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.transformer import init
+
+# Where damaged checkpoints are put, beside those that are whole.
+DAMAGED = "damaged_checkpoints"
+# Threads of a save that has failed may still put files into its folder while that is removed.
+REMOVALS = 20
+
+
+def _is_said_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether a log line is a stack trace of Orbax's threads: one for each array, where an error here says it once."""
+    return record.exc_info is not None and ("orbax" in record.pathname or record.name == "asyncio")
+
+
+for _name in ("absl", "asyncio"):  # Orbax logs by absl; what its coroutines leave behind, asyncio logs
+    logging.getLogger(_name).addFilter(lambda record: not _is_said_elsewhere(record))
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was saved."""
+
+
+class NotSavedError(OSError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+def holds_checkpoint(workdir: pathlib.Path) -> bool:
+    """Whether there may be something to resume from, without opening anything."""
+    return any((workdir / "checkpoints").glob("[0-9]*"))
+
+
+def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
+    """Stands for the arrays of a checkpoint: of their `fingerprints` in its record, so no array is read.
+
+    Raises:
+      DamagedError: the record can't be read.
+    """
+    file = _record_file(workdir / "checkpoints", iteration)
+    try:
+        numbers = json.loads(file.read_text())["record"]["fingerprints"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{file} can't be read ({_first_line(error)}): name another iteration.") from error
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
+
+
+def _record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
+    """Where Orbax puts what `JsonSave` is given."""
+    return folder / str(iteration) / "run" / "metadata"
+
+
+def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, LearnerState]:
+    """Shapes and shardings of the learner's state: what a checkpoint is restored into."""
+    dtype = jnp.dtype(config.model.parameter_dtype)
+    make = functools.partial(init, learner.architecture)
+    if learner.lora is not None:
+        make = functools.partial(lora.init, learner.architecture, learner.lora)
+    params = jax.eval_shape(lambda key: make(key, dtype=dtype), jax.random.key(0))
+    return jax.eval_shape(learner.init, params), learner.shardings(params)
+
+
+def _words(x: Array) -> UInt32[Array, "..."]:
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+
+
+@jax.jit
+def fingerprints(state: LearnerState) -> list[UInt32[Array, ""]]:
+    """A number for each array, in the order of the tree: every word times an odd number of its place, modulo 2^32.
+
+    An odd factor loses no bit, so one flipped bit always shows; so do words that changed places, but for one
+    case in 2^31 or so.
+    """
+
+    def one(x):
+        words, place = _words(x), jnp.zeros(x.shape, jnp.uint32)
+        for axis in range(x.ndim):
+            stride = functools.reduce(lambda a, b: a * b % 2**32, x.shape[axis + 1 :], 1)
+            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
+        return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+
+    return [one(x) for x in jax.tree.leaves(state)]
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _with_checksum(record: dict[str, Any]) -> dict[str, Any]:
+    return {"record": record, "checksum": _checksum(record)}
+
+
+@dataclasses.dataclass
+class Kept(checkpoint_managers.PreservationPolicy):
+    """Which checkpoints stay. Orbax's own policies know the evaluations of this process alone.
+
+    Attributes:
+      newest: how many of the newest.
+      best: how many of those with the best evaluation; of equal ones the newest.
+      every: those of every so many iterations; 0: none.
+      evaluations: by iteration, of those that were evaluated.
+    """
+
+    newest: int
+    best: int
+    every: int
+    evaluations: dict[int, float]
+
+    def of(self, iterations: Sequence[int]) -> set[int]:
+        """Those that stay of some."""
+        evaluated = sorted((self.evaluations[i], i) for i in iterations if i in self.evaluations)
+        kept = set(sorted(iterations)[-self.newest :])
+        kept |= {i for _, i in evaluated[-self.best :]} if self.best else set()
+        return kept | {i for i in iterations if self.every and i % self.every == 0}
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
+        """As Orbax asks for it."""
+        del context
+        kept = self.of([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+
+class Checkpoints:
+    """The `checkpoints` folder of a work directory."""
+
+    def __init__(
+        self, workdir: pathlib.Path, *, keep: int, keep_best: int = 0, keep_every: int = 0, writes: bool = False
+    ):
+        """Opens the folder, or begins it.
+
+        Args:
+          workdir: of the run.
+          keep: how many of the newest stay.
+          keep_best: how many of those with the best evaluation stay as well.
+          keep_every: those of every so many iterations stay as well; 0: none.
+          writes: this is the one training in the work directory: what a kill left unfinished is removed, and may be as
+            large as a checkpoint. Whoever reads beside a training would take away what it is just writing.
+        """
+        self.folder = workdir.absolute() / "checkpoints"
+        self._writes = writes
+        if writes:
+            self._remove_unfinished()
+            processes.any_of(False)  # until they are gone
+        self._kept = Kept(keep, keep_best, keep_every, {})
+        self._manager = ocp.CheckpointManager(
+            self.folder,
+            options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True),
+            item_names=("learner", "run"),
+        )
+        if keep_best:
+            self._kept.evaluations |= self._saved_evaluations()
+
+    def _remove_unfinished(self) -> None:
+        if not processes.is_writer():
+            return
+        for _ in range(REMOVALS):
+            unfinished = list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+            for folder in unfinished:
+                shutil.rmtree(folder, ignore_errors=True)  # what can't be removed costs room, and does no other harm
+            if not unfinished:
+                return
+            time.sleep(0.1)
+
+    def _saved_evaluations(self) -> dict[int, float]:
+        """By iteration, as process 0 reads them. An unreadable record has none: it is found damaged when it is used."""
+        found = {}
+        for iteration in self.iterations() if processes.is_writer() else ():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                record = json.loads(_record_file(self.folder, iteration).read_text())["record"]
+                if record["evaluation"] is not None:
+                    found[iteration] = float(record["evaluation"])
+        pairs = json.loads(processes.exchange(json.dumps(list(found.items())).encode())[0])
+        return dict(map(tuple, pairs))
+
+    def latest(self) -> int | None:
+        """The newest complete iteration, or None."""
+        return self._manager.latest_step()
+
+    def iterations(self) -> list[int]:
+        """All complete iterations, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, iteration: int, learner: LearnerState, run: dict[str, Any], evaluation: float | None = None) -> None:
+        """Begins to write iteration `iteration`, once the one before is written.
+
+        The state may be donated when this returns. Of an iteration that is saved already, what is new in the record is
+        on disk then. An evaluation that it has stays where none is given; arrays other than the saved ones are not
+        taken, nor is their record.
+
+        Args:
+          iteration: finished ones.
+          learner: the arrays.
+          run: the record, as JSON.
+          evaluation: of these weights, higher is better; None where there was none.
+        """
+        numbers = [int(number) for number in jax.device_get(fingerprints(learner))]
+        record = run | {"fingerprints": numbers, "evaluation": evaluation}
+        if iteration in self._manager.all_steps():
+            with self._writing():
+                self._amend(iteration, record)
+            return
+        if evaluation is not None:
+            self._kept.evaluations[iteration] = evaluation
+        items = ocp.args.Composite(
+            learner=ocp.args.StandardSave(learner), run=ocp.args.JsonSave(_with_checksum(record))
+        )
+        with self._writing():
+            self._manager.save(iteration, args=items)
+
+    def _amend(self, iteration: int, record: dict[str, Any]) -> None:
+        """Puts a record in the place of a saved one, and removes what would not be there had it been there at once."""
+        self._manager.wait_until_finished()  # until it is in its place
+        saved = self.record(iteration)
+        if record["evaluation"] is None:
+            record["evaluation"] = saved.get("evaluation")
+        news = record["fingerprints"] == saved["fingerprints"] and _checksum(record) != _checksum(saved)
+        # As process 0 sees it, whose record it is; and nobody goes on before all have read what was there.
+        if not processes.exchange(b"news" if news else b"")[0]:
+            return
+        if processes.is_writer():
+            _replace(_record_file(self.folder, iteration), json.dumps(_with_checksum(record)))
+        if record["evaluation"] is not None:
+            self._kept.evaluations[iteration] = record["evaluation"]
+        kept = self._kept.of(self.iterations())
+        for other in self.iterations():
+            if other not in kept:
+                self._manager.delete(other)
+
+    def check(self) -> None:
+        """Raises NotSavedError where writing beside the run went wrong."""
+        with self._writing():
+            self._manager.check_for_errors()
+
+    def wait(self) -> None:
+        """Returns when all that was saved is on disk; raises NotSavedError where it can't be."""
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk is an OSError of Python's or a ValueError of TensorStore's
+            raise NotSavedError(f"no checkpoint could be written to {self.folder}: {_first_line(error)}") from error
+
+    def record(self, iteration: int) -> dict[str, Any]:
+        """The JSON record of an iteration.
+
+        Raises:
+          DamagedError: it can't be read, or is not what was saved.
+        """
+        try:
+            saved = self._manager.restore(iteration, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            record, checksum = saved["record"], saved["checksum"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedError(self._damaged(iteration, f"its record can't be read ({_first_line(error)})")) from error
+        if _checksum(record) != checksum:
+            raise DamagedError(self._damaged(iteration, "its record is not what was saved"))
+        return record
+
+    def restore(
+        self, iteration: int, shapes: LearnerState, shardings: LearnerState
+    ) -> tuple[LearnerState, dict[str, Any]]:
+        """The state of an iteration, every array born where `shardings` says.
+
+        Raises:
+          DamagedError: a part of it can't be read, or is not what was saved.
+        """
+        record = self.record(iteration)
+        target = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+        )
+        broken = None
+        try:
+            learner = self._manager.restore(
+                iteration, args=ocp.args.Composite(learner=ocp.args.StandardRestore(target))
+            ).learner
+        except Exception as error:  # whatever Orbax and TensorStore make of a broken file
+            broken = error
+        if processes.any_of(broken is not None):
+            what = "its arrays can't be read" + (f" ({_first_line(broken)})" if broken else "")
+            raise DamagedError(self._damaged(iteration, what)) from broken
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+        now = [int(number) for number in jax.device_get(fingerprints(learner))]
+        changed = [path for path, a, b in zip(paths, now, record["fingerprints"], strict=True) if a != b]
+        if changed:
+            what = f"{len(changed)} of {len(paths)} arrays are not what was saved, {changed[0]} first"
+            raise DamagedError(self._damaged(iteration, what))
+        return learner, record
+
+    def restore_newest(
+        self,
+        shapes: LearnerState,
+        shardings: LearnerState,
+        accept: Callable[[dict[str, Any]], None],
+        say: Callable[[str], None],
+    ) -> tuple[LearnerState, dict[str, Any]] | None:
+        """The newest state that is whole, or None where no checkpoint was ever finished.
+
+        Those that are damaged are put aside, and `say` is told; `accept` refuses a record by raising ValueError.
+
+        Raises:
+          ValueError: none is whole; or not all processes see the same folder.
+        """
+        iterations = self._iterations_of_all()
+        for iteration in reversed(iterations):
+            try:
+                accept(self.record(iteration))
+                return self.restore(iteration, shapes, shardings)
+            except DamagedError as error:
+                self._put_aside(iteration)
+                say(f"{error} It is put aside in {self.folder.with_name(DAMAGED)}.")
+        if iterations:
+            raise ValueError(
+                f"none of the {len(iterations)} checkpoints in {self.folder} was whole, so there is nothing to go on "
+                "from. Restore the folder from a copy, or begin anew with another --workdir."
+            )
+        return None
+
+    def _iterations_of_all(self) -> list[int]:
+        """All complete iterations, once every process sees the same.
+
+        Raises:
+          ValueError: they see different ones for too long.
+        """
+        for _ in range(processes.SHARED_AFTER_S):
+            seen = processes.exchange(json.dumps(self.iterations()).encode())
+            if len(set(seen)) == 1:
+                return self.iterations()
+            time.sleep(1.0)
+            self._manager.reload()
+        lists = ", ".join(f"process {number} {mine.decode()}" for number, mine in enumerate(seen))
+        raise ValueError(
+            f"the processes see different checkpoints in {self.folder}: {lists}. Give all of them one folder (a "
+            "mounted bucket, NFS)."
+        )
+
+    def _put_aside(self, iteration: int) -> None:
+        if processes.is_writer():
+            there = self.folder.with_name(DAMAGED)
+            there.mkdir(exist_ok=True)
+            number = sum(1 for _ in there.iterdir())
+            (self.folder / str(iteration)).rename(there / f"{iteration}.{number}")
+        self._kept.evaluations.pop(iteration, None)
+        processes.any_of(False)  # until it is gone
+        self._manager.reload()
+
+    def _damaged(self, iteration: int, what: str) -> str:
+        return f"the checkpoint of iteration {iteration} in {self.folder} is damaged: {what}."
+
+    def close(self) -> None:
+        """Releases Orbax's threads, and the room that a failed save took; `wait`, before, says why it failed."""
+        with contextlib.suppress(Exception):
+            self._manager.close()
+        if self._writes:
+            self._remove_unfinished()
+
+
+def _replace(file: pathlib.Path, text: str) -> None:
+    """As `metrics.write_whole`, and whole even where the machine goes: there may be no other checkpoint."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

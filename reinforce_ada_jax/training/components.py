@@ -1,0 +1,176 @@
+"""The parts of a run, put together from its configuration, for training and for evaluation.
+
+Stages don't know each other. Here the engine gets the stop tokens of the tokenizer, and the verifier gets its text.
+"""
+
+import dataclasses
+import difflib
+import pathlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.data import prompts as prompts_lib
+from reinforce_ada_jax.data.templates import chat_from_config
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning.value_head import ValueHead
+from reinforce_ada_jax.policy import huggingface, lora
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.huggingface import read_config
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.engine import Engine, options_from_config
+from reinforce_ada_jax.types import Prompt, Response, Verdict
+
+ASSETS = pathlib.Path(__file__).parents[1] / "assets"
+PACKAGE_PREFIX = "package:"
+
+
+def model_folder(path: str) -> pathlib.Path:
+    """The folder that `model.path` names; "package:cipher" is the one that ships with the package."""
+    if path.startswith(PACKAGE_PREFIX):
+        return ASSETS / path.removeprefix(PACKAGE_PREFIX)
+    return pathlib.Path(path)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """What a configuration and a model folder determine, weights aside."""
+
+    folder: pathlib.Path
+    architecture: Architecture
+    tokenizer: Tokenizer
+    mesh: Mesh
+    engine: Engine
+
+    def prompts(self, source: str, config: ConfigDict) -> list[Prompt]:
+        """The tokenised prompts of a source."""
+        problems = prompts_lib.load_problems(source)
+        data, chat = config.data, chat_from_config(config)
+        return prompts_lib.tokenize(problems, self.tokenizer, data.template, data.max_prompt_tokens, chat)
+
+    def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
+        """Decodes responses and grades them against the reference answers, beside decoding where there are workers.
+
+        `grader` is one of the pool's others; by default that of training grades.
+        """
+
+        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
+            texts = ((self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs)
+            lengths = [len(response.tokens) for _, response in pairs]
+            if verifiers.workers:
+                return shaping.later(verifiers.submit(texts, grader), lengths)
+            return shaping.all(verifiers.grade_all(texts, grader), lengths)
+
+        return verify
+
+
+def parts(config: ConfigDict, folder: pathlib.Path) -> Parts:
+    """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
+
+    Raises:
+      ValueError: what the user can mend, in the folder, the configuration or the machine.
+    """
+    architecture = read_config(folder)
+    tokenizer = Tokenizer.load(folder)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
+            f"{architecture.vocab_size} rows: they don't belong together."
+        )
+    options = options_from_config(config, tokenizer.stop_ids)
+    mesh = mesh_lib.make_mesh(**config.mesh)
+    return Parts(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer))
+
+
+def deterministic(config: ConfigDict) -> bool:
+    """Whether the order of events may not depend on time; unless the configuration says, it may not on a CPU."""
+    chosen = config.collection.deterministic
+    return jax.default_backend() == "cpu" if chosen is None else chosen
+
+
+def shaping(config: ConfigDict) -> Shaping:
+    """How training rewards are made of graded ones; evaluations know the threshold only."""
+    reward = config.reward
+    return Shaping(
+        reward.positive_threshold, reward.overlong_tokens, reward.overlong_penalty, config.sampling.max_response_tokens
+    )
+
+
+def benchmark_graders(config: ConfigDict) -> dict[str, str]:
+    """{benchmark: kind of reward} for those that are graded otherwise than training."""
+    kinds = dict(entry.rsplit("=", 1) for entry in config.evaluation.graders)
+    names = [prompts_lib.benchmark_name(source) for source in config.evaluation.benchmarks]
+    return {name: kinds[name] for name in names if name in kinds}
+
+
+def check_graders(config: ConfigDict, sources: Sequence[str]) -> None:
+    """Raises ValueError where an entry of `evaluation.graders` is no default and names none of the benchmarks."""
+    names = [prompts_lib.benchmark_name(source) for source in sources]
+    for entry in config.evaluation.graders:
+        named = entry.rpartition("=")[0]
+        if entry not in defaults().evaluation.graders and named not in names:
+            nearest = difflib.get_close_matches(named, names, 1)
+            raise ValueError(
+                f"evaluation.graders has {entry!r}, but no benchmark is called {named!r}"
+                + (f": did you mean {nearest[0]!r}?" if nearest else f"; there are {', '.join(names) or 'none'}.")
+            )
+
+
+def verifier_pool(config: ConfigDict) -> VerifierPool:
+    """The verifier processes of a run; a context manager.
+
+    They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
+
+    Raises:
+      ValueError: `reward.path` names no function of a Python file, or a worker can't load it.
+    """
+    kinds = {"cipher": cipher.grade, "math": math_answer.grade, "minerva": minerva.grade, "gsm8k": gsm8k.grade}
+    reward = config.reward
+    others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
+    pool = VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)
+    if reward.path:
+        pool.check()  # what is wrong with a user's file shows before weights are read
+    return pool
+
+
+def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:
+    """The weights of the model folder, where the learner wants them.
+
+    In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
+    """
+    model = config.model
+    dtype = dtype or (model.compute_dtype if config.lora.rank else model.parameter_dtype)
+    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype))[1]
+
+
+def new_adapters(config: ConfigDict, parts: Parts, chosen: lora.Lora) -> Params:
+    """The adapters that a run begins with: a function of its seed."""
+    key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
+    return lora.init(parts.architecture, chosen, key, parts.mesh, dtype)
+
+
+def make_estimator(config: ConfigDict, parts: Parts) -> Ema | ValueHead:
+    """The estimator of pass rates that the `estimator` section describes."""
+    estimator = config.estimator
+    if estimator.kind == "ema":
+        return Ema(decay=estimator.decay, prior_correct=estimator.prior_correct, prior_wrong=estimator.prior_wrong)
+    return ValueHead(
+        parts.architecture,
+        parts.mesh,
+        dtype=jnp.dtype(config.model.compute_dtype),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        learning_rate=estimator.learning_rate,
+        steps=estimator.steps,
+        rows=config.sampling.prefill_rows,
+    )

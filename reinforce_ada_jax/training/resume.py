@@ -1,0 +1,57 @@
+"""Which run a checkpoint is of: what a run reads anew at each start, and must find as it was."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax.evaluation.response_store import problems_hash
+from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.types import Prompt
+
+
+def identity(config: ConfigDict, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """As JSON: the architecture, and fingerprints of the prompts and of the weights that stay as they are.
+
+    Those are the base under adapters ("base"), or what the KL term compares with ("reference"); None where there is
+    none.
+    """
+    weights = None
+    if config.lora.rank or config.learning.kl_coefficient:
+        weights = adapter_files.fingerprint(parts.folder)
+    return {
+        "architecture": json.loads(json.dumps(dataclasses.asdict(parts.architecture))),
+        "prompts": problems_hash((prompt.id, f"{prompt.problem}\n{prompt.answer}") for prompt in prompts),
+        "base": weights if config.lora.rank else None,
+        "reference": None if config.lora.rank else weights,
+    }
+
+
+def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises ValueError where `saved`, a checkpoint's record, is of another run than the configured one.
+
+    Args:
+      workdir: of the run.
+      folder: the model's.
+      ours: the `identity` of the run as it is now.
+      saved: a record with another `identity` in it; older ones lack a part.
+    """
+    now, then = ours["architecture"], saved["architecture"]
+    different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
+    if different:
+        raise ValueError(
+            f"{workdir} holds checkpoints of another model than {folder}: {'; '.join(different)}. Name the model that "
+            "the run began with, or another --workdir."
+        )
+    if ours["base"] is not None:
+        adapter_files.check_base(folder, saved["base"])
+    for part, what in {"prompts": "prompts of data.prompts", "reference": "weights of model.path"}.items():
+        if ours[part] != saved.get(part, ours[part]):
+            raise ValueError(
+                f"the {what} are not those that the run in {workdir} began with: it would go on as another one. "
+                "Restore them, or choose another --workdir."
+            )

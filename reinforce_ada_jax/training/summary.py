@@ -1,0 +1,95 @@
+"""What a command says before it begins: model, stop tokens, mesh, memory, budget, lengths, files."""
+
+import pathlib
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.training.components import Parts
+
+
+def _model_and_mesh(config: ConfigDict, parts: Parts, who: str) -> list[str]:
+    architecture, stop_ids = parts.architecture, parts.engine.options.stop_ids
+    stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in stop_ids)
+    axes = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items())
+    return [
+        f"model       {who}: {architecture.family}, {architecture.num_parameters:,} weights, "
+        f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
+        f"mesh        {axes} of {jax.devices()[0].device_kind}",
+    ]
+
+
+def drawing(
+    config: ConfigDict,
+    parts: Parts,
+    who: str,
+    counts: Mapping[str, tuple[int, int]],
+    samples: int,
+    sampling: ConfigDict,
+    output: pathlib.Path,
+) -> str:
+    """What `evaluate` and `prepare` are about to draw.
+
+    Args:
+      config: of the command.
+      parts: made of it.
+      who: whose weights.
+      counts: by set, problems and how many of them are still to be drawn.
+      samples: responses a problem.
+      sampling: the section that says how.
+      output: where they are kept.
+    """
+    sets = [
+        f"{name} {problems:,}" + (f" ({problems - missing:,} of them stored)" if missing < problems else "")
+        for name, (problems, missing) in counts.items()
+    ]
+    return "\n".join(
+        [
+            *_model_and_mesh(config, parts, who),
+            f"problems    {', '.join(sets)}",
+            f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "
+            f"{sampling.top_p:g}, up to {sampling.max_response_tokens:,} tokens",
+            f"files       {output}",
+        ]
+    )
+
+
+def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts: int) -> str:
+    """What will run, on what, how much of it, and where the files go."""
+    architecture, options = parts.architecture, parts.engine.options
+    collection = config.collection
+    adapters = lora.from_settings(**config.lora)
+    trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
+    trained_bytes = 3 * trained * jnp.dtype(config.model.parameter_dtype).itemsize
+    base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
+    over = ""
+    if adapters is not None:
+        over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
+        over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
+    cache_bytes = parts.engine.cache_bytes
+    draws = strategies.build(collection).max_draws
+    limit = "any number of" if draws is None else f"at most {draws}"
+    updates = collection.prompts_per_iteration // config.learning.prompts_per_update
+    updates_each = "one update" if updates == 1 else f"{updates} updates"
+    replicas = f" in each of {parts.engine.replicas} replicas" if parts.engine.replicas > 1 else ""
+    longest = options.max_prompt_tokens + options.max_response_tokens
+    made_for = (
+        f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
+    )
+    return "\n".join(
+        [
+            *_model_and_mesh(config, parts, str(parts.folder)),
+            f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
+            f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
+            f"{options.slots} slots)",
+            f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
+            f"{num_prompts:,}), {updates_each} each; {collection.strategy}: {limit} responses a prompt, "
+            f"groups of {collection.group_size}",
+            f"lengths     up to {longest:,} tokens{made_for}",
+            f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
+        ]
+    )

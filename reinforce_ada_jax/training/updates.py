@@ -1,0 +1,225 @@
+"""From groups to new weights: minibatches, the check of their log-probabilities, and one optimiser step for each."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.groups import deal
+from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, owners
+from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.writers import write_whole
+
+# Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
+# (1e-6 at temperature 1, more below it); elsewhere products are rounded to bfloat16 or less, and a mean beyond the
+# second number is worth a word.
+FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
+# Of a batch, what the comparison of log-probabilities looks at.
+CHECKED = ("response_length", "version", "behaviour_logprobs", "old_logprobs")
+
+
+class Stopped(Exception):
+    """The run must not go on as it is; its state is whole."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Minibatch:
+    """What one update is made of.
+
+    Attributes:
+      groups: whose kept responses it has.
+      batch: on the devices.
+    """
+
+    groups: list[Group]
+    batch: Batch
+
+
+def examples(group: Group) -> list[Example]:
+    """The kept responses of a group, as the update sees them."""
+    pool, rewards = group.pool, group.pool.rewards
+    return [
+        Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
+        for draw, baseline in zip(group.kept, group.baselines, strict=True)
+    ]
+
+
+class Updates:
+    """The updates of a run. Every process makes the same ones, of the same groups.
+
+    Attributes:
+      skipped_in_a_row: updates that were not finite and were skipped, since the last one that was made.
+    """
+
+    def __init__(self, config: ConfigDict, strategy: Strategy, learner: Learner, workdir: pathlib.Path):
+        self.config, self.strategy, self.learner, self.workdir = config, strategy, learner, workdir
+        self.skipped_in_a_row = 0
+
+    # ---- minibatches -------------------------------------------------------------------------------------------------
+
+    def minibatches(self, groups: Sequence[Group], policy: Params, reference: Params | None) -> list[Minibatch]:
+        """The iteration's groups, dealt to as many minibatches as there are updates, with log-probabilities.
+
+        Those of the policy are taken before the first update and stay fixed through all of them (PPO's `old` policy).
+        """
+        count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
+        minibatches = []
+        for places in deal([len(group.kept) for group in groups], count):
+            dealt = [groups[place] for place in places if groups[place].kept.size]
+            if not dealt:
+                continue
+            kept = [example for group in dealt for example in examples(group)]
+            batch = self.learner.put(make_batch(
+                kept,
+                max_prompt_tokens=self.config.data.max_prompt_tokens,
+                max_response_tokens=self.config.sampling.max_response_tokens,
+                num_rows=self.batch_rows(len(kept)),
+                per_row=self.config.learning.responses_per_row,
+            ))  # fmt: skip
+            batch = batch.replace(old_logprobs=self.learner.score(policy, batch))
+            if reference is not None:
+                batch = batch.replace(reference_logprobs=self.learner.score(reference, batch))
+            minibatches.append(Minibatch(dealt, batch))
+        return minibatches
+
+    def batch_rows(self, rows: int) -> int:
+        """Rows that a minibatch is padded to: one number for the whole run, so that nothing is compiled twice.
+
+        Each response may need one of its own. Only where a strategy keeps any number of them it grows, by doubling.
+        Padding costs memory, not time.
+        """
+        micro_rows = self.learner.micro_rows
+        if self.strategy.max_kept is not None:
+            most = self.config.learning.prompts_per_update * self.strategy.max_kept
+            return micro_rows * -(-most // micro_rows)
+        size = micro_rows * self.config.learning.micro_batches
+        while size < rows:
+            size *= 2
+        return size
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def check_logprobs(
+        self, minibatches: Sequence[Minibatch], iteration: int, say: Callable[[str], None]
+    ) -> tuple[list[Minibatch], dict[str, float]]:
+        """How far the engine's log-probabilities of its own tokens are from the learner's, where both have the same
+        weights: samples drawn ahead are another policy's.
+
+        Returns:
+          The minibatches whose log-probabilities are finite, and the metrics.
+
+        Raises:
+          Stopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
+        """
+        total, largest, num_tokens, finite = 0.0, 0.0, 0, []
+        for number, minibatch in enumerate(minibatches, start=1):
+            batch = minibatch.batch
+            batch = batch.replace(**{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
+            version = np.append(batch.version, np.full_like(batch.version[..., :1], -1), axis=-1)
+            version = np.take_along_axis(version, owners(batch), axis=-1)
+            gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
+            if not np.isfinite(gaps[version >= 0]).all():
+                self._not_finite(minibatch, iteration, number, len(minibatches), "a log-probability is not", say)
+                continue
+            finite.append(minibatch)
+            fresh = version == iteration - 1
+            total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
+            num_tokens += int(fresh.sum())
+        mean = total / max(num_tokens, 1)
+        if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
+            limit = FLOAT32_LOGPROB_GAP / min(1.0, self.config.sampling.temperature)
+            if largest > limit:
+                raise Stopped(
+                    f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
+                    f"float32 they may differ by {limit:g}. Samples and gradients don't belong together."
+                )
+        elif mean > ALARMING_LOGPROB_GAP:
+            say(
+                f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
+                "update is off by as much. Likely causes: model.compute_dtype is too coarse for this model, "
+                "sampling.attention chose a kernel that rounds more than the learner's, or the weights have grown. "
+                "learning.truncated_is_cap = 2.0 would bound the effect."
+            )
+        return finite, {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
+
+    def _not_finite(
+        self, minibatch: Minibatch, iteration: int, number: int, count: int, what: str, say: Callable[[str], None]
+    ) -> None:
+        """Writes down what the update was to be made of; then the run stops, or goes on without it."""
+        file = self.workdir / "non_finite" / f"{iteration:06d}-{number}.json"
+        if processes.is_writer():
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1))
+        said = f"iteration {iteration}, update {number} of {count}: {what} finite. What it was made of is in {file}."
+        self.skipped_in_a_row += 1
+        learning = self.config.learning
+        if learning.non_finite == "stop":
+            raise Stopped(f"{said} The update was not applied; learning.non_finite='skip' would go on without it.")
+        if self.skipped_in_a_row > learning.max_skipped:
+            raise Stopped(
+                f"{said} That makes {self.skipped_in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
+            )
+        say(f"{said} It is skipped.")
+
+    # ---- updates -----------------------------------------------------------------------------------------------------
+
+    def update(
+        self,
+        state: LearnerState,
+        base: Params | None,
+        minibatches: Sequence[Minibatch],
+        iteration: int,
+        say: Callable[[str], None],
+    ) -> tuple[LearnerState, dict[str, float], Stopped | None]:
+        """One optimiser step a minibatch.
+
+        Returns:
+          The new state, means over the steps that were made, and why the run must end, where one of them was not finite
+          and it must: the state is then the one before that step, and the rest of the minibatches is left out.
+        """
+        begin, results, stopped = time.monotonic(), [], None
+        for number, minibatch in enumerate(minibatches, start=1):
+            state, result = self.learner.update(state, minibatch.batch, base)
+            result = jax.device_get(result)
+            if result.finite:
+                results.append(result)
+                self.skipped_in_a_row = 0
+                continue
+            what = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: not"
+            try:
+                self._not_finite(minibatch, iteration, number, len(minibatches), what, say)
+            except Stopped as stop:
+                stopped = stop
+                break
+        # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.
+        columns = {name: [getattr(result, name) for result in results] for name in UpdateMetrics._fields}
+        means = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
+        return state, means | {"update/count": len(results), "time/update_s": time.monotonic() - begin}, stopped
+
+
+def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | str]]]:
+    """The responses of a minibatch: which, how long, and what they were worth."""
+
+    def number(value: float) -> float | str:
+        return float(value) if math.isfinite(value) else str(value)  # JSON has no other numbers
+
+    rows = []
+    for group in minibatch.groups:
+        for draw, advantage in zip(group.kept.tolist(), group.advantages.tolist(), strict=True):
+            response = group.pool.responses[draw]
+            rows.append({
+                "prompt": group.pool.prompt.id, "draw": draw, "prompt_tokens": len(group.pool.prompt.tokens),
+                "response_tokens": len(response.tokens), "reward": number(group.pool.rewards[draw]),
+                "advantage": number(advantage), "least_logprob": number(response.logprobs.min()),
+            })  # fmt: skip
+    return {"responses": rows}

@@ -1,0 +1,133 @@
+"""Makes the policy that the built-in task starts from: supervised learning on an unreliable demonstrator.
+
+    python -m reinforce_ada_jax.training.warm_start --config=configs/tiny.py [--output=DIR]
+
+The result ships in the package (`assets/cipher`), a Hugging Face folder like any other. Made again with the same seed
+it is the same, up to the rounding of the machine. It solves about a fifth of the words, most of them rarely: the
+regime in which a group of four is often all wrong.
+"""
+
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+from absl import flags
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, response_mask
+from reinforce_ada_jax.learning.learner import response_logprobs
+from reinforce_ada_jax.learning.optimizer import warmup_schedule
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params, init
+from reinforce_ada_jax.training import components
+from reinforce_ada_jax.types import Response
+
+UPDATES, BATCH_SIZE, LEARNING_RATE, WARMUP_UPDATES = 210, 128, 3e-3, 20
+
+
+def make_architecture(tokenizer: Tokenizer) -> Architecture:
+    """A Qwen2 of 107,000 weights over the task's characters."""
+    return Architecture(
+        family="qwen2",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        ffn_size=192,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        max_positions=64,
+        norm_epsilon=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        qkv_bias=True,
+        qk_norm=False,
+        tied_embedding=True,
+        eos_ids=tokenizer.stop_ids,
+        bos_id=cipher.SPECIAL_TOKENS.index("<bos>"),
+    )
+
+
+def initial_params(architecture: Architecture, seed: int) -> Params:
+    """Random weights, with biases of queries, keys and values from N(0, 1): without them it hardly learns the task."""
+    params = init(architecture, jax.random.key(seed))
+    attention = params["layers"]["attention"]
+    for index, name in enumerate(("query_bias", "key_bias", "value_bias")):
+        key = jax.random.fold_in(jax.random.key(seed), 1 + index)
+        attention[name] = jax.random.normal(key, attention[name].shape, jnp.float32)
+    return params
+
+
+def demonstration_batch(
+    tokenizer: Tokenizer, rng: np.random.Generator, max_prompt_tokens: int, max_response_tokens: int
+) -> Batch:
+    """A batch of the demonstrator's answers, each ended by the stop token."""
+    rows = []
+    for problem, answer in cipher.demonstrations(BATCH_SIZE, rng):
+        tokens = np.append(tokenizer.encode(answer, add_special_tokens=False), tokenizer.stop_ids[0]).astype(np.int32)
+        response = Response("", 0, tokens, np.zeros(len(tokens), np.float32), False)
+        rows.append(Example(tokenizer.encode(problem), response))
+    return make_batch(rows, max_prompt_tokens=max_prompt_tokens, max_response_tokens=max_response_tokens)
+
+
+def fit(
+    architecture: Architecture, params: Params, batches: Iterator[Batch], *, updates: int, learning_rate: float
+) -> Params:
+    """Supervised learning: the responses of `batches`, one of them for each update, become likelier."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(warmup_schedule(learning_rate, WARMUP_UPDATES), b2=0.98)
+    )
+
+    def loss(params, batch):
+        logprobs, _ = response_logprobs(architecture, params, batch, dtype=jnp.float32, temperature=1.0)
+        mask = response_mask(batch)
+        return -jnp.sum(jnp.where(mask, logprobs, 0.0)) / jnp.sum(mask)
+
+    @jax.jit
+    def update(params, state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        changes, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, changes), state, value
+
+    state, progress = optimizer.init(params), tqdm.trange(updates, desc="warm start", unit="update")
+    for _ in progress:
+        params, state, value = update(params, state, next(batches))
+        progress.set_postfix(loss=f"{float(value):.3f}", refresh=False)
+    return params
+
+
+def train(architecture: Architecture, tokenizer: Tokenizer, seed: int, limits: tuple[int, int]) -> Params:
+    """The warm-started weights."""
+    rng = np.random.default_rng(seed)
+    batches = iter(lambda: demonstration_batch(tokenizer, rng, *limits), None)
+    params = initial_params(architecture, seed)
+    return fit(architecture, params, batches, updates=UPDATES, learning_rate=LEARNING_RATE)
+
+
+def main(config, output: pathlib.Path) -> None:
+    """Trains, and writes tokenizer and weights into the new folder `output`."""
+    with cli.user_input():
+        if output.exists():
+            raise ValueError(f"{output} exists already: remove it, or give another --output.")
+    with tempfile.TemporaryDirectory() as tokenizer_folder:
+        cipher.write_tokenizer(tokenizer_folder)
+        tokenizer = Tokenizer.load(tokenizer_folder)
+        architecture = make_architecture(tokenizer)
+        limits = (config.data.max_prompt_tokens, config.sampling.max_response_tokens)
+        params = train(architecture, tokenizer, config.seed, limits)
+        huggingface.save(output, architecture, params, tokenizer_from=tokenizer_folder)
+    print(f"{architecture.num_parameters:,} weights written to {output}")
+
+
+if __name__ == "__main__":
+    CONFIG = cli.define_config()
+    OUTPUT = flags.DEFINE_string("output", str(components.ASSETS / "cipher"), "The folder to write; it must not exist.")
+    cli.run(lambda: main(CONFIG.value, pathlib.Path(OUTPUT.value)))

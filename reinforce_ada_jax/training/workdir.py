@@ -1,0 +1,84 @@
+"""A run's folder: one training at a time in it, and the configuration that all its processes find there.
+
+A second training would cut the first one's metrics back and write over its checkpoints.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import socket
+import time
+
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.reporting.writers import write_whole
+
+FILE = "training.lock"
+
+
+class WorkdirLock:
+    """Held by process 0 until `close`, or until that process ends, however it does: it is the kernel's `flock`.
+
+    The file stays, and says who had it last. On file systems without `flock` (some mounted buckets) nothing is held.
+    """
+
+    def __init__(self, workdir: pathlib.Path):
+        """Makes the work directory where there is none.
+
+        Raises:
+          ValueError: another training holds it; in every process.
+        """
+        self._descriptor: int | None = None
+        refused = self._take(workdir.absolute()) if processes.is_writer() else ""
+        refused = processes.exchange(refused.encode())[0].decode()
+        if refused:
+            raise ValueError(refused)
+
+    def _take(self, workdir: pathlib.Path) -> str:
+        """Why it can't be had, or ""."""
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = workdir / FILE
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # no child process gets it (PEP 446)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
+            self.close()
+            return (
+                f"another training runs in {workdir} ({holder or 'it has not said which'}), and two would write over "
+                f"each other's files: wait for it, end it, or name another --workdir. Where its machine is gone, and "
+                f"the file server still holds its lock, remove {file}."
+            )
+        except OSError:  # ENOSYS, ENOTSUP, ENOLCK: this file system has no locks
+            self.close()
+            return ""
+        with contextlib.suppress(OSError):  # a full disk: the lock is held all the same
+            os.truncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        return ""
+
+    def close(self) -> None:
+        """Lets the next training in."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+    """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
+    file = workdir / "config.json"
+    if processes.is_writer():
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_whole(file, config_lib.to_json(config))
+    processes.any_of(False)  # until it is written
+    for _ in range(processes.SHARED_AFTER_S):
+        if not processes.any_of(not file.exists()):
+            return
+        time.sleep(1.0)
+    raise ValueError(
+        f"{workdir} is a folder of process 0 alone: checkpoints need one that all processes share (a mounted bucket, "
+        "NFS)."
+    )

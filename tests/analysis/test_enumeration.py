@@ -1,0 +1,288 @@
+"""Exact distributions against closed forms, and against every reward sequence there is through the real loop."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.analysis import enumeration
+from reinforce_ada_jax.analysis.enumeration import expectations
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.simulate import run_strategy
+
+RATES = np.array([0.0, 0.01, 0.1, 0.5, 0.73, 1.0])
+
+
+def config(strategy: str, **settings: object) -> SimpleNamespace:
+    sizes = {"group_size": 4, "samples_per_round": 8, "max_rounds": 4}
+    return SimpleNamespace(**({"strategy": strategy} | sizes | settings))
+
+
+def at_most(k: int, n: int, p: float) -> float:
+    """P(Binomial(n, p) <= k)."""
+    return math.fsum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(min(k, n) + 1)) if k >= 0 else 0.0
+
+
+# ---- closed forms ----------------------------------------------------------------------------------------------------
+
+
+def test_binomial():
+    expected = [[math.comb(5, k) * p**k * (1 - p) ** (5 - k) for p in RATES] for k in range(6)]
+    np.testing.assert_allclose(enumeration.binomial(5, RATES), expected, rtol=1e-14)
+    assert enumeration.binomial(2000, RATES).sum(axis=0) == pytest.approx(1.0, abs=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("size", "rounds", "k_pos"), [(2, 12, 1), (4, 8, 1), (8, 4, 1), (8, 4, 3), (5, 7, 9), (32, 2, 4)]
+)
+def test_draws_until_so_many_are_correct(size, rounds, k_pos):
+    sizes = {"group_size": 2, "samples_per_round": size, "max_rounds": rounds, "k_pos": k_pos, "keep": "pool"}
+    found = expectations(config("positive", **sizes), RATES)
+    # Round j + 1 is drawn where fewer than k_pos of the first j * M are correct.
+    draws = [size * math.fsum(at_most(k_pos - 1, j * size, p) for j in range(rounds)) for p in RATES]
+    np.testing.assert_allclose(found.draws, draws, rtol=1e-9)
+    np.testing.assert_allclose(found.rounds, np.array(draws) / size, rtol=1e-9)
+    np.testing.assert_allclose(found.unmet, [at_most(k_pos - 1, size * rounds, p) for p in RATES], atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "size", "rounds"), [(2, 4, 3), (4, 8, 4), (5, 8, 4), (8, 8, 8)])
+def test_balance(n, size, rounds):
+    found = expectations(config("balance", group_size=n, samples_per_round=size, max_rounds=rounds), RATES)
+    k_pos, k_neg = n // 2, n - n // 2
+
+    def unmet(drawn: int, p: float) -> float:
+        return 1.0 - max(0.0, at_most(drawn - k_neg, drawn, p) - at_most(k_pos - 1, drawn, p))
+
+    np.testing.assert_allclose(found.unmet, [unmet(size * rounds, p) for p in RATES], atol=1e-9)
+    draws = [size * math.fsum(unmet(j * size, p) if j else 1.0 for j in range(rounds)) for p in RATES]
+    np.testing.assert_allclose(found.draws, draws, rtol=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_grpo(n):
+    found = expectations(config("grpo", group_size=n), RATES)
+    np.testing.assert_allclose(found.zero_signal, RATES**n + (1 - RATES) ** n, atol=1e-14)
+    np.testing.assert_array_equal(found.zero_signal, found.zero_variance)
+    np.testing.assert_array_equal([found.draws, found.draws_std, found.rounds], [[n] * 6, [0] * 6, [1] * 6])
+    np.testing.assert_allclose(found.kept_correct, n * RATES, atol=1e-12)
+    # The group's own mean costs 1/n of the gradient; leaving each response out of its own mean costs nothing.
+    np.testing.assert_allclose(found.signal[1:-1], 1 - 1 / n, rtol=1e-12)
+    unbiased = expectations(config("grpo", group_size=n, baseline="leave_one_out"), RATES)
+    np.testing.assert_allclose(unbiased.signal[1:-1], 1.0, rtol=1e-12)
+    assert np.isnan(found.signal[[0, -1]]).all() and not np.isfinite(found.variance[[0, -1]]).any()
+
+
+def test_the_group_of_eight_that_is_all_wrong():
+    # 0.9^8 = 0.43046721, and 10^-8 for eight correct ones; the paper prints 19 %.
+    found = expectations(config("grpo", group_size=8), [0.1])
+    assert found.zero_signal[0] == pytest.approx(0.43046722, abs=1e-12)
+
+
+def test_noise_of_a_pair():
+    # Mixed with chance m = 2 p q, and then A = +-1/2 and the sum of A_i (r_i - p) is 1/2; so Var / E^2 = 1 / m - 1.
+    p = RATES[1:-1]
+    found = expectations(config("grpo", group_size=2), p)
+    np.testing.assert_allclose(found.variance, 1 / (2 * p * (1 - p)) - 1, rtol=1e-12)
+    np.testing.assert_allclose(found.variance_draws, 2 * found.variance, rtol=1e-15)
+
+
+def test_a_balanced_group_weighs_hard_prompts_more():
+    # Two correct rows of 1 - m and two wrong ones of -m, m the pool's mean: 2 (1 - m) q + 2 m p, over n = 4 rows. At
+    # p = 0.3 that is about (p^2 + q^2) / (2 p q) = 1.38 times the gradient, not 1.
+    found = expectations(config("balance", max_rounds=16), [0.3])
+    mean, p = found.pool_mean[0], 0.3
+    np.testing.assert_allclose(found.signal, (2 * (1 - mean) * (1 - p) + 2 * mean * p) / (4 * p * (1 - p)), rtol=1e-9)
+    assert 1.30 < found.signal[0] < 1.38
+
+
+@pytest.mark.parametrize("strategy", ["grpo", "positive", "balance", "dapo", "ngu"])
+def test_expected_draws_are_those_of_the_expectations(monkeypatch, strategy):
+    settings, rates = config(strategy, retry_probability=0.9), [0.1, 0.5, 0.0, 1.0, 0.1]
+    draws = expectations(settings, rates).draws
+    monkeypatch.setattr(enumeration, "make_group", None)  # which takes long where pools have thousands of draws
+    monkeypatch.setattr(enumeration, "BLOCK", 2)
+    np.testing.assert_allclose(enumeration.expected_draws(settings, rates), draws, rtol=1e-14)
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.95])
+def test_retries_without_a_limit(chance):
+    # A round of n is all wrong with chance u = q^n, and is then followed by another with chance c: geometric.
+    p = np.array([1e-3, 0.01, 0.1, 0.5])
+    found = expectations(config("ngu", retry_probability=chance, max_draws=0), p)
+    u = (1 - p) ** 4
+    rounds = 1 / (1 - chance * u)
+    np.testing.assert_allclose(found.rounds, rounds, rtol=1e-9)
+    np.testing.assert_allclose(found.draws, 4 * rounds, rtol=1e-9)
+    np.testing.assert_allclose(found.draws_std, 4 * np.sqrt(chance * u) / (1 - chance * u), rtol=1e-7)
+    np.testing.assert_allclose(found.unmet, (1 - chance) * u / (1 - chance * u), rtol=1e-9)
+    # All correct is dropped, which only a first round can be: one correct response ends the retries.
+    np.testing.assert_allclose(found.zero_signal, found.unmet + p**4, rtol=1e-9)
+
+
+def test_what_is_cut_is_negligible():
+    strategy = strategies.build(config("ngu", retry_probability=0.95, max_draws=0))
+    ends = enumeration.outcomes(strategy, np.array([0.0, 0.5]))
+    # 0.95^539 = 9.8e-13 is the first below 1e-12.
+    assert 0 < ends.cut < 1e-12 and ends.rounds.max() == 539
+    assert 1.0 - ends.probability.sum(axis=0) == pytest.approx([ends.cut, 0.0], abs=1e-13)
+
+
+# ---- every sequence --------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "grpo": {"group_size": 5},
+    "positive": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3},
+    "balance": {"group_size": 3, "samples_per_round": 4, "max_rounds": 3},
+    "balance_whole_pool": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3, "keep": "pool"},
+    "balance_log": {"group_size": 2, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
+    "estimate": {"budget": 7.0, "max_draws": 9, "objective": "log"},
+    "dapo": {"group_size": 4, "normalize_by_std": True},
+    "ngu": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0},
+}
+
+
+@functools.cache
+def all_sequences(name: str):
+    """The settings, every reward sequence of 0 and 1 there is, and the pool and the group that each gives."""
+    settings = config(name.partition("_")[0], **SMALL[name])
+    strategy = strategies.build(settings)
+    sequences = np.array(list(itertools.product([0.0, 1.0], repeat=strategy.max_draws)))
+    pools = run_strategy(settings, sequences)
+    return settings, sequences, pools, [make_group(pool, strategy) for pool in pools]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("p", [0.07, 0.5, 0.8])
+def test_every_sequence_through_the_loop(name, p):
+    settings, sequences, pools, groups = all_sequences(name)
+    chance = np.prod(np.where(sequences == 1, p, 1 - p), axis=1)
+
+    def mean(values) -> float:
+        return float(np.dot(chance, np.asarray(values, np.float64)))
+
+    rewards = [group.pool.rewards[group.kept] for group in groups]
+    gradients = np.array([np.dot(group.advantages, r - p) for group, r in zip(groups, rewards, strict=True)])
+    draws = np.array([len(pool.verdicts) for pool in pools])
+    rows = mean([len(group.kept) for group in groups])
+    weight = 1 / p if "objective" in SMALL[name] else 1.0
+    variance = (mean(gradients**2) - mean(gradients) ** 2) / mean(gradients) ** 2
+    expected = {
+        "draws": mean(draws),
+        "draws_std": np.sqrt(max(mean(draws**2) - mean(draws) ** 2, 0.0)),
+        "rounds": mean([pool.rounds for pool in pools]),
+        "unmet": mean([not pool.met for pool in pools]),
+        "zero_signal": mean([not group.advantages.any() for group in groups]),
+        "zero_variance": mean([len(set(pool.rewards)) == 1 for pool in pools]),
+        "kept_correct": mean([r.sum() for r in rewards]),
+        "kept_wrong": mean([(1 - r).sum() for r in rewards]),
+        "pool_mean": mean([pool.rewards.mean() for pool in pools]),
+        "signal": mean(gradients) / rows / (weight * p * (1 - p)),
+        "variance": variance,
+        "variance_draws": variance * mean(draws),
+    }
+    found = expectations(settings, [p])
+    assert set(expected) == set(enumeration.COLUMNS)
+    for column, value in expected.items():
+        # A deviation of 0 is the root of what rounding left.
+        tolerance = 1e-6 if column == "draws_std" else 1e-9
+        assert getattr(found, column)[0] == pytest.approx(value, rel=1e-9, abs=tolerance), column
+    assert found.rows == pytest.approx(rows, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_first_round_is_the_unbiased_pass_rate(name):
+    settings, sequences, pools, groups = all_sequences(name)
+    p = 0.2
+    chance = np.prod(np.where(sequences == 1, p, 1 - p), axis=1)
+    # The first n draws, or a first round that is shorter than n.
+    size = min(settings.group_size, len(pools[-1].verdicts) // pools[-1].rounds)
+    assert np.dot(chance, [pool.rewards[:size].mean() for pool in pools]) == pytest.approx(p, abs=1e-12)
+    pool = np.dot(chance, [pool.rewards.mean() for pool in pools])
+    kept = [(weight, group.pool.rewards[group.kept].mean()) for weight, group in zip(chance, groups, strict=True)
+            if group.kept.size]  # fmt: skip
+    group = sum(weight * mean for weight, mean in kept) / sum(weight for weight, _ in kept)
+    stops_by_outcome = settings.strategy in ("positive", "balance", "ngu")
+    assert (abs(pool - p) > 0.005) == stops_by_outcome
+    assert (abs(group - p) > 0.005) == (stops_by_outcome or settings.strategy == "dapo")
+
+
+# ---- plans, sets, and strategies of others ---------------------------------------------------------------------------
+
+
+def test_a_plan_shares_the_budget_among_the_prompts_given():
+    # sqrt(1 / p) of 0.04, 0.16, 0.64 is 5, 2.5, 1.25; 21 draws in these proportions are 12, 6, 3.
+    settings = config("estimate", budget=7.0, objective="log", objective_epsilon=1e-9, allocation="hybrid")
+    found = expectations(settings, [0.64, 0.04, 0.16])
+    np.testing.assert_array_equal(found.draws, [3, 12, 6])
+    np.testing.assert_array_equal(found.draws_std, 0)
+    assert found.rows == 7.0
+
+
+def test_repeated_pass_rates_are_several_prompts():
+    few = expectations(config("balance"), [0.1, 0.5])
+    many = expectations(config("balance"), [0.5, 0.1, 0.5, 0.1])
+    for column in enumeration.COLUMNS:
+        np.testing.assert_array_equal(getattr(many, column), np.tile(getattr(few, column)[::-1], 2))
+    rates = np.linspace(0, 1, 2 * enumeration.BLOCK + 1)
+    blocks = expectations(config("balance"), rates)
+    np.testing.assert_allclose(blocks.draws[::700], expectations(config("balance"), rates[::700]).draws, rtol=1e-14)
+
+
+def test_rows_make_prompts_that_keep_more_count_for_more():
+    # The whole pool of `ngu` grows with its retries: 4 rows at p = 1/2, many at 0.02.
+    alone = expectations(config("ngu", max_draws=64), [0.02]), expectations(config("ngu", max_draws=64), [0.5])
+    both = expectations(config("ngu", max_draws=64), [0.02, 0.5])
+    assert both.rows == pytest.approx((alone[0].rows + alone[1].rows) / 2, rel=1e-12)
+    signals = [one.signal[0] * one.rows / both.rows for one in alone]
+    np.testing.assert_allclose(both.signal, signals, rtol=1e-12)
+
+
+def test_a_strategy_by_counts_of_ones_own():
+    # Rounds of 1, then 2, and a third of 3 with chance 1/4, whatever the outcomes: 3 * 3/4 + 6 * 1/4 draws.
+    sizes = (1, 2, 3, 0)
+    strategy = dataclasses.replace(
+        strategies.fixed(6),
+        next_draws=lambda record: sizes[record.rounds],
+        chance=lambda record: 0.25 if record.rounds == 2 else 1.0,
+        max_draws=6,
+    )
+    ends = enumeration.outcomes(strategy, np.array([0.3]))
+    assert np.dot(ends.drawn, ends.probability[:, 0]) == pytest.approx(3.75, abs=1e-15)
+    assert np.dot(ends.correct, ends.probability[:, 0]) == pytest.approx(0.3 * 3.75, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "parts"),
+    [
+        ((0,), 4, "asks for 0 more responses of prompt 'simulated' after 0 rounds and 0 responses"),
+        (
+            (4, 4, 0),
+            7,
+            "asks for 4 more responses of prompt 'simulated' after 1 rounds and 4 responses; .* max_draws = 7",
+        ),
+        ((4, -1), 8, "asks for -1 more"),
+    ],
+)
+def test_a_strategy_that_breaks_its_bounds(sizes, most, parts):
+    broken = dataclasses.replace(strategies.fixed(4), next_draws=lambda record: sizes[record.rounds], max_draws=most)
+    with pytest.raises(ValueError, match=parts):
+        enumeration.outcomes(broken, np.array([0.5]))
+
+
+def test_a_strategy_without_end(monkeypatch):
+    monkeypatch.setattr(enumeration, "MAX_ROUNDS", 50)
+    endless = strategies.build(config("ngu", retry_probability=0.9, max_draws=0))
+    # 0.9^49 = 5.7e-3: the fiftieth round is drawn after 49 retries.
+    with pytest.raises(ValueError, match=r"After 50 rounds 5\.7e-03 of all prompts are still under way: .*max_draws"):
+        enumeration.outcomes(endless, np.array([0.0]))
+
+
+@pytest.mark.parametrize("rates", [[], [0.5, 1.5], [-0.1], [float("nan")]])
+def test_what_is_no_pass_rate(rates):
+    with pytest.raises(ValueError, match=r"pass rates must be numbers in \[0, 1\]"):
+        expectations(config("grpo"), rates)

@@ -1,0 +1,82 @@
+"""`benchmark iteration`: that phases add up, that variants do the same work, and that a script decides made-up runs."""
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.benchmarks import iteration, workloads
+from reinforce_ada_jax.types import Prompt, Request, Response
+from tests.running import tiny
+
+SMALL = {
+    "collection.prompts_per_iteration": 4,
+    "learning.prompts_per_update": 2,
+    "collection.samples_per_round": 4,
+    "collection.max_rounds": 2,
+    "sampling.slots": 8,
+    "sampling.window": 4,
+}
+LENGTHS = workloads.parse_lengths("4,0.5,2,8")
+
+
+@pytest.fixture(scope="module")
+def result():
+    """Two timed iterations with and without the barrier, of a made-up model."""
+    architecture = workloads.shaped("16x1")
+    return iteration.measure(
+        tiny(**SMALL), variants=("rounds", "barrier"), repeat=2, lengths=LENGTHS, architecture=architecture
+    )
+
+
+@pytest.mark.slow
+def test_phases_add_up(result):
+    for name in ("rounds", "barrier"):
+        one = result[name]
+        assert one["iterations"] == 2 and len(one["all_seconds"]) == 3
+        assert one["seconds"] == pytest.approx(np.median(one["all_seconds"][1:]))
+        assert min(one[f"{phase}_s"] for phase in iteration.PHASES) > 0
+        parts = sum(one[f"{phase}_s"] for phase in (*iteration.PHASES, "other"))
+        assert parts == pytest.approx(one["seconds"], rel=0.5)  # medians of parts, beside a median of wholes
+        assert 0 < one["outside_device_share"] < 1
+    assert result["scripted"] and result["platform"] == "cpu" and result["model"]["hidden_size"] == 16
+
+
+@pytest.mark.slow
+def test_a_barrier_does_the_same_work(result):
+    rounds, barrier = result["rounds"], result["barrier"]
+    for name in ("tokens", "responses", "updates"):
+        assert rounds[name] == barrier[name]
+    assert rounds["updates"] == 2 and rounds["responses"] >= 4 * 4
+    assert result["barrier_ratio"] == pytest.approx(rounds["tokens_per_s"] / barrier["tokens_per_s"])
+
+
+def test_one_iteration_by_its_phases():
+    config = tiny(**SMALL)
+    found = iteration.measure(config, variants=("overlap",), repeat=1, lengths=LENGTHS)["overlap"]
+    parts = sum(found[f"{phase}_s"] for phase in (*iteration.PHASES, "other"))
+    assert parts == pytest.approx(found["seconds"])
+    assert config.collection.overlap_iterations == 0  # what a variant sets is its own
+
+
+def test_a_script_is_a_function_of_the_address():
+    script = iteration.Script(LENGTHS, limit=6, seed=3)
+    prompts = [Prompt(str(index), "", "", np.zeros(1, np.int32)) for index in range(300)]
+    lengths = [[script.length(Request(prompt, draw)) for draw in range(4)] for prompt in prompts]
+    assert lengths == [[script.length(Request(prompt, draw, ahead=True)) for draw in range(4)] for prompt in prompts]
+    assert np.min(lengths) == 2 and np.max(lengths) == 6 and len(set(map(tuple, lengths))) > 50
+    correct = [[script.verdict(prompt, _response(prompt, draw)).correct for draw in range(8)] for prompt in prompts]
+    # Beta(0.6, 1.2) has a mean of 1/3, and prompts differ by more than chance: some are always wrong, some right.
+    rates = np.mean(correct, axis=1)
+    assert rates.mean() == pytest.approx(1 / 3, abs=0.06)
+    assert (rates == 0).mean() > 0.15 and (rates == 1).mean() > 0.03
+
+
+def _response(prompt: Prompt, draw: int) -> Response:
+    return Response(prompt.id, draw, np.zeros(1, np.int32), np.zeros(1, np.float32), truncated=False)
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="must name some of rounds, barrier, overlap"):
+        iteration.measure(tiny(), variants=("rounds", "steps"), lengths=LENGTHS)
+    with pytest.raises(ValueError, match="no folder"):
+        config = tiny(**{"model.path": "/nowhere"})
+        iteration.measure(config, lengths=LENGTHS, architecture=workloads.smallest())

@@ -1,0 +1,420 @@
+import ast
+import json
+import math
+import pathlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.config import collection_rules, values
+from tests import running
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILES = sorted(running.CONFIGS.glob("*.py"))
+
+
+def valid() -> ConfigDict:
+    config = config_lib.defaults()
+    config.model.path = "models/some"
+    config.data.prompts = "some.jsonl"
+    return config
+
+
+def changed(**changes) -> ConfigDict:
+    """A valid configuration with some keys set: changed(**{"seed": 1, "mesh.data": 2})."""
+    config = valid()
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def flat(config: ConfigDict) -> dict[str, object]:
+    """Leaves by dotted key."""
+    leaves = {}
+    for name, value in config.items():
+        nested = {f"{name}.{key}": leaf for key, leaf in value.items()} if isinstance(value, ConfigDict) else {}
+        leaves |= nested or {name: value}
+    return leaves
+
+
+# ---- validate -----------------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_are_valid_once_model_and_prompts_are_named():
+    config_lib.validate(valid())
+    for key in ("model.path", "data.prompts"):
+        with pytest.raises(ValueError, match=f"{key} is empty.*--config.{key}="):
+            config_lib.validate(changed(**{key: ""}))
+
+
+AT_LEAST_ONE = """
+    data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep collection.group_size
+    collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
+    sampling.slots sampling.window sampling.page_size sampling.prefill_rows learning.prompts_per_update
+    learning.micro_batches learning.responses_per_row mesh.data mesh.fsdp mesh.tensor
+""".split()
+AT_LEAST_ZERO = """
+    seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
+    evaluation.every logging.sampled_prompts
+""".split()
+POSITIVE = """
+    sampling.temperature learning.learning_rate learning.clip_norm learning.epsilon learning.clip_high
+    reward.time_limit_s
+""".split()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *[(key, 0, "it must be at least 1") for key in AT_LEAST_ONE],
+        *[(key, -1, "it must not be negative") for key in AT_LEAST_ZERO],
+        *[
+            (key, value, "it must be above 0 and finite")
+            for key in POSITIVE
+            for value in (0.0, -0.5, math.nan, math.inf)
+        ],
+        ("learning.weight_decay", -0.1, "it must not be negative"),
+        ("learning.entropy_coefficient", math.nan, "it must be finite"),
+        ("reward.positive_threshold", math.inf, "it must be finite"),
+        ("seed", 2**31, r"it must be below 2\*\*31"),
+        ("learning.b1", 1.0, "below 1"),
+        ("learning.b2", -0.1, "at least 0"),
+        ("learning.clip_low", 1.5, "below 1"),
+        ("learning.dual_clip", 1.0, "above 1"),
+        ("learning.truncated_is_cap", 0.0, "above 0, or None"),
+        ("collection.strategy", "best", "it must be one of grpo, positive, balance"),
+        ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean"),
+        ("model.compute_dtype", "float16", "it must be one of float32, bfloat16"),
+        ("model.parameter_dtype", "fp32", "it must be one of float32, bfloat16"),
+        ("model.parameter_dtype", "bfloat16", "most would never change. Use float32"),
+        ("learning.kl_coefficient", math.inf, "it must be finite"),
+        ("reward.overlong_penalty", math.inf, "it must be finite"),
+        ("reward.kind", "code", "it must be one of cipher, math, minerva, gsm8k, function"),
+        ("reward.path", "mine.py", "must have the form file.py:function"),
+        ("reward.path", "mine:grade", "must have the form file.py:function"),
+        ("data.template", "chatml", "it must be one of plain, qwen_math"),
+        ("collection.group_size", 1, "no baseline.*at least 2"),
+        ("collection.overlap_iterations", 2, "it must be 0 or 1"),
+        ("learning.attention", "pallas_tpu", "one of auto, jnp, splash"),
+        ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
+        ("logging.wandb", "team/project", "at most 128 characters and none of"),
+        ("logging.wandb", "p" * 129, "at most 128 characters and none of"),
+        ("evaluation.temperature", -1.0, "at least 0"),
+        ("evaluation.temperature", math.nan, "at least 0"),
+        ("evaluation.top_k", -1, "it must not be negative"),
+        ("evaluation.top_p", 0.0, "above 0 and at most 1"),
+        ("evaluation.top_p", 1.1, "above 0 and at most 1"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message):
+    shown = repr(value) if isinstance(value, str) else value
+    with pytest.raises(ValueError, match=f"{re.escape(f'{key} is {shown}')}[;:] .*{message}"):
+        config_lib.validate(changed(**{key: value}))
+
+
+def test_every_number_has_a_range():
+    within = {key for _, keys in values.RANGES.values() for key in keys}
+    elsewhere = {"sampling.top_k", "sampling.top_p", "collection.retry_probability"}
+    numbers = {
+        key for key, value in flat(config_lib.defaults()).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }  # fmt: skip
+    assert numbers <= within | elsewhere, numbers - within - elsewhere
+
+
+@pytest.mark.parametrize("cut", [{"sampling.top_k": 50}, {"sampling.top_p": 0.95}])
+def test_training_samples_the_policy_as_it_is(cut):
+    with pytest.raises(ValueError, match="training samples must come from the policy .* set evaluation.top_k"):
+        config_lib.validate(changed(**cut))
+
+
+def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
+    barrier = {"collection.barrier": True}
+    with pytest.raises(ValueError, match="choose one of them"):
+        config_lib.validate(changed(**barrier, **{"collection.overlap_iterations": 1}))
+    with pytest.raises(ValueError, match="open_prompts is 511, collection.prompts_per_iteration is 512"):
+        config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 511}))
+    config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 512}))
+    # 512 prompts of 16 pages, 48 of one with its response, and the one that is never handed out.
+    with pytest.raises(ValueError, match="pages is 8240: with collection.barrier all 512 prompts .* are 8241 of 64"):
+        config_lib.validate(changed(**barrier, **{"sampling.pages": 8240}))
+    config_lib.validate(changed(**barrier, **{"sampling.pages": 8241}))
+    config_lib.validate(changed(**barrier))
+
+
+@pytest.mark.parametrize("strategy", ["positive", "balance"])
+def test_a_group_must_fit_into_one_round(strategy):
+    sizes = {"collection.strategy": strategy, "collection.group_size": 16, "collection.samples_per_round": 8}
+    with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8.*Lower the one or raise"):
+        config_lib.validate(changed(**sizes))
+    # grpo draws group_size responses and ignores samples_per_round.
+    config_lib.validate(changed(**sizes | {"collection.strategy": "grpo"}))
+
+
+# Settings of the collection section that can't be meant, and what is said of them; the rules are config/collection_rules.py's.
+COLLECTION_MISTAKES = [
+    (
+        {"strategy": "best"},
+        "'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or name a function",
+    ),
+    ({"keep": "all"}, "collection.keep is 'all'; it must be one of group, pool"),
+    ({"baseline": "mean"}, "collection.baseline is 'mean'; it must be one of group, pool, leave_one_out, anchored"),
+    ({"objective": "exp"}, "collection.objective is 'exp'; it must be one of identity, log, power"),
+    ({"allocation": "even"}, "collection.allocation is 'even'; it must be one of hybrid, sampling, variance"),
+    ({"group_size": 1}, "a group of one has no baseline.*at least 2"),
+    # 20 + 13 of at most 4 * 8 = 32 draws; 20 + 12 can be met.
+    (
+        {"k_pos": 20, "k_neg": 13},
+        r"20 \+ 13, but a prompt gets at most 32 draws \(4 rounds of 8\).*or raise .*max_rounds",
+    ),
+    ({"k_pos": -1}, "k_pos is -1 and collection.k_neg 2: neither may be negative"),
+    ({"k_pos": 0, "k_neg": 0}, "together they must be at least 1"),
+    ({"strategy": "positive", "k_neg": 1}, "k_neg is 1 with the strategy positive.*use balance"),
+    ({"strategy": "positive", "k_pos": 33}, r"33 \+ 0, but a prompt gets at most 32"),
+    (
+        {"group_size": 16},
+        "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower the one or raise",
+    ),
+    ({"strategy": "estimate", "budget": 1.5}, r"budget is 1.5 .* 1024 to 16384 for 512 prompts.*within \[2, 32\]"),
+    ({"strategy": "estimate", "budget": 33.0}, "budget is 33 draws for a prompt.*at least 2 and at most 32"),
+    ({"strategy": "estimate", "max_draws": 6}, "budget is 8 draws for a prompt.*at most 6"),
+    ({"strategy": "estimate", "min_draws": 33}, "min_draws is 33 and collection.max_draws 32: lower the first"),
+    ({"strategy": "estimate", "keep": "group"}, "groups of 4, but a prompt may get only 2 draws: raise"),
+    *[
+        (
+            {"strategy": strategy, "objective": "log", "objective_epsilon": 0.0},
+            "objective_epsilon is 0.0.*set it above 0",
+        )
+        for strategy in collection_rules.STRATEGIES
+    ],
+    ({"objective": "power", "objective_epsilon": 0.0}, "objective_epsilon is 0.0 with the objective power.*above 0"),
+    ({"objective_epsilon": 1.0}, "objective_epsilon is 1.0; it must be below 1"),
+    # An observed pass rate of 1 would get sqrt((1 - p) / p) = 0 draws, and advantages of 1 / 0.
+    ({"strategy": "estimate", "allocation": "variance", "objective_epsilon": 0.0}, "allocation variance.*above 0"),
+    # w(0) = 2 * 0: nothing is drawn and nothing weighs, 0 / 0.
+    (
+        {"strategy": "estimate", "objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
+        "the objective power.*above 0",
+    ),
+    (
+        {"strategy": "ngu", "retry_probability": 1.0, "max_draws": 0},
+        "retried for ever.*Lower the probability, or set a",
+    ),
+    ({"strategy": "ngu", "retry_probability": 1.1}, r"retry_probability is 1.1; it must be in \[0, 1\]"),
+    ({"strategy": "ngu", "max_draws": 3}, "max_draws is 3, less than one round of 4"),
+    *[
+        ({"strategy": strategy, "keep": keep}, f"keep is '{keep}' with the strategy {strategy}.*leave it empty")
+        for strategy in ("dapo", "ngu")
+        for keep in ("group", "pool")
+    ],
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), COLLECTION_MISTAKES)
+def test_collection_settings_that_cannot_be_meant(settings, message):
+    config = changed(**{f"collection.{key}": value for key, value in settings.items()})
+    with pytest.raises(ValueError, match=message):
+        config_lib.validate(config)
+    # Whoever calls collect from a trainer of his own hears the same.
+    with pytest.raises(ValueError, match=message):
+        strategies.build(config.collection)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"k_pos": 20, "k_neg": 12},
+        {"k_pos": 0, "k_neg": 1},
+        {"group_size": 8, "keep": "pool"},
+        {"strategy": "estimate", "budget": 2.0},
+        {"strategy": "estimate", "budget": 32.0},
+        {"strategy": "estimate", "keep": "group", "min_draws": 4},
+        {"strategy": "estimate", "objective_epsilon": 0.0},
+        {"objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
+        {"strategy": "ngu", "retry_probability": 1.0},
+        {"strategy": "ngu", "retry_probability": 0.99, "max_draws": 0},
+        {"strategy": "ngu", "overlap_iterations": 1},
+    ],
+)
+def test_collection_settings_at_their_limits(settings):
+    config = changed(**{f"collection.{key}": value for key, value in settings.items()})
+    config_lib.validate(config)
+    strategies.build(config.collection)
+
+
+@pytest.mark.parametrize("strategy", ["estimate", "dapo"])
+def test_no_overlap_where_the_next_prompts_draws_are_unknown(strategy):
+    overlap = {"collection.strategy": strategy, "collection.overlap_iterations": 1}
+    with pytest.raises(ValueError, match=f"before it is known what {strategy} will ask of them.*set it to 0"):
+        config_lib.validate(changed(**overlap))
+
+
+def test_a_users_strategy_is_looked_for_when_it_is_built():
+    config = changed(**{"collection.strategy": "absent.py:mine"})
+    config_lib.validate(config)  # touches no file
+    with pytest.raises(ValueError, match=r"there is no file 'absent\.py'"):
+        strategies.build(config.collection)
+
+
+def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches():
+    sizes = {"collection.prompts_per_iteration": 100, "learning.prompts_per_update": 32}
+    with pytest.raises(ValueError, match="prompts_per_iteration must be a multiple .* 100 .* 32. Use 96 or 128"):
+        config_lib.validate(changed(**sizes))
+    # 128 prompts of 4 rows are 512 rows; 3 micro-batches on 2 * 4 row shards are 24 at a time: 504 or 528.
+    sizes = {"learning.micro_batches": 3, "mesh.data": 2, "mesh.fsdp": 4}
+    with pytest.raises(ValueError, match="micro_batches .* mesh.data .* mesh.fsdp: 512 .* 24. Use 504 or 528"):
+        config_lib.validate(changed(**sizes))
+    config_lib.validate(changed(**sizes | {"learning.micro_batches": 4}))
+
+
+def test_the_cache_holds_at_least_one_response():
+    # A prompt of 1,024 tokens fills 16 pages of 64, the prompt and 2,048 tokens fill 48, one is never handed out: 65.
+    config_lib.validate(changed(**{"sampling.pages": 65}))
+    with pytest.raises(ValueError, match="sampling.pages is 64: .*1024 tokens .* 2048 needs 65 pages of 64 .* or 0"):
+        config_lib.validate(changed(**{"sampling.pages": 64}))
+    # An evaluation with up to 4,096 tokens needs 16 + 80 + 1.
+    longer = {"sampling.pages": 65, "evaluation.benchmarks": ("some.jsonl",)}
+    with pytest.raises(ValueError, match="4096 needs 97 pages"):
+        config_lib.validate(changed(**longer))
+
+
+# ---- the files in configs/ ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_files_in_configs_are_valid_and_say_how_to_run_them(file):
+    module = running.load(file)
+    config_lib.validate(module.get_config())
+    command = f"python -m reinforce_ada_jax.train --config=configs/{file.name} --workdir="
+    for part in (command, "Hardware: ", "Source of the numbers: "):
+        assert part in module.__doc__
+
+
+def test_a_misspelt_key_in_a_file_names_the_nearest():
+    with pytest.raises((AttributeError, KeyError), match='Did you mean "strategy" instead of "stratgy"'):
+        config_lib.defaults().collection.stratgy = "grpo"
+
+
+# ---- every key is read --------------------------------------------------------------------------------------------
+
+
+def reads() -> set[tuple[str, str]]:
+    """(owner, attribute) of every attribute read in the package outside of config.py; `self._x.y` gives ("x", "y").
+
+    `collection` gets its own section under the name `config`; `**config.mesh` reads a section as a whole.
+    """
+    found = set()
+    for file in (ROOT / "reinforce_ada_jax").rglob("*.py"):
+        if file.name == "config.py":
+            continue
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = getattr(node.value, "id", getattr(node.value, "attr", "")).lstrip("_")
+                in_own_section = owner == "config" and file.parent.name == "collection"
+                found.add((file.parent.name if in_own_section else owner, node.attr))
+            if isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Attribute):
+                found.add((node.value.attr, "*"))
+    return found
+
+
+def unread(config: ConfigDict, found: set[tuple[str, str]]) -> list[str]:
+    """Keys of `config` that nothing reads."""
+    owners = {key: key.split(".") if "." in key else ("config", key) for key in flat(config)}
+    return [key for key, (owner, name) in owners.items() if (owner, name) not in found and (owner, "*") not in found]
+
+
+def test_every_key_is_read_by_something():
+    assert unread(config_lib.defaults(), reads()) == []
+
+
+@pytest.mark.parametrize("key", ["planted", "learning.planted", "collection.slots", "sampling.learning_rate"])
+def test_a_key_that_nothing_reads_is_found(key):
+    config = config_lib.defaults()
+    with config.unlocked():
+        *section, name = key.split(".")
+        (config[section[0]] if section else config)[name] = 1
+    assert unread(config, reads()) == [key]
+
+
+# ---- saved and compared -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_json_and_back(file):
+    config = running.load(file).get_config()
+    config.learning.truncated_is_cap = 2.0
+    again = config_lib.from_json(config_lib.to_json(config))
+    assert again == config
+    assert again.evaluation.benchmarks == config.evaluation.benchmarks
+    assert type(again.evaluation.benchmarks) is tuple
+    assert config_lib.from_json(config_lib.to_json(valid())) == valid()
+
+
+def test_differences_name_exactly_what_differs():
+    saved = json.loads(config_lib.to_json(valid()))
+    assert config_lib.differences(valid(), saved) == []
+    now = changed(**{"seed": 3, "learning.truncated_is_cap": 2.0, "collection.strategy": "grpo"})
+    assert config_lib.differences(now, saved) == [
+        "collection.strategy: balance -> grpo",
+        "learning.truncated_is_cap: None -> 2.0",
+        "seed: 0 -> 3",
+    ]
+    # One that is gone and changed no result doesn't matter, and neither does it when the run is read again.
+    saved["learning"]["logprob_chunk"] = 512
+    assert config_lib.differences(valid(), saved) == []
+    assert config_lib.from_json(json.dumps(saved)) == valid()
+    # A key that is newer than the run had its default; one that is gone can't be honoured.
+    del saved["seed"]
+    saved["reward"]["scale"] = 2
+    assert config_lib.differences(valid(), saved) == ["reward.scale: 2 -> absent"]
+    assert config_lib.differences(changed(seed=3), saved) == ["reward.scale: 2 -> absent", "seed: 0 -> 3"]
+
+
+def test_a_resume_may_change_these_and_nothing_else():
+    saved = json.loads(config_lib.to_json(valid()))
+    allowed = {
+        "iterations": 7,
+        "checkpoint.every": 7,
+        "checkpoint.keep": 7,
+        "checkpoint.keep_best": 7,
+        "checkpoint.keep_every": 7,
+        "learning.non_finite": "skip",
+        "learning.max_skipped": 7,
+        "evaluation.every": 7,
+        "evaluation.benchmarks": ("x",),
+        "evaluation.graders": ("x=math",),
+        "evaluation.samples": 7,
+        "evaluation.temperature": 0.5,
+        "evaluation.top_k": 7,
+        "evaluation.top_p": 0.5,
+        "evaluation.max_response_tokens": 7,
+        "logging.tensorboard": False,
+        "logging.wandb": "ciphers",
+        "logging.sampled_prompts": 7,
+        "sampling.check_invariants": True,
+    }
+    assert config_lib.differences(changed(**allowed), saved) == []
+    for key, value in flat(valid()).items():
+        if key in allowed:
+            continue
+        if isinstance(value, bool) or key == "collection.deterministic":  # None by default
+            other = not value
+        elif isinstance(value, str):
+            other = f"{value}x"
+        elif isinstance(value, tuple):
+            other = ("x",)
+        else:
+            other = (value or 0) + 1
+        assert len(config_lib.differences(changed(**{key: other}), saved)) == 1, key
+
+
+def test_a_workdir_holds_one_configuration(tmp_path):
+    config_lib.check_workdir(valid(), tmp_path / "absent")
+    config_lib.check_workdir(valid(), tmp_path)
+    (tmp_path / "config.json").write_text(config_lib.to_json(valid()))
+    config_lib.check_workdir(changed(iterations=7), tmp_path)
+    with pytest.raises(ValueError, match=r"holds a run of another.*\n  seed: 0 -> 1\nResume.*or choose another --work"):
+        config_lib.check_workdir(changed(seed=1), tmp_path)

@@ -1,0 +1,75 @@
+"""What a metadata server says, by a stand-in for it, and that a run hears of it."""
+
+import http.server
+import threading
+
+import pytest
+
+from reinforce_ada_jax.distributed import preemption, signals
+
+
+@pytest.fixture
+def metadata():
+    """(address, what it answers by name); other names are not found, and a missing header is refused."""
+    answers = {"preempted": "FALSE", "maintenance-event": "NONE"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.removeprefix("/computeMetadata/v1/instance/")
+            allowed = self.headers["Metadata-Flavor"] == "Google"
+            self.send_response(200 if allowed and name in answers else 404)
+            self.end_headers()
+            self.wfile.write(answers.get(name, "").encode() if allowed else b"")
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", answers
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, False),
+        ({"preempted": "TRUE"}, True),
+        ({"maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"}, True),
+        ({"maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE"}, False),
+    ],
+)
+def test_what_the_server_says(metadata, changed, said):
+    address, answers = metadata
+    answers |= changed
+    assert preemption.noticed(address) == said
+
+
+def test_no_answer_is_no_notice(metadata):
+    address, answers = metadata
+    answers.clear()
+    assert not preemption.noticed(address)
+    assert not preemption.noticed("http://127.0.0.1:9")
+
+
+def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
+    address, answers = metadata
+    monkeypatch.setattr(signals.signal, "signal", lambda *_: None)
+    asked = signals.Interrupt()
+    thread = preemption.watch(asked.on_notice, server=address, poll_s=0.01)
+    thread.join(0.2)
+    asked.check()
+    answers["preempted"] = "TRUE"
+    thread.join(20)
+    assert not thread.is_alive() and asked.preempted()
+    with pytest.raises(signals.Interrupted):
+        asked.check()
+
+
+def test_only_googles_machines_are_asked(tmp_path, monkeypatch):
+    product = tmp_path / "product_name"
+    monkeypatch.setattr(preemption, "PRODUCT", product)
+    assert not preemption.on_google_cloud()
+    product.write_text("Google Compute Engine\n")
+    assert preemption.on_google_cloud()

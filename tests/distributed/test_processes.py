@@ -1,0 +1,319 @@
+"""Two processes on loopback are a pod of two hosts: the same samples, the same weights, and one end for both."""
+
+import functools
+import json
+import pathlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.training import components
+from tests import compiling
+from tests.running import ROOT, environment, reproducible, restored
+
+SMALL = {
+    "iterations": 8, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 1, "sampling.slots": 16,
+    "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "logging.sampled_prompts": 8,
+}  # fmt: skip
+# What differs with the number of engines, and with the order of sums.
+OF_ENGINES = {"collection/slot_utilisation", "collection/dispatches", "update/logprob_gap", "update/logprob_gap_max"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(workdir, processes, flags) -> the running processes, of four devices together, which share programs."""
+    folder = tmp_path_factory.mktemp("shared")
+    started = []
+
+    def start(workdir, count, *more, devices=4, own=list):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        flags = [f"--config.{key}={value}" for key, value in (SMALL | {"mesh.fsdp": devices}).items()]
+        train = [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags]
+        xla = f"--xla_force_host_platform_device_count={devices // count} {compiling.QUICKLY}"
+        processes = []
+        for index in range(count):
+            env = environment(folder / "compiled") | {"XLA_FLAGS": xla}
+            if count > 1:
+                address = {processes.ADDRESS: f"127.0.0.1:{port}", processes.COUNT: str(count)}
+                env |= address | {processes.INDEX: str(index)}
+            processes.append(subprocess.Popen(
+                [*train, f"--workdir={workdir}", *more, *own()], cwd=ROOT, text=True, env=env,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            ))  # fmt: skip
+        started.extend(processes)
+        return processes
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finished(processes) -> list[str]:
+    """What they said at the end of a run without errors."""
+    said = [process.communicate(timeout=400) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), said
+    return [out for out, _ in said]
+
+
+def samples(workdir) -> list[str]:
+    return [file.read_text() for file in sorted((workdir / "samples").iterdir())]
+
+
+def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
+    """The same samples to the letter; weights, moments and metrics but for the order of sums."""
+    assert samples(first) == samples(second)
+    (one, record), (other, other_record) = restored(first), restored(second)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    jax.tree.map(close, one, other)
+    jax.tree.map(close, record.pop("estimator"), other_record.pop("estimator"))
+    del record["fingerprints"], other_record["fingerprints"]
+    assert record == other_record
+    for line, other_line in zip(reproducible(first), reproducible(second), strict=True):
+        assert line.keys() == other_line.keys()
+        for key in line.keys() - OF_ENGINES:
+            assert line[key] == pytest.approx(other_line[key], abs=1e-5), key
+
+
+def until_iteration(workdir, number, processes) -> None:
+    deadline = time.monotonic() + 300
+    while len(writers.read(workdir)) < number:
+        assert time.monotonic() < deadline
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def unbroken(start, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("one") / "run"
+    finished(start(workdir, 1))
+    return workdir
+
+
+def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbroken, tmp_path):
+    workdir = tmp_path / "two"
+    processes = start(workdir, 2)
+    until_iteration(workdir, 2, processes)
+    processes[1].send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    _, said = processes[0].communicate(timeout=60)
+    assert time.monotonic() - began < 60
+    assert processes[0].returncode == RESTART
+    assert "error: process 1 of 2 is gone" in said
+    spoke, silent = finished(start(workdir, 2))
+    assert "finished iteration 8" in spoke and "finished" not in silent
+    assert_same_run(unbroken, workdir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dapo", "estimate", "ngu"])
+def test_every_strategy_makes_the_run_of_one_process(start, tmp_path, strategy):
+    flags = (f"--config.collection.strategy={strategy}",)
+    flags += ("--config.estimator.kind=value",) if strategy == "estimate" else ()
+    for count in (1, 2):
+        finished(start(tmp_path / str(count), count, *flags))
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+
+
+def with_even_vocabulary(folder: pathlib.Path) -> pathlib.Path:
+    """The packaged model with a token that has no text, as published ones have some: `tensor` can split 134 words."""
+    shutil.copytree(components.model_folder("package:cipher"), folder)
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] = np.pad(weights["model.embed_tokens.weight"], ((0, 1), (0, 0)))
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": 134}))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}], ids=["fsdp", "tensor", "data"])
+def test_eight_devices_in_two_processes_make_the_run_of_one(start, tmp_path, mesh):
+    flags = [f"--config.mesh.{axis}={size}" for axis, size in mesh.items()]
+    flags += [f"--config.model.path={with_even_vocabulary(tmp_path / 'model')}"] if "tensor" in mesh else []
+    # Where positions hardly turn them, a key's bias moves all scores alike: no gradient but for rounding, which Adam
+    # would scale up to a tenth of a step.
+    flags += ["--config.learning.epsilon=1e-6"]
+    for count in (1, 2):
+        finished(start(tmp_path / str(count), count, *flags, devices=8))
+    assert_same_run(tmp_path / "1", tmp_path / "2")
+
+
+@pytest.mark.slow
+def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
+    flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
+    finished(start(tmp_path / "two", 2, *flags))
+    _, record = restored(tmp_path / "two", SMALL["iterations"] - 1)
+    assert record["begun"], "the checkpoint holds what both drew ahead"
+    assert writers.read(tmp_path / "two")[-1]["collection/ahead"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number", "code"), [
+    (0, signal.SIGKILL, RESTART), (1, signal.SIGTERM, RESTART), (0, signal.SIGTERM, RESTART), (1, signal.SIGINT, 130),
+])  # fmt: skip
+def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
+    workdir = tmp_path / "run"
+    processes = start(workdir, 2, "--config.iterations=500")
+    until_iteration(workdir, 2, processes)
+    processes[victim].send_signal(number)
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    if number == signal.SIGKILL:
+        assert codes == [-signal.SIGKILL, RESTART]
+        assert "error: process 0 of 2 is gone" in said[1]
+    else:
+        assert codes == [code, code]
+        assert all("is saved" in text and "goes on from there" in text for text in said)
+        saved = int(re.search(r"iteration (\d+) is saved", said[0])[1])
+        assert [line["iteration"] for line in writers.read(workdir)] == list(range(1, saved + 1))
+    resumed = start(workdir, 2, "--config.iterations=500")
+    until_iteration(workdir, len(writers.read(workdir)) + 1, resumed)
+    resumed[0].send_signal(signal.SIGINT)
+    for process in resumed:
+        process.communicate(timeout=60)
+    for line, other in zip(reproducible(workdir)[:3], reproducible(unbroken)[:3], strict=True):
+        assert line["collection/tokens"] == other["collection/tokens"]
+
+
+# ---- what is said where something is wrong -----------------------------------------------------------------------
+
+
+def test_processes_with_other_configurations_are_told(start, tmp_path):
+    seeds = iter(("--config.seed=0", "--config.seed=1"))
+    processes = start(tmp_path / "run", 2, own=lambda: [next(seeds)])
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert any(process.returncode == cli.BAD_INPUT for process in processes)
+    assert any("error: the configurations differ between process 0 and process 1 of 2" in text for text in said)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({processes.ADDRESS: "127.0.0.1:1"}, "JAX_COORDINATOR_ADDRESS=127.0.0.1:1"),
+        ({processes.ADDRESS: "127.0.0.1:1", processes.COUNT: "2"}, "JAX_NUM_PROCESSES=2"),
+        ({processes.ADDRESS: "a:1", processes.COUNT: "2", processes.INDEX: "2"}, "JAX_PROCESS_ID=2"),
+        ({processes.ADDRESS: "a:1", processes.COUNT: "two", processes.INDEX: "0"}, "JAX_NUM_PROCESSES=two"),
+    ],
+)
+def test_half_named_processes_are_refused(monkeypatch, given, said):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"Set all three, or none\.") as error:
+        processes.initialize(cluster=False)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [("[::1]:8476", "::1"), ("::1:8476", "::1"), ("a-host.b:8476", "a-host.b"), ("127.0.0.1:8476", "127.0.0.1")],
+)
+def test_the_host_of_an_address(address, host):
+    assert processes._host(address) == host
+    assert processes._host("") == "", "all addresses"
+
+
+# What a run does with the other processes before it does anything else.
+JOIN = """
+import sys
+from reinforce_ada_jax import command, distributed, lifeline
+if sys.argv[1] == "deaf":  # process 0 names a port at which nothing listens
+    real, lifeline.JOIN_S = lifeline.Lifeline.listen, 3
+    lifeline.Lifeline.listen = lambda line, host="": "9 " + real(line, host).split()[1]
+with distributed.member():
+    with command.user_input():
+        distributed.initialize(cluster=False)
+    print(distributed.exchange(b"%d" % distributed.index()), flush=True)
+"""
+
+
+def joining(host, *arguments):
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        free.bind((host.strip("[]"), 0))
+        address = f"{host}:{free.getsockname()[1]}"
+    processes = []
+    for index in range(2):
+        given = {processes.ADDRESS: address, processes.COUNT: "2", processes.INDEX: str(index)}
+        processes.append(subprocess.Popen(
+            [sys.executable, "-c", JOIN, *arguments], cwd=ROOT, text=True, env=environment() | given,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ))  # fmt: skip
+    try:
+        return [(*process.communicate(timeout=60), process.returncode) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_processes_join_by_ipv6():
+    try:
+        said = joining("[::1]", "")
+    except OSError:
+        pytest.skip("no IPv6 here")
+    for out, err, code in said:
+        assert code == 0 and out.endswith("[b'0', b'1']\n"), err
+
+
+def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
+    (_, waited, first), (_, refused, second) = joining("127.0.0.1", "deaf")
+    assert first == second == cli.BAD_INPUT
+    assert waited.startswith("error: process 0 waited 3 s for process 1 of 2") and waited.count("\n") == 1
+    assert "error: process 1 of 2 can't connect with process 0 at 127.0.0.1, port 9 (" in refused
+    assert "Traceback" not in refused
+
+
+def test_what_is_wrong_with_the_processes_is_one_line(tmp_path):
+    flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}")
+    command_line = [sys.executable, "-m", "reinforce_ada_jax.train", *flags]
+    alone = environment() | {processes.INDEX: "1"}
+    result = subprocess.run(command_line, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
+    assert result.returncode == cli.BAD_INPUT
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: a run of several processes needs") and "Set all three, or none." in line
+
+
+def test_one_process_exchanges_with_itself():
+    assert processes.exchange(b"abc") == [b"abc"]
+    assert processes.any_of(True) and not processes.any_of(False)
+    processes.check_same("anything", "text")
+    assert not processes.asked_to_stop()
+
+
+class Device:
+    """One of a topology's devices, as far as a mesh looks at it."""
+
+    platform = "cpu"
+
+    def __init__(self, process, number):
+        self.process_index, self.id = process, number
+
+    def __repr__(self):
+        return f"{self.process_index}.{self.id}"
+
+
+def test_tensor_stays_within_a_process():
+    # As on a v5e slice: ids go row by row over the whole slice, and a host has a square of it.
+    devices = [Device(process, number) for number, process in enumerate([0, 0, 1, 1, 0, 0, 1, 1])]
+    mesh = mesh_lib.make_mesh(fsdp=2, tensor=4, devices=devices)
+    assert [{device.process_index for device in group} for group in mesh.devices.reshape(2, 4)] == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"= 4, over 2 processes of 4 devices: the product must be 8"):
+        mesh_lib.make_mesh(fsdp=4, devices=devices)
+    with pytest.raises(ValueError, match=r"mesh.tensor a divisor of a process's devices"):
+        mesh_lib.make_mesh(tensor=8, devices=devices)

@@ -1,0 +1,451 @@
+"""Counting against numbers made by hand, messages, and, where libtpu is installed, the real compiler."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from reinforce_ada_jax import cli, compile_check
+from reinforce_ada_jax.compile_check import Lengths
+from reinforce_ada_jax.distributed.mesh import make_mesh, shard_bytes
+from reinforce_ada_jax.learning.batch import make_batch
+from reinforce_ada_jax.planning import programs as programs_lib
+from reinforce_ada_jax.planning.programs import Abstract, Program
+from reinforce_ada_jax.planning.roofline import CHIPS, GIB, Work
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.architecture import from_hf
+from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.policy.transformer import init
+from reinforce_ada_jax.sampling.state import EngineOptions, PrefillBatch
+from tests.running import CONFIGS, ROOT, environment, load, tiny
+from tests.sampling import tiny as tiny_engine
+
+SIZES = dict(
+    model_type="qwen2", vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
+OPTIONS = EngineOptions(
+    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_rows=2, max_prompt_tokens=8, max_response_tokens=8,
+    stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
+)  # fmt: skip
+
+
+# As the models' cards have them.
+PARAMETERS = {
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+}
+
+
+def test_published_sizes():
+    assert {name: from_hf(sizes).num_parameters for name, sizes in PUBLISHED.items()} == PARAMETERS
+
+
+def test_every_configuration_names_a_model_whose_sizes_are_known():
+    files = [file for file in sorted(CONFIGS.glob("*.py")) if file.stem != "word_problems"]  # that makes its own
+    paths = [load(file).get_config().model.path for file in files]
+    assert len(paths) >= 5
+    for path in paths:
+        compile_check.find_architecture(path, None)
+
+
+# ---- programs ----------------------------------------------------------------------------------------------------
+
+
+def test_programs_take_just_what_rollouts_hand_over(monkeypatch):
+    rollouts = tiny_engine.rollouts(slots=4)
+    engine, calls = rollouts.engine, {}
+    run = programs_lib.abstract_run(tiny(), engine.architecture, engine.options, engine.mesh)
+    programs = programs_lib.engine_programs(dataclasses.replace(run, engine=engine), 10)
+    assert [program.name for program in programs] == ["decode window of 4", "prefill 2 x 16", "prefill 2 x 32"]
+    lowered = [program.lower() for program in programs]
+
+    def record(program, *arguments):
+        work = arguments[2]
+        key = f"prefill 2 x {work.tokens.shape[1]}" if isinstance(work, PrefillBatch) else "decode window of 4"
+        calls[key] = shapes(arguments)
+        return program(*arguments)
+
+    for name in ("_decode_window", "_open_prompts"):
+        monkeypatch.setattr(engine, name, functools.partial(record, getattr(engine, name)))
+    tiny_engine.draw(rollouts, draws=1)
+    assert calls == {p.name: shapes(low.args_info[0]) for p, low in zip(programs, lowered, strict=True)}
+    for low in lowered:
+        donated = [info.donated for info in jax.tree.leaves(low.args_info[0][1])]
+        assert all(donated)  # else the whole cache would be there twice
+
+
+def shapes(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (jnp.shape(leaf), jnp.dtype(leaf.dtype)) for path, leaf in leaves}
+
+
+ARCHITECTURE = from_hf(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True})
+
+
+def abstract(dtype="float32", axes=None, **changes) -> Abstract:
+    options = dataclasses.replace(OPTIONS, dtype=dtype)
+    mesh = make_mesh(**(axes or dict(data=2, fsdp=2, tensor=2)))
+    return programs_lib.abstract_run(tiny(**changes), ARCHITECTURE, options, mesh)
+
+
+def test_the_learner_takes_just_what_training_hands_over():
+    run = abstract(**{"learning.kl_coefficient": 0.1, "learning.micro_batches": 2})
+    learner, config = run.learner, run.config
+    state = learner.init(init(ARCHITECTURE, jax.random.key(0), learner.mesh))
+    batch = learner.put(make_batch([], max_prompt_tokens=8, max_response_tokens=8, num_rows=128))
+    batch = batch.replace(old_logprobs=learner.score(state.params, batch))
+    batch = batch.replace(reference_logprobs=batch.old_logprobs)
+    assert config.learning.prompts_per_update * config.collection.group_size == 128
+    for real, made in ((state, run.state), (batch, run.batch)):
+        assert shapes(real) == shapes(made)
+        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), real, made)
+        assert all(jax.tree.leaves(same))
+        assert shard_bytes(real) == shard_bytes(made)
+    update = programs_lib.learner_programs(run)[-1].lower()
+    assert all(info.donated for info in jax.tree.leaves(update.args_info[0][0]))
+
+
+def test_state_bytes():
+    # A layer: 136 matrix weights over 4 devices, 12 biases over `tensor`, 8 of norms over `fsdp`; embedding 40 over 4,
+    # last norm 4 over `fsdp`: 2 * (34 + 6 + 4) + 10 + 2 = 100 float32 numbers a device, two moments of each, 3 counts.
+    run = abstract()
+    assert (shard_bytes(run.state.params), shard_bytes(run.state)) == (400, 1200 + 12)
+
+
+@pytest.mark.parametrize("axes, dtype, copies", [
+    (dict(tensor=2), "float32", 2),  # decoding reads the learner's own arrays: its two moments stand beside
+    (dict(fsdp=2), "float32", 3),
+    (dict(tensor=2), "bfloat16", 3),
+])  # fmt: skip
+def test_what_stands_beside_decoding(axes, dtype, copies):
+    run = abstract(dtype, axes)
+    assert run.shared is (copies == 2)
+    weights = shard_bytes(run.state.params)
+    assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {copies * weights + 12}
+    names = [program.name for program in programs_lib.learner_programs(run)]
+    assert names == (["score", "update"] if run.shared else ["reshard", "score", "update"])
+
+
+def test_what_stands_beside_the_learner():
+    changes = {"collection.prompts_per_iteration": 96, "collection.strategy": "estimate", "estimator.kind": "value"}
+    beside = {program.name: program.beside_bytes for program in programs_lib.learner_programs(abstract(**changes))}
+    cache = 9 * 4 * (2 * 2 * 2 * 2) * 4 // 2  # pages, tokens, keys and values, layers, heads, columns; on two devices
+    moments = 800 + 12
+    # Two others of 32 prompts with all of their 32 draws, on 4 devices: tokens, logprobs twice, six numbers a row.
+    batches = 2 * (1024 // 4) * 4 * (16 + 2 * 8 + 6)
+    decoding = (2 * (68 + 6 + 8) + 20 + 4) * 4  # split over `tensor` only
+    assert beside["reshard"] == moments + cache
+    assert beside["score"] == moments + cache + batches
+    assert beside["update"] == cache + batches
+    assert beside["value head's features"] == moments + cache + decoding
+    with_reference = {
+        program.name: program.beside_bytes
+        for program in programs_lib.learner_programs(abstract(**changes, **{"learning.kl_coefficient": 0.1}))
+    }
+    assert with_reference["reshard"] == moments + cache + 400  # the first weights, float32 here, as the learner's
+
+
+LORA = {"lora.rank": 1, "model.compute_dtype": "bfloat16", "learning.kl_coefficient": 0.1}
+
+
+def test_adapters_are_trained_over_what_training_hands_over():
+    run = abstract(**LORA, **{"learning.micro_batches": 2})
+    mesh, key = run.learner.mesh, jax.random.key(0)
+    base = init(ARCHITECTURE, key, mesh, jnp.bfloat16)
+    state = run.learner.init(lora.init(ARCHITECTURE, run.learner.lora, key, mesh))
+    for real, made in ((state, run.state), (base, run.base), (run.learner.policy(state.params, base), run.policy)):
+        assert shapes(real) == shapes(made)
+        same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), real, made)
+        assert all(jax.tree.leaves(same))
+        assert shard_bytes(real) == shard_bytes(made)
+    update = programs_lib.learner_programs(run)[-1].lower()
+    state, batch, base = update.args_info[0]
+    assert all(info.donated for info in jax.tree.leaves(state))
+    assert not any(info.donated for info in jax.tree.leaves((batch, base)))
+
+
+def test_what_stands_beside_programs_of_adapters():
+    run = abstract(**LORA)
+    # A layer of rank 1, half of each adapter split over `fsdp` and half over `tensor`: four of attention with 2 + 2
+    # weights a device, three of the feed-forward with 2 + 3. Two layers: 62 float32 numbers, two moments, 3 counts.
+    params, moments = 248, 2 * 248 + 12
+    assert (shard_bytes(run.state.params), shard_bytes(run.state)) == (params, params + moments)
+    base = 200  # bfloat16; 400 in float32, see test_state_bytes
+    assert (run.learner_bytes, run.reference_bytes, run.shared) == (params + moments + base, 0, False)
+    assert run.learner_bytes < shard_bytes(abstract().state)
+    # The reference is the base itself.
+    assert run.resident_bytes == run.learner_bytes + run.cache_bytes
+    beside = {program.name: program.beside_bytes for program in programs_lib.learner_programs(run)}
+    assert beside == {"reshard": moments + 1152, "score": moments + 1152, "update": 1152}
+    assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {params + moments + base}
+
+
+def test_merging_adapters_is_counted():
+    # Rank 1 on 136 matrix weights of each of two layers, 2 FLOPs each, on 4 devices; with queries alone on 16.
+    assert programs_lib.merge_flops(abstract(**LORA)) == 2 * 2 * 136 / 4
+    assert programs_lib.merge_flops(abstract(**LORA, **{"lora.targets": ("q_proj",)})) == 2 * 2 * 16 / 4
+    assert programs_lib.merge_flops(abstract()) == 0
+
+
+def test_every_program_of_adapters_compiles():
+    run = abstract("bfloat16", **LORA, **{"collection.strategy": "estimate", "estimator.kind": "value"})
+    programs = {p.name: p for p in programs_lib.engine_programs(run, 10) + programs_lib.learner_programs(run)}
+    assert list(programs)[-4:] == ["reshard", "value head's features", "score", "update"]
+    compiled = {name: program.lower().compile() for name, program in programs.items()}
+    # Adapters and moments are updated in place.
+    assert compiled["update"].memory_analysis().alias_size_in_bytes == shard_bytes(run.state)
+
+
+def test_what_is_there_throughout():
+    run = abstract()
+    assert compile_check.resident_result(run, CHIPS["v5e"])["fits"]
+    result = compile_check.resident_result(run, dataclasses.replace(CHIPS["v5e"], hbm_bytes=2000))
+    assert (result["fits"], result["hbm_peak_bytes"], result["over_bytes"]) == (False, 1212 + 1152, 364)
+
+
+@pytest.mark.parametrize("kind", ["ema", "value"])
+def test_every_program_of_the_learner_lowers(kind):
+    run = abstract(**{"collection.strategy": "estimate", "estimator.kind": kind})
+    programs = {program.name: program.lower() for program in programs_lib.learner_programs(run)}
+    assert ("value head's features" in programs) is (kind == "value")
+
+
+def program_that(outcome):
+    """A program of (arguments, temporaries, peak) in GiB, or one that raises."""
+
+    def lower():
+        if isinstance(outcome, Exception):
+            raise outcome
+        sizes = dict(zip(("argument_size", "temp_size", "peak_memory"), outcome, strict=True))
+        memory = types.SimpleNamespace(**{f"{name}_in_bytes": int(size * GIB) for name, size in sizes.items()})
+        compiled = types.SimpleNamespace(
+            memory_analysis=lambda: memory, cost_analysis=lambda: {"flops": 3.0}, as_text=lambda: HLO
+        )
+        return types.SimpleNamespace(compile=lambda: compiled)
+
+    work = Work(flops=197e12, bytes=819e9 * 2, once=2.0)
+    return Program("decode", lower, work, "turn", beside_bytes=2 * GIB, necessary=197e12 / 1.25)
+
+
+HLO = """\
+ENTRY %main (p: f32[]) -> f32[] {
+  ROOT %sum = bf16[45000,1000]{1,0} all-reduce(%p), channel_id=1, replica_groups=[1,2]<=[2], to_apply=%add
+}
+"""  # 90 MB to one neighbour: 2 ms at 45 GB/s
+
+
+OOM = jax.errors.JaxRuntimeError(
+    "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+    "temporaries (27.14G) exceeds available HBM (15.75G). HLO module: jit_decode_window.\nSee https://openxla.org"
+)
+SMEM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Allocation (size=1064960) would exceed memory (size=1048576)")
+
+
+@pytest.mark.parametrize(
+    "outcome, peak, over, fits",
+    [
+        ((8, 1, 9), 9, 0, True),
+        ((13, 0.5, 13.75), 13.75, 0, True),  # 13.75 + 2 beside: just the limit
+        ((13, 1, 14), 14, 0.25, False),
+        (OOM, 27.14, 27.14 + 2 - 15.75, False),
+        (SMEM, None, 0, False),
+    ],
+    ids=["fits", "just fits", "too big beside the learner", "HBM", "another memory"],
+)
+def test_compile_program(outcome, peak, over, fits):
+    result = compile_check.compile_program(program_that(outcome), CHIPS["v5e"])
+    assert result["fits"] is fits
+    assert result["hbm_limit_bytes"] == 15.75 * GIB and result["hbm_beside_bytes"] == 2 * GIB
+    assert result["hbm_peak_bytes"] == (None if peak is None else int(peak * GIB))
+    assert result["over_bytes"] == pytest.approx(over * GIB, abs=2)
+    assert (result["least_seconds"], result["bound"]) == (2.0, "bandwidth")
+    if outcome not in (OOM, SMEM):
+        assert (result["sent_bytes"], result["collectives"]) == (9e7, {"all-reduce": 1})
+        assert result["link_seconds"] == pytest.approx(2e-3)
+        remarks = compile_check.remarks(result)
+        assert remarks[0] == "1 all-reduce: 2.00 ms over links" and remarks[1].startswith("1.25 times the FLOPs")
+        assert "1.50 times the work" in remarks[2]
+    line = compile_check.row(result)
+    assert ("yes" in line) is fits and ("NO" in line) is not fits
+    if over:
+        assert f"NO: {over:.2f} GiB over" in line
+    json.dumps(result)
+
+
+def test_a_target_that_does_not_show_its_program(monkeypatch):
+    monkeypatch.setattr(compile_check, "compiled_text", lambda _: None)
+    program = dataclasses.replace(program_that((8, 1, 9)), sent=9e7)
+    result = compile_check.compile_program(program, CHIPS["v5e"])
+    assert (result["sent_bytes"], result["collectives"]) == (9e7, {})
+    assert compile_check.remarks(result)[0].startswith("counted by hand, for want of the compiled program: 2.00 ms")
+
+
+def test_an_error_of_another_kind_is_no_lack_of_memory():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_check.compile_program(program_that(jax.errors.JaxRuntimeError("INTERNAL: a bug")), CHIPS["v5e"])
+
+
+# ---- input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (dict(topology="h100:8"), ["'h100:8'", "v4, v5e, v5p, v6e, tpu7x", "v5e:2x4"]),
+        (dict(topology="v5e"), ["'v5e'", "CHIP:SHAPE"]),
+        (dict(model="no/such/folder"), ["no/such/folder", "not a folder"]),
+        (dict(path="models/Other-9B"), ["models/Other-9B", "'Other-9B'", "Qwen2.5-Math-1.5B", "--model=DIR"]),
+        (dict(attention="pallas_gpu"), ["sampling.attention", "pallas_gpu", "auto, pallas_tpu or jnp"]),
+        (dict(lengths=Lengths(response_tokens=9)), ["--mean_response_tokens is 9", "1 to 8"]),
+        (dict(lengths=Lengths(draws=0.0)), ["--mean_draws is 0.0", "above 0"]),
+        (dict(slots=0), ["sampling.slots is 0"]),
+        (dict(file="no/such/folder/results.json"), ["--json=no/such/folder/results.json", "does not exist"]),
+        (dict(), ["needs its compiler", "pip install libtpu"]),
+    ],
+    ids=str,
+)
+def test_bad_input(capsys, monkeypatch, arguments, parts):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name))
+    keys = {"path": "model.path", "attention": "sampling.attention", "slots": "sampling.slots"}
+    config = tiny(**{keys[name]: value for name, value in arguments.items() if name in keys})
+    defaults = dict(topology="v5e:2x4", model=None, lengths=Lengths(), file=None)
+    rest = defaults | {name: value for name, value in arguments.items() if name in defaults}
+    with pytest.raises(SystemExit) as ended:
+        compile_check.main(config, **rest)
+    assert ended.value.code == cli.BAD_INPUT
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ")
+    for part in parts:
+        assert part in shown.err
+
+
+# ---- with the compiler -------------------------------------------------------------------------------------------
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu isn't installed")
+# Heads of 128, as TPU pages have them.
+SMALL = SIZES | dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_key_value_heads=2)
+
+
+def run(tmp_path, *arguments):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    options = ["--config=configs/tiny.py", "--config.model.compute_dtype=bfloat16", f"--model={tmp_path}"]
+    return subprocess.run(
+        [sys.executable, "-m", "reinforce_ada_jax.compile_check", *options, *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@needs_libtpu
+def test_what_fits(tmp_path):
+    file = tmp_path / "results.json"
+    sizes = "--config.mesh.fsdp=2", "--config.mesh.tensor=2", "--config.sampling.pages=20000"
+    result = run(tmp_path, "--topology=v5e:2x2", f"--json={file}", *sizes)
+    assert result.returncode == 0, result.stderr
+    outcomes = json.loads(file.read_text())
+    window, prefill, *learner = outcomes
+    assert [outcome["program"] for outcome in outcomes] == [
+        "decode window of 16", "prefill 32 x 16", "reshard", "score", "update",
+    ]  # fmt: skip
+    cache = 20_000 * 8 * 2 * 2 * 2 * 128 * 2 // 2  # pages, tokens, keys and values, layers, heads, columns, bytes
+    for outcome in (window, prefill):
+        assert cache < outcome["hbm_argument_bytes"] < outcome["hbm_peak_bytes"] < outcome["hbm_limit_bytes"]
+        assert outcome["hbm_temporary_bytes"] < cache / 20  # the cache is updated in place; half of it are keys
+    for outcome in learner:
+        assert outcome["hbm_beside_bytes"] >= cache
+    for outcome in outcomes:
+        assert outcome["fits"] and outcome["reason"] is None and outcome["sent_bytes"] > 0
+    assert "pallas_tpu" in result.stdout and "plan     an iteration takes at least" in result.stdout
+
+
+@needs_libtpu
+def test_adapters_fit_where_all_weights_do(tmp_path):
+    whole, adapters = tmp_path / "whole.json", tmp_path / "adapters.json"
+    sizes = "--topology=v5e:2x2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2"
+    for file, rank in ((whole, 0), (adapters, 8)):
+        result = run(tmp_path, f"--json={file}", *sizes, f"--config.lora.rank={rank}")
+        assert result.returncode == 0, result.stderr
+    assert "weights of adapters are trained, those under them stay in bfloat16" in result.stdout
+    for full, small in zip(*(json.loads(file.read_text()) for file in (whole, adapters)), strict=True):
+        assert small["program"] == full["program"] and small["fits"]
+        assert small["hbm_beside_bytes"] <= full["hbm_beside_bytes"] and small["sent_bytes"] > 0
+    # The last is the update.
+    assert small["hbm_argument_bytes"] < full["hbm_argument_bytes"]
+    assert small["compiled_over_counted_flops"] < compile_check.REPEATED_WORK
+
+
+@needs_libtpu
+def test_a_host_of_a_pod_decodes_on_its_own_chips(tmp_path):
+    sizes = "--config.mesh.fsdp=32", "--config.mesh.tensor=2"
+    result = run(tmp_path, "--topology=v5e:8x8", "--json", *sizes)
+    assert result.returncode == 0, result.stderr
+    assert "2 replicas" in result.stderr  # of 32: four chips a host, two for each
+
+
+@needs_libtpu
+def test_a_slice_that_is_too_small(tmp_path):
+    result = run(tmp_path, "--topology=v5e:1x1", "--config.sampling.pages=2000000", "--json")
+    assert result.returncode == cli.STOPPED, result.stderr
+    assert "nothing is compiled" in result.stderr and "GiB over" in result.stderr
+    assert "change   sampling.slots = " in result.stderr and "mesh.fsdp = 2" in result.stderr
+    (outcome,) = json.loads(result.stdout)
+    assert not outcome["fits"] and outcome["hbm_peak_bytes"] > outcome["hbm_limit_bytes"]
+
+
+# Published runs: 1,024 + 2,048 tokens, 512 prompts, N_max 32; the commands of docs/scale.md.
+SLICES = [
+    ("v5e:2x4", "qwen_1p5b", {}),
+    ("v5e:4x4", "qwen_1p5b", {"mesh.fsdp": 8, "learning.micro_batches": 16}),
+    ("v5e:4x4", "llama_3b", {
+        "mesh.fsdp": 8, "mesh.tensor": 2, "learning.micro_batches": 32, "sampling.slots": 16,
+    }),
+    ("v5e:4x4", "qwen3_4b", {"mesh.fsdp": 4, "learning.micro_batches": 32, "sampling.slots": 32}),
+    ("v5e:8x8", "qwen_7b", {"mesh.fsdp": 16, "learning.micro_batches": 8}),
+    ("v5p:2x2x2", "qwen_7b", {"mesh.fsdp": 2}),
+]  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("topology, name, changes", SLICES, ids=lambda x: x if isinstance(x, str) else "")
+def test_published_runs_fit(tmp_path, topology, name, changes):
+    file = tmp_path / "results.json"
+    arguments = [f"--config=configs/{name}.py", f"--topology={topology}", f"--json={file}"]
+    arguments += [f"--config.{key}={value}" for key, value in changes.items()]
+    result = subprocess.run(
+        [sys.executable, "-m", "reinforce_ada_jax.compile_check", *arguments],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    outcomes = json.loads(file.read_text())
+    assert all(outcome["fits"] for outcome in outcomes)
+    update = outcomes[-1]
+    assert update["flops"] <= 1.4 * update["necessary_flops"]
+    assert update["link_seconds"] < update["compute_seconds"]
+    assert update["compiled_over_counted_flops"] < compile_check.REPEATED_WORK
+
+
+@needs_libtpu
+@pytest.mark.parametrize("arguments, parts", [
+    (["--topology=v5e:3x7"], ["--topology=v5e:3x7", "not divisible"]),
+    (["--topology=v5e:2x2", "--config.mesh.fsdp=8"], ["there are 4 devices", "mesh.fsdp"]),
+    (["--topology=v5e:2x2", "--config.mesh.tensor=4"], ["kv_heads", "mesh.tensor = 4"]),
+    (["--topology=v5e:2x2", "--config.mesh.tensor=2"], ["has 4 devices", "only 2", "--config.mesh.fsdp=2"]),
+])  # fmt: skip
+def test_a_slice_that_cannot_be(tmp_path, arguments, parts):
+    result = run(tmp_path, *arguments)
+    assert result.returncode == cli.BAD_INPUT and result.stdout == ""
+    for part in parts:
+        assert part in result.stderr

@@ -1,0 +1,318 @@
+"""Counting against numbers made by hand and against a compiler, what passes over links, and the plan made of it."""
+
+import dataclasses
+
+import pytest
+
+from reinforce_ada_jax.distributed.mesh import make_mesh
+from reinforce_ada_jax.planning import plan, programs, roofline
+from reinforce_ada_jax.planning.plan import Statistics
+from reinforce_ada_jax.planning.roofline import CHIPS, GIB, Chip, Rows, Work
+from reinforce_ada_jax.policy.architecture import from_hf
+from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.sampling.state import EngineOptions
+from tests.running import CONFIGS, load, tiny
+
+SIZES = dict(
+    model_type="qwen2", vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1,
+)  # fmt: skip
+TIED, UNTIED = (from_hf(SIZES | {"tie_word_embeddings": tied}) for tied in (True, False))
+OPTIONS = EngineOptions(
+    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_rows=2, max_prompt_tokens=8, max_response_tokens=8,
+    stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
+)  # fmt: skip
+# Two micro-batches of 4 rows of 3 + 5 tokens, logits of 4 positions and 2 words at a time. 2 x 2 devices.
+ROWS = Rows(
+    micro_batches=2, rows=4, tokens=8, head_tokens=5, prompt_tokens=3, tile=(4, 2), kernels=False, remat="full",
+    block=None,     row_shards=2, weight_shards=2, tensor=2, itemsize=2,
+)  # fmt: skip
+
+
+# ---- counting ----------------------------------------------------------------------------------------------------
+
+
+def test_token_bytes():
+    assert roofline.token_bytes(TIED, OPTIONS) == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
+    wide = dataclasses.replace(OPTIONS, attention="pallas_tpu")
+    assert roofline.token_bytes(TIED, wide) == 2 * 2 * 1 * 128 * 2
+    assert roofline.token_bytes(TIED, dataclasses.replace(wide, dtype="float32")) == 2 * 2 * 1 * 128 * 4
+
+
+# A layer's matrices: query and output 4 * 4 each, key and value 4 * 2 each, three of 4 * 6: 120 weights. Head: 40.
+# Beside them a layer has 8 biases and two norms of 4, and there is a last norm of 4: 316 weights, 356 where untied.
+@pytest.mark.parametrize("architecture, weights", [(TIED, 316), (UNTIED, 356)])
+def test_decode_turn(architecture, weights):
+    assert architecture.num_parameters == weights
+    flops = 3 * (2 * (2 * 120 + 40) + 4 * 5 * 4 * 2)  # slots; matrices; 5 tokens, 4 columns of queries, 2 layers
+    bytes_ = 316 * 2 + 3 * 5 * 16  # weights (an untied embedding is looked up, not read), the tokens of three slots
+    assert roofline.decode_turn(architecture, OPTIONS, 1, 5) == Work(flops, bytes_) == Work(2160, 872)
+    assert roofline.decode_turn(architecture, OPTIONS, 2, 5) == Work(1080, 436)
+
+
+def test_prefill_call():
+    flops = 2 * 8 * (2 * 2 * 120 + 4 * 8 * 4 * 2)  # 2 rows of 8 tokens, each of which meets 8
+    bytes_ = 2 * 120 * 2 + 2 * 8 * 16  # no head, no embedding
+    assert roofline.prefill_call(TIED, OPTIONS, 1, 8) == Work(flops, bytes_) == Work(11776, 736)
+    assert roofline.prefill_call(UNTIED, OPTIONS, 2, 8) == Work(5888, 368)
+
+
+def test_score_call():
+    # A row: 2 layers of 2 * 8 * 120 and 4 * 4 * 8 * 8 (4 columns of queries), head 2 * 5 * 40: 6,288. Of 8 rows on 4
+    # devices 2 each. Once: a layer 2,944, 4 rows on 4 devices, and a block of 4 positions and 2 words 64.
+    # Bytes of a micro-batch: 2 * 120 layer weights and the head for each of 3 blocks of 10 positions, 2 B, halved by
+    # `tensor`; scores of 2 layers, 2 heads, 4 rows, 8 x 8, 2 B, written and read, a quarter each.
+    bytes_ = (2 * 120 + 3 * 40) * 2 / 2 + 2 * 2 * 2 * 4 * 64 * 2 / 4
+    assert roofline.score_call(TIED, ROWS) == Work(2 * 6288 + 0.0, 2 * bytes_, 2944 + 64)
+    kernels = dataclasses.replace(ROWS, kernels=True)
+    assert roofline.score_call(TIED, kernels) == Work(2 * 6288 + 0.0, 2 * bytes_, 2944)
+
+
+def test_update_call():
+    # Four times the products of a forward pass. Layers' weights thrice, scores 8 times; the head for each of 3 blocks
+    # in two sweeps, and once; 10 positions' 4 columns, 2 B, for each of 5 / 2 blocks of words; 2 layers' inputs of 4
+    # rows, 8 tokens, 4 columns, 2 B, twice, halved by rows; gradients twice, and 7 arrays in the step: 316 weights of
+    # 4 B on 4 devices.
+    head = 7 * 40 * 2 / 2 + 2.5 * 10 * 4 * 2
+    bytes_ = 3 * 240 + head + 8 * 2 * 2 * 4 * 64 * 2 / 4 + 2 * 2 * 4 * 8 * 4 * 2 / 2 + 2 * 316
+    assert roofline.update_call(TIED, ROWS, 4) == Work(8 * 6288, 2 * bytes_ + 7 * 316, 4 * (2944 + 64))
+    # The kernels make the logits of 5 positions once more.
+    work = roofline.update_call(TIED, dataclasses.replace(ROWS, kernels=True), 4)
+    assert work == Work(8 * 6288 + 2 * 400, 2 * bytes_ + 7 * 316, 4 * 2944)
+    # 6 * 316 a position and 12 * 2 layers * 4 columns * 8 tokens, 8 rows of 8 positions on 4 devices.
+    assert roofline.necessary_flops(TIED, ROWS) == (6 * 316 + 12 * 2 * 4 * 8) * 64 / 4
+
+
+# As `ROWS`, with adapters of 10 weights a layer.
+ADAPTED = dataclasses.replace(ROWS, adapters=10)
+
+
+def test_score_call_of_adapters():
+    # A row has 2 layers of 2 * 8 * 10 more than without, a layer's weights are 130, and nothing else differs.
+    plain, work = (roofline.score_call(TIED, rows) for rows in (ROWS, ADAPTED))
+    assert work == Work(plain.flops + 2 * 320, plain.bytes + 2 * 2 * 10 * 2 / 2, plain.once + 160)
+
+
+def test_update_call_of_adapters():
+    # A row's products forwards: 3,840 with the weights of two layers, 320 with their adapters, 2,048 of attention, 400
+    # with the head. Weights and head are met thrice, having no gradient; adapters and attention four times.
+    row = 3 * 3840 + 4 * 320 + 4 * 2048 + 3 * 400
+    once = 3 * 1920 + 4 * 160 + 4 * 1024
+    # The head for each of 3 blocks in two sweeps. Gradients and steps are of 20 weights of 4 B on 4 devices.
+    bytes_ = 3 * 260 + 6 * 40 * 2 / 2 + 8 * 2 * 2 * 4 * 64 * 2 / 4 + 2 * 2 * 4 * 8 * 4 * 2 / 2 + 2 * 20
+    assert roofline.update_call(TIED, ADAPTED, 4) == Work(2 * row, 2 * bytes_ + 7 * 20, once + 3 * 64)
+    # No kernel for the head's gradient makes the logits once more.
+    work = roofline.update_call(TIED, dataclasses.replace(ADAPTED, kernels=True), 4)
+    assert work == Work(2 * row, 2 * bytes_ + 7 * 20, once)
+    # What products with weights gave is kept: 3,840 and 320 a row less. Written and read: of queries, keys, values,
+    # output, gate and up 4 + 2 + 2 + 4 + 2 * 6 columns for 32 positions in two layers on 4 devices; weights once less.
+    kept = roofline.update_call(TIED, dataclasses.replace(ADAPTED, remat="dots"), 4)
+    more = 2 * 2 * 32 * 24 * 2 / 4 - 260
+    assert kept == Work(2 * (row - 4160), 2 * (bytes_ + more) + 7 * 20, once - 2080 + 3 * 64)
+    # 4 * 316 a position and 6 * 20, 12 * 2 layers * 4 columns * 8 tokens, 8 rows of 8 positions on 4 devices.
+    assert roofline.necessary_flops(TIED, ADAPTED) == (4 * 316 + 6 * 20 + 12 * 2 * 4 * 8) * 64 / 4
+
+
+def test_splash_attention_leaves_out_half_of_the_square():
+    # Two blocks of 4 positions: 3 of 4. A product is 2 * 4 columns * 64; forwards 2, again 2, backwards 7; two layers.
+    score, update = (
+        (call(TIED, dataclasses.replace(ROWS, block=4), *more), call(TIED, ROWS, *more))
+        for call, more in ((roofline.score_call, ()), (roofline.update_call, (4,)))
+    )
+    assert score[1].flops - score[0].flops == 2 * 2 * (2 - 2 * 3 / 4) * 512
+    assert update[1].flops - update[0].flops == 2 * 2 * (8 - 11 * 3 / 4) * 512
+    # No scores, and nothing of it is seen from outside.
+    assert update[1].bytes - update[0].bytes == 2 * 8 * 2 * 2 * 4 * 64 * 2 / 4
+    assert update[1].once - update[0].once == 4 * 2 * 512
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_update_does_little_more_than_is_necessary(name):
+    rows = Rows(
+        micro_batches=64, rows=8, tokens=3072, head_tokens=2048, prompt_tokens=1024, tile=(512, 512), kernels=True,
+        remat="full", block=512, row_shards=4, weight_shards=4, tensor=2, itemsize=2,
+    )  # fmt: skip
+    architecture = from_hf(PUBLISHED[name])
+    ratio = roofline.update_call(architecture, rows, 4).flops / roofline.necessary_flops(architecture, rows)
+    kept = dataclasses.replace(rows, remat="dots")
+    less = ratio - roofline.update_call(architecture, kept, 4).flops / roofline.necessary_flops(architecture, rows)
+    assert less == pytest.approx(1 / 3, abs=0.1)
+    # 4/3 for what is computed anew, 5/3 of the head, less prompts' positions, which don't meet the head.
+    assert 1.2 < ratio < 1.35
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("axes, remat", [({}, "full"), ({}, "dots"), (dict(fsdp=4, tensor=2), "full")], ids=str)
+def test_a_compiler_counts_the_same(axes, remat, rank):
+    """On eight devices: none repeats another's work. Were it left to the compiler where activations live, it would
+    count 1.26 times as much to score and 1.23 times as much to update: attention over all rows on every device."""
+    sizes = SIZES | dict(vocab_size=2048, hidden_size=256, intermediate_size=512, num_key_value_heads=2)
+    config = tiny(**{
+        "data.max_prompt_tokens": 64, "sampling.max_response_tokens": 64,
+        "learning.prompts_per_update": 8, "learning.micro_batches": 4, "collection.prompts_per_iteration": 8,
+        "learning.remat": remat, "lora.rank": rank,
+    })  # fmt: skip
+    run = programs.abstract_run(config, from_hf(sizes), OPTIONS, make_mesh(**axes))
+    for program in programs.learner_programs(run):
+        if program.work.once:  # score and update
+            flops = program.lower().compile().cost_analysis()["flops"]
+            assert flops == pytest.approx(program.work.once, rel=0.1)
+
+
+def test_roofline():
+    chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=100.0, link=2.0)
+    assert roofline.roofline(Work(flops=100, bytes=20), chip) == (2.0, "bandwidth")
+    assert roofline.roofline(Work(flops=300, bytes=20), chip) == (3.0, "compute")
+    assert roofline.roofline(Work(flops=300, bytes=20), chip, sent=8) == (4.0, "links")
+
+
+def test_the_roofline_of_the_1p5b_model_on_one_v5e_chip():
+    # shared/PLATFORM.md: weights 3.09 GB (3.8 ms) and 28,672 B a token (2.3 ms at 64 * 1,024): about 10.5k tokens/s.
+    architecture = from_hf(PUBLISHED["Qwen2.5-Math-1.5B"])
+    options = dataclasses.replace(OPTIONS, slots=64, attention="pallas_tpu")
+    assert roofline.token_bytes(architecture, options) == 28_672
+    work = roofline.decode_turn(architecture, options, 1, 1024)
+    assert work.bytes == 3_087_428_608 + 1_879_048_192
+    seconds, bound = roofline.roofline(work, CHIPS["v5e"])
+    assert bound == "bandwidth" and 64 / seconds == pytest.approx(10_554, rel=1e-3)
+
+
+# ---- between chips -----------------------------------------------------------------------------------------------
+
+# As libtpu writes it: a loop of 3 turns in a loop that data ends, a collective spread over two fusions, the ways to
+# name groups, and one collective outside.
+HLO = """\
+HloModule jit__update
+
+%fused.1 (p: bf16[4]) -> bf16[8] {
+  ROOT %all-gather.1 = bf16[8,2]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%fused.2 (p: bf16[4]) -> bf16[8] {
+  ROOT %all-gather.2 = bf16[8,2]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%inner_condition (p: s32[]) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[] compare(%p, %constant.1), direction=LT
+}
+
+%inner_body (p: s32[]) -> s32[] {
+  %a = bf16[8,2] fusion(%p), kind=kLoop, calls=%fused.1
+  %b = bf16[8,2] fusion(%p), kind=kLoop, calls=%fused.2
+  %permute = (f32[5]{0}, f32[5]{0}, u32[], u32[]) collective-permute-start(%b), channel_id=8
+}
+
+%outer_condition (p: s32[]) -> pred[] {
+  ROOT %lt.2 = pred[] compare(%p, %q), direction=LT
+}
+
+%outer_body (p: s32[]) -> s32[] {
+  %while.1 = s32[] while(%p), condition=%inner_condition, body=%inner_body
+  %sum = (f32[6]{0}, f32[]{:T(128)}) all-reduce(%x, %y), channel_id=9, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%a
+}
+
+ENTRY %main (p: s32[]) -> s32[] {
+  %while.2 = s32[] while(%p), condition=%outer_condition, body=%outer_body
+  %scatter = f32[3]{0} reduce-scatter(%z), channel_id=10, replica_groups=mesh['a'=4,'b'=2] {'b','a'}, dimensions={0}
+}
+"""
+
+
+def test_learner_sent():
+    # Two micro-batches. Half of 240 layer weights and of the head's 40 pass a link, 2 B, halved by `tensor`.
+    # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
+    assert roofline.learner_sent(TIED, ROWS, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
+    assert roofline.learner_sent(TIED, ROWS, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
+    # 10 of 20 adapters' weights thrice, their gradients among them; of weights and head there are none. 3 sums more.
+    assert roofline.learner_sent(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
+    assert roofline.learner_sent(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
+
+
+def test_sent_bytes():
+    # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; thrice 44. With 28 B summed over 4,
+    # twice 21: 174 a turn. Outside: 12 B come out of each of 8, so that 84 pass.
+    sent, kinds = roofline.sent_bytes(HLO, turns=5)
+    assert sent == 5 * (3 * 44 + 42) + 84 == 954
+    assert kinds == {"all-gather": 1, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1}
+    assert roofline.sent_bytes(HLO, turns=None)[0] == 174 + 84
+    assert roofline.sent_bytes("", turns=1) == (0.0, {})
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------
+
+
+def result(name, peak, beside, seconds=1.0):
+    limit = 10 * GIB
+    return {
+        "program": name, "hbm_peak_bytes": int(peak * GIB), "hbm_beside_bytes": int(beside * GIB),
+        "hbm_limit_bytes": limit, "fits": peak + beside <= 10, "least_seconds": seconds, "sent_bytes": 0.0,
+    }  # fmt: skip
+
+
+RESULTS = [result("decode window of 4", 5, 2), result("score", 1, 3, 0.5), result("update", 4, 4, 2.0)]
+
+
+def test_what_fits_beside_everything():
+    # The update is fullest: 2 GiB are left, of a page of 4 tokens of 16 B on one device.
+    assert plan.spare_bytes(RESULTS) == 2 * GIB
+    assert plan.pages_that_fit(TIED, OPTIONS, 1, 2 * GIB) == 9 + 2 * GIB // 64
+    # table 4 pages (16 tokens), a prompt 2: 4 + 2.5 a slot; 65 pages and the one that is never handed out: 10 slots.
+    assert (OPTIONS.table_width, OPTIONS.prompt_width) == (4, 2)
+    assert plan.slots_that_fit(OPTIONS, 66) == 10
+    assert plan.slots_that_fit(OPTIONS, -5) == 0
+
+
+def test_phases():
+    config = tiny(**{"collection.prompts_per_iteration": 64, "learning.prompts_per_update": 32})
+    chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
+    shape = {"data": 1, "fsdp": 2, "tensor": 1}
+    seconds = plan.phases(config, TIED, OPTIONS, shape, chip, RESULTS, Statistics(4, 2, 3.0))
+    # 64 * 3 responses of 2 tokens in 6 slots, 93.6 % busy; a turn reads 632 B of weights and 3 * 5 tokens of 16 B.
+    assert seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 87.2)
+    # 64 prompts in 2 replicas, 2 a call, of a bucket of 16: 480 B of weights, 2 * 16 tokens of 16 B.
+    assert seconds["prefill"] == pytest.approx(16 * (480 + 512) / 10)
+    assert (seconds["reshard"], seconds["score"], seconds["update"]) == (0.0, 1.0, 4.0)  # two updates
+
+
+def test_packed_responses_take_a_part_of_the_time():
+    # 4 + 2 of 16 positions: at best 6 / 16 of the rows, and with two to a row a half of them.
+    shape, chip = {"data": 1, "fsdp": 2, "tensor": 1}, Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
+    for per_row, share in ((1, 1.0), (2, 0.5), (16, 0.375)):
+        config = tiny(**{"collection.prompts_per_iteration": 64, "learning.responses_per_row": per_row})
+        seconds = plan.phases(config, TIED, OPTIONS, shape, chip, RESULTS, Statistics(4, 2, 3.0))
+        assert (seconds["score"], seconds["update"]) == (2 * 0.5 * share, 2 * 2.0 * share)
+
+
+def test_expected_draws():
+    collection = tiny(**{"collection.strategy": "grpo", "collection.group_size": 4}).collection
+    assert plan.expected_draws(collection, (0.6, 1.2)) == 4.0
+    collection = tiny(**{"collection.strategy": "balance"}).collection
+    assert plan.expected_draws(collection, (0.6, 1.2)) == pytest.approx(17.5, abs=0.5)  # docs/performance.md: 8,944
+
+
+def test_remedies():
+    config = load(CONFIGS / "qwen_1p5b.py").get_config()
+    assert plan.remedies(config, TIED, OPTIONS, RESULTS, GIB) == []
+    too_big = [*RESULTS[:2], result("update", 7, 4)]
+    lines = plan.remedies(config, TIED, OPTIONS, too_big, 3 * GIB)
+    assert any("learning.micro_batches = 128 (now 64)" in line for line in lines)
+    assert "mesh.fsdp = 8 (now 4)" in lines[-1] and "3.00 of 10.00 GiB" in lines[-1]
+    config.learning.micro_batches = 128  # a row a device
+    assert not any("micro_batches" in line for line in plan.remedies(config, TIED, OPTIONS, too_big, 3 * GIB))
+    many = dataclasses.replace(OPTIONS, pages=2**26, slots=2**20)  # of 32 B on each of two devices
+    lines = plan.remedies(config, TIED, many, [result("decode window of 4", 9, 2)], GIB)
+    pages, fit = 2**26 - 2**25, (2**25 - 1) * 2 // 13
+    assert lines[0].startswith(f"sampling.slots = {fit} (now 1048576) with sampling.pages = {pages:,}")
+
+
+def test_features_call():
+    rows = dataclasses.replace(ROWS, micro_batches=1)
+    # 4 rows of 3 prompt tokens: 2 * 120 a token and 4 * 4 * 3 a token, 2 layers, 4 devices.
+    assert roofline.features_call(TIED, rows) == Work(2 * 4 * 3 * (240 + 48) / 4, 240 * 2 / 2, 12 * 288 / 4)
+    adapted = dataclasses.replace(rows, adapters=10)  # 2 * 130
+    assert roofline.features_call(TIED, adapted) == Work(2 * 4 * 3 * (260 + 48) / 4, 260 * 2 / 2, 12 * 308 / 4)
+
+
+def test_chips_are_named():
+    assert roofline.chip_of("v5e:2x4") is CHIPS["v5e"]

@@ -1,0 +1,89 @@
+import json
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.reporting import history as history_lib
+from tests.plotted import make_run
+
+
+def test_smooth():
+    # The mean over the last three, over fewer at the beginning.
+    np.testing.assert_allclose(history_lib.smooth(np.array([1.0, 3.0, 5.0, 10.0]), window=3), [1.0, 2.0, 3.0, 6.0])
+    np.testing.assert_allclose(history_lib.smooth(np.array([4.0])), [4.0])
+
+
+def test_load(tmp_path):
+    history = history_lib.load(make_run(tmp_path / "run", [100, 50, 150], {0: 0.2, 3: 0.6}, updates_per_iteration=2))
+    assert history.name == "run" and history.samples == 16
+    np.testing.assert_array_equal(history.updates, [2, 4, 6])
+    np.testing.assert_array_equal(history.tokens, [100, 150, 300])
+    np.testing.assert_array_equal(history.metrics["reward/first_round"], [0.1, 0.2, 0.3])
+    updates, tokens, average, error = history.evaluations["heldout"]
+    np.testing.assert_array_equal([updates, tokens, average, error], [[0, 6], [0, 300], [0.2, 0.6], [0.01, 0.01]])
+
+
+def test_a_run_that_is_writing_a_line_can_be_plotted(tmp_path):
+    workdir = make_run(tmp_path / "run", [100, 100], {2: 0.6})
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "rew')
+    np.testing.assert_array_equal(history_lib.load(workdir).updates, [1, 2])
+
+
+def test_seconds_are_those_of_phases_that_follow_one_another(tmp_path):
+    metrics = {
+        "time/collect_s": [3.0, 2.0],
+        "time/update_s": [1.0, 1.5],
+        # A part of collecting, beside it, and not of training.
+        "time/host_between_windows_s": [0.5, 0.5],
+        "time/reshard_s": [0.25, 0.25],
+        "time/verify_s": [2.0, 2.0],
+        "time/evaluate_s": [None, 7.0],
+    }
+    history = history_lib.load(make_run(tmp_path / "run", [100, 100], {}, metrics=metrics))
+    np.testing.assert_allclose(history.seconds, [4.0, 7.5])
+    # Between the ends of iterations by a straight line, from the beginning on.
+    np.testing.assert_allclose(history.at(np.array([0.0, 0.5, 2.0]), history.seconds), [0.0, 2.0, 7.5])
+
+
+def test_a_key_that_some_lines_lack_is_not_lost(tmp_path):
+    history = history_lib.load(
+        make_run(tmp_path / "run", [1, 1, 1], {}, metrics={"estimator/brier": [None, 0.2, None]})
+    )
+    np.testing.assert_array_equal(history.metrics["estimator/brier"], [np.nan, 0.2, np.nan])
+
+
+def test_pass_curves(tmp_path):
+    workdir = make_run(tmp_path / "run", [100, 100], {0: 0.2}, updates_per_iteration=3)
+    result = {"evaluation/math500/pass_at_1": 0.5, "evaluation/math500/pass_at_16": 0.9}
+    together = {"iteration": 2, "evaluation/math500/all_correct_at_2": 0.25, **result}
+    (workdir / "evaluations" / "000002.json").write_text(json.dumps(together))
+    assert history_lib.load(workdir).curves == {
+        "math500": {"pass": {6.0: {1: 0.5, 16: 0.9}}, "all_correct": {6.0: {2: 0.25}}}
+    }
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    names = ("a/seed0/grpo", "a/seed1/grpo", "b/seed1/grpo")
+    histories = [history_lib.load(make_run(tmp_path / name, [1], {})) for name in names]
+    assert [history.name for history in history_lib.told_apart(histories[:2])] == ["seed0/grpo", "seed1/grpo"]
+    assert [history.name for history in history_lib.told_apart(histories)] == list(names)
+    assert [history.name for history in history_lib.told_apart(histories[:1])] == ["grpo"]
+    with pytest.raises(ValueError, match="named twice"):
+        history_lib.told_apart([histories[0], histories[0]])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.json", "{", "config.json is not JSON"),
+        ("config.json", "[]", "must hold one JSON object"),
+        ("config.json", "{}", "is no run of ours: its config.json or metrics.jsonl lacks 'collection'"),
+        ("evaluations/000001.json", '{"iteration"', "000001.json is not JSON"),
+    ],
+)
+def test_a_file_that_no_run_writes_is_named(tmp_path, file, content, said):
+    workdir = make_run(tmp_path / "run", [1], {})
+    (workdir / file).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        history_lib.load(workdir)

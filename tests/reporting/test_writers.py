@@ -1,0 +1,208 @@
+import json
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.reporting.writers import CompileCounter, MetricsWriter, Progress
+
+
+def writer(workdir, last_iteration, tensorboard=False):
+    return MetricsWriter(workdir, last_iteration=last_iteration, tensorboard=tensorboard)
+
+
+def test_lines_are_read_back_as_written(tmp_path):
+    assert writers.read(tmp_path) == []
+    lines = writer(tmp_path, 0)
+    lines.write(1, {"update/loss": 0.1, "collection/responses": 3})
+    lines.write(2, {"update/loss": 1 / 3})
+    lines.close()
+    # Bitwise: a third comes back as the same float.
+    assert writers.read(tmp_path) == [
+        {"iteration": 1, "update/loss": 0.1, "collection/responses": 3},
+        {"iteration": 2, "update/loss": 1 / 3},
+    ]
+
+
+@pytest.mark.parametrize("ending", ["", '{"iteration": 5, "upd'])
+def test_a_resume_cuts_off_what_the_dead_run_wrote_later(tmp_path, ending):
+    lines = writer(tmp_path, 0)
+    for iteration in range(1, 5):
+        lines.write(iteration, {"update/loss": 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(ending)
+    writer(tmp_path, 2).write(3, {"update/loss": 0.7})
+    assert [(line["iteration"], line["update/loss"]) for line in writers.read(tmp_path)] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.7),
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_last_line_cut_short_by_a_kill_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2')
+    assert writers.read(tmp_path) == [{"iteration": 1}]
+
+
+def test_a_file_is_written_whole(tmp_path):
+    file = tmp_path / "config.json"
+    writers.write_whole(file, "old")
+    writers.write_whole(file, "new")
+    assert file.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_same_numbers_reach_tensorboard(tmp_path):
+    lines = writer(tmp_path, 0, tensorboard=True)
+    lines.plot(0, {"evaluation/heldout/avg": 0.2})
+    lines.write(1, {"update/loss": 0.1})
+    lines.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    recorded = events.read_bytes()
+    assert b"evaluation/heldout/avg" in recorded and b"update/loss" in recorded
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "update/loss": 0.1}
+
+
+@pytest.mark.parametrize("line", ['{"iteration": 1, ', "[1]", '{"reward": 1}', "3"])
+def test_a_finished_line_that_is_none_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"iteration": 1}}\n{line}\n{{"iteration": 3}}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl, line 2: no metrics of an iteration"):
+        writers.read(tmp_path)
+
+
+def test_reading_a_run_needs_no_jax():
+    code = "import sys, reinforce_ada_jax.metrics; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+class StandIn(types.ModuleType):
+    """The little of wandb that is used: what was begun, logged and finished."""
+
+    class Error(Exception):
+        """What wandb raises."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.begun, self.logged, self.finished, self.failure = [], [], 0, None
+
+    def Settings(self, **settings):  # noqa: N802  (its name there)
+        return settings
+
+    def init(self, **arguments):
+        if self.failure:
+            raise self.failure
+        self.begun.append(arguments)
+        return self
+
+    def log(self, numbers, step):
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+def test_the_same_numbers_reach_wandb(tmp_path, wandb):
+    workdir = tmp_path / "balance"
+    workdir.mkdir()
+    (workdir / "config.json").write_text('{"seed": 3}')
+    for last, quiet in ((0, False), (1, True)):
+        lines = MetricsWriter(workdir, last_iteration=last, tensorboard=False, wandb="ciphers", quiet=quiet)
+        lines.plot(last, {"evaluation/heldout/avg": 0.2})
+        lines.write(last + 1, {"update/loss": 0.1})
+        lines.close()
+    assert wandb.logged == [
+        (0, {"evaluation/heldout/avg": 0.2}),
+        (1, {"update/loss": 0.1}),
+        (1, {"evaluation/heldout/avg": 0.2}),
+        (2, {"update/loss": 0.1}),
+    ]
+    assert wandb.finished == 2
+    first, second = wandb.begun
+    assert (first["project"], first["name"], first["config"]) == ("ciphers", "balance", {"seed": 3})
+    assert first["settings"] == {"silent": False} and second["settings"] == {"silent": True}
+    # The resumed run is the same one, and a folder begun anew another.
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    other = tmp_path / "other"
+    other.mkdir()
+    MetricsWriter(other, last_iteration=0, tensorboard=False, wandb="ciphers").close()
+    assert wandb.begun[2]["id"] != first["id"]
+
+
+def test_wandb_is_left_alone_where_no_project_is_named(tmp_path, wandb):
+    lines = writer(tmp_path, 0)
+    lines.write(1, {"update/loss": 0.1})
+    lines.close()
+    assert wandb.begun == wandb.logged == [] and wandb.finished == 0
+
+
+def test_wandb_not_installed_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what makes an import fail
+    with pytest.raises(ValueError, match="names the project 'ciphers', but wandb is not installed: pip install wandb"):
+        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, wandb="ciphers")
+
+
+def test_wandb_without_a_login_is_an_error(tmp_path, wandb):
+    wandb.failure = wandb.Error("api_key not configured.")
+    with pytest.raises(ValueError, match="logging.wandb: api_key not configured. Log in with `wandb login`"):
+        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, wandb="ciphers")
+
+
+# ---- this process ----------------------------------------------------------------------------------------------------
+
+
+def test_compilations_are_counted_once():
+    counter = CompileCounter()
+    double, three, four = jax.jit(lambda x: 2 * x + 1), jnp.ones(3), jnp.ones(4)
+    counter.since_last()
+    double(three)
+    assert counter.since_last() == 1
+    double(three)
+    assert counter.since_last() == 0
+    double(four)  # another shape, another program
+    assert counter.since_last() == 1
+
+
+def test_progress_shows_iterations_phase_and_figures(capsys):
+    progress = Progress(total=4, done=2)
+    progress.iteration({"reward": "0.250"})
+    progress.note("iteration 3: avg@16 heldout 0.200")
+    progress.say("every group was dropped")
+    progress.iteration({"reward": "0.500"})
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "iteration 3: avg@16 heldout 0.200\n" in shown and "every group was dropped\n" in shown
+    assert "4/4" in shown and "reward 0.500" in shown
+
+
+def test_quiet_progress_shows_warnings_only(capsys):
+    progress = Progress(total=4, done=2, quiet=True)
+    progress.phase("updating")
+    progress.iteration({"reward": "0.250"})
+    progress.note("iteration 3: avg@16 heldout 0.200")
+    progress.say("every group was dropped")
+    progress.close()
+    assert capsys.readouterr() == ("", "every group was dropped\n")
+
+
+def test_progress_that_reaches_a_count(capsys):
+    progress = Progress(total=8, done=2, unit="problems")
+    progress.reach(5, "math500: 12 responses")
+    assert progress.done == 5
+    progress.close()
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert last.startswith("problems:") and "5/8" in last and "math500: 12 responses" in last

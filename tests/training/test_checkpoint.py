@@ -1,0 +1,378 @@
+"""Checkpoints that something happened to: flipped bits, missing files, a full disk, a kill; and which ones stay."""
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.training import checkpoint, components
+from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
+from reinforce_ada_jax.training.workdir import WorkdirLock
+from tests.running import ROOT, environment, tiny
+
+# Orbax leaves coroutines behind that were never awaited where one of many reads or writes fails.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def swept():
+    """They are found here, and not while some other test runs."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def learner():
+    config = tiny()
+    parts = components.parts(config, components.model_folder(config.model.path))
+    return Learner(parts.architecture, config, parts.mesh), config
+
+
+@pytest.fixture(scope="module")
+def state(learner):
+    shapes, shardings = abstract_state(learner[1], learner[0])
+    key = jax.random.key(0)
+
+    def make(x, sharding):
+        nonlocal key
+        key, own = jax.random.split(key)
+        drawn = jax.random.normal(own, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.full(x.shape, 7)
+        return jax.device_put(drawn.astype(x.dtype), sharding)
+
+    return jax.tree.map(make, shapes, shardings)
+
+
+@pytest.fixture(scope="module")
+def saved(learner, state, tmp_path_factory):
+    """A work directory with whole checkpoints of iterations 1, 2 and 3."""
+    workdir = tmp_path_factory.mktemp("saved")
+    checkpoints = Checkpoints(workdir, keep=3)
+    for iteration in (1, 2, 3):
+        checkpoints.save(iteration, state, {"iteration": iteration})
+    checkpoints.wait()
+    checkpoints.close()
+    return workdir
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
+
+
+def newest(workdir, learner, said, accept=lambda record: None):
+    checkpoints = Checkpoints(workdir, keep=3)
+    try:
+        return checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), accept, said.append)
+    finally:
+        checkpoints.close()
+
+
+def largest_file(folder: pathlib.Path) -> pathlib.Path:
+    return max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+
+
+def flip(file: pathlib.Path, place: float) -> None:
+    data = bytearray(file.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 16
+    file.write_bytes(bytes(data))
+
+
+def truncate(file: pathlib.Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_the_newest_whole_one_is_used(copied, learner, state):
+    said = []
+    restored, record = newest(copied, learner, said)
+    assert record["iteration"] == 3 and not said
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda folder: truncate(largest_file(folder / "learner")),
+        lambda folder: largest_file(folder / "learner").unlink(),
+        lambda folder: flip(largest_file(folder / "learner"), 0.2),
+        lambda folder: flip(largest_file(folder / "learner"), 0.7),
+        lambda folder: truncate(largest_file(folder / "run")),
+        lambda folder: largest_file(folder / "run").unlink(),
+        lambda folder: largest_file(folder / "run").write_text(
+            largest_file(folder / "run").read_text().replace('"iteration": 3', '"iteration": 4')
+        ),
+        lambda folder: shutil.rmtree(folder / "learner"),
+    ],
+    ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays"],
+)  # fmt: skip
+def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, harm):
+    harm(copied / "checkpoints" / "3")
+    said = []
+    restored, record = newest(copied, learner, said)
+    assert record["iteration"] == 2
+    assert len(said) == 1 and "the checkpoint of iteration 3 in" in said[0] and "is damaged" in said[0]
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    assert [file.name for file in (copied / checkpoint.DAMAGED).iterdir()] == ["3.0"]
+    # The iteration is made again, and saved where the damaged one was.
+    checkpoints = Checkpoints(copied, keep=3)
+    assert checkpoints.iterations() == [1, 2]
+    checkpoints.save(3, state, {"iteration": 3})
+    checkpoints.wait()
+    assert checkpoints.iterations() == [1, 2, 3]
+    checkpoints.close()
+
+
+def test_nothing_whole_is_no_new_beginning(copied, learner):
+    for iteration in (1, 2, 3):
+        truncate(largest_file(copied / "checkpoints" / str(iteration) / "learner"))
+    with pytest.raises(ValueError, match=r"none of the 3 checkpoints in .* was whole.*begin anew with another"):
+        newest(copied, learner, [])
+
+
+def test_no_checkpoint_at_all(tmp_path, learner):
+    assert newest(tmp_path, learner, []) is None
+
+
+def test_what_is_not_accepted_is_not_damaged(copied, learner):
+    def refuse(record):
+        raise ValueError(f"not {record['iteration']}")
+
+    with pytest.raises(ValueError, match="not 3") as error:
+        newest(copied, learner, [], refuse)
+    assert not isinstance(error.value, DamagedError)
+    assert not (copied / checkpoint.DAMAGED).exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype):
+    x = np.asarray(jnp.arange(24).reshape(2, 3, 4).astype(dtype))
+
+    def fingerprint(array):
+        return int(checkpoint.fingerprints(jnp.asarray(array))[0])
+
+    seen, own = set(), fingerprint(x)
+    for place in range(24):
+        for bit in range(8 * x.itemsize):
+            data = bytearray(x.tobytes())
+            data[place * x.itemsize + bit // 8] ^= 1 << bit % 8
+            seen.add(fingerprint(np.frombuffer(bytes(data), x.dtype).reshape(x.shape)))
+    assert own not in seen
+    assert own not in {fingerprint(x[::-1].copy()), fingerprint(x[:, :, ::-1].copy()), fingerprint(np.roll(x, 1))}
+
+
+@pytest.mark.parametrize("late", [0, 2, 10**6])
+def test_processes_agree_on_what_there_is(copied, learner, monkeypatch, late):
+    slept = []
+
+    def exchange(mine):
+        """Process 1 sees iteration 3 after some seconds."""
+        return [mine, mine if len(slept) >= late else b"[1, 2]"]
+
+    checkpoints = Checkpoints(copied, keep=3)
+    monkeypatch.setattr(checkpoint.processes, "exchange", exchange)
+    monkeypatch.setattr(checkpoint.time, "sleep", slept.append)
+    if late > checkpoint.processes.SHARED_AFTER_S:
+        with pytest.raises(ValueError, match=r"process 0 \[1, 2, 3\], process 1 \[1, 2\]\. Give all of them"):
+            checkpoints._iterations_of_all()
+    else:
+        assert checkpoints._iterations_of_all() == [1, 2, 3] and len(slept) == late
+    checkpoints.close()
+
+
+def test_which_ones_stay(tmp_path, state):
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_best=1, keep_every=4)
+    for iteration, evaluation in enumerate([0.1, 0.9, None, 0.3, 0.5, None, 0.2], start=1):
+        checkpoints.save(iteration, state, {"iteration": iteration}, evaluation)
+    checkpoints.wait()
+    assert checkpoints.iterations() == [2, 4, 6, 7], "the best, every fourth, the newest two"
+    checkpoints.close()
+
+
+def test_a_full_disk_is_said_and_leaves_the_others(copied, state, learner):
+    resource = pytest.importorskip("resource")
+    checkpoints = Checkpoints(copied, keep=3, writes=True)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    import signal  # noqa: PLC0415
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises(NotSavedError, match="no checkpoint could be written to"):
+            checkpoints.save(4, state, {"iteration": 4})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+        checkpoints.close()
+    said = []
+    assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"], "no room is lost"
+    assert newest(copied, learner, said)[1]["iteration"] == 3 and not said
+    assert json.loads((copied / "checkpoints" / "3" / "run" / "metadata").read_text())
+
+
+# ---- what is learned after a save ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened():
+    """opened(workdir, ...) -> Checkpoints, closed at the end: each as a process of its own would see the folder."""
+    made = []
+
+    def opened(workdir, **settings):
+        made.append(Checkpoints(workdir, **settings))
+        return made[-1]
+
+    yield opened
+    for checkpoints in made:
+        checkpoints.close()
+
+
+BEST = {"keep": 1, "keep_best": 1}
+
+
+def save_all(checkpoints, state, evaluations):
+    for iteration, evaluation in evaluations.items():
+        checkpoints.save(iteration, state, {"iteration": iteration, "pending": None}, evaluation)
+    checkpoints.wait()
+
+
+def test_a_resumed_run_knows_which_was_the_best(tmp_path, opened, state):
+    save_all(opened(tmp_path, **BEST), state, {1: 0.9, 2: 0.3})
+    resumed = opened(tmp_path, **BEST)
+    save_all(resumed, state, {3: 0.5, 4: None})
+    assert resumed.iterations() == [1, 4]
+
+
+def test_an_evaluation_after_a_resume_counts(tmp_path, opened, state):
+    # Asked to end in the evaluation of iteration 1: saved without it, and evaluated by the process that goes on.
+    interrupted = opened(tmp_path / "interrupted", **BEST)
+    interrupted.save(1, state, {"iteration": 1, "pending": {"reward": 0.5}})
+    interrupted.wait()
+    resumed = opened(tmp_path / "interrupted", **BEST)
+    assert resumed.record(1)["pending"] == {"reward": 0.5}
+    unbroken = opened(tmp_path / "unbroken", **BEST)
+    for checkpoints in (resumed, unbroken):
+        save_all(checkpoints, state, {1: 0.9, 2: 0.3, 3: 0.2})
+    assert resumed.iterations() == unbroken.iterations() == [1, 3]
+    assert resumed.record(1) == unbroken.record(1)
+
+
+def test_an_evaluation_in_the_same_process_counts_while_the_save_goes_on(tmp_path, opened, state):
+    checkpoints = opened(tmp_path, **BEST)
+    checkpoints.save(1, state, {"iteration": 1, "pending": {}})
+    save_all(checkpoints, state, {1: 0.9, 2: 0.3, 3: 0.2})
+    assert checkpoints.iterations() == [1, 3]
+
+
+def test_the_last_iteration_is_finished_once_it_is_evaluated(tmp_path, opened, state, learner):
+    save_all(opened(tmp_path, **BEST), state, {1: 0.5})
+    interrupted = opened(tmp_path, **BEST)
+    interrupted.save(2, state, {"iteration": 2, "pending": {}})
+    interrupted.wait()
+    assert interrupted.iterations() == [1, 2]
+    save_all(opened(tmp_path, **BEST), state, {2: 0.6})
+    after = opened(tmp_path, **BEST)
+    assert after.iterations() == [2], "as in a run that was not interrupted"
+    restored, record = after.restore(2, *abstract_state(learner[1], learner[0]))
+    assert record["pending"] is None and record["evaluation"] == 0.6
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_save_without_news_takes_nothing_back(tmp_path, opened, state):
+    checkpoints = opened(tmp_path, **BEST)
+    save_all(checkpoints, state, {1: 0.9})
+    before = checkpoints.record(1)
+    save_all(checkpoints, state, {1: None})  # asked to end before anything else was done
+    assert checkpoints.record(1) == before and before["evaluation"] == 0.9
+    # Nor does one of other arrays: they are not those of the checkpoint.
+    checkpoints.save(1, jax.tree.map(lambda x: x + 1, state), {"iteration": 1, "pending": {}})
+    assert checkpoints.record(1) == before
+
+
+def test_a_kill_in_an_amendment_leaves_a_whole_checkpoint(tmp_path, opened, state, learner, monkeypatch):
+    checkpoints = opened(tmp_path, **BEST)
+    checkpoints.save(1, state, {"iteration": 1, "pending": {}})
+    checkpoints.wait()
+
+    def cut_off(self, target):
+        self.write_text(self.read_text()[:10])  # as far as it came
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "replace", cut_off)
+        with pytest.raises(NotSavedError, match="no checkpoint could be written to .*: no space left"):
+            checkpoints.save(1, state, {"iteration": 1, "pending": None}, 0.9)
+    resumed, said = opened(tmp_path, **BEST), []
+    _, record = resumed.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    assert record["pending"] == {} and record["evaluation"] is None and not said
+    save_all(resumed, state, {1: 0.9})
+    assert resumed.record(1)["evaluation"] == 0.9
+
+
+def test_checkpoints_from_before_evaluations_were_in_the_record(copied, opened, state, learner):
+    for iteration in (1, 2, 3):
+        file = copied / "checkpoints" / str(iteration) / "run" / "metadata"
+        record = json.loads(file.read_text())["record"]
+        del record["evaluation"]
+        file.write_text(json.dumps({"record": record, "checksum": checkpoint._checksum(record)}))
+    said, checkpoints = [], opened(copied, **BEST)
+    _, record = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    assert record["iteration"] == 3 and not said
+    save_all(checkpoints, state, {3: 0.9, 4: 0.1})
+    assert checkpoints.iterations() == [3, 4]
+
+
+def test_what_a_kill_left_unfinished_goes_when_a_training_begins(copied, opened):
+    unfinished = copied / "checkpoints" / "4.orbax-checkpoint-tmp" / "learner"
+    unfinished.mkdir(parents=True)
+    (unfinished / "array").write_bytes(b"half of it")
+    assert opened(copied, keep=3).iterations() == [1, 2, 3]
+    assert (unfinished / "array").exists(), "evaluate and export may read beside the training that writes it"
+    assert opened(copied, keep=3, writes=True).iterations() == [1, 2, 3]
+    assert sorted(folder.name for folder in (copied / "checkpoints").iterdir()) == ["1", "2", "3"]
+
+
+# ---- one training at a time ---------------------------------------------------------------------------------------
+
+
+def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
+    hold = "import pathlib, sys, time; from reinforce_ada_jax.run_folder import WorkdirLock; "
+    hold += "lock = WorkdirLock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    workdir = tmp_path / "runs" / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-c", hold, workdir], cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert first.stdout.readline() == "held\n"
+        said = rf"another training runs in {re.escape(str(workdir))} \(process {first.pid} on .*name another --workdir"
+        with pytest.raises(ValueError, match=said):
+            WorkdirLock(workdir)
+    finally:
+        first.kill()
+        first.communicate()
+    WorkdirLock(workdir).close()  # the end of the process let go of it, and so does this
+    again = WorkdirLock(workdir)
+    assert (workdir / workdir.FILE).read_text().startswith(f"process {os.getpid()} on ")
+    again.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
+    def flock(descriptor, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    locks = [WorkdirLock(tmp_path), WorkdirLock(tmp_path)]
+    for lock in locks:
+        lock.close()

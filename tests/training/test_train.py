@@ -1,0 +1,543 @@
+"""Whole runs of the built-in task, small: what they write, and that killing or interrupting them changes nothing."""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import cli, evaluate, export, train
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.rewards.workers import CannotStart
+from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components, resume
+from reinforce_ada_jax.training import workdir as workdir_lib
+from reinforce_ada_jax.training.checkpoint import fingerprint
+from tests.running import ROOT, cipher_file, environment, reproducible, restored, saved_config, tiny
+
+ITERATIONS = 12
+# Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
+SMALL = {
+    "iterations": ITERATIONS,
+    "checkpoint.every": 5,
+    "evaluation.every": 4,
+    "evaluation.samples": 2,
+    "collection.prompts_per_iteration": 8,
+    "learning.prompts_per_update": 4,
+    "sampling.slots": 32,
+}
+KEYS = """
+    iteration reward/first_round reward/pool collection/responses collection/tokens collection/rounds_mean
+    collection/zero_signal_share collection/unmet_share collection/truncated_share collection/slot_utilisation
+    collection/verifier_failures update/loss update/entropy update/clip_fraction update/grad_norm update/logprob_gap
+    time/collect_s time/reshard_s time/update_s time/verify_s memory/reshard_bytes compile/count
+""".split()
+EVALUATION_KEYS = {f"evaluation/heldout/{name}" for name in ("avg", "avg_standard_error", "pass_at_1", "pass_at_2")}
+
+
+# ---- runs as a user starts them -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(workdir, more flags) -> the running process. All of them share their compiled programs."""
+    folder = tmp_path_factory.mktemp("shared")
+    benchmark = folder / "heldout.jsonl"
+    benchmark.write_text("".join(json.dumps(problem) + "\n" for problem in cipher.problems("heldout")[:32]))
+    flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({str(benchmark)!r},)"]
+    flags += [f"--config.{key}={value}" for key, value in SMALL.items()]
+
+    def start(workdir, *more, how=("-m", "reinforce_ada_jax.train")):
+        return subprocess.Popen(
+            [sys.executable, *how, *flags, f"--workdir={workdir}", *more], cwd=ROOT, text=True,
+            env=environment(folder / "compiled"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    return start
+
+
+def finish(process, code=0):
+    """(stdout, stderr) of a process that ends with `code`."""
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return out, err
+
+
+def wait_for_lines(process, workdir, count):
+    """Returns while iteration `count` + 1 is under way, or a little later."""
+    while len(writers.read(workdir)) < count:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def unbroken(start, tmp_path_factory):
+    """(work directory, stdout) of a run that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    return workdir, finish(start(workdir))[0]
+
+
+def texts(folder):
+    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
+
+
+def assert_same_run(workdir, other):
+    """Bitwise: weights, moments, cursor, metrics, evaluations, and every response that was written down."""
+    (state, record), (other_state, other_record) = restored(workdir), restored(other)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    assert record == other_record
+    assert reproducible(workdir) == reproducible(other)
+    for folder in ("samples", "evaluations"):
+        assert texts(workdir / folder) == texts(other / folder)
+
+
+def test_what_a_run_writes(unbroken):
+    workdir, shown = unbroken
+    assert {"config.json", "metrics.jsonl", "checkpoints", "evaluations", "samples"} <= set(os.listdir(workdir))
+    lines = writers.read(workdir)
+    assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+    for line in lines:
+        assert set(KEYS) <= line.keys()
+        assert (EVALUATION_KEYS <= line.keys()) == (line["iteration"] in (4, 8, 12))
+    assert list(texts(workdir / "evaluations")) == ["000000.json", "000004.json", "000008.json", "000012.json"]
+    assert sorted(os.listdir(workdir / "checkpoints"), key=int) == ["10", "12"]
+    assert len(os.listdir(workdir / "samples")) == ITERATIONS
+    config = saved_config(workdir)
+    assert config.collection.prompts_per_iteration == 8 and config.iterations == ITERATIONS
+    assert "qwen2, 107,392 weights" in shown and f"finished iteration {ITERATIONS}" in shown
+
+
+def test_what_a_run_counts(unbroken):
+    # Each iteration draws 8 responses a round for 8 prompts, one to four rounds each; the word and its end are 3 to 7
+    # tokens, 8 at most.
+    for line in writers.read(unbroken[0]):
+        assert line["collection/responses"] == 64 * line["collection/rounds_mean"]
+        assert 3 <= line["collection/tokens"] / line["collection/responses"] <= 8
+        # Where the rule is met there are right and wrong responses, and so a signal.
+        assert line["collection/zero_signal_share"] <= line["collection/unmet_share"]
+        assert line["collection/verifier_failures"] == 0
+        assert 0 < line["collection/slot_utilisation"] <= 1
+
+
+def test_samples_can_be_read(unbroken):
+    lines = [json.loads(line) for line in (unbroken[0] / "samples" / "000001.jsonl").read_text("utf-8").splitlines()]
+    by_prompt = {name: list(group) for name, group in itertools.groupby(lines, key=lambda line: line["prompt"])}
+    assert len(by_prompt) == 4
+    for draws in by_prompt.values():
+        assert [line["draw"] for line in draws] == list(range(len(draws)))
+        assert sum(line["advantage"] is not None for line in draws) == 4
+        for line in draws:
+            assert line["correct"] == (line["response"] == line["answer"]) == (line["reward"] == 1.0)
+
+
+def test_after_the_first_iteration_nothing_compiles(unbroken):
+    counts = [line["compile/count"] for line in writers.read(unbroken[0])]
+    assert counts[0] > 0 and counts[1:] == [0] * (ITERATIONS - 1)
+
+
+def test_the_engine_and_the_learner_agree(unbroken):
+    for line in writers.read(unbroken[0]):
+        assert line["update/logprob_gap"] <= line["update/logprob_gap_max"] < 1e-4
+
+
+def test_kill_and_resume(start, unbroken, tmp_path):
+    process = start(tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run", 7)
+    while not (tmp_path / "run" / "checkpoints" / "5").exists():  # it is written beside the run
+        assert process.poll() is None
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    assert 7 <= len(writers.read(tmp_path / "run")) < ITERATIONS
+    out, _ = finish(start(tmp_path / "run"))
+    assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(start, tmp_path, kills):
+    # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
+    flags = ("--config.iterations=60", "--config.checkpoint.every=3", "--config.evaluation.every=4")
+    finish(start(tmp_path / "unbroken", *flags))
+    moments, workdir, killed = np.random.default_rng(kills), tmp_path / "run", 0
+    while killed < kills:
+        process, before = start(workdir, *flags), len(writers.read(workdir))
+        deadline = time.monotonic() + 120
+        while len(writers.read(workdir)) in (before, 0) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 1))
+        process.kill()
+        process.communicate()
+        if process.returncode == 0:  # it was faster: what is left of its last iterations is made again
+            shutil.rmtree(workdir / "checkpoints" / "60")
+            continue
+        killed += 1
+    finish(start(workdir, *flags))
+    assert_same_run(workdir, tmp_path / "unbroken")
+
+
+@pytest.mark.slow  # test_train_strategies.py has one such run that is resumed
+def test_with_overlapping_iterations_too(start, tmp_path):
+    overlap = "--config.collection.overlap_iterations=1"
+    finish(start(tmp_path / "unbroken", overlap))
+    process = start(tmp_path / "run", overlap)
+    wait_for_lines(process, tmp_path / "run", 7)
+    process.kill()
+    finish(process, -signal.SIGKILL)
+    finish(start(tmp_path / "run", overlap))
+    assert_same_run(tmp_path / "run", tmp_path / "unbroken")
+    # From the second iteration on some responses were there already, drawn with the weights before.
+    ahead = [line["collection/ahead"] for line in writers.read(tmp_path / "run")]
+    assert ahead[0] == 0 and min(ahead[1:]) > 0
+    assert restored(tmp_path / "run")[1]["begun"]
+
+
+def test_interrupt_and_resume(start, unbroken, tmp_path):
+    process = start(tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGINT)
+    _, err = finish(process, cli.INTERRUPTED)
+    last = err.splitlines()[-1]
+    saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
+    assert f"--workdir={tmp_path / 'run'} goes on from there" in last and "Traceback" not in err
+    # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
+    assert saved - len(writers.read(tmp_path / "run")) in (0, 1)
+    out, _ = finish(start(tmp_path / "run"))
+    assert f"resuming after iteration {saved}\n" in out
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_a_machine_that_is_taken_away(start, unbroken, tmp_path):
+    process = start(tmp_path / "run")
+    wait_for_lines(process, tmp_path / "run", 2)
+    process.send_signal(signal.SIGTERM)
+    asked = time.monotonic()
+    _, err = finish(process, RESTART)
+    assert time.monotonic() - asked < 30
+    last = err.splitlines()[-1]
+    saved = int(re.match(r"error: told to end; iteration (\d+) is saved\.", last)[1])
+    out, _ = finish(start(tmp_path / "run"))
+    assert f"resuming after iteration {saved}\n" in out
+    assert_same_run(tmp_path / "run", unbroken[0])
+
+
+def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    arrays = max((workdir / "checkpoints" / "12" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
+    arrays.write_bytes(arrays.read_bytes()[: arrays.stat().st_size // 2])
+    out, _ = finish(start(workdir))
+    assert "warning: the checkpoint of iteration 12 in" in out and "resuming after iteration 10\n" in out
+    assert_same_run(workdir, unbroken[0])
+
+
+def test_another_model_is_refused(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    model = shutil.copytree(ROOT / "reinforce_ada_jax" / "assets" / "cipher", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    saved = saved_config(workdir)
+    saved.model.path = str(model)
+    (workdir / "config.json").write_text(config_lib.to_json(saved))
+    _, err = finish(start(workdir, f"--config.model.path={model}"), cli.BAD_INPUT)
+    assert "holds checkpoints of another model" in err and "now 0.25" in err
+    assert "Traceback" not in err
+
+
+FULL_DISK = """
+import resource, runpy, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # as on a full disk
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    flags = ("--config.iterations=40", "--config.checkpoint.every=1", "--config.logging.tensorboard=False")
+    _, err = finish(start(workdir, *flags, how=("-c", FULL_DISK)), cli.STOPPED)
+    last = err.splitlines()[-1]  # TensorStore prints stack traces of its own before
+    assert last.startswith("error: no checkpoint could be written to")
+    assert "The run stops before it trains on. The newest whole checkpoint is of 12." in last
+    assert len(writers.read(workdir)) <= ITERATIONS + 2
+    finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))
+
+
+def test_more_iterations(start, unbroken, tmp_path):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    out, _ = finish(start(workdir, f"--config.iterations={ITERATIONS + 2}"))
+    assert f"resuming after iteration {ITERATIONS}\n" in out
+    lines = writers.read(workdir)
+    assert lines[:ITERATIONS] == writers.read(unbroken[0])
+    assert [line["iteration"] for line in lines[ITERATIONS:]] == [ITERATIONS + 1, ITERATIONS + 2]
+    assert EVALUATION_KEYS <= lines[-1].keys()
+
+
+POISONED = """
+import runpy
+import numpy
+from reinforce_ada_jax.collection import advantages
+
+calls = 0
+
+def poisoned(pool, strategy, ages, original=advantages.make_group):
+    global calls
+    calls += 1
+    group = original(pool, strategy, ages)
+    if calls == 8 * 2 + 6:  # the sixth prompt of iteration 3: its second update
+        group.baselines[0] = numpy.nan
+    return group
+
+advantages.make_group = poisoned
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
+    _, err = finish(start(tmp_path / "run", how=("-c", POISONED)), cli.STOPPED)
+    last = err.splitlines()[-1]
+    assert last.startswith("error: iteration 3, update 2 of 2: loss nan, gradient norm nan: not finite.")
+    # The first update of the iteration is in the weights, so the iteration ends with it, and a resume begins the next.
+    assert "saved as iteration 3" in last and "Traceback" not in err
+    lines = writers.read(tmp_path / "run")
+    assert [(line["iteration"], line["update/count"], line["update/skipped"]) for line in lines] == [
+        (1, 2, 0), (2, 2, 0), (3, 1, 1),
+    ]  # fmt: skip
+    state, record = restored(tmp_path / "run")
+    assert record["iteration"] == 3
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
+    assert "resuming after iteration 3" in finish(start(tmp_path / "run"))[0]
+    assert [line["iteration"] for line in writers.read(tmp_path / "run")] == list(range(1, ITERATIONS + 1))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("error", [CannotStart(["mine.py:grade"], "NameError", "Traceback ..."), TypeError("yours")])
+def test_a_fault_costs_nothing_that_is_finished(error, whole):
+    class Run:
+        iteration, resume, saved = 7, "Go on.", []
+        checkpoints = SimpleNamespace(wait=lambda: Run.saved.append("on disk"))
+
+        def loop(self, verifiers, progress):
+            raise error
+
+        def save(self):
+            self.saved.append(self.iteration)
+
+    run = Run()
+    run.whole = whole
+    if whole and isinstance(error, CannotStart):
+        said, code = train.until_the_end(run, contextlib.nullcontext(), None)
+        assert code == cli.STOPPED and "mine.py:grade: NameError Iteration 7 is saved. Go on." in said
+    else:
+        with pytest.raises(type(error)):
+            train.until_the_end(run, contextlib.nullcontext(), None)
+    assert run.saved[:2] == ([7, "on disk"] if whole else [])
+
+
+@pytest.mark.parametrize("seconds", [0, 3, 10**6])
+def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
+    slept, file = [], tmp_path / "run" / "config.json"
+    monkeypatch.setattr(workdir_lib.processes, "is_writer", lambda: False)
+
+    def sleep(time_s):
+        slept.append(time_s)
+        if sum(slept) >= seconds:
+            file.parent.mkdir()
+            file.write_text("{}")
+
+    monkeypatch.setattr(workdir_lib.time, "sleep", sleep)
+    if not seconds:
+        sleep(0)
+    with (
+        pytest.raises(ValueError, match="is a folder of process 0 alone") if seconds > 60 else contextlib.nullcontext()
+    ):
+        workdir_lib.write_config(tiny(), tmp_path / "run")
+    assert sum(slept) == min(seconds, processes.SHARED_AFTER_S)
+
+
+def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):
+    workdir = tmp_path / "run"
+    first = start(workdir, "--config.iterations=1000")
+    wait_for_lines(first, workdir, 1)
+    before = (workdir / "config.json").read_bytes()
+    _, err = finish(start(workdir), cli.BAD_INPUT)
+    assert f"another training runs in {workdir} (process {first.pid} on " in err and "Traceback" not in err
+    assert (workdir / "config.json").read_bytes() == before
+    first.kill()
+    first.communicate()
+
+
+def test_what_a_run_must_find_as_it_was(tmp_path):
+    ours = {"architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b"}
+    resume.check(tmp_path, tmp_path, ours, ours | {"iteration": 3})
+    resume.check(tmp_path, tmp_path, ours, {"architecture": {"num_layers": 2}})  # from before it was recorded
+    for part, said in {"prompts": "prompts of data.prompts", "reference": "weights of model.path"}.items():
+        with pytest.raises(ValueError, match=f"the {said} are not those that the run in .* began with"):
+            resume.check(tmp_path, tmp_path, ours, ours | {part: "c"})
+    with pytest.raises(ValueError, match="another model than .*: num_layers 3, now 2"):
+        resume.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
+
+
+def test_the_first_weights_are_evaluated_once(tmp_path):
+    run = SimpleNamespace(workdir=tmp_path, benchmarks={"heldout": [], "math500": []})
+    assert not train.Run.evaluated_before(run)
+    evaluate.save(tmp_path, 0, {"evaluation/heldout/avg": 0.5})
+    assert not train.Run.evaluated_before(run), "one of them is missing"
+    evaluate.save(tmp_path, 0, {"evaluation/math500/avg": 0.25})
+    assert train.Run.evaluated_before(run)
+
+
+def test_other_prompts_are_refused(start, unbroken, tmp_path):
+    workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
+    saved = saved_config(workdir)
+    saved.data.prompts = others
+    (workdir / "config.json").write_text(config_lib.to_json(saved))
+    _, err = finish(start(workdir, f"--config.data.prompts={others}"), cli.BAD_INPUT)
+    assert "the prompts of data.prompts are not those that the run in" in err and "Traceback" not in err
+
+
+# ---- export and evaluate ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(unbroken, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    export.main(unbroken[0], None, folder)
+    return folder
+
+
+def test_export_is_the_checkpoint(unbroken, exported, tmp_path, capsys):
+    _, params = huggingface.load(exported)
+    jax.tree.map(np.testing.assert_array_equal, params, restored(unbroken[0])[0].params)
+    export.main(unbroken[0], 10, tmp_path / "earlier")
+    assert f"iteration 10 of {unbroken[0]} written to {tmp_path / 'earlier'}" in capsys.readouterr().out
+    _, earlier = huggingface.load(tmp_path / "earlier")
+    jax.tree.map(np.testing.assert_array_equal, earlier, restored(unbroken[0], 10)[0].params)
+    assert (earlier["embedding"] != params["embedding"]).any()
+
+
+@pytest.mark.parametrize(
+    ("iteration", "name", "message"),
+    [(7, "new", "no finished checkpoint of iteration 7; there are 10, 12"), (None, "model", "not an empty folder")],
+)
+def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
+    with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
+        export.main(unbroken[0], iteration, exported.with_name(name))
+    assert message in capsys.readouterr().err
+    assert not exported.with_name("new").exists()
+
+
+def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    (workdir / "evaluations" / "000012.json").unlink()
+    evaluate.main(saved_config(workdir), str(workdir), None, [], None)
+    # A copy of a checkpoint is the same one, and no other is.
+    assert fingerprint(workdir, 12) == fingerprint(unbroken[0], 12) != fingerprint(unbroken[0], 10)
+    kept = workdir / "evaluations" / "000012"
+    assert (kept / "heldout.jsonl").read_text("utf-8").count("\n") == 2 * 32
+    table = (kept / "table.md").read_text("utf-8")
+    shutil.rmtree(kept)
+    assert texts(workdir / "evaluations") == texts(unbroken[0] / "evaluations")
+    line = writers.read(workdir)[-1]
+    average, error = line["evaluation/heldout/avg"], line["evaluation/heldout/avg_standard_error"]
+    shown = capsys.readouterr().out
+    assert f"model       {workdir}, iteration 12: qwen2" in shown and "stops on 2 '<eos>'" in shown
+    assert table in shown
+    assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:5]] == [
+        "heldout", "32", f"{average:.3f} ± {error:.3f}", f"{line['evaluation/heldout/pass_at_2']:.3f}"
+    ]  # fmt: skip
+    assert shown.endswith(f"table.md are kept in {kept}, figures in {workdir / 'evaluations' / '000012.json'}\n")
+
+
+def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, tmp_path, monkeypatch):
+    # A folder knows no iteration, so its samples have addresses of their own; here they get those of the run.
+    monkeypatch.setattr(evaluate, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
+    monkeypatch.chdir(tmp_path)
+    evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
+    line = writers.read(unbroken[0])[-1]
+    results = json.loads((tmp_path / "evaluations" / exported.name / "results.json").read_text())
+    assert results["evaluation/heldout/avg"] == line["evaluation/heldout/avg"]
+
+
+# ---- parts of the loop --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keep_signals():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_the_first_interrupt_waits_and_the_second_does_not(keep_signals):
+    interrupt = train.Interrupt()
+    interrupt.check()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(train.Interrupted):
+        interrupt.check()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+class ScriptedRun(train.Run):
+    """A run whose iterations cost nothing: its loop and its files are real, its numbers made up."""
+
+    interrupt_at = None
+
+    def one_iteration(self, verifiers, progress):
+        self.iteration += 1
+        figures = ("reward/first_round", "collection/zero_signal_share", "update/entropy")
+        return {name: self.iteration / 3 for name in figures}
+
+    def evaluate(self, verifiers, progress):
+        if self.iteration == self.interrupt_at:
+            raise train.Interrupted
+        return {"evaluation/heldout/avg": self.iteration / 7}
+
+
+def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path, keep_signals):
+    config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False})
+    parts = components.parts(config, components.model_folder(config.model.path))
+    make = functools.partial(ScriptedRun, config, parts=parts, prompts=[], benchmarks={"heldout": []}, params=None)
+    progress = writers.Progress(6, 0)
+
+    def loop(run):
+        run.loop(None, progress)
+        run.checkpoints.close()
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for workdir in (whole, broken):
+        workdir.mkdir()
+    loop(make(workdir=whole))
+    run = make(workdir=broken)
+    run.interrupt_at = 4
+    with pytest.raises(train.Interrupted):
+        loop(run)
+    run.save()
+    run.checkpoints.close()
+    # The update of iteration 4 is made and saved; its line waits for the evaluation.
+    assert [line["iteration"] for line in writers.read(broken)] == [1, 2, 3]
+    run = make(workdir=broken)
+    assert run.iteration == 4
+    loop(run)
+    assert reproducible(broken) == reproducible(whole)
+    assert [line.get("evaluation/heldout/avg") for line in writers.read(broken)] == [
+        None, 2 / 7, None, 4 / 7, None, 6 / 7
+    ]  # fmt: skip
+    progress.close()

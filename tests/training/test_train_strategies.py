@@ -1,0 +1,109 @@
+"""Small runs by every strategy and with every term of the loss: what they write, and that they resume bit for bit."""
+
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.reporting import writers
+from tests.running import ROOT, environment, reproducible, restored
+
+ITERATIONS = 4
+FLAGS = {
+    "iterations": ITERATIONS,
+    "checkpoint.every": 2,
+    "evaluation.every": 0,
+    "logging.tensorboard": False,
+    "collection.prompts_per_iteration": 8,
+    "learning.prompts_per_update": 4,
+    "sampling.slots": 32,
+}
+ESTIMATE = {"collection.strategy": "estimate", "collection.objective": "log"}
+RUNS = {
+    "value": ESTIMATE
+    | {"estimator.kind": "value", "collection.baseline": "leave_one_out", "learning.micro_batches": 2},
+    "dapo": {
+        "collection.strategy": "dapo",
+        "collection.normalize_by_std": True,
+        "reward.overlong_tokens": 3,
+        "reward.overlong_penalty": 0.5,
+        "learning.ratio": "sequence",
+    },
+    # Without a limit, and with responses that are one update old by the time they are used.
+    "ngu": {
+        "collection.strategy": "ngu",
+        "collection.max_draws": 0,
+        "collection.overlap_iterations": 1,
+        "collection.max_age": 2,
+        "learning.kl_coefficient": 0.01,
+    },
+    "ema": ESTIMATE,
+    "positive": {"collection.strategy": "positive", "collection.objective": "log"},
+}
+SLOW = ("ema", "positive", "dapo")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(workdir, overrides) -> stderr of a finished run."""
+    compiled = tmp_path_factory.mktemp("compiled")
+
+    def start(workdir, overrides):
+        flags = [f"--config.{key}={value}" for key, value in (FLAGS | overrides).items()]
+        command = [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
+        result = subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment(compiled), capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stderr
+
+    return start
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
+def test_a_run_resumes_bit_for_bit(start, tmp_path, name):
+    unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
+    start(unbroken, RUNS[name])
+    # As after a kill in iteration 3 or 4: the checkpoint of iteration 2 is the newest, later lines are there.
+    shutil.copytree(unbroken, resumed)
+    shutil.rmtree(resumed / "checkpoints" / str(ITERATIONS))
+    start(resumed, RUNS[name])
+    assert reproducible(resumed) == reproducible(unbroken)
+    (state, record), (expected, expected_record) = restored(resumed), restored(unbroken)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+    lines = writers.read(unbroken)
+    if name != "ngu":  # whose batches grow
+        assert [line["compile/count"] for line in lines[1:]] == [0] * (ITERATIONS - 1)
+    check(name, lines, record)
+
+
+def check(name, lines, record):
+    """What this run must have written, beside what all write."""
+    for line in lines:
+        drawn, kept = line["collection/responses"], line["collection/kept"]
+        if name in ("ema", "value"):
+            # The budget: 8 draws a prompt on average, all of them kept.
+            assert drawn == kept == 8 * 8
+            assert 0 <= line["estimator/brier"] <= 1
+            assert record["estimator"] is not None and ("estimator/loss" in line) == (name == "value")
+        if name == "dapo":
+            # Groups with a signal only, as many as prompts were asked for unless three batches more did not do.
+            prompts = 8 + line["collection/replacements"]
+            assert drawn == 4 * prompts and kept == 4 * round(prompts * (1 - line["collection/dropped_share"]))
+            assert kept == 4 * 8 or prompts == 4 * 8
+            assert line["reward/first_round"] <= line["reward/first_round_correct"]
+        if name == "ngu":
+            assert drawn % 4 == 0 and kept <= drawn and line["update/kl"] >= 0
+        if name == "positive":
+            assert kept == 8 * 4 and drawn >= 8 * 8
+    if name in ("ema", "value"):
+        assert lines[0]["estimator/brier"] == 0.25  # 1/2 for everyone
+    if name == "dapo":
+        assert any(line["collection/replacements"] for line in lines)
+    if name == "ngu":
+        assert any(line["collection/ahead"] for line in lines)
+        assert lines[0]["update/kl"] < lines[-1]["update/kl"] < 0.1

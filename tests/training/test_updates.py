@@ -1,0 +1,159 @@
+"""Minibatches of an iteration, with a learner that is scripted: what is refused, skipped, written down and said."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.learning.learner import UpdateMetrics
+from reinforce_ada_jax.training.updates import Stopped, Updates
+from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from tests.running import tiny
+
+COUNT = 3  # minibatches, each of two prompts
+
+
+def response(prompt_id, draw):
+    logprobs = -np.ones(2 + draw % 2, np.float32)
+    return Response(prompt_id, draw, np.ones(len(logprobs), np.int32), logprobs, False)
+
+
+def make_groups(config):
+    strategy = strategies.build(config.collection)
+    groups = []
+    for row in range(2 * COUNT):
+        verdicts = tuple(Verdict(draw % 2 == 0, float(draw % 2 == 0)) for draw in range(4))
+        responses = tuple(response(f"p{row}", draw) for draw in range(4))
+        pool = Pool(Prompt(f"p{row}", "", "", np.ones(3, np.int32)), responses, verdicts, 1, True)
+        groups.append(make_group(pool, strategy, np.zeros(4, int)))
+    return groups
+
+
+class ScriptedLearner:
+    """Scores as the engine did, and makes updates whose gradients are finite or not, as `finite` says."""
+
+    micro_rows = 8
+
+    def __init__(self, finite, score=lambda logprobs: logprobs):
+        self.finite, self._score = iter(finite), score
+
+    def put(self, batch):
+        return batch
+
+    def score(self, params, batch):
+        return self._score(batch.behaviour_logprobs.copy())
+
+    def update(self, state, batch, base):
+        finite = next(self.finite)
+        loss = np.float32(state) if finite else np.float32(np.nan)
+        numbers = dict.fromkeys(UpdateMetrics._fields, loss)
+        return state + finite, UpdateMetrics(**numbers | {"finite": np.bool(finite)})
+
+
+@pytest.fixture
+def updates(tmp_path):
+    def make(finite=(True,) * COUNT, score=lambda logprobs: logprobs, **changes):
+        config = tiny(**{
+            "collection.prompts_per_iteration": 2 * COUNT, "learning.prompts_per_update": 2, **changes,
+        })  # fmt: skip
+        made = Updates(config, strategies.build(config.collection), ScriptedLearner(finite, score), tmp_path)
+        return made, made.minibatches(make_groups(config), None, None)
+
+    return make
+
+
+def test_every_update_counts(updates):
+    made, minibatches = updates()
+    said = []
+    finite, gap = made.check_logprobs(minibatches, 1, said.append)
+    assert finite == minibatches and gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
+    state, metrics, stopped = made.update(0, None, minibatches, 1, said.append)
+    assert state == COUNT and metrics["update/count"] == COUNT and not said and stopped is None
+    assert metrics["update/loss"] == np.mean(range(COUNT))
+
+
+def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):
+    made, minibatches = updates([True, False])
+    state, metrics, stopped = made.update(0, None, minibatches, 7, None)
+    assert state == 1 and metrics["update/count"] == 1, "the state before it; the third is left out"
+    assert re.match(r"iteration 7, update 2 of 3: loss nan, .* not finite\.", str(stopped))
+    file = tmp_path / "non_finite" / "000007-2.json"
+    assert str(file) in str(stopped) and "learning.non_finite='skip'" in str(stopped)
+    written = json.loads(file.read_text())
+    assert (written["iteration"], written["update"]) == (7, 2)
+    kept = [(row["prompt"], row["draw"]) for row in written["responses"]]
+    assert sorted(kept) == sorted(
+        (group.pool.prompt.id, draw) for group in minibatches[1].groups for draw in group.kept.tolist()
+    )
+    assert len(kept) == 8
+    for row in written["responses"]:
+        assert row["prompt_tokens"] == 3 and row["response_tokens"] == 2 + row["draw"] % 2
+        assert row["advantage"] == (0.5 if row["reward"] else -0.5) and row["least_logprob"] == -1.0
+
+
+def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
+    made, minibatches = updates([False, True, False], **{"learning.non_finite": "skip"})
+    said = []
+    state, metrics, stopped = made.update(5, None, minibatches, 1, said.append)
+    assert stopped is None and state == 6 and metrics["update/count"] == 1 and metrics["update/loss"] == 5.0
+    assert made.skipped_in_a_row == 1 and len(said) == 2 and all("It is skipped." in text for text in said)
+
+
+def test_too_many_in_a_row_stop(updates):
+    made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
+    made.update(0, None, minibatches, 1, [].append)
+    *_, stopped = made.update(0, None, minibatches, 2, [].append)
+    assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(stopped))
+
+
+def poison(logprobs):
+    logprobs[logprobs.shape[0] // 2, 0] = np.nan
+    return logprobs
+
+
+def test_a_log_probability_that_is_not_finite(updates, tmp_path):
+    made, minibatches = updates(score=poison)
+    with pytest.raises(Stopped, match=r"iteration 1, update 1 of 3: a log-probability is not finite\."):
+        made.check_logprobs(minibatches, 1, None)
+    assert (tmp_path / "non_finite" / "000001-1.json").exists()
+    made, minibatches = updates(score=poison, **{"learning.non_finite": "skip"})
+    finite, gap = made.check_logprobs(minibatches, 1, [].append)
+    assert finite == [] and gap["update/logprob_gap_max"] == 0.0 and made.skipped_in_a_row == 3
+
+
+def test_what_padding_holds_is_no_log_probability(updates):
+    def poison_padding(logprobs):
+        logprobs[:, 3:] = np.nan  # no response has more than three tokens
+        return logprobs
+
+    made, minibatches = updates(score=poison_padding)
+    assert made.check_logprobs(minibatches, 1, None) == (
+        minibatches, {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gap_between_engine_and_learner(updates, dtype):
+    made, minibatches = updates(score=lambda logprobs: logprobs + np.float32(0.1), **{"model.compute_dtype": dtype})
+    said = []
+    if dtype == "float32":
+        with pytest.raises(Stopped, match=r"engine and learner disagree by 0\.1 .* may differ by 0\.0001"):
+            made.check_logprobs(minibatches, 1, said.append)
+        return
+    finite, gap = made.check_logprobs(minibatches, 1, said.append)
+    assert len(finite) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
+    assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and "Likely causes" in said[0]
+    # Samples of an earlier policy may differ as much as they like.
+    assert made.check_logprobs(minibatches, 2, said.append)[1]["update/logprob_gap"] == 0.0
+
+
+def test_groups_without_kept_responses_make_no_minibatch(updates):
+    made, _ = updates()
+    groups = [SimpleNamespace(kept=np.zeros(0, int))] * (2 * COUNT)
+    assert made.minibatches(groups, None, None) == []
+    state, metrics, stopped = made.update(3, None, [], 1, None)
+    assert stopped is None and state == 3 and metrics["update/count"] == 0 and metrics["update/loss"] == 0.0
