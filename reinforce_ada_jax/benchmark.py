@@ -34,6 +34,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import iteration as iteration_benchmark
 from reinforce_ada_jax.benchmarks import learning as learning_benchmark
 from reinforce_ada_jax.benchmarks import loss as loss_benchmark
@@ -375,7 +376,7 @@ def iteration(options: flags.FlagValues) -> dict[str, Any]:
         if options.config is None:
             raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
         return iteration_benchmark.measure(
-            options.config,
+            config_lib.resolve(options.config),
             variants=options.variants,
             repeat=options.repeat or 3,
             lengths=workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS),

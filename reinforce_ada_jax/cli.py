@@ -87,7 +87,7 @@ def _parse(argv: list[str]) -> list[str]:
         nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', str(error))
         if nearest:
             fail(f"unknown configuration key {nearest[2]!r}: did you mean {nearest[1]!r}?")
-        fail(f"--config: {error}. reinforce_ada_jax/config/defaults.py lists every key.")
+        fail(f"--config: {error}. reinforce_ada_jax/config/settings.py lists every key.")
     except (OSError, SyntaxError, TypeError) as error:
         fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
     return arguments

@@ -6,7 +6,7 @@ Needs `pip install libtpu` (the TPU compiler; any machine will do) and of the mo
 a model whose sizes are known (`policy/presets.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
 
 Memory is the compiler's own account, per device, and what passes between chips is read from the compiled program. FLOPs
-and bytes are counted (`planning/roofline.py`), and what they come to for an iteration is in `planning/plan.py`. The least time says
+and bytes are counted (`planning/roofline.py`), and `planning/plan.py` adds them up. The least time says
 nothing of how well the hardware is used. Nothing here has run on a TPU.
 """
 
@@ -23,11 +23,11 @@ from typing import Any
 import jax
 from absl import flags
 from jax.experimental import topologies
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.planning import plan as plan_lib
 from reinforce_ada_jax.planning import roofline
@@ -189,7 +189,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     )
 
 
-def engine_options(config: ConfigDict, architecture: Architecture) -> EngineOptions:
+def engine_options(config: Config, architecture: Architecture) -> EngineOptions:
     """The run's engine on a TPU.
 
     Raises:
@@ -264,7 +264,7 @@ class Lengths:
     draws: float | None = None
     pass_rates: tuple[float, float] = (0.6, 1.2)
 
-    def statistics(self, config: ConfigDict) -> plan_lib.Statistics:
+    def statistics(self, config: Config) -> plan_lib.Statistics:
         """With what isn't given filled in.
 
         Raises:
@@ -288,10 +288,10 @@ class Lengths:
         return plan_lib.Statistics(prompt, response, draws, filled=min(1.0, draws / most) if keeps_any else 1.0)
 
 
-def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths, file: str | None) -> None:
+def main(config: Config, topology: str, model: str | None, lengths: Lengths, file: str | None) -> None:
     """Compiles one program after the other, and ends the process with code 1 where one doesn't fit."""
     with cli.user_input():
-        config_lib.validate(config)
+        config_lib.check(config)
         chip = roofline.chip_of(topology)
         architecture, source = find_architecture(config.model.path, model)
         options = engine_options(config, architecture)
@@ -299,7 +299,7 @@ def main(config: ConfigDict, topology: str, model: str | None, lengths: Lengths,
         if file not in (None, "-") and not pathlib.Path(file).absolute().parent.is_dir():
             raise ValueError(f"--json={file}: the folder to write it to does not exist.")
         devices = topology_devices(topology)
-        mesh = mesh_lib.make_mesh(**config.mesh, devices=devices)
+        mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
         if mesh.size < len(devices):
             raise ValueError(
                 f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.tensor only "
@@ -372,7 +372,7 @@ if __name__ == "__main__":
                 raise ValueError(f"--pass_rates is {','.join(RATES.value)}: write two numbers, as in 0.6,1.2.")
             rates = float(RATES.value[0]), float(RATES.value[1])
         main(
-            CONFIG.value,
+            config_lib.resolve(CONFIG.value),
             TOPOLOGY.value,
             MODEL.value,
             Lengths(PROMPT.value, RESPONSE.value, DRAWS.value, rates),

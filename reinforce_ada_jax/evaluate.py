@@ -4,7 +4,7 @@
     python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl,b.jsonl
     python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny --regrade
 
-Every response is kept, with its verdict, as soon as it is graded (evaluation/response_store.py): the same command again goes on from
+Every response is kept, with its verdict, as soon as it is graded: the same command again goes on from
 there, and --regrade grades the stored ones again without a model. They are in WORKDIR/evaluations/ITERATION/, of a
 folder in evaluations/NAME/ below the current directory, or where --output says, with the table as table.md.
 """
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import benchmark_name, load_problems
 from reinforce_ada_jax.evaluation import paper_results, response_store, scores
 from reinforce_ada_jax.evaluation.response_store import Responses, Store
@@ -48,7 +48,7 @@ def _metrics(name: str, result: Mapping[str, float]) -> dict[str, float]:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def load_benchmarks(parts: Parts, config: ConfigDict) -> Benchmarks:
+def load_benchmarks(parts: Parts, config: Config) -> Benchmarks:
     """The configured benchmarks by name, tokenised.
 
     Raises:
@@ -69,14 +69,14 @@ def named(sources: Sequence[str]) -> dict[str, str]:
     return by_name
 
 
-def verify_fns(parts: Parts, verifiers: VerifierPool, config: ConfigDict) -> dict[str, VerifyFn]:
+def verify_fns(parts: Parts, verifiers: VerifierPool, config: Config) -> dict[str, VerifyFn]:
     """How each benchmark is graded. Right or wrong: nothing shapes the reward of an evaluation."""
     shaping, graders = Shaping(config.reward.positive_threshold), components.benchmark_graders(config)
     names = map(benchmark_name, config.evaluation.benchmarks)
     return {name: parts.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
 
 
-def sampler(params: Params, rollouts: Rollouts, config: ConfigDict, iteration: int) -> SampleFn:
+def sampler(params: Params, rollouts: Rollouts, config: Config, iteration: int) -> SampleFn:
     """Draws from these weights as the `evaluation` section says."""
     evaluation = config.evaluation
     sampling = SamplingParams(
@@ -90,7 +90,7 @@ def _draw(
     sample_fn: SampleFn,
     verify_fn: VerifyFn,
     rollouts: Rollouts,
-    config: ConfigDict,
+    config: Config,
     on_progress: Callable[[int, int], None],
     store: Store | None = None,
 ) -> Responses:
@@ -112,7 +112,7 @@ def evaluate(
     params: Params,
     rollouts: Rollouts,
     verify_fns: dict[str, VerifyFn],
-    config: ConfigDict,
+    config: Config,
     iteration: int,
     on_progress: Callable[[str], None],
 ) -> dict[str, float]:
@@ -169,22 +169,23 @@ class Evaluation:
     responses: dict[str, Responses]
 
 
-def _choose(config: ConfigDict, benchmarks: Sequence[str], samples: int | None) -> None:
-    """Puts what the flags say in place of what `config` says."""
+def _choose(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
+    """Returns the checked configuration with the values of the flags."""
     components.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
     if benchmarks:
-        config.evaluation.benchmarks = tuple(benchmarks)
+        config = config_lib.replaced(config, {"evaluation.benchmarks": tuple(benchmarks)})
         names = [benchmark_name(source) for source in benchmarks]
         graders = (entry for entry in config.evaluation.graders if entry.rpartition("=")[0] in names)
-        config.evaluation.graders = tuple(graders)
+        config = config_lib.replaced(config, {"evaluation.graders": tuple(graders)})
     if samples is not None:
-        config.evaluation.samples = samples
-    config_lib.validate(config)
+        config = config_lib.replaced(config, {"evaluation.samples": samples})
+    config_lib.check(config)
     if not config.evaluation.benchmarks:
         raise ValueError("there is nothing to evaluate on: --benchmarks=FILE.jsonl[,FILE.jsonl].")
+    return config
 
 
-def _newest(workdir: pathlib.Path, config: ConfigDict) -> int:
+def _newest(workdir: pathlib.Path, config: Config) -> int:
     """The iteration of the newest checkpoint."""
     from reinforce_ada_jax.training import checkpoint  # noqa: PLC0415  (Orbax takes a second to import)
 
@@ -200,7 +201,7 @@ def _newest(workdir: pathlib.Path, config: ConfigDict) -> int:
     return newest
 
 
-def _weights(config: ConfigDict, parts: Parts, workdir: pathlib.Path | None, iteration: int) -> Params:
+def _weights(config: Config, parts: Parts, workdir: pathlib.Path | None, iteration: int) -> Params:
     """Of the run's checkpoint, or of the model folder."""
     from reinforce_ada_jax import export  # noqa: PLC0415  (as in `_newest`)
 
@@ -232,9 +233,7 @@ def _newest_output(workdir: pathlib.Path | None, model: str | None) -> pathlib.P
     return _output(workdir, model, max(stored))
 
 
-def sample(
-    config: ConfigDict, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None
-) -> Evaluation:
+def sample(config: Config, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None) -> Evaluation:
     """Draws and grades what the stores don't have yet."""
     evaluation = config.evaluation
     with cli.user_input():
@@ -242,7 +241,7 @@ def sample(
         parts = components.parts(config, components.model_folder(model or config.model.path))
         sets = load_benchmarks(parts, config)
         output, graders = output or _output(workdir, model, iteration), components.benchmark_graders(config)
-        sampling = {key: evaluation[key] for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
+        sampling = {key: getattr(evaluation, key) for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
         sampling |= {"stop_ids": list(parts.tokenizer.stop_ids), "iteration": iteration}
         drawn = response_store.drawn_with(
             config, _fingerprint(workdir, parts.folder, iteration), sampling, evaluation.samples
@@ -274,7 +273,7 @@ def sample(
 
 
 def _fill(
-    config: ConfigDict,
+    config: Config,
     parts: Parts,
     params: Params,
     iteration: int,
@@ -301,9 +300,7 @@ def _fill(
             _draw(prompts, sample_fn, fns[name], rollouts, config, report, stores[name])
 
 
-def regrade(
-    config: ConfigDict, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None
-) -> Evaluation:
+def regrade(config: Config, workdir: pathlib.Path | None, model: str | None, output: pathlib.Path | None) -> Evaluation:
     """Grades what is stored again: no weight is read and no engine built."""
     with cli.user_input():
         output = output or _newest_output(workdir, model)
@@ -364,7 +361,7 @@ def published_rows(workdir: pathlib.Path) -> list[paper_results.Row]:
 
 
 def main(
-    config: ConfigDict,
+    config: Config,
     workdir: str | None,
     model: str | None,
     benchmarks: Sequence[str],
@@ -377,7 +374,7 @@ def main(
         if (workdir is None) == (model is None):
             raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
         run = None if workdir is None else pathlib.Path(workdir)
-        _choose(config, benchmarks, samples)
+        config = _choose(config, benchmarks, samples)
         if run is not None:
             keys = config_lib.DRAWN_WITH + (() if again else config_lib.GRADED_BY)
             config_lib.check_evaluated(config, run, keys)
@@ -421,6 +418,12 @@ if __name__ == "__main__":
     REGRADE = flags.DEFINE_bool("regrade", False, "Grade the stored responses again; no model is needed.")
     cli.run(
         lambda: main(
-            CONFIG.value, WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value, OUTPUT.value, REGRADE.value
+            config_lib.resolve(CONFIG.value),
+            WORKDIR.value,
+            MODEL.value,
+            BENCHMARKS.value,
+            SAMPLES.value,
+            OUTPUT.value,
+            REGRADE.value,
         )
     )

@@ -6,16 +6,17 @@ python -m reinforce_ada_jax.export --workdir=DIR [--iteration=K] --adapter --out
 Adapters are merged into their base, or, with --adapter, written alone, as `peft` reads them.
 """
 
+import dataclasses
 import math
 import pathlib
 
 import jax
 import jax.numpy as jnp
 from absl import flags
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config, MeshConfig
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.transformer import Params, param_shardings
@@ -24,7 +25,7 @@ from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, h
 from reinforce_ada_jax.training.components import Parts
 
 
-def read_trained(workdir: pathlib.Path, config: ConfigDict, parts: Parts, iteration: int | None) -> tuple[int, Params]:
+def read_trained(workdir: pathlib.Path, config: Config, parts: Parts, iteration: int | None) -> tuple[int, Params]:
     """(iteration, what was trained: weights, or adapters) of a checkpoint, the newest by default.
 
     Raises:
@@ -51,11 +52,11 @@ def read_trained(workdir: pathlib.Path, config: ConfigDict, parts: Parts, iterat
 
 
 def read_params(
-    workdir: pathlib.Path, config: ConfigDict, parts: Parts, iteration: int | None, base_dtype: str
+    workdir: pathlib.Path, config: Config, parts: Parts, iteration: int | None, base_dtype: str
 ) -> tuple[int, Params]:
     """(iteration, weights) as of `read_trained`; adapters stand over their base, read in `base_dtype`."""
     iteration, params = read_trained(workdir, config, parts, iteration)
-    adapters = lora.from_settings(**config.lora)
+    adapters = lora.from_settings(config.lora)
     if adapters is None:
         return iteration, params
     base = huggingface.load(parts.folder, parts.mesh, jnp.dtype(base_dtype))[1]
@@ -69,10 +70,10 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
         if not file.exists():
             raise ValueError(f"{workdir} is no work directory of a run: it has no config.json.")
         config = config_lib.from_json(file.read_text())
-        if math.prod(config.mesh.values()) > jax.device_count():
-            config.mesh.update(data=1, fsdp=1, tensor=1)  # a pod's run, exported on a smaller machine
+        if math.prod(dataclasses.asdict(config.mesh).values()) > jax.device_count():
+            config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
         parts = components.parts(config, components.model_folder(config.model.path))
-        adapters = lora.from_settings(**config.lora)
+        adapters = lora.from_settings(config.lora)
         if adapter and adapters is None:
             raise ValueError(f"{workdir} trained all weights (lora.rank is 0): export them without --adapter.")
         if adapter:

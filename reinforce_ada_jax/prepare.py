@@ -24,10 +24,10 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
@@ -146,7 +146,7 @@ def _graded(
 
 
 def draw(
-    config: ConfigDict,
+    config: Config,
     parts: Parts,
     params: Params,
     prompts: Sequence[Prompt],
@@ -214,7 +214,7 @@ def _input_hash(source: str, problems: Sequence[Problem]) -> str:
 
 
 def write(
-    config: ConfigDict,
+    config: Config,
     files: Files,
     source: str,
     problems: Sequence[Problem],
@@ -268,8 +268,8 @@ def write(
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def _header(config: ConfigDict, parts: Parts, prompts: Sequence[Prompt], samples: int) -> response_store.Header:
-    sampling = {key: config.sampling[key] for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
+def _header(config: Config, parts: Parts, prompts: Sequence[Prompt], samples: int) -> response_store.Header:
+    sampling = {key: getattr(config.sampling, key) for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
     sampling |= {"stop_ids": list(parts.tokenizer.stop_ids)}
     drawn = response_store.drawn_with(config, adapter_files.fingerprint(parts.folder), sampling, samples)
     return {
@@ -292,9 +292,7 @@ def _adding(store: Store, total: int, missing: int, unit: str) -> Iterator[Progr
         yield stack.enter_context(contextlib.closing(Progress(total, total - missing, unit)))
 
 
-def _unique_and_short(
-    config: ConfigDict, parts: Parts, problems: Sequence[Problem]
-) -> tuple[list[Prompt], dict[str, int]]:
+def _unique_and_short(config: Config, parts: Parts, problems: Sequence[Problem]) -> tuple[list[Prompt], dict[str, int]]:
     """(prompts worth verifying, problems read and left out so far)."""
     unique = first_of_each(problems)
     data = config.data
@@ -309,7 +307,7 @@ def _unique_and_short(
     return short, {"read": len(problems), "duplicate": duplicates, "too_long": len(prompts) - len(short)}
 
 
-def _verified(config: ConfigDict, prompts: Sequence[Prompt], files: Files, verifiers: VerifierPool) -> list[Prompt]:
+def _verified(config: Config, prompts: Sequence[Prompt], files: Files, verifiers: VerifierPool) -> list[Prompt]:
     """The prompts whose references pass; the verdicts are stored, as a time limit is not the same twice."""
     with cli.user_input():
         store = Store(files.draws / "references.jsonl", {
@@ -330,15 +328,15 @@ def _verified(config: ConfigDict, prompts: Sequence[Prompt], files: Files, verif
     return passed
 
 
-def prepare(config: ConfigDict, source: str, files: Files, pass_rates: tuple[float, float], samples: int) -> None:
+def prepare(config: Config, source: str, files: Files, pass_rates: tuple[float, float], samples: int) -> None:
     """Reads, verifies, draws, chooses, writes."""
     with cli.user_input():
         band = Band(*pass_rates)
         if samples < 1:
             raise ValueError(f"--samples is {samples}; it must be at least 1.")
         files.check(source)
-        config.data.prompts, config.evaluation.benchmarks, config.evaluation.graders = source, (), ()
-        config_lib.validate(config)
+        nothing = {"evaluation.benchmarks": (), "evaluation.graders": ()}
+        config = config_lib.check(config_lib.replaced(config, {"data.prompts": source} | nothing))
         problems = load_problems(source)
         parts = components.parts(config, components.model_folder(config.model.path))
         verifier_pool = components.verifier_pool(config)
@@ -360,7 +358,7 @@ def prepare(config: ConfigDict, source: str, files: Files, pass_rates: tuple[flo
     write(config, files, source, problems, correct, counts, band, store.header)
 
 
-def main(config: ConfigDict, source: str, output: pathlib.Path, pass_rates: tuple[float, float], samples: int) -> None:
+def main(config: Config, source: str, output: pathlib.Path, pass_rates: tuple[float, float], samples: int) -> None:
     """`prepare`, which Ctrl-C ends with a word."""
     files = Files(output)
     with cli.interruptible(f"What is graded is kept in {files.draws}"):
@@ -376,4 +374,12 @@ if __name__ == "__main__":
     LEAST = flags.DEFINE_float("min_pass_rate", MIN_PASS_RATE, "Pass rates must lie above it (exclusive).")
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
-    cli.run(lambda: main(CONFIG.value, INPUT.value, pathlib.Path(OUTPUT.value), (LEAST.value, MOST.value), COUNT.value))
+    cli.run(
+        lambda: main(
+            config_lib.resolve(CONFIG.value),
+            INPUT.value,
+            pathlib.Path(OUTPUT.value),
+            (LEAST.value, MOST.value),
+            COUNT.value,
+        )
+    )

@@ -23,8 +23,7 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import values
+from reinforce_ada_jax.config import Config, DataConfig, ModelConfig, SamplingConfig, values
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine, buckets
@@ -111,12 +110,14 @@ def check_address(host: str, port: int) -> None:
 
 def make_engine(settings: Settings) -> tuple[components.Parts, Engine]:
     """The parts of the model folder, and the engine that serves it; no weight is read."""
-    config = config_lib.defaults()
-    config.seed, config.model.compute_dtype = settings.seed, settings.dtype
-    config.data.max_prompt_tokens = settings.max_prompt_tokens
-    config.sampling.update(
-        slots=settings.slots, window=1, page_size=settings.page_size, open_prompts=1, prefill_rows=1,
-        max_response_tokens=settings.max_response_tokens,
+    config = Config(
+        seed=settings.seed,
+        model=ModelConfig(compute_dtype=settings.dtype),
+        data=DataConfig(max_prompt_tokens=settings.max_prompt_tokens),
+        sampling=SamplingConfig(
+            slots=settings.slots, window=1, page_size=settings.page_size, open_prompts=1, prefill_rows=1,
+            max_response_tokens=settings.max_response_tokens,
+        ),
     )  # fmt: skip
     parts = components.parts(config, components.model_folder(settings.model))
     engine = Engine(

@@ -13,7 +13,7 @@ NAME+log for another objective; NAME may be file.py:function. For `estimate` the
 share the budget. A --histogram is a JSONL file whose lines have a "pass_rate", as `prepare` writes them.
 """
 
-import copy
+import dataclasses
 import json
 import pathlib
 import re
@@ -24,12 +24,12 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from reinforce_ada_jax import cli, config
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis import enumeration, study_reports
 from reinforce_ada_jax.analysis.enumeration import COLUMNS, Expectations
 from reinforce_ada_jax.analysis.tables import Panel, by_rate, number, rate_scale, table, write
 from reinforce_ada_jax.collection.simulate import monte_carlo
-from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.config import CollectionConfig, collection_rules, defaults, resolve
 
 POINTS = 11
 # Prompts of each pass rate through the loop: half a second for `balance`, so 5 s of the default pass rates.
@@ -47,8 +47,8 @@ TITLES = {
 
 
 def get_config() -> ConfigDict:
-    """What --config is when no file is named: every key at its default."""
-    return config.defaults()
+    """Returns the configuration where --config names no file: every setting at its default."""
+    return defaults()
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
@@ -93,27 +93,25 @@ SETTINGS = {
 }
 
 
-def collection_settings(options: flags.FlagValues) -> ConfigDict:
-    """The `collection` section of --config under the flags that were given."""
-    section = copy.deepcopy(options.config.collection)
-    for names in SETTINGS.values():
-        section.update({name: options[name].value for name in names if options[name].value is not None})
-    return section
+def collection_settings(options: flags.FlagValues) -> CollectionConfig:
+    """Returns the `collection` section of --config with the values of the flags that were given."""
+    names = [name for names in SETTINGS.values() for name in names if options[name].value is not None]
+    return dataclasses.replace(resolve(options.config).collection, **{name: options[name].value for name in names})
 
 
-def strategy_settings(entry: str, section: ConfigDict) -> ConfigDict:
+def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig:
     """`section` with the strategy, group size and objective of an entry "NAME@n+objective", the last two optional.
 
     Raises:
       ValueError: a rule is broken (config/collection_rules.py).
     """
     name, size, objective = re.fullmatch(r"(.*?)(?:@(\d+))?(?:\+(\w+))?", entry.strip()).groups()
-    section = copy.deepcopy(section)
-    section.strategy = name
-    if size:
-        section.group_size = int(size)
-    if objective:
-        section.objective = objective
+    section = dataclasses.replace(
+        section,
+        strategy=name,
+        group_size=int(size) if size else section.group_size,
+        objective=objective or section.objective,
+    )
     collection_rules.check_collection(section)
     if not section.objective_alpha > 0:
         raise ValueError(f"collection.objective_alpha is {section.objective_alpha}; it must be above 0.")
@@ -175,7 +173,7 @@ def read_histogram(file: pathlib.Path) -> tuple[np.ndarray, list[int]]:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def describe(section: ConfigDict) -> str:
+def describe(section: CollectionConfig) -> str:
     """One line on the settings that decide."""
     most = "any number of" if (most := collection_rules.max_draws(section)) is None else f"at most {most}"
     text = f"{section.strategy}: groups of {section.group_size}, {most} draws, objective {section.objective}"
@@ -226,7 +224,7 @@ def print_monte_carlo(
         )
 
 
-def prompt_set(rates: np.ndarray, sections: Mapping[str, ConfigDict], tokens: int | None) -> dict[str, Any]:
+def prompt_set(rates: np.ndarray, sections: Mapping[str, CollectionConfig], tokens: int | None) -> dict[str, Any]:
     """What one pass over a prompt set costs and brings, all prompts together and by tenths of the pass rate."""
     tenth = np.minimum((rates * 10).astype(int), 9)
     counts = np.bincount(tenth, minlength=10)
@@ -254,7 +252,10 @@ def prompt_set(rates: np.ndarray, sections: Mapping[str, ConfigDict], tokens: in
 
 
 def compare(
-    options: flags.FlagValues, sections: Mapping[str, ConfigDict], pass_rates: np.ndarray, prompts: np.ndarray | None
+    options: flags.FlagValues,
+    sections: Mapping[str, CollectionConfig],
+    pass_rates: np.ndarray,
+    prompts: np.ndarray | None,
 ) -> None:
     """The table of the strategies, by pass rate and for the prompt set."""
     tokens, samples = options.tokens_per_response, options.monte_carlo
@@ -263,7 +264,7 @@ def compare(
     exact = {entry: enumeration.expectations(part, pass_rates) for entry, part in sections.items()}
     print("\n".join(describe(part) for part in sections.values()) + "\n")
     print_table(pass_rates, exact, tokens)
-    result: dict[str, Any] = {"exact": exact, "settings": {e: part.to_dict() for e, part in sections.items()}}
+    result: dict[str, Any] = {"exact": exact, "settings": {e: dataclasses.asdict(part) for e, part in sections.items()}}
     if samples:
         drawn = {e: monte_carlo(part, pass_rates, samples, seed=options.seed) for e, part in sections.items()}
         for entry, (means, errors) in drawn.items():

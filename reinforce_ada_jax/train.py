@@ -22,7 +22,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli, evaluate
 from reinforce_ada_jax import config as config_lib
@@ -32,6 +31,7 @@ from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.collection.prefetch import Ahead
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
@@ -58,7 +58,7 @@ class Run:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: Config,
         workdir: pathlib.Path,
         parts: Parts,
         prompts: list[Prompt],
@@ -414,11 +414,11 @@ def disk_trouble(run: Run, error: OSError) -> str:
     return f"{error}. The run stops before it trains on. {kept} Mend that (a full disk: make room), then: {run.resume}"
 
 
-def main(config: ConfigDict, workdir: pathlib.Path, *, quiet: bool = False) -> None:
+def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Start-up in order, then the loop, then where things are."""
     silent = quiet or not processes.is_writer()
     with cli.user_input():
-        config_lib.validate(config)
+        config_lib.check(config)
         strategies.build(config.collection)  # a user's own file is read here
         config_lib.check_workdir(config, workdir)
         parts = components.parts(config, components.model_folder(config.model.path))
@@ -472,6 +472,6 @@ if __name__ == "__main__":
         with processes.member():  # one that can't join ends at once, too
             with cli.user_input():
                 processes.initialize(cluster=DISTRIBUTED.value)
-            main(CONFIG.value, pathlib.Path(WORKDIR.value), quiet=QUIET.value)
+            main(config_lib.resolve(CONFIG.value), pathlib.Path(WORKDIR.value), quiet=QUIET.value)
 
     cli.run(start)

@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.reporting import writers
@@ -33,11 +33,9 @@ def load(file: pathlib.Path) -> types.ModuleType:
     return module
 
 
-def tiny(**changes: object) -> ConfigDict:
+def tiny(**changes: object) -> Config:
     """configs/tiny.py with some keys set: tiny(**{"seed": 1, "mesh.data": 2})."""
-    config = load(CONFIGS / "tiny.py").get_config()
-    config.update_from_flattened_dict(changes)
-    return config
+    return config_lib.replaced(config_lib.resolve(load(CONFIGS / "tiny.py").get_config()), changes)
 
 
 def programs_in(folder: pathlib.Path) -> dict[str, str]:
@@ -73,7 +71,7 @@ def killed_after(process: subprocess.Popen, file: pathlib.Path, lines: int, how:
     return process.communicate()[1]
 
 
-def saved_config(workdir: pathlib.Path) -> ConfigDict:
+def saved_config(workdir: pathlib.Path) -> Config:
     """What config.json of a work directory says."""
     return config_lib.from_json((workdir / "config.json").read_text())
 

@@ -18,9 +18,9 @@ from tests.running import ROOT, cipher_file, environment, tiny
 TINY = "--config=configs/tiny.py"
 # A command of no other work, and so without the seconds that importing jax takes.
 PARSE_ONLY = """
-from reinforce_ada_jax import command
-config = command.define_config()
-command.run(lambda: print(config.value.collection.strategy, config.value.iterations))
+from reinforce_ada_jax import cli
+config = cli.define_config()
+cli.run(lambda: print(config.value.collection.strategy, config.value.iterations))
 """
 
 
@@ -64,7 +64,7 @@ def refused_run(tmp_path, capsys, *parts, **changes):
     [
         ([TINY, "--config.collection.stratgy=grpo"], ["key 'stratgy'", "did you mean 'strategy'"]),
         ([TINY, "--config.colection.strategy=grpo"], ["key 'colection'", "did you mean 'collection'"]),
-        ([TINY, "--config.zzz=1"], ["zzz", "config.py lists every key"]),
+        ([TINY, "--config.zzz=1"], ["zzz", "config/settings.py lists every key"]),
         ([TINY, "--config.iterations=many"], ["--config.iterations=many", "invalid literal"]),
         ([TINY, "--config.mesh=3"], ["--config.mesh=3", "not a dict"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),

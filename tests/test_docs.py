@@ -137,7 +137,7 @@ def test_links_lead_somewhere(document):
 
 # ---- docs/troubleshooting.md -----------------------------------------------------------------------------------------
 
-PACKAGE = pathlib.Path(config_lib.__file__).parent
+PACKAGE = pathlib.Path(config_lib.__file__).parents[1]
 
 
 def strings_of_the_program() -> set[str]:
@@ -165,7 +165,7 @@ def test_troubleshooting_names_keys_and_words_that_there_are():
     named = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", text))
     settings = {name for name in named if name.split(".")[0] in sections}
     assert len(settings) > 20 and named - settings == {"metrics.jsonl"}
-    flat = config_lib._flatten(config_lib.defaults().to_dict())
+    flat = config_lib.flatten(config_lib.defaults().to_dict())
     assert settings <= flat.keys(), settings - flat.keys()
     metrics = {key for key in re.findall(r"`([a-z_]+/[a-z_]+)`", text)}
     assert len(metrics) > 15 and {key for key in metrics if not is_metric(key, strings)} == set()
@@ -266,27 +266,27 @@ ALL_COMMANDS = [command for document in DOCUMENTS for command in commands(docume
 PARSER = """
 import importlib, json, os, runpy, sys, tempfile
 from absl import app, flags
-from reinforce_ada_jax import benchmark, command
+from reinforce_ada_jax import benchmark, cli
 from reinforce_ada_jax import config as config_lib
 
 def start(program, arguments, whole):
     without_arguments = []
     def run(main):
         without_arguments.append(True)
-        command.run_with_arguments(main)
+        cli.run_with_arguments(main)
     def parse(main, flags_parser):
         if not whole:
             names = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]
             unknown = [name for name in names if name not in flags.FLAGS and not name.startswith("config.")]
-            return command.fail(f"unknown flags {unknown}") if unknown else None
+            return cli.fail(f"unknown flags {unknown}") if unknown else None
         rest = flags_parser(sys.argv)[1:]
         known = len(rest) == 1 and rest[0] in benchmark.BENCHMARKS if program == "benchmark" else not without_arguments
         if rest and not known:
-            command.fail(f"unexpected arguments {rest}")
+            cli.fail(f"unexpected arguments {rest}")
         needs_model = "config" in flags.FLAGS and program != "simulate"
         if needs_model and flags.FLAGS.config is not None:
             config_lib.validate(flags.FLAGS.config)
-    command.run, app.run = run, parse
+    cli.run, app.run = run, parse
     name = f"reinforce_ada_jax.{program}"
     sys.modules.pop(name)
     sys.argv = [name, *arguments]
@@ -391,7 +391,7 @@ def test_every_command_is_run_somewhere():
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: f"{document.parent.name}/{document.stem}")
 def test_settings_that_documents_name_are_there(document):
-    text, keys = document.read_text(), set(config_lib._flatten(config_lib.defaults().to_dict()))
+    text, keys = document.read_text(), set(config_lib.flatten(config_lib.defaults().to_dict()))
     sections = {key.split(".")[0] for key in keys if "." in key}
     flagged = set(re.findall(r"--config\.([a-z_]+(?:\.\w+)?)", text))
     named = {name for name in re.findall(r"`([a-z_]+\.\w+)(?: = [^`]*)?`", text) if name.split(".")[0] in sections}

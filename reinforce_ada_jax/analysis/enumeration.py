@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from reinforce_ada_jax.collection import objectives, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.strategies import CollectionConfig, Record, Strategy
+from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 # A strategy without a limit is followed until less than this is still under way.
@@ -236,7 +236,7 @@ def _block(
     }
 
 
-def exact_gradient(config: CollectionConfig, pass_rates: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
+def exact_gradient(config: StrategyConfig, pass_rates: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
     """d f(p) / d logit = w(p) p (1 - p), of the objective that `config` names, without its epsilon; nan at 0 and 1."""
     config = strategies.with_defaults(config)
     pass_rates = np.asarray(pass_rates, np.float64)
@@ -244,7 +244,7 @@ def exact_gradient(config: CollectionConfig, pass_rates: Float[np.ndarray, " P"]
     return objectives.weight(config.objective, inside, alpha=config.objective_alpha) * inside * (1.0 - inside)
 
 
-def expectations(config: CollectionConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Expectations:
+def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Expectations:
     """What a strategy comes to for prompts of the given pass rates.
 
     The gradient of a prompt is what it adds to a token-mean over a large minibatch of responses of equal lengths:
@@ -282,7 +282,7 @@ def expectations(config: CollectionConfig, pass_rates: Sequence[float] | Float[n
     )
 
 
-def expected_draws(config: CollectionConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> np.ndarray:
+def expected_draws(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> np.ndarray:
     """float[P]: `expectations(...).draws` alone, of a strategy that doesn't plan.
 
     Nothing is kept and no group made: where a pool may have thousands of draws, that is what takes the time (`ngu`

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.analysis.enumeration import PROMPT, canonical_group, expectations, group_terms
 from reinforce_ada_jax.collection import objectives, strategies
-from reinforce_ada_jax.collection.strategies import CollectionConfig, Record, Strategy
+from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
+from reinforce_ada_jax.config import EstimatorConfig
 
 # Stands for an epsilon of 0, at which w(0) is infinite: an all-wrong pool has advantages of 0 whatever their factor,
 # and every other one a pass rate so far above this that it changes nothing.
@@ -35,7 +35,7 @@ def zero_variance(group_sizes: Sequence[int], pass_rates: Float[np.ndarray, " P"
 
 
 def epsilon_effect(
-    config: CollectionConfig, pass_rates: Float[np.ndarray, " P"], epsilon: float
+    config: StrategyConfig, pass_rates: Float[np.ndarray, " P"], epsilon: float
 ) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
     """(bias factor, noise to signal) of the log objective with one `objective_epsilon`; 0 is allowed here.
 
@@ -48,8 +48,9 @@ def epsilon_effect(
       config: of the strategy; its objective is taken to be "log".
       pass_rates: above 0 and below 1.
     """
-    config = strategies.with_defaults(config)
-    config.objective, config.objective_epsilon = "log", max(epsilon, NO_EPSILON)
+    config = dataclasses.replace(
+        strategies.with_defaults(config), objective="log", objective_epsilon=max(epsilon, NO_EPSILON)
+    )
     found, unit = expectations(config, pass_rates), 1.0
     if strategies.build(config).plan is not None:
         shares = objectives.sample_weight(config.allocation, "log", pass_rates, epsilon=config.objective_epsilon)
@@ -134,7 +135,7 @@ class _Estimates:
     """estimators.Ema for a population, in arrays."""
 
     def __init__(self, count: int):
-        settings = config_lib.defaults().estimator
+        settings = EstimatorConfig()
         self._decay, self._prior = settings.decay, (settings.prior_correct, settings.prior_wrong)
         self._drawn, self._correct = np.zeros(count), np.zeros(count)
 
@@ -148,7 +149,7 @@ class _Estimates:
 
 def learn(
     name: str,
-    config: CollectionConfig,
+    config: StrategyConfig,
     pass_rates: Float[np.ndarray, " P"],
     *,
     updates: int,

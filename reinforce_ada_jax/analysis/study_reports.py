@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.analysis import enumeration, studies
 from reinforce_ada_jax.analysis.tables import Panel, by_rate, number, rate_scale, table, write
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.config import CollectionConfig
 
-Sections = Mapping[str, ConfigDict]
+Sections = Mapping[str, CollectionConfig]
 
 GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 EPSILONS = (0.0, 1e-4, 1e-3, 1e-2, 3e-2, 0.1)

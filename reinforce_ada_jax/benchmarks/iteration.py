@@ -20,13 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
 from reinforce_ada_jax.benchmarks import workloads
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.reporting.writers import Progress
@@ -207,15 +207,13 @@ class ClockedRun(train.Run):
         }
 
 
-def _begin(
-    config: ConfigDict, workdir: pathlib.Path, lengths: Lengths, architecture: Architecture | None
-) -> ClockedRun:
+def _begin(config: Config, workdir: pathlib.Path, lengths: Lengths, architecture: Architecture | None) -> ClockedRun:
     """A run of a configuration in a new work directory; with an architecture, of random weights of that shape."""
     folder = components.model_folder(config.model.path)
     if architecture is not None:
         folder = workdir / "model"
         make_folder(folder, components.model_folder(config.model.path), architecture, config.seed)
-    config_lib.validate(config)
+    config_lib.check(config)
     parts = components.parts(config, folder)
     prompts = parts.prompts(config.data.prompts, config)
     made_up = architecture is not None or not any(folder.glob("*.safetensors"))
@@ -232,7 +230,7 @@ def _begin(
 
 
 def measure(
-    config: ConfigDict,
+    config: Config,
     *,
     variants: Sequence[str] = tuple(VARIANTS),
     repeat: int = 3,
@@ -265,9 +263,8 @@ def measure(
     runs, taken = {}, {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for name in variants:
-            own = config.copy_and_resolve_references()
-            own.update_from_flattened_dict(VARIANTS[name])
-            own.update_from_flattened_dict({"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0})
+            quiet = {"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0}
+            own = config_lib.replaced(config, VARIANTS[name] | quiet)
             workdir = pathlib.Path(folder) / name
             workdir.mkdir()
             verifiers = stack.enter_context(components.verifier_pool(own))

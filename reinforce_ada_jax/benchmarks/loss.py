@@ -116,7 +116,7 @@ def _worker(options: argparse.Namespace) -> None:
 
 def _start(name: str, arguments: list[str]) -> tuple[subprocess.Popen, int]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "reinforce_ada_jax.loss_benchmark", f"--worker={name}", *arguments],
+        [sys.executable, "-m", "reinforce_ada_jax.benchmarks.loss", f"--worker={name}", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
     )  # fmt: skip
     return process, int(_answer(name, process)["temporary_bytes"])

@@ -115,7 +115,7 @@ def _learner(
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if devices > 1:
         environment |= {"JAX_NUM_CPU_DEVICES": str(devices)}
-    command = [sys.executable, "-m", "reinforce_ada_jax.update_worker"]
+    command = [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"]
     process = Answering(name, command, **environment, **_threads(threads))
     description = process.ask(
         command="load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),

@@ -1,4 +1,4 @@
-"""The learner as a process of its own, for `benchmark update`: asked as reinforce_ada_jax/benchmarks/baselines/transformers_update.py is.
+"""The learner as a process of its own, for `benchmark update`: asked as baselines/transformers_update.py is.
 
 {"command": "load", "model": DIR or null, "architecture": {...}, "dtype": "float32", "rows": 64, ...}
 {"command": "score", "examples": [...]}  -> {"logprobs"}, of each response's tokens
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig, SamplingConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
@@ -57,14 +57,21 @@ class Worker:
         devices: int,
         seed: int,
     ):
-        config = config_lib.defaults()
-        config.model.compute_dtype, config.seed = dtype, seed
-        config.collection.group_size, config.learning.prompts_per_update = 1, rows
-        config.learning.micro_batches, config.learning.responses_per_row = micro_batches, per_row
-        config.learning.warmup_updates = 1
-        config.sampling.temperature = learning["temperature"]
-        config.learning.update({key: value for key, value in learning.items() if key != "temperature"})
-        config.mesh.data = devices
+        loss = {key: value for key, value in learning.items() if key != "temperature"}
+        config = Config(
+            seed=seed,
+            model=ModelConfig(compute_dtype=dtype),
+            collection=CollectionConfig(group_size=1),
+            sampling=SamplingConfig(temperature=learning["temperature"]),
+            learning=LearningConfig(
+                prompts_per_update=rows,
+                micro_batches=micro_batches,
+                responses_per_row=per_row,
+                warmup_updates=1,
+                **loss,
+            ),
+            mesh=MeshConfig(data=devices),
+        )
         self.config, self.rows = config, rows
         self.limits = dict(max_prompt_tokens=prompt_tokens, max_response_tokens=response_tokens)
         mesh = mesh_lib.make_mesh(data=devices)

@@ -16,7 +16,7 @@ import numpy as np
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.prefetch import Ahead
-from reinforce_ada_jax.collection.strategies import CollectionConfig, Record, Strategy
+from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
 from reinforce_ada_jax.types import Begun, Pool, Prompt, Request, RequestQueue, Response, Verdict
 
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
@@ -321,7 +321,7 @@ def collect(
     prompts: Sequence[Prompt],
     sample_fn: SampleFn,
     verify_fn: VerifyFn,
-    config: CollectionConfig | Strategy,
+    config: StrategyConfig | Strategy,
     *,
     spare: Sequence[Prompt] = (),
     estimate_fn: EstimateFn | None = None,
@@ -342,7 +342,7 @@ def collect(
       sample_fn: a generator function over a types.RequestQueue, which yields lists of finished responses in any order.
       verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, for verification beside
         the sampler's work. Futures are heard in the order of the calls.
-      config: names the strategy and its settings (`strategies.CollectionConfig`), or is a strategy already.
+      config: names the strategy and its settings (`strategies.StrategyConfig`), or is a strategy already.
       spare: more prompts, of which the next one is opened whenever a prompt closes of which nothing is kept.
       estimate_fn: prompts -> the pass rates expected of them, for strategies that plan; None: 1/2 for all.
       seed: of the run; with `iteration`, the prompt's id and the round it decides what a strategy leaves to chance.

@@ -9,17 +9,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.analysis.enumeration import Expectations
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
+from reinforce_ada_jax.config import RewardConfig
 from reinforce_ada_jax.types import Pool, Prompt, RequestQueue, Response, Verdict
 
 
-def run_strategy(strategy_config: strategies.CollectionConfig, rewards: np.ndarray) -> list[Pool]:
+def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[Pool]:
     """What a strategy draws when response i of prompt p has reward `rewards[p, i]`.
 
     Args:
@@ -48,7 +48,7 @@ def _collect_scripted(
     strategy: Strategy, rewards: np.ndarray, *, estimate: float = 0.5, seed: int = 0, iteration: int = 0
 ) -> list[Pool]:
     """The pools of `rewards`; `estimate` is what strategies that plan are told of every prompt."""
-    threshold = config_lib.defaults().reward.positive_threshold
+    threshold = RewardConfig().positive_threshold
     prompts = [Prompt(str(row), problem="", answer="", tokens=np.zeros(1, np.int32)) for row in range(len(rewards))]
 
     def sample(queue: RequestQueue) -> Iterator[list[Response]]:
@@ -106,7 +106,7 @@ def _samples(
 
 
 def monte_carlo(
-    config: strategies.CollectionConfig,
+    config: StrategyConfig,
     pass_rates: Sequence[float] | Float[np.ndarray, " P"],
     samples: int,
     *,

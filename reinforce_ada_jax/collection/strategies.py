@@ -7,22 +7,20 @@ docs/strategies.md shows how to add one from outside of the package.
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
 
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import user_code
 from reinforce_ada_jax.collection import objectives
 from reinforce_ada_jax.collection.allocation import allocate
 from reinforce_ada_jax.collection.groups import balanced_group
-from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.types import Prompt
 
 
-class CollectionConfig(Protocol):
-    """The `collection` section of a configuration. These four must be there; what is not has config.py's default."""
+class StrategyConfig(Protocol):
+    """Settings of a strategy. These four are required; any other of the `collection` section has its default."""
 
     strategy: str
     group_size: int
@@ -275,13 +273,13 @@ def _load_function(reference: str) -> Callable[[Any], Strategy]:
     return function
 
 
-def with_defaults(config: CollectionConfig) -> SimpleNamespace:
-    """The settings of `config`, each one that it lacks at config.py's default."""
-    defaults = config_lib.defaults().collection
-    return SimpleNamespace(**{key: getattr(config, key, value) for key, value in defaults.items()})
+def with_defaults(config: StrategyConfig) -> CollectionConfig:
+    """Returns the settings of `config`; each one that it lacks has its default."""
+    fields = dataclasses.fields(CollectionConfig)
+    return CollectionConfig(**{field.name: getattr(config, field.name, field.default) for field in fields})
 
 
-def build(config: CollectionConfig) -> Strategy:
+def build(strategy_config: StrategyConfig) -> Strategy:
     """The strategy that the `collection` section of a configuration describes.
 
     `keep`, `baseline`, `normalize_by_std` and `objective` apply to every strategy; each has its own for the first two.
@@ -289,7 +287,7 @@ def build(config: CollectionConfig) -> Strategy:
     Raises:
       ValueError: the settings break a rule (config/collection_rules.py), or name a function that is not there.
     """
-    config = with_defaults(config)
+    config = with_defaults(strategy_config)
     collection_rules.check_collection(config)
     make = BUILT_IN[config.strategy] if config.strategy in BUILT_IN else _load_function(config.strategy)
     strategy = make(config)

@@ -1,3 +1,31 @@
-"""Every setting of a run: its default, what it may be, the rules between settings, and what a resume may change."""
+"""Every setting of a run: its default and meaning (settings), allowed values, rules, and what a resume may change."""
 
-from reinforce_ada_jax.config.defaults import *  # noqa: F403
+from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
+from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir
+from reinforce_ada_jax.config.rules import check, least_pages, longest_response, validate
+from reinforce_ada_jax.config.settings import (
+    DAY,
+    INSTRUCTION,
+    SYSTEM,
+    CheckpointConfig,
+    CollectionConfig,
+    Config,
+    DataConfig,
+    EstimatorConfig,
+    EvaluationConfig,
+    LearningConfig,
+    LoggingConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    RewardConfig,
+    SamplingConfig,
+)
+
+__all__ = [
+    "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "RESUMABLE", "SYSTEM", "CheckpointConfig", "CollectionConfig",
+    "Config", "DataConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig", "LoggingConfig", "LoraConfig",
+    "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check", "check_evaluated", "check_workdir",
+    "defaults", "flatten", "from_json", "least_pages", "longest_response", "replaced", "resolve", "settings", "to_json",
+    "validate",
+]  # fmt: skip

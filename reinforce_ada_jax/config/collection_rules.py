@@ -1,26 +1,16 @@
-"""What the settings of a collection mean together: derived numbers, and the rules that they must keep.
+"""Rules of the `collection` section alone, and the numbers that follow from its settings.
 
-For the `collection` section of a configuration, or anything that has its fields. config.py checks a run with it before
-any device work, collection/strategies.py whatever it builds.
+`validate` checks a run by them before any device work, and collection/strategies.py whatever it builds.
 """
 
-from typing import Any
+from collections.abc import Callable
 
-STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
-KEEPS = ("group", "pool")
-BASELINES = ("group", "pool", "leave_one_out", "anchored")
-OBJECTIVES = ("identity", "log", "power")
-ALLOCATIONS = ("hybrid", "sampling", "variance")
+from reinforce_ada_jax.config.settings import CollectionConfig
+from reinforce_ada_jax.config.values import ALLOCATIONS, BASELINES, KEEPS, OBJECTIVES, STRATEGIES, check_choice
 
 
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")
-
-
-def max_draws(collection: Any) -> int | None:
-    """The most draws for one prompt under the built-in strategies; None: there is no limit."""
+def max_draws(collection: CollectionConfig) -> int | None:
+    """Returns the most draws for one prompt under the built-in strategies; None where there is no limit."""
     if collection.strategy in ("grpo", "dapo"):
         return collection.group_size
     rounds = collection.samples_per_round * collection.max_rounds
@@ -31,8 +21,8 @@ def max_draws(collection: Any) -> int | None:
     return rounds
 
 
-def goals(collection: Any) -> tuple[int, int]:
-    """(k_pos, k_neg): correct and wrong responses that end the rounds of `positive` and `balance`."""
+def goals(collection: CollectionConfig) -> tuple[int, int]:
+    """Returns (k_pos, k_neg), the correct and wrong responses that end the rounds of `positive` and `balance`."""
     half = collection.group_size // 2
     k_pos, k_neg = (1, 0) if collection.strategy == "positive" else (half, collection.group_size - half)
     return (
@@ -41,67 +31,55 @@ def goals(collection: Any) -> tuple[int, int]:
     )
 
 
-def draw_budget(collection: Any) -> float:
-    """Draws for a prompt on average, under `estimate`."""
+def draw_budget(collection: CollectionConfig) -> float:
+    """Returns the mean draws of a prompt under `estimate`."""
     return float(collection.samples_per_round if collection.budget is None else collection.budget)
 
 
-def check_collection(collection: Any) -> None:
-    """The rules of the `collection` section that concern its strategy and its objective.
-
-    Raises:
-      ValueError: the first rule broken.
-    """
-    strategy, group_size, most = collection.strategy, collection.group_size, max_draws(collection)
+def strategy_is_known(collection: CollectionConfig) -> None:
+    """The strategy is built in, or names a function as file.py:function."""
+    strategy = collection.strategy
     if ":" not in strategy and strategy not in STRATEGIES:
         raise ValueError(
             f"collection.strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}, or name a function of "
             "yours as file.py:function."
         )
-    if collection.keep:
-        check_choice("collection.keep", collection.keep, KEEPS)
-        if strategy in ("dapo", "ngu"):
-            raise ValueError(
-                f"collection.keep is {collection.keep!r} with the strategy {strategy}, whose own rule of what to keep "
-                "drops groups without a signal: leave it empty."
-            )
+
+
+def keep_fits_the_strategy(collection: CollectionConfig) -> None:
+    """keep stays empty with dapo and ngu, which drop groups without a signal by rules of their own."""
+    if not collection.keep:
+        return
+    check_choice("collection.keep", collection.keep, KEEPS)
+    if collection.strategy in ("dapo", "ngu"):
+        raise ValueError(
+            f"collection.keep is {collection.keep!r} with the strategy {collection.strategy}, whose own rule of what "
+            "to keep drops groups without a signal: leave it empty."
+        )
+
+
+def baseline_is_known(collection: CollectionConfig) -> None:
+    """The baseline is empty or one of the built-in ones."""
     if collection.baseline:
         check_choice("collection.baseline", collection.baseline, BASELINES)
+
+
+def groups_have_a_baseline(collection: CollectionConfig) -> None:
+    """A group has at least 2 responses."""
     check_choice("collection.allocation", collection.allocation, ALLOCATIONS)
     check_choice("collection.objective", collection.objective, OBJECTIVES)
-    if group_size < 2:
+    if collection.group_size < 2:
         raise ValueError(
-            f"collection.group_size is {group_size}: a group of one has no baseline to differ from. Use at least 2."
-        )
-    if strategy in ("positive", "balance"):
-        _check_rounds(collection, most)
-    if strategy == "estimate":
-        _check_budget(collection, most)
-    if strategy == "ngu":
-        _check_retries(collection, most)
-    diverges = collection.objective == "log" or (collection.objective == "power" and collection.objective_alpha < 1)
-    if diverges and not collection.objective_epsilon > 0:
-        raise ValueError(
-            f"collection.objective_epsilon is {collection.objective_epsilon} with the objective "
-            f"{collection.objective}, whose weight w(p) grows without bound as p falls to 0: set it above 0 (0.01)."
-        )
-    # What draws pay may be 0 at a pass rate of 0 or 1, and advantages are divided by it.
-    vanishes = collection.allocation == "variance" or collection.objective == "power"
-    if strategy == "estimate" and vanishes and not collection.objective_epsilon > 0:
-        raise ValueError(
-            f"collection.objective_epsilon is {collection.objective_epsilon} with the allocation "
-            f"{collection.allocation} and the objective {collection.objective}: some pass rates would get no draws and "
-            "divide advantages by 0. Set it above 0 (0.01)."
-        )
-    if not collection.objective_epsilon < 1:
-        raise ValueError(
-            f"collection.objective_epsilon is {collection.objective_epsilon}; it must be below 1: it is a pass rate."
+            f"collection.group_size is {collection.group_size}: a group of one has no baseline to differ from. Use at "
+            "least 2."
         )
 
 
-def _check_rounds(collection: Any, most: int) -> None:
-    """`positive` and `balance`: the rule can be met, and one round fills a group."""
-    k_pos, k_neg = goals(collection)
+def goals_can_be_met(collection: CollectionConfig) -> None:
+    """positive, balance: k_pos + k_neg is at least 1 and at most M * N."""
+    if collection.strategy not in ("positive", "balance"):
+        return
+    (k_pos, k_neg), most = goals(collection), collection.samples_per_round * collection.max_rounds
     if collection.strategy == "positive" and k_neg:
         raise ValueError(
             f"collection.k_neg is {k_neg} with the strategy positive, which looks at correct responses only: use "
@@ -118,7 +96,11 @@ def _check_rounds(collection: Any, most: int) -> None:
             f"({collection.max_rounds} rounds of {collection.samples_per_round}): no prompt could meet the rule. Lower "
             "them, or raise collection.max_rounds."
         )
-    if collection.group_size > collection.samples_per_round:
+
+
+def a_round_fills_a_group(collection: CollectionConfig) -> None:
+    """positive, balance: group_size does not exceed samples_per_round."""
+    if collection.strategy in ("positive", "balance") and collection.group_size > collection.samples_per_round:
         raise ValueError(
             f"collection.group_size is {collection.group_size}, collection.samples_per_round is "
             f"{collection.samples_per_round}: {collection.strategy} may stop after one round, which must fill a group "
@@ -127,8 +109,12 @@ def _check_rounds(collection: Any, most: int) -> None:
         )
 
 
-def _check_budget(collection: Any, most: int) -> None:
-    """`estimate`: the bounds leave room for the budget."""
+def budget_is_within_draws(collection: CollectionConfig) -> None:
+    """estimate: min_draws <= budget <= max_draws."""
+    if collection.strategy != "estimate":
+        return
+    rounds = collection.samples_per_round * collection.max_rounds
+    most = rounds if collection.max_draws is None else collection.max_draws
     budget, least = draw_budget(collection), collection.min_draws
     if not least <= most:
         raise ValueError(f"collection.min_draws is {least} and collection.max_draws {most}: lower the first.")
@@ -146,12 +132,14 @@ def _check_budget(collection: Any, most: int) -> None:
         )
 
 
-def _check_retries(collection: Any, most: int | None) -> None:
-    """`ngu`: retries end."""
-    chance = collection.retry_probability
-    if not 0 <= chance <= 1:
-        raise ValueError(f"collection.retry_probability is {chance}; it must be in [0, 1].")
-    if most is None and chance == 1:
+def retries_end(collection: CollectionConfig) -> None:
+    """ngu: retry_probability is in [0, 1], and below 1 where max_draws sets no limit."""
+    probability, most = collection.retry_probability, max_draws(collection)
+    if collection.strategy != "ngu":
+        return
+    if not 0 <= probability <= 1:
+        raise ValueError(f"collection.retry_probability is {probability}; it must be in [0, 1].")
+    if most is None and probability == 1:
         raise ValueError(
             "collection.retry_probability is 1 and collection.max_draws 0 (no limit): a prompt that the policy can't "
             "solve would be retried for ever. Lower the probability, or set a limit."
@@ -161,3 +149,35 @@ def _check_retries(collection: Any, most: int | None) -> None:
             f"collection.max_draws is {most}, less than one round of {collection.group_size} "
             "(collection.group_size): raise it."
         )
+
+
+def weights_are_finite(collection: CollectionConfig) -> None:
+    """objective_epsilon is above 0 where w(p) grows without bound or may be 0, and below 1."""
+    epsilon, objective = collection.objective_epsilon, collection.objective
+    diverges = objective == "log" or (objective == "power" and collection.objective_alpha < 1)
+    if diverges and not epsilon > 0:
+        raise ValueError(
+            f"collection.objective_epsilon is {epsilon} with the objective {objective}, whose weight w(p) grows "
+            "without bound as p falls to 0: set it above 0 (0.01)."
+        )
+    # What draws pay may be 0 at a pass rate of 0 or 1, and advantages are divided by it.
+    vanishes = collection.allocation == "variance" or objective == "power"
+    if collection.strategy == "estimate" and vanishes and not epsilon > 0:
+        raise ValueError(
+            f"collection.objective_epsilon is {epsilon} with the allocation {collection.allocation} and the objective "
+            f"{objective}: some pass rates would get no draws and divide advantages by 0. Set it above 0 (0.01)."
+        )
+    if not epsilon < 1:
+        raise ValueError(f"collection.objective_epsilon is {epsilon}; it must be below 1: it is a pass rate.")
+
+
+RULES: tuple[Callable[[CollectionConfig], None], ...] = (
+    strategy_is_known, keep_fits_the_strategy, baseline_is_known, groups_have_a_baseline, goals_can_be_met,
+    a_round_fills_a_group, budget_is_within_draws, retries_end, weights_are_finite,
+)  # fmt: skip
+
+
+def check_collection(collection: CollectionConfig) -> None:
+    """Raises ValueError for the first rule of the section that is broken."""
+    for rule in RULES:
+        rule(collection)

@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.reporting.writers import write_whole
 from reinforce_ada_jax.training.sharded_collection import draw_everywhere
 from reinforce_ada_jax.types import Prompt, Response, Verdict
@@ -66,7 +66,7 @@ def problems_hash(problems: Iterable[tuple[str, str]]) -> str:
     return text_hash([list(pair) for pair in problems])
 
 
-def drawn_with(config: ConfigDict, model: str, sampling: Mapping[str, Any], samples: int) -> dict[str, Any]:
+def drawn_with(config: Config, model: str, sampling: Mapping[str, Any], samples: int) -> dict[str, Any]:
     """The part of a header that decides the responses; `problems` (`problems_hash`) is still to be added.
 
     Args:
@@ -77,15 +77,15 @@ def drawn_with(config: ConfigDict, model: str, sampling: Mapping[str, Any], samp
     """
     return {
         "model": model,
-        **{key: config.model[key] for key in ("parameter_dtype", "compute_dtype")},
+        **{key: getattr(config.model, key) for key in ("parameter_dtype", "compute_dtype")},
         "seed": config.seed,
         "samples": samples,
         **sampling,
-        **{key: config.data[key] for key in ("template", "system", "instruction", "date")},
+        **{key: getattr(config.data, key) for key in ("template", "system", "instruction", "date")},
     }
 
 
-def graded_by(config: ConfigDict, grader: str, answers: Iterable[str]) -> dict[str, Any]:
+def graded_by(config: Config, grader: str, answers: Iterable[str]) -> dict[str, Any]:
     """The part of a header that decides the verdicts; `grader` as for `Parts.verify_fn`."""
     reward = config.reward
     of_user = bool(reward.path) and not grader

@@ -17,8 +17,8 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
-from ml_collections import ConfigDict
 
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import batch as batch_lib
 from reinforce_ada_jax.learning import fused_loss
@@ -110,7 +110,7 @@ def response_logprobs(
     )  # fmt: skip
 
 
-def importance_cap(config: ConfigDict) -> float | None:
+def importance_cap(config: Config) -> float | None:
     """`learning.truncated_is_cap`; where responses may have been drawn with earlier weights, there is always one."""
     cap = config.learning.truncated_is_cap
     return 2.0 if cap is None and config.collection.overlap_iterations else cap
@@ -119,7 +119,7 @@ def importance_cap(config: ConfigDict) -> float | None:
 class Learner:
     """The compiled programs of one run: `init`, `score`, `update`."""
 
-    def __init__(self, architecture: Architecture, config: ConfigDict, mesh: Mesh):
+    def __init__(self, architecture: Architecture, config: Config, mesh: Mesh):
         self.architecture, self.mesh = architecture, mesh
         self._optimizer = make_optimizer(config.learning)
         self._learning = config.learning
@@ -155,7 +155,7 @@ class Learner:
                 jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
             ),
         )
-        self.lora = lora.from_settings(**config.lora)
+        self.lora = lora.from_settings(config.lora)
         self.param_shardings = (
             param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
         )

@@ -3,8 +3,8 @@
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from ml_collections import ConfigDict
 
+from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.policy.transformer import Params
 
 
@@ -17,7 +17,7 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
     return schedule
 
 
-def make_optimizer(learning: ConfigDict) -> optax.GradientTransformation:
+def make_optimizer(learning: LearningConfig) -> optax.GradientTransformation:
     """The optimiser that the `learning` section describes."""
     return optax.chain(
         optax.clip_by_global_norm(learning.clip_norm),

@@ -7,9 +7,9 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.analysis import enumeration
+from reinforce_ada_jax.config import CollectionConfig, Config
 from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_turn, prefill_call, roofline, token_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.engine import buckets
@@ -43,13 +43,13 @@ class Statistics:
         return self.prompt_tokens + self.response_tokens / 2
 
 
-def expected_draws(collection: ConfigDict, beta: tuple[float, float]) -> float:
+def expected_draws(collection: CollectionConfig, beta: tuple[float, float]) -> float:
     """Draws for a prompt under the strategy, pass rates being Beta distributed; of dapo, before it draws anew."""
     pass_rates = np.random.default_rng(0).beta(*beta, NUM_PASS_RATES)
     return float(enumeration.expectations(collection, pass_rates).draws.mean())
 
 
-def packed_share(config: ConfigDict, statistics: Statistics) -> float:
+def packed_share(config: Config, statistics: Statistics) -> float:
     """Rows of the update for each response, at least: 1 where none share a row."""
     if config.learning.responses_per_row == 1:
         return 1.0
@@ -59,7 +59,7 @@ def packed_share(config: ConfigDict, statistics: Statistics) -> float:
 
 
 def phases(
-    config: ConfigDict,
+    config: Config,
     architecture: Architecture,
     options: EngineOptions,
     mesh_shape: dict[str, int],
@@ -118,7 +118,7 @@ def slots_that_fit(options: EngineOptions, pages: int) -> int:
     return int(max(0, pages - 1) / (options.table_width + 1.25 * options.prompt_width))
 
 
-def next_micro_batches(config: ConfigDict) -> int | None:
+def next_micro_batches(config: Config) -> int | None:
     """The least greater number of micro-batches that the configuration may have; None: a row a device is the least."""
     shards = config.mesh.data * config.mesh.fsdp
     rows = config.learning.prompts_per_update * config.collection.group_size // shards
@@ -126,7 +126,7 @@ def next_micro_batches(config: ConfigDict) -> int | None:
 
 
 def remedies(
-    config: ConfigDict, architecture: Architecture, options: EngineOptions, results: list[dict[str, Any]], state: int
+    config: Config, architecture: Architecture, options: EngineOptions, results: list[dict[str, Any]], state: int
 ) -> list[str]:
     """What to change, a line each, the cheapest first; nothing where all fits.
 
@@ -178,7 +178,7 @@ def remedies(
 
 
 def plan_text(
-    config: ConfigDict,
+    config: Config,
     architecture: Architecture,
     options: EngineOptions,
     mesh_shape: dict[str, int],

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner
@@ -81,7 +81,7 @@ class Abstract:
       base: the frozen weights under the adapters; None where all weights are trained.
     """
 
-    config: ConfigDict
+    config: Config
     engine: Engine
     learner: Learner
     state: Any
@@ -151,7 +151,7 @@ class Abstract:
         )
 
 
-def abstract_run(config: ConfigDict, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Abstract:
+def abstract_run(config: Config, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Abstract:
     """The run's parts on a mesh whose devices need not be here."""
     learner = Learner(architecture, config, mesh)
     batch = abstract_batch(config, learner)
@@ -164,13 +164,13 @@ def abstract_run(config: ConfigDict, architecture: Architecture, options: Engine
     return Abstract(config, engine, learner, state, batch, base)
 
 
-def abstract_base(config: ConfigDict, learner: Learner) -> Params:
+def abstract_base(config: Config, learner: Learner) -> Params:
     """The frozen weights under adapters, as `assembly.load_params` places them."""
     make = functools.partial(init, learner.architecture, dtype=jnp.dtype(config.model.compute_dtype))
     return with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(learner.architecture, learner.mesh))
 
 
-def abstract_batch(config: ConfigDict, learner: Learner) -> Batch:
+def abstract_batch(config: Config, learner: Learner) -> Batch:
     """A minibatch as `Learner.put` places it, with as many rows as `Updates.batch_rows` pads it to."""
     most = strategies.build(config.collection).max_kept
     kept = config.collection.group_size if most is None else most

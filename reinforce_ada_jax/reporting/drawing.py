@@ -1,6 +1,6 @@
 """Panels of curves and bars as PNG and SVG, on light paper and on dark.
 
-What is drawn says nothing of runs: it comes as data (reporting/curves.py). Lines differ in colour, dashes and marker and are
+What is drawn says nothing of runs: it comes as data (curves.py). Lines differ in colour, dashes and marker and are
 named where they end, and bars are hatched, so that a figure printed in grey says the same.
 """
 

@@ -31,9 +31,9 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
-from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers
 
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
@@ -86,7 +86,7 @@ def _record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
     return folder / str(iteration) / "run" / "metadata"
 
 
-def abstract_state(config: ConfigDict, learner: Learner) -> tuple[LearnerState, LearnerState]:
+def abstract_state(config: Config, learner: Learner) -> tuple[LearnerState, LearnerState]:
     """Shapes and shardings of the learner's state: what a checkpoint is restored into."""
     dtype = jnp.dtype(config.model.parameter_dtype)
     make = functools.partial(init, learner.architecture)

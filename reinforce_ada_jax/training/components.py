@@ -12,11 +12,10 @@ from concurrent.futures import Future
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.config import Config, EvaluationConfig
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -53,7 +52,7 @@ class Parts:
     mesh: Mesh
     engine: Engine
 
-    def prompts(self, source: str, config: ConfigDict) -> list[Prompt]:
+    def prompts(self, source: str, config: Config) -> list[Prompt]:
         """The tokenised prompts of a source."""
         problems = prompts_lib.load_problems(source)
         data, chat = config.data, chat_from_config(config)
@@ -75,7 +74,7 @@ class Parts:
         return verify
 
 
-def parts(config: ConfigDict, folder: pathlib.Path) -> Parts:
+def parts(config: Config, folder: pathlib.Path) -> Parts:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
 
     Raises:
@@ -89,17 +88,17 @@ def parts(config: ConfigDict, folder: pathlib.Path) -> Parts:
             f"{architecture.vocab_size} rows: they don't belong together."
         )
     options = options_from_config(config, tokenizer.stop_ids)
-    mesh = mesh_lib.make_mesh(**config.mesh)
+    mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh))
     return Parts(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer))
 
 
-def deterministic(config: ConfigDict) -> bool:
+def deterministic(config: Config) -> bool:
     """Whether the order of events may not depend on time; unless the configuration says, it may not on a CPU."""
     chosen = config.collection.deterministic
     return jax.default_backend() == "cpu" if chosen is None else chosen
 
 
-def shaping(config: ConfigDict) -> Shaping:
+def shaping(config: Config) -> Shaping:
     """How training rewards are made of graded ones; evaluations know the threshold only."""
     reward = config.reward
     return Shaping(
@@ -107,19 +106,19 @@ def shaping(config: ConfigDict) -> Shaping:
     )
 
 
-def benchmark_graders(config: ConfigDict) -> dict[str, str]:
+def benchmark_graders(config: Config) -> dict[str, str]:
     """{benchmark: kind of reward} for those that are graded otherwise than training."""
     kinds = dict(entry.rsplit("=", 1) for entry in config.evaluation.graders)
     names = [prompts_lib.benchmark_name(source) for source in config.evaluation.benchmarks]
     return {name: kinds[name] for name in names if name in kinds}
 
 
-def check_graders(config: ConfigDict, sources: Sequence[str]) -> None:
+def check_graders(config: Config, sources: Sequence[str]) -> None:
     """Raises ValueError where an entry of `evaluation.graders` is no default and names none of the benchmarks."""
     names = [prompts_lib.benchmark_name(source) for source in sources]
     for entry in config.evaluation.graders:
         named = entry.rpartition("=")[0]
-        if entry not in defaults().evaluation.graders and named not in names:
+        if entry not in EvaluationConfig().graders and named not in names:
             nearest = difflib.get_close_matches(named, names, 1)
             raise ValueError(
                 f"evaluation.graders has {entry!r}, but no benchmark is called {named!r}"
@@ -127,7 +126,7 @@ def check_graders(config: ConfigDict, sources: Sequence[str]) -> None:
             )
 
 
-def verifier_pool(config: ConfigDict) -> VerifierPool:
+def verifier_pool(config: Config) -> VerifierPool:
     """The verifier processes of a run; a context manager.
 
     They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
@@ -144,7 +143,7 @@ def verifier_pool(config: ConfigDict) -> VerifierPool:
     return pool
 
 
-def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> Params:
+def load_params(config: Config, parts: Parts, dtype: str | None = None) -> Params:
     """The weights of the model folder, where the learner wants them.
 
     In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
@@ -154,13 +153,13 @@ def load_params(config: ConfigDict, parts: Parts, dtype: str | None = None) -> P
     return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype))[1]
 
 
-def new_adapters(config: ConfigDict, parts: Parts, chosen: lora.Lora) -> Params:
+def new_adapters(config: Config, parts: Parts, chosen: lora.Lora) -> Params:
     """The adapters that a run begins with: a function of its seed."""
     key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
     return lora.init(parts.architecture, chosen, key, parts.mesh, dtype)
 
 
-def make_estimator(config: ConfigDict, parts: Parts) -> Ema | ValueHead:
+def make_estimator(config: Config, parts: Parts) -> Ema | ValueHead:
     """The estimator of pass rates that the `estimator` section describes."""
     estimator = config.estimator
     if estimator.kind == "ema":

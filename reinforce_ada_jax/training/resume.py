@@ -6,15 +6,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.evaluation.response_store import problems_hash
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.training.components import Parts
 from reinforce_ada_jax.types import Prompt
 
 
-def identity(config: ConfigDict, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def identity(config: Config, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """As JSON: the architecture, and fingerprints of the prompts and of the weights that stay as they are.
 
     Those are the base under adapters ("base"), or what the KL term compares with ("reference"); None where there is

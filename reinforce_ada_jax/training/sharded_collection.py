@@ -14,7 +14,7 @@ from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection.collect import EstimateFn
 from reinforce_ada_jax.collection.prefetch import Ahead
 from reinforce_ada_jax.collection.serialization import Share, from_bytes, to_bytes
-from reinforce_ada_jax.collection.strategies import CollectionConfig, Strategy
+from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.types import Begun, Pool, Prompt
@@ -69,7 +69,7 @@ class ExpectedDraws:
     long) is expected to be the same for all: shares then weigh what they may, and the pools are the same.
     """
 
-    def __init__(self, collection: CollectionConfig):
+    def __init__(self, collection: StrategyConfig):
         self._collection = collection
         self._known: dict[float, float] = {}  # by pass rate
         self._followed = True  # until enumeration fails

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.training.components import Parts
 
 
-def _model_and_mesh(config: ConfigDict, parts: Parts, who: str) -> list[str]:
+def _model_and_mesh(config: Config, parts: Parts, who: str) -> list[str]:
     architecture, stop_ids = parts.architecture, parts.engine.options.stop_ids
     stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in stop_ids)
     axes = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items())
@@ -24,12 +24,12 @@ def _model_and_mesh(config: ConfigDict, parts: Parts, who: str) -> list[str]:
 
 
 def drawing(
-    config: ConfigDict,
+    config: Config,
     parts: Parts,
     who: str,
     counts: Mapping[str, tuple[int, int]],
     samples: int,
-    sampling: ConfigDict,
+    sampling: SamplingConfig | EvaluationConfig,
     output: pathlib.Path,
 ) -> str:
     """What `evaluate` and `prepare` are about to draw.
@@ -58,11 +58,11 @@ def drawing(
     )
 
 
-def summary(config: ConfigDict, workdir: pathlib.Path, parts: Parts, num_prompts: int) -> str:
+def summary(config: Config, workdir: pathlib.Path, parts: Parts, num_prompts: int) -> str:
     """What will run, on what, how much of it, and where the files go."""
     architecture, options = parts.architecture, parts.engine.options
     collection = config.collection
-    adapters = lora.from_settings(**config.lora)
+    adapters = lora.from_settings(config.lora)
     trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
     trained_bytes = 3 * trained * jnp.dtype(config.model.parameter_dtype).itemsize
     base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, owners
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
@@ -61,7 +61,7 @@ class Updates:
       skipped_in_a_row: updates that were not finite and were skipped, since the last one that was made.
     """
 
-    def __init__(self, config: ConfigDict, strategy: Strategy, learner: Learner, workdir: pathlib.Path):
+    def __init__(self, config: Config, strategy: Strategy, learner: Learner, workdir: pathlib.Path):
         self.config, self.strategy, self.learner, self.workdir = config, strategy, learner, workdir
         self.skipped_in_a_row = 0
 

@@ -10,9 +10,8 @@ import pathlib
 import socket
 import time
 
-from ml_collections import ConfigDict
-
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.reporting.writers import write_whole
 
@@ -67,7 +66,7 @@ class WorkdirLock:
             self._descriptor = None
 
 
-def write_config(config: ConfigDict, workdir: pathlib.Path) -> None:
+def write_config(config: Config, workdir: pathlib.Path) -> None:
     """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
     file = workdir / "config.json"
     if processes.is_writer():

@@ -279,9 +279,9 @@ def test_epsilon(tmp_path, capsys):
 
 
 def test_learning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(simulate.simulate_questions, "UPDATES", (1, 4))
-    monkeypatch.setattr(simulate.simulate_questions, "DRAWS", (1000, 4000))
-    monkeypatch.setattr(simulate.simulate_questions, "POPULATION", 64)
+    monkeypatch.setattr(simulate.study_reports, "UPDATES", (1, 4))
+    monkeypatch.setattr(simulate.study_reports, "DRAWS", (1000, 4000))
+    monkeypatch.setattr(simulate.study_reports, "POPULATION", 64)
     folder = tmp_path / "out"
     run("--question=learning", f"--output={folder}")
     shown = capsys.readouterr().out

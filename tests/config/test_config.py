@@ -1,52 +1,38 @@
 import ast
+import dataclasses
 import json
 import math
 import pathlib
 import re
 
 import pytest
-from ml_collections import ConfigDict
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.config import collection_rules, values
+from reinforce_ada_jax.config import Config, collection_rules, resume, rules
 from tests import running
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted(running.CONFIGS.glob("*.py"))
 
 
-def valid() -> ConfigDict:
-    config = config_lib.defaults()
-    config.model.path = "models/some"
-    config.data.prompts = "some.jsonl"
-    return config
+def valid() -> Config:
+    return changed()
 
 
-def changed(**changes) -> ConfigDict:
+def changed(**changes) -> Config:
     """A valid configuration with some keys set: changed(**{"seed": 1, "mesh.data": 2})."""
-    config = valid()
-    config.update_from_flattened_dict(changes)
-    return config
-
-
-def flat(config: ConfigDict) -> dict[str, object]:
-    """Leaves by dotted key."""
-    leaves = {}
-    for name, value in config.items():
-        nested = {f"{name}.{key}": leaf for key, leaf in value.items()} if isinstance(value, ConfigDict) else {}
-        leaves |= nested or {name: value}
-    return leaves
+    return config_lib.replaced(Config(), {"model.path": "models/some", "data.prompts": "some.jsonl"} | changes)
 
 
 # ---- validate -----------------------------------------------------------------------------------------------------
 
 
 def test_the_defaults_are_valid_once_model_and_prompts_are_named():
-    config_lib.validate(valid())
+    config_lib.check(valid())
     for key in ("model.path", "data.prompts"):
         with pytest.raises(ValueError, match=f"{key} is empty.*--config.{key}="):
-            config_lib.validate(changed(**{key: ""}))
+            config_lib.check(changed(**{key: ""}))
 
 
 AT_LEAST_ONE = """
@@ -111,49 +97,62 @@ POSITIVE = """
 def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message):
     shown = repr(value) if isinstance(value, str) else value
     with pytest.raises(ValueError, match=f"{re.escape(f'{key} is {shown}')}[;:] .*{message}"):
-        config_lib.validate(changed(**{key: value}))
+        config_lib.check(changed(**{key: value}))
 
 
 def test_every_number_has_a_range():
-    within = {key for _, keys in values.RANGES.values() for key in keys}
-    elsewhere = {"sampling.top_k", "sampling.top_p", "collection.retry_probability"}
-    numbers = {
-        key for key, value in flat(config_lib.defaults()).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+    elsewhere = {
+        "sampling.top_k", "sampling.top_p", "collection.retry_probability", "collection.k_pos", "collection.k_neg",
+        "collection.max_draws", "collection.budget",
     }  # fmt: skip
-    assert numbers <= within | elsewhere, numbers - within - elsewhere
+    numbers = {
+        key for key, field in config_lib.settings()
+        if str(field.type).partition(" ")[0] in ("int", "float", "<class") and field.type is not bool
+        and not isinstance(field.default, str | tuple) and field.metadata["allowed"] is None
+    }  # fmt: skip
+    bools = {"collection.normalize_by_std", "collection.barrier", "collection.deterministic"}
+    bools |= {"sampling.check_invariants", "logging.tensorboard"}
+    assert numbers - bools == elsewhere
+
+
+def test_each_setting_has_a_text_and_each_rule_a_setting():
+    named = {field.metadata["rule"] for _, field in config_lib.settings()} - {""}
+    assert named == {rule.__name__ for rule in (*rules.FIRST, *rules.RULES, *collection_rules.RULES)}
+    for key, field in config_lib.settings():
+        text = field.metadata["text"]
+        assert text.endswith("."), key
 
 
 @pytest.mark.parametrize("cut", [{"sampling.top_k": 50}, {"sampling.top_p": 0.95}])
 def test_training_samples_the_policy_as_it_is(cut):
     with pytest.raises(ValueError, match="training samples must come from the policy .* set evaluation.top_k"):
-        config_lib.validate(changed(**cut))
+        config_lib.check(changed(**cut))
 
 
 def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
     barrier = {"collection.barrier": True}
     with pytest.raises(ValueError, match="choose one of them"):
-        config_lib.validate(changed(**barrier, **{"collection.overlap_iterations": 1}))
+        config_lib.check(changed(**barrier, **{"collection.overlap_iterations": 1}))
     with pytest.raises(ValueError, match="open_prompts is 511, collection.prompts_per_iteration is 512"):
-        config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 511}))
-    config_lib.validate(changed(**barrier, **{"sampling.open_prompts": 512}))
+        config_lib.check(changed(**barrier, **{"sampling.open_prompts": 511}))
+    config_lib.check(changed(**barrier, **{"sampling.open_prompts": 512}))
     # 512 prompts of 16 pages, 48 of one with its response, and the one that is never handed out.
     with pytest.raises(ValueError, match="pages is 8240: with collection.barrier all 512 prompts .* are 8241 of 64"):
-        config_lib.validate(changed(**barrier, **{"sampling.pages": 8240}))
-    config_lib.validate(changed(**barrier, **{"sampling.pages": 8241}))
-    config_lib.validate(changed(**barrier))
+        config_lib.check(changed(**barrier, **{"sampling.pages": 8240}))
+    config_lib.check(changed(**barrier, **{"sampling.pages": 8241}))
+    config_lib.check(changed(**barrier))
 
 
 @pytest.mark.parametrize("strategy", ["positive", "balance"])
 def test_a_group_must_fit_into_one_round(strategy):
     sizes = {"collection.strategy": strategy, "collection.group_size": 16, "collection.samples_per_round": 8}
     with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8.*Lower the one or raise"):
-        config_lib.validate(changed(**sizes))
+        config_lib.check(changed(**sizes))
     # grpo draws group_size responses and ignores samples_per_round.
-    config_lib.validate(changed(**sizes | {"collection.strategy": "grpo"}))
+    config_lib.check(changed(**sizes | {"collection.strategy": "grpo"}))
 
 
-# Settings of the collection section that can't be meant, and what is said of them; the rules are config/collection_rules.py's.
+# Settings of the collection section that can't be meant, and what is said of them.
 COLLECTION_MISTAKES = [
     (
         {"strategy": "best"},
@@ -216,7 +215,7 @@ COLLECTION_MISTAKES = [
 def test_collection_settings_that_cannot_be_meant(settings, message):
     config = changed(**{f"collection.{key}": value for key, value in settings.items()})
     with pytest.raises(ValueError, match=message):
-        config_lib.validate(config)
+        config_lib.check(config)
     # Whoever calls collect from a trainer of his own hears the same.
     with pytest.raises(ValueError, match=message):
         strategies.build(config.collection)
@@ -240,7 +239,7 @@ def test_collection_settings_that_cannot_be_meant(settings, message):
 )
 def test_collection_settings_at_their_limits(settings):
     config = changed(**{f"collection.{key}": value for key, value in settings.items()})
-    config_lib.validate(config)
+    config_lib.check(config)
     strategies.build(config.collection)
 
 
@@ -248,12 +247,12 @@ def test_collection_settings_at_their_limits(settings):
 def test_no_overlap_where_the_next_prompts_draws_are_unknown(strategy):
     overlap = {"collection.strategy": strategy, "collection.overlap_iterations": 1}
     with pytest.raises(ValueError, match=f"before it is known what {strategy} will ask of them.*set it to 0"):
-        config_lib.validate(changed(**overlap))
+        config_lib.check(changed(**overlap))
 
 
 def test_a_users_strategy_is_looked_for_when_it_is_built():
     config = changed(**{"collection.strategy": "absent.py:mine"})
-    config_lib.validate(config)  # touches no file
+    config_lib.check(config)  # touches no file
     with pytest.raises(ValueError, match=r"there is no file 'absent\.py'"):
         strategies.build(config.collection)
 
@@ -261,23 +260,23 @@ def test_a_users_strategy_is_looked_for_when_it_is_built():
 def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches():
     sizes = {"collection.prompts_per_iteration": 100, "learning.prompts_per_update": 32}
     with pytest.raises(ValueError, match="prompts_per_iteration must be a multiple .* 100 .* 32. Use 96 or 128"):
-        config_lib.validate(changed(**sizes))
+        config_lib.check(changed(**sizes))
     # 128 prompts of 4 rows are 512 rows; 3 micro-batches on 2 * 4 row shards are 24 at a time: 504 or 528.
     sizes = {"learning.micro_batches": 3, "mesh.data": 2, "mesh.fsdp": 4}
     with pytest.raises(ValueError, match="micro_batches .* mesh.data .* mesh.fsdp: 512 .* 24. Use 504 or 528"):
-        config_lib.validate(changed(**sizes))
-    config_lib.validate(changed(**sizes | {"learning.micro_batches": 4}))
+        config_lib.check(changed(**sizes))
+    config_lib.check(changed(**sizes | {"learning.micro_batches": 4}))
 
 
 def test_the_cache_holds_at_least_one_response():
     # A prompt of 1,024 tokens fills 16 pages of 64, the prompt and 2,048 tokens fill 48, one is never handed out: 65.
-    config_lib.validate(changed(**{"sampling.pages": 65}))
+    config_lib.check(changed(**{"sampling.pages": 65}))
     with pytest.raises(ValueError, match="sampling.pages is 64: .*1024 tokens .* 2048 needs 65 pages of 64 .* or 0"):
-        config_lib.validate(changed(**{"sampling.pages": 64}))
+        config_lib.check(changed(**{"sampling.pages": 64}))
     # An evaluation with up to 4,096 tokens needs 16 + 80 + 1.
     longer = {"sampling.pages": 65, "evaluation.benchmarks": ("some.jsonl",)}
     with pytest.raises(ValueError, match="4096 needs 97 pages"):
-        config_lib.validate(changed(**longer))
+        config_lib.check(changed(**longer))
 
 
 # ---- the files in configs/ ----------------------------------------------------------------------------------------
@@ -300,43 +299,24 @@ def test_a_misspelt_key_in_a_file_names_the_nearest():
 # ---- every key is read --------------------------------------------------------------------------------------------
 
 
-def reads() -> set[tuple[str, str]]:
-    """(owner, attribute) of every attribute read in the package outside of config.py; `self._x.y` gives ("x", "y").
-
-    `collection` gets its own section under the name `config`; `**config.mesh` reads a section as a whole.
-    """
+def reads() -> set[str]:
+    """Names of all attributes that the package reads, the room of the configuration left out."""
     found = set()
     for file in (ROOT / "reinforce_ada_jax").rglob("*.py"):
-        if file.name == "config.py":
+        if file.parent.name == "config":
             continue
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
+        for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                owner = getattr(node.value, "id", getattr(node.value, "attr", "")).lstrip("_")
-                in_own_section = owner == "config" and file.parent.name == "collection"
-                found.add((file.parent.name if in_own_section else owner, node.attr))
-            if isinstance(node, ast.keyword) and node.arg is None and isinstance(node.value, ast.Attribute):
-                found.add((node.value.attr, "*"))
+                found.add(node.attr)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)  # getattr(config.data, key)
     return found
 
 
-def unread(config: ConfigDict, found: set[tuple[str, str]]) -> list[str]:
-    """Keys of `config` that nothing reads."""
-    owners = {key: key.split(".") if "." in key else ("config", key) for key in flat(config)}
-    return [key for key, (owner, name) in owners.items() if (owner, name) not in found and (owner, "*") not in found]
-
-
-def test_every_key_is_read_by_something():
-    assert unread(config_lib.defaults(), reads()) == []
-
-
-@pytest.mark.parametrize("key", ["planted", "learning.planted", "collection.slots", "sampling.learning_rate"])
-def test_a_key_that_nothing_reads_is_found(key):
-    config = config_lib.defaults()
-    with config.unlocked():
-        *section, name = key.split(".")
-        (config[section[0]] if section else config)[name] = 1
-    assert unread(config, reads()) == [key]
+def test_every_setting_is_read_by_something():
+    found = reads() | {"data", "fsdp", "tensor"}  # make_mesh(**dataclasses.asdict(config.mesh))
+    assert [key for key, _ in config_lib.settings() if key.split(".")[-1] not in found] == []
+    assert "planted" not in found
 
 
 # ---- saved and compared -------------------------------------------------------------------------------------------
@@ -344,8 +324,7 @@ def test_a_key_that_nothing_reads_is_found(key):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_json_and_back(file):
-    config = running.load(file).get_config()
-    config.learning.truncated_is_cap = 2.0
+    config = config_lib.replaced(config_lib.validate(running.load(file).get_config()), {"learning.truncated_is_cap": 2})
     again = config_lib.from_json(config_lib.to_json(config))
     assert again == config
     assert again.evaluation.benchmarks == config.evaluation.benchmarks
@@ -355,22 +334,24 @@ def test_json_and_back(file):
 
 def test_differences_name_exactly_what_differs():
     saved = json.loads(config_lib.to_json(valid()))
-    assert config_lib.differences(valid(), saved) == []
+    assert resume.differences(valid(), saved) == {}
     now = changed(**{"seed": 3, "learning.truncated_is_cap": 2.0, "collection.strategy": "grpo"})
-    assert config_lib.differences(now, saved) == [
+    assert list(resume.differences(now, saved).values()) == [
         "collection.strategy: balance -> grpo",
         "learning.truncated_is_cap: None -> 2.0",
         "seed: 0 -> 3",
     ]
-    # One that is gone and changed no result doesn't matter, and neither does it when the run is read again.
-    saved["learning"]["logprob_chunk"] = 512
-    assert config_lib.differences(valid(), saved) == []
-    assert config_lib.from_json(json.dumps(saved)) == valid()
-    # A key that is newer than the run had its default; one that is gone can't be honoured.
     del saved["seed"]
     saved["reward"]["scale"] = 2
-    assert config_lib.differences(valid(), saved) == ["reward.scale: 2 -> absent"]
-    assert config_lib.differences(changed(seed=3), saved) == ["reward.scale: 2 -> absent", "seed: 0 -> 3"]
+    assert list(resume.differences(valid(), saved).values()) == ["reward.scale: 2 -> absent", "seed: absent -> 0"]
+
+
+def test_an_unknown_key_is_an_error():
+    for tree in ({"sed": 1}, {"reward": {"scale": 2}}):
+        with pytest.raises(ValueError, match="unknown configuration key (sed|reward.scale)"):
+            config_lib.from_json(json.dumps(tree))
+    with pytest.raises(ValueError, match=r"unknown configuration key reward\.scale"):
+        config_lib.replaced(Config(), {"reward.scale": 2})
 
 
 def test_a_resume_may_change_these_and_nothing_else():
@@ -396,8 +377,8 @@ def test_a_resume_may_change_these_and_nothing_else():
         "logging.sampled_prompts": 7,
         "sampling.check_invariants": True,
     }
-    assert config_lib.differences(changed(**allowed), saved) == []
-    for key, value in flat(valid()).items():
+    assert resume.differences(changed(**allowed), saved) == {}
+    for key, value in config_lib.flatten(dataclasses.asdict(valid())).items():
         if key in allowed:
             continue
         if isinstance(value, bool) or key == "collection.deterministic":  # None by default
@@ -408,7 +389,7 @@ def test_a_resume_may_change_these_and_nothing_else():
             other = ("x",)
         else:
             other = (value or 0) + 1
-        assert len(config_lib.differences(changed(**{key: other}), saved)) == 1, key
+        assert len(resume.differences(changed(**{key: other}), saved)) == 1, key
 
 
 def test_a_workdir_holds_one_configuration(tmp_path):

@@ -8,6 +8,7 @@ import jinja2
 import pytest
 
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config, DataConfig, ModelConfig
 from reinforce_ada_jax.data import templates
 from reinforce_ada_jax.data.templates import Chat, chat_from_config, render_chat
 
@@ -161,10 +162,8 @@ def test_messages():
 
 
 def test_the_configuration_says_what_the_paper_says():
-    config = config_lib.defaults()
-    assert chat_from_config(config) == Chat()
-    config.data.date = "2025-01-02"
-    config.data.system = ""
+    assert chat_from_config(Config()) == Chat()
+    config = Config(data=DataConfig(date="2025-01-02", system=""))
     assert chat_from_config(config) == Chat(system="", date=datetime.date(2025, 1, 2))
 
 
@@ -173,19 +172,15 @@ def test_the_configuration_says_what_the_paper_says():
     [
         ({"template": "chatml"}, "data.template is 'chatml'; it must be one of plain, qwen_math, chat"),
         ({"system": "S"}, r"used by data.template='chat' only, and it is 'qwen_math'"),
-        ({"date": "26 Jul 2024"}, r"data.date is '26 Jul 2024'; it must be a day as 2024-07-26"),
+        ({"date": "26 Jul 2024"}, r"data.date is '26 Jul 2024'; it must be a date such as 2024-07-26"),
     ],
 )
 def test_what_the_configuration_refuses(changes, message):
-    config = config_lib.defaults()
-    config.model.path, config.data.prompts = "model", "problems.jsonl"
-    config.data.update(changes)
+    config = Config(model=ModelConfig(path="model"), data=DataConfig(prompts="problems.jsonl", **changes))
     with pytest.raises(ValueError, match=message):
-        config_lib.validate(config)
+        config_lib.check(config)
 
 
 def test_the_configuration_takes_texts_for_chat():
-    config = config_lib.defaults()
-    config.model.path, config.data.prompts = "model", "problems.jsonl"
-    config.data.update({"template": "chat", "system": "", "instruction": "Go."})
-    config_lib.validate(config)
+    data = DataConfig(prompts="problems.jsonl", template="chat", system="", instruction="Go.")
+    config_lib.check(Config(model=ModelConfig(path="model"), data=data))

@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components
@@ -50,8 +50,8 @@ def start(tmp_path_factory):
         for index in range(count):
             env = environment(folder / "compiled") | {"XLA_FLAGS": xla}
             if count > 1:
-                address = {processes.ADDRESS: f"127.0.0.1:{port}", processes.COUNT: str(count)}
-                env |= address | {processes.INDEX: str(index)}
+                address = {processes_lib.ADDRESS: f"127.0.0.1:{port}", processes_lib.COUNT: str(count)}
+                env |= address | {processes_lib.INDEX: str(index)}
             processes.append(subprocess.Popen(
                 [*train, f"--workdir={workdir}", *more, *own()], cwd=ROOT, text=True, env=env,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -207,17 +207,17 @@ def test_processes_with_other_configurations_are_told(start, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({processes.ADDRESS: "127.0.0.1:1"}, "JAX_COORDINATOR_ADDRESS=127.0.0.1:1"),
-        ({processes.ADDRESS: "127.0.0.1:1", processes.COUNT: "2"}, "JAX_NUM_PROCESSES=2"),
-        ({processes.ADDRESS: "a:1", processes.COUNT: "2", processes.INDEX: "2"}, "JAX_PROCESS_ID=2"),
-        ({processes.ADDRESS: "a:1", processes.COUNT: "two", processes.INDEX: "0"}, "JAX_NUM_PROCESSES=two"),
+        ({processes_lib.ADDRESS: "127.0.0.1:1"}, "JAX_COORDINATOR_ADDRESS=127.0.0.1:1"),
+        ({processes_lib.ADDRESS: "127.0.0.1:1", processes_lib.COUNT: "2"}, "JAX_NUM_PROCESSES=2"),
+        ({processes_lib.ADDRESS: "a:1", processes_lib.COUNT: "2", processes_lib.INDEX: "2"}, "JAX_PROCESS_ID=2"),
+        ({processes_lib.ADDRESS: "a:1", processes_lib.COUNT: "two", processes_lib.INDEX: "0"}, "JAX_NUM_PROCESSES=two"),
     ],
 )
 def test_half_named_processes_are_refused(monkeypatch, given, said):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"Set all three, or none\.") as error:
-        processes.initialize(cluster=False)
+        processes_lib.initialize(cluster=False)
     assert said in str(error.value)
 
 
@@ -226,21 +226,22 @@ def test_half_named_processes_are_refused(monkeypatch, given, said):
     [("[::1]:8476", "::1"), ("::1:8476", "::1"), ("a-host.b:8476", "a-host.b"), ("127.0.0.1:8476", "127.0.0.1")],
 )
 def test_the_host_of_an_address(address, host):
-    assert processes._host(address) == host
-    assert processes._host("") == "", "all addresses"
+    assert processes_lib._host(address) == host
+    assert processes_lib._host("") == "", "all addresses"
 
 
 # What a run does with the other processes before it does anything else.
 JOIN = """
 import sys
-from reinforce_ada_jax import command, distributed, lifeline
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed import processes, watchdog
 if sys.argv[1] == "deaf":  # process 0 names a port at which nothing listens
-    real, lifeline.JOIN_S = lifeline.Lifeline.listen, 3
-    lifeline.Lifeline.listen = lambda line, host="": "9 " + real(line, host).split()[1]
-with distributed.member():
-    with command.user_input():
-        distributed.initialize(cluster=False)
-    print(distributed.exchange(b"%d" % distributed.index()), flush=True)
+    real, watchdog.JOIN_S = watchdog.Lifeline.listen, 3
+    watchdog.Lifeline.listen = lambda line, host="": "9 " + real(line, host).split()[1]
+with processes.member():
+    with cli.user_input():
+        processes.initialize(cluster=False)
+    print(processes.exchange(b"%d" % processes.index()), flush=True)
 """
 
 
@@ -250,7 +251,7 @@ def joining(host, *arguments):
         address = f"{host}:{free.getsockname()[1]}"
     processes = []
     for index in range(2):
-        given = {processes.ADDRESS: address, processes.COUNT: "2", processes.INDEX: str(index)}
+        given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
         processes.append(subprocess.Popen(
             [sys.executable, "-c", JOIN, *arguments], cwd=ROOT, text=True, env=environment() | given,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -282,7 +283,7 @@ def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
 def test_what_is_wrong_with_the_processes_is_one_line(tmp_path):
     flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}")
     command_line = [sys.executable, "-m", "reinforce_ada_jax.train", *flags]
-    alone = environment() | {processes.INDEX: "1"}
+    alone = environment() | {processes_lib.INDEX: "1"}
     result = subprocess.run(command_line, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
     assert result.returncode == cli.BAD_INPUT
     (line,) = result.stderr.splitlines()
@@ -290,10 +291,10 @@ def test_what_is_wrong_with_the_processes_is_one_line(tmp_path):
 
 
 def test_one_process_exchanges_with_itself():
-    assert processes.exchange(b"abc") == [b"abc"]
-    assert processes.any_of(True) and not processes.any_of(False)
-    processes.check_same("anything", "text")
-    assert not processes.asked_to_stop()
+    assert processes_lib.exchange(b"abc") == [b"abc"]
+    assert processes_lib.any_of(True) and not processes_lib.any_of(False)
+    processes_lib.check_same("anything", "text")
+    assert not processes_lib.asked_to_stop()
 
 
 class Device:

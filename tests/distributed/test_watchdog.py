@@ -18,7 +18,7 @@ from tests.running import ROOT, environment
 # Reads its commands from standard input: what a process of a run does, without the run.
 PROCESS = """
 import sys
-from reinforce_ada_jax.lifeline import Lifeline
+from reinforce_ada_jax.distributed.watchdog import Lifeline
 line = Lifeline(int(sys.argv[1]), int(sys.argv[2]))
 if line.index == 0:
     print(line.listen(), flush=True)

@@ -11,7 +11,7 @@ import pytest
 
 from reinforce_ada_jax import cli, evaluate
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.evaluation import paper_results
 from reinforce_ada_jax.evaluation import scores as figures
@@ -206,11 +206,10 @@ def test_other_benchmarks_stay_in_the_file(tmp_path):
 
 def test_benchmarks_of_one_name_are_refused(monkeypatch):
     monkeypatch.setattr(Parts, "prompts", lambda self, source, config: [])
-    config = defaults()
-    config.evaluation.benchmarks = ("x/aime.jsonl", "y/aime.jsonl")
+    config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "y/aime.jsonl")})
     with pytest.raises(ValueError, match="two benchmarks are called 'aime': rename"):
         evaluate.load_benchmarks(object.__new__(Parts), config)
-    config.evaluation.benchmarks = ("x/aime.jsonl", "cipher:heldout")
+    config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "cipher:heldout")})
     assert list(evaluate.load_benchmarks(object.__new__(Parts), config)) == ["aime", "heldout"]
 
 
@@ -228,7 +227,7 @@ def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it():
 def test_a_grader_that_names_no_benchmark_is_told():
     # Those of config.py name files that needn't be there; anybody's own must.
     sources = ("data/gsm8k_test.jsonl", "math500.jsonl")
-    components.check_graders(defaults(), sources)
+    components.check_graders(Config(), sources)
     mine = tiny(**{"evaluation.graders": ("math500=gsm8k", "gsm8k_test=gsm8k")})
     components.check_graders(mine, sources)
     misspelt = tiny(**{"evaluation.graders": ("gms8k_test=gsm8k",)})

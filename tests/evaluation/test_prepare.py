@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.test_evaluate import REWARD, bad_files, four_answers
 
 from reinforce_ada_jax import cli, prepare, simulate
 from reinforce_ada_jax.data import cipher
@@ -16,6 +15,7 @@ from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components
+from tests.evaluation.test_evaluate import REWARD, bad_files, four_answers
 from tests.running import ROOT, cipher_file, environment, killed_after, tiny
 
 

@@ -39,7 +39,7 @@ def test_slices_are_what_their_names_say():
     table = README.split("| `--type` |")[1].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in table]
     assert len(rows) == 15
-    sources = [file.read_text() for file in (ROOT / "reinforce_ada_jax").glob("*.py")]
+    sources = [file.read_text() for file in (ROOT / "reinforce_ada_jax").rglob("*.py")]
     (known,) = [match[1] for text in sources if (match := re.search(r"^CHIPS = \{\n(.*?)^\}", text, re.M | re.S))]
     for kind, topology, chips, hosts, script in rows:
         chip, _, shape = topology.partition(":")

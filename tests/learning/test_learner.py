@@ -8,7 +8,7 @@ import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, LoraConfig, ModelConfig, SamplingConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
@@ -28,22 +28,14 @@ PROMPT_LENGTHS, RESPONSE_LENGTHS = (1, 5, 3, 2, 5, 4, 1, 2), (1, 8, 1, 7, 2, 1, 
 @functools.cache
 def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
     """A learner whose first moment after one update is the gradient, and whose step is smooth in it."""
-    config = defaults()
-    config.model.compute_dtype = "float32"
-    config.sampling.temperature = TEMPERATURE
-    config.collection.group_size = 4  # of two prompts: eight rows a minibatch
-    config.learning.update(
-        dict(
-            prompts_per_update=2,
-            b1=0.0,
-            clip_norm=1e9,
-            epsilon=1e-3,
-            learning_rate=1e-3,
-            warmup_updates=0,
-        )
+    exact = dict(b1=0.0, clip_norm=1e9, epsilon=1e-3, learning_rate=1e-3, warmup_updates=0)
+    config = Config(
+        model=ModelConfig(compute_dtype="float32"),
+        sampling=SamplingConfig(temperature=TEMPERATURE),
+        collection=CollectionConfig(group_size=4),  # of two prompts: eight rows a minibatch
+        learning=LearningConfig(**{"prompts_per_update": 2, "micro_batches": micro_batches} | exact | changes),
+        lora=LoraConfig(rank=rank, alpha=ALL.alpha),
     )
-    config.learning.update(dict(micro_batches=micro_batches, **changes))
-    config.lora.update(dict(rank=rank, alpha=ALL.alpha))
     return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
 
 

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import transformers
-from ml_collections import ConfigDict
 
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.config import Config, DataConfig, ModelConfig, SamplingConfig
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
@@ -135,12 +134,13 @@ def logits(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarra
         return model(torch.from_numpy(tokens).long()[None], use_cache=False).logits[0].numpy()
 
 
-def run_config(max_prompt_tokens: int, limit: int) -> ConfigDict:
+def run_config(max_prompt_tokens: int, limit: int) -> Config:
     """A run's configuration in float32; with fewer slots than responses, so that slots are used again."""
-    config = config_lib.defaults()
-    config.model.compute_dtype, config.data.max_prompt_tokens = "float32", max_prompt_tokens
-    config.sampling.update(dict(slots=4, window=8, page_size=16, prefill_rows=2, max_response_tokens=limit))
-    return config
+    return Config(
+        model=ModelConfig(compute_dtype="float32"),
+        data=DataConfig(max_prompt_tokens=max_prompt_tokens),
+        sampling=SamplingConfig(slots=4, window=8, page_size=16, prefill_rows=2, max_response_tokens=limit),
+    )
 
 
 def draw(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from reinforce_ada_jax.config import LoraConfig
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from tests.golden.transformers import make_golden
 from tests.parity.published import from_pretrained
@@ -30,7 +31,7 @@ def case(request, tmp_path_factory):
     base_folder, adapter_folder = (tmp_path_factory.mktemp("lora") / name for name in ("base", "adapter"))
     make_golden.random_model(MODELS[request.param], 7).save_pretrained(base_folder)
     architecture, base = huggingface.load(base_folder)
-    chosen = lora.from_settings(4, 8.0, CASES[request.param])
+    chosen = lora.from_settings(LoraConfig(rank=4, alpha=8.0, targets=tuple(CASES[request.param])))
     adapters = random_adapters(architecture, chosen)
     adapter_files.save(adapter_folder, architecture, adapters, chosen, base=base_folder)
     tokens = np.random.default_rng(0).integers(3, architecture.vocab_size, (2, 24)).astype(np.int32)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from reinforce_ada_jax.config import replaced
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import huggingface, transformer
@@ -121,7 +122,7 @@ def test_from_a_problem_to_text(family, tmp_path):
     """A folder as published: its tokenizer renders real problems, our engine answers, and `generate` says the same."""
     name, template = FAMILIES[family]
     config = published.run_config(max_prompt_tokens=256, limit=LIMIT)
-    config.data.template = template
+    config = replaced(config, {"data.template": template})
     folder, problems = shared.model_folder(family, tmp_path / "model"), tmp_path / "problems.jsonl"
     benchmark = (shared.FOLDER / "benchmarks" / "gsm8k_test.jsonl").read_text().splitlines(keepends=True)
     problems.write_text("".join(benchmark[:NUM_PROBLEMS]))

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from reinforce_ada_jax.config import replaced, resolve
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.planning import plan, programs, roofline
 from reinforce_ada_jax.planning.plan import Statistics
@@ -292,13 +293,13 @@ def test_expected_draws():
 
 
 def test_remedies():
-    config = load(CONFIGS / "qwen_1p5b.py").get_config()
+    config = resolve(load(CONFIGS / "qwen_1p5b.py").get_config())
     assert plan.remedies(config, TIED, OPTIONS, RESULTS, GIB) == []
     too_big = [*RESULTS[:2], result("update", 7, 4)]
     lines = plan.remedies(config, TIED, OPTIONS, too_big, 3 * GIB)
     assert any("learning.micro_batches = 128 (now 64)" in line for line in lines)
     assert "mesh.fsdp = 8 (now 4)" in lines[-1] and "3.00 of 10.00 GiB" in lines[-1]
-    config.learning.micro_batches = 128  # a row a device
+    config = replaced(config, {"learning.micro_batches": 128})  # a row a device
     assert not any("micro_batches" in line for line in plan.remedies(config, TIED, OPTIONS, too_big, 3 * GIB))
     many = dataclasses.replace(OPTIONS, pages=2**26, slots=2**20)  # of 32 B on each of two devices
     lines = plan.remedies(config, TIED, many, [result("decode window of 4", 9, 2)], GIB)

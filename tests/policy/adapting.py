@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from reinforce_ada_jax.config import LoraConfig
 from reinforce_ada_jax.policy import lora
 
-ALL = lora.from_settings(4, 8.0, ["all-linear"])
+ALL = lora.from_settings(LoraConfig(rank=4, alpha=8.0))
 
 
 def random_adapters(architecture, chosen=ALL, seed=0):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import values
+from reinforce_ada_jax.config import Config, LoraConfig, values
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.policy.layers import Adapted, product
@@ -25,7 +25,7 @@ merged = jax.jit(lora.merged, static_argnames="dtype")
 def example(family="qwen2", targets=("all-linear",)):
     """(architecture, base, adapters, what they are, tokens)"""
     architecture, base, recorded = recording.golden(family)
-    chosen = lora.from_settings(4, 8.0, targets)
+    chosen = lora.from_settings(LoraConfig(rank=4, alpha=8.0, targets=tuple(targets)))
     return architecture, base, random_adapters(architecture, chosen), chosen, jnp.asarray(recorded["tokens"])
 
 
@@ -111,9 +111,11 @@ def test_targets_are_those_of_the_configuration_and_of_hugging_face():
 
 
 def test_settings():
-    assert lora.from_settings(0, 32.0, ("all-linear",)) is None
-    assert lora.from_settings(8, 32.0, ("all-linear",)) == lora.Lora(8, 32.0, tuple(lora.TARGETS))
-    some = lora.from_settings(8, 32.0, ("v_proj", "q_proj"))
+    assert lora.from_settings(LoraConfig(rank=0, alpha=32.0, targets=("all-linear",))) is None
+    assert lora.from_settings(LoraConfig(rank=8, alpha=32.0, targets=("all-linear",))) == lora.Lora(
+        8, 32.0, tuple(lora.TARGETS)
+    )
+    some = lora.from_settings(LoraConfig(rank=8, alpha=32.0, targets=("v_proj", "q_proj")))
     assert some.targets == ("q_proj", "v_proj") and some.scaling == 4.0
 
 
@@ -132,7 +134,7 @@ def test_shapes_follow_the_weights():
 
 def test_initial_values():
     architecture = example()[0]
-    wide = lora.from_settings(64, 1.0, ("all-linear",))
+    wide = lora.from_settings(LoraConfig(rank=64, alpha=1.0, targets=("all-linear",)))
     flat = transformer.flatten(lora.init(architecture, wide, jax.random.key(0)))
     for name, x in flat.items():
         if name.endswith(".b"):
@@ -192,23 +194,20 @@ def test_merging_plain_weights_is_a_cast():
     ("changes", "message"),
     [
         ({"lora.targets": ("q_proj", "lm_head")}, "lora.targets is 'lm_head'; it must be one of all-linear, q_proj"),
-        ({"lora.targets": ()}, "lora.targets is empty; name some of all-linear"),
+        ({"lora.targets": ()}, r"lora.targets is \(\); it must name one or more of all-linear"),
         ({"lora.rank": -1}, "lora.rank is -1; it must not be negative"),
         ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha is 0.0; it must be above 0"),
         ({"lora.rank": 4, "lora.alpha": -2.0}, "lora.alpha is -2.0; it must be above 0"),
     ],
 )
 def test_settings_that_are_refused(changes, message):
-    config = config_lib.defaults()
-    config.model.path, config.data.prompts = "somewhere", "some.jsonl"
-    config.update_from_flattened_dict(changes)
+    named = {"model.path": "somewhere", "data.prompts": "some.jsonl"}
     with pytest.raises(ValueError, match=message):
-        config_lib.validate(config)
+        config_lib.check(config_lib.replaced(Config(), named | changes))
 
 
 def test_the_configuration_comes_back_from_its_file():
-    config = config_lib.defaults()
-    config.lora.update(dict(rank=4, targets=("q_proj", "v_proj")))
+    config = Config(lora=LoraConfig(rank=4, targets=("q_proj", "v_proj")))
     again = config_lib.from_json(config_lib.to_json(config))
     assert again == config and type(again.lora.targets) is tuple
 

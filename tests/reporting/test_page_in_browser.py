@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from tests.test_report import HOSTILE
 
 from reinforce_ada_jax import plot
 from tests.browser import browser, needs_browser
 from tests.plotted import make_run, sample, write_samples
+from tests.reporting.test_page import HOSTILE
 
 pytestmark = [pytest.mark.browser, needs_browser]
 NUM_PLAIN = 60

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from configs import tiny
 from reinforce_ada_jax.rewards import loading
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components
 from reinforce_ada_jax.types import Verdict
+from tests.running import tiny
 
 MINE = """
 import time
@@ -44,9 +44,8 @@ def mine(tmp_path):
 
 
 def configured(path, **reward):
-    config = tiny.get_config()
-    config.reward.update(path=path, workers=2, time_limit_s=1.0, **reward)
-    return config
+    settings = {"path": path, "workers": 2, "time_limit_s": 1.0} | reward
+    return tiny(**{f"reward.{key}": value for key, value in settings.items()})
 
 
 def test_everything_that_a_function_may_do_is_settled(mine):
@@ -174,9 +173,8 @@ def test_a_file_may_define_dataclasses(tmp_path):
 
 def test_a_benchmark_has_the_grader_that_the_configuration_gives_it(tmp_path):
     (tmp_path / "minerva_math.jsonl").write_text('{"id": "0", "problem": "?", "answer": "2.197e-3"}\n')
-    config = tiny.get_config()
-    config.reward.update(kind="gsm8k", workers=1)
-    config.evaluation.benchmarks = (str(tmp_path / "minerva_math.jsonl"),)
+    benchmarks = (str(tmp_path / "minerva_math.jsonl"),)
+    config = tiny(**{"reward.kind": "gsm8k", "reward.workers": 1, "evaluation.benchmarks": benchmarks})
     with components.verifier_pool(config) as pool:
         pairs = [(r"\boxed{2.2 \times 10^{-3}}", "2.197e-3")]
         assert pool.grade_all(pairs, "minerva") == [Verdict(True, 1.0)]

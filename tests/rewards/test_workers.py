@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config, RewardConfig
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components
@@ -307,8 +307,7 @@ def test_a_pool_that_was_checked_can_be_entered(tmp_path):
 
 def test_a_run_is_told_of_it_before_its_weights_are_read(tmp_path):
     (tmp_path / "yours.py").write_text("import absent\ndef grade(response, answer): ...")
-    config = config_lib.defaults()
-    config.reward.update(kind="function", path=f"{tmp_path}/yours.py:grade")
+    config = Config(reward=RewardConfig(kind="function", path=f"{tmp_path}/yours.py:grade"))
     with pytest.raises(ValueError, match="No module named 'absent'"):
         components.verifier_pool(config)
 

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.sampling.test_served_tokenizer import of_bytes
 
 from reinforce_ada_jax.serving import servicer as servicer_lib
 from reinforce_ada_jax.serving.servicer import AHEAD, Servicer, pb2
+from tests.serving.test_tokenizer import of_bytes
 
 SLOTS = 2
 OPTIONS = types.SimpleNamespace(slots=SLOTS, max_prompt_tokens=8, max_response_tokens=16)

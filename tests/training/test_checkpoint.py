@@ -18,6 +18,7 @@ import pytest
 
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.training import checkpoint, components
+from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
 from tests.running import ROOT, environment, tiny
@@ -347,7 +348,7 @@ def test_what_a_kill_left_unfinished_goes_when_a_training_begins(copied, opened)
 
 
 def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
-    hold = "import pathlib, sys, time; from reinforce_ada_jax.run_folder import WorkdirLock; "
+    hold = "import pathlib, sys, time; from reinforce_ada_jax.training.workdir import WorkdirLock; "
     hold += "lock = WorkdirLock(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     workdir = tmp_path / "runs" / "run"
     first = subprocess.Popen(
@@ -363,7 +364,7 @@ def test_a_second_training_is_refused_until_the_first_ends(tmp_path):
         first.communicate()
     WorkdirLock(workdir).close()  # the end of the process let go of it, and so does this
     again = WorkdirLock(workdir)
-    assert (workdir / workdir.FILE).read_text().startswith(f"process {os.getpid()} on ")
+    assert (workdir / workdir_lib.FILE).read_text().startswith(f"process {os.getpid()} on ")
     again.close()
 
 

@@ -251,8 +251,7 @@ def test_another_model_is_refused(start, unbroken, tmp_path):
     model = shutil.copytree(ROOT / "reinforce_ada_jax" / "assets" / "cipher", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
-    saved = saved_config(workdir)
-    saved.model.path = str(model)
+    saved = config_lib.replaced(saved_config(workdir), {"model.path": str(model)})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
     _, err = finish(start(workdir, f"--config.model.path={model}"), cli.BAD_INPUT)
     assert "holds checkpoints of another model" in err and "now 0.25" in err
@@ -404,8 +403,7 @@ def test_the_first_weights_are_evaluated_once(tmp_path):
 
 def test_other_prompts_are_refused(start, unbroken, tmp_path):
     workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
-    saved = saved_config(workdir)
-    saved.data.prompts = others
+    saved = config_lib.replaced(saved_config(workdir), {"data.prompts": others})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
     _, err = finish(start(workdir, f"--config.data.prompts={others}"), cli.BAD_INPUT)
     assert "the prompts of data.prompts are not those that the run in" in err and "Traceback" not in err

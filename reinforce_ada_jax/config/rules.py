@@ -1,0 +1,212 @@
+"""Rules between settings. Each is a function that raises ValueError with the values and the remedy.
+
+The settings name them (`rule=`), and the first line of each docstring stands in the reference page. Rules of the
+`collection` section alone are in collection_rules.py.
+"""
+
+import math
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax.config.collection_rules import check_collection
+from reinforce_ada_jax.config.defaults import resolve, settings
+from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
+
+
+def longest_response(config: Config) -> int:
+    """Returns the most tokens of any response, in training or evaluation."""
+    if config.evaluation.benchmarks:
+        return max(config.sampling.max_response_tokens, config.evaluation.max_response_tokens)
+    return config.sampling.max_response_tokens
+
+
+def least_pages(config: Config) -> int:
+    """Returns the smallest number of pages in which one response always finds room.
+
+    The longest prompt holds its pages; its draw has pages of its own from the prompt's last, partly filled one on, and
+    one page is never handed out: it takes the writes of idle slots and of padding.
+    """
+    prompt, page_size = config.data.max_prompt_tokens, config.sampling.page_size
+    return math.ceil(prompt / page_size) + math.ceil((prompt + longest_response(config)) / page_size) + 1
+
+
+def model_and_prompts_are_named(config: Config) -> None:
+    """A run names its model and its prompts."""
+    if not config.model.path:
+        raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
+    if not config.data.prompts:
+        raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
+
+
+def texts_belong_to_chat(config: Config) -> None:
+    """system and instruction differ from their defaults with the template chat only."""
+    data = config.data
+    if data.template != "chat" and (data.system, data.instruction) != (SYSTEM, INSTRUCTION):
+        raise ValueError(
+            f"data.system and data.instruction are used by data.template='chat' only, and it is {data.template!r}: set "
+            "it, or leave the two as they are."
+        )
+
+
+def master_weights_are_float32(config: Config) -> None:
+    """Master weights are float32: most optimiser steps are smaller than bfloat16 can represent."""
+    if config.model.parameter_dtype != "float32":
+        raise ValueError(
+            f"model.parameter_dtype is {config.model.parameter_dtype!r}: a step of the optimiser is less than bfloat16 "
+            "weights can tell apart, and most would never change. Use float32; learning.first_moment_dtype=bfloat16 "
+            "and lora.rank save memory."
+        )
+
+
+def function_has_a_path(config: Config) -> None:
+    """The kind "function" needs reward.path."""
+    if config.reward.kind == "function" and not config.reward.path:
+        raise ValueError(
+            "reward.kind is 'function', but reward.path is empty: name yours, --config.reward.path=FILE.py:FUNCTION."
+        )
+
+
+def own_code_has_workers(config: Config) -> None:
+    """A reward of your own runs in worker processes only."""
+    reward = config.reward
+    if reward.path and not reward.workers:
+        raise ValueError(
+            f"reward.workers is 0, and reward.path {reward.path!r}: code that isn't ours is run in grading processes "
+            "only, which can be limited and replaced. Use at least 1."
+        )
+
+
+def penalty_fits_the_response(config: Config) -> None:
+    """The length penalty starts within the response."""
+    overlong, longest = config.reward.overlong_tokens, config.sampling.max_response_tokens
+    if overlong > longest:
+        raise ValueError(
+            f"reward.overlong_tokens is {overlong}, sampling.max_response_tokens only {longest}: the penalty would "
+            "begin before the first token. Lower it."
+        )
+
+
+def _check_multiple(name: str, value: int, of_name: str, of: int) -> None:
+    if value % of:
+        lower, upper = value - value % of, value + of - value % of
+        raise ValueError(
+            f"{name} must be a multiple of {of_name}: {value} is not one of {of}. Use {lower or upper} or {upper}."
+        )
+
+
+def iterations_are_whole_updates(config: Config) -> None:
+    """prompts_per_iteration is a multiple of prompts_per_update."""
+    _check_multiple(
+        "collection.prompts_per_iteration", config.collection.prompts_per_iteration,
+        "learning.prompts_per_update", config.learning.prompts_per_update,
+    )  # fmt: skip
+
+
+def updates_are_whole_micro_batches(config: Config) -> None:
+    """prompts_per_update * group_size is a multiple of micro_batches * mesh.data * mesh.fsdp."""
+    learning = config.learning
+    _check_multiple(
+        "learning.prompts_per_update * collection.group_size",
+        learning.prompts_per_update * config.collection.group_size,
+        "learning.micro_batches * mesh.data * mesh.fsdp",
+        learning.micro_batches * config.mesh.data * config.mesh.fsdp,
+    )
+
+
+def policy_is_sampled_whole(config: Config) -> None:
+    """Training samples are not truncated: top_k 0 and top_p 1."""
+    sampling = config.sampling
+    if sampling.top_k != 0 or sampling.top_p != 1:
+        raise ValueError(
+            f"sampling.top_k is {sampling.top_k} and sampling.top_p {sampling.top_p}: training samples must come from "
+            "the policy as it is (0 and 1.0), or every ratio of the update is wrong. To cut off the tail in "
+            "evaluations, set evaluation.top_k and evaluation.top_p."
+        )
+
+
+def overlap_knows_its_prompts(config: Config) -> None:
+    """Overlap needs a strategy that fixes its prompts and draws beforehand, and no barrier."""
+    collection = config.collection
+    if not collection.overlap_iterations:
+        return
+    if collection.strategy in ("estimate", "dapo"):
+        raise ValueError(
+            f"collection.overlap_iterations begins prompts before it is known what {collection.strategy} will ask of "
+            "them (estimate allots draws after the last iteration's verdicts, dapo does not know its prompts yet): set "
+            "it to 0."
+        )
+    if collection.barrier:
+        raise ValueError(
+            "collection.barrier keeps all prompts in step, collection.overlap_iterations lets the next iteration's "
+            "begin early: choose one of them."
+        )
+
+
+def barrier_holds_every_prompt(config: Config) -> None:
+    """With a barrier all prompts of an iteration are open at a time."""
+    collection, sampling = config.collection, config.sampling
+    prompts, longest = collection.prompts_per_iteration, config.data.max_prompt_tokens
+    if not collection.barrier:
+        return
+    if 0 < sampling.open_prompts < prompts:
+        raise ValueError(
+            f"sampling.open_prompts is {sampling.open_prompts}, collection.prompts_per_iteration is {prompts}: with "
+            "collection.barrier every prompt stays open until the last round, so all must be open at a time. Use at "
+            "least so many, or 0 to have them counted for you."
+        )
+    at_once = (prompts - 1) * math.ceil(longest / sampling.page_size) + least_pages(config)
+    if 0 < sampling.pages < at_once:
+        raise ValueError(
+            f"sampling.pages is {sampling.pages}: with collection.barrier all {prompts} prompts of up to {longest} "
+            f"tokens keep their pages until the last round, and with a response's they are {at_once} of "
+            f"{sampling.page_size} tokens. Use at least so many, or 0 to have them counted for you."
+        )
+
+
+def pages_hold_a_response(config: Config) -> None:
+    """The pages hold the longest prompt and its response."""
+    sampling, least = config.sampling, least_pages(config)
+    if 0 < sampling.pages < least:
+        raise ValueError(
+            f"sampling.pages is {sampling.pages}: a prompt of {config.data.max_prompt_tokens} tokens with a response "
+            f"of {longest_response(config)} needs {least} pages of {sampling.page_size} tokens (one "
+            "of them reserved). Use at least so many, or 0 to have them counted for you."
+        )
+
+
+FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
+RULES: tuple[Callable[[Config], None], ...] = (
+    texts_belong_to_chat, master_weights_are_float32, function_has_a_path, own_code_has_workers,
+    penalty_fits_the_response, iterations_are_whole_updates, updates_are_whole_micro_batches, policy_is_sampled_whole,
+    overlap_knows_its_prompts, barrier_holds_every_prompt, pages_hold_a_response,
+)  # fmt: skip
+
+
+def check_values(config: Config) -> None:
+    """Raises ValueError for the first setting whose value is not allowed."""
+    for key, field in settings():
+        if field.metadata["allowed"] is not None:
+            value = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            field.metadata["allowed"].check(key, value)
+
+
+def check(config: Config) -> Config:
+    """Returns `config`, or raises ValueError for the first rule broken. Touches no device and no file."""
+    for rule in FIRST:
+        rule(config)
+    check_values(config)
+    check_collection(config.collection)
+    for rule in RULES:
+        rule(config)
+    return config
+
+
+def validate(config: ConfigDict) -> Config:
+    """Returns the checked, immutable configuration; raises ValueError for the first rule broken.
+
+    Touches no device and no file.
+    """
+    return check(resolve(config))

@@ -1,0 +1,357 @@
+"""Every setting of a run, once: its type, default, meaning, allowed values, and the rule that ties it to others.
+
+Flags, checks, `--help` and docs/settings.md are made from these records. A file in `configs/` starts from `defaults()`
+and changes what it needs; `validate` checks the result and returns a `Config`. Defaults without a note are those of the
+paper's runs (arXiv 2510.04996) and its reference program.
+"""
+
+import dataclasses
+from typing import Any
+
+from reinforce_ada_jax.config import values
+from reinforce_ada_jax.config.values import Allowed, one_of
+
+# The wording of the paper's runs: the system message, and the text after the problem in the user's message.
+SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
+INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+DAY = "2024-07-26"  # the date that Llama's templates use when none is given
+
+
+def setting(default: Any, text: str, allowed: Allowed | None = None, rule: str = "") -> Any:
+    """Declares one setting.
+
+    Args:
+      default: value where a configuration says nothing.
+      text: one line for `--help` and the reference page.
+      allowed: values that it may have; None where any value of its type is allowed.
+      rule: name of the function in rules.py or collection_rules.py that ties it to other settings.
+    """
+    return dataclasses.field(default=default, metadata={"text": text, "allowed": allowed, "rule": rule})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Weights that a run starts from, and their precision."""
+
+    path: str = setting(
+        "", "Hugging Face folder with config.json, safetensors and tokenizer.json.", rule="model_and_prompts_are_named"
+    )
+    compute_dtype: str = setting("bfloat16", "Precision of products and activations.", one_of(values.DTYPES))
+    parameter_dtype: str = setting(
+        "float32", "Precision of the weights that the optimiser updates.", one_of(values.DTYPES),
+        rule="master_weights_are_float32",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Problems, and how they become prompts."""
+
+    prompts: str = setting(
+        "", 'JSONL file with {"id", "problem", "answer"}, "tfds:NAME/SPLIT", "tfds:DIR", "hf:NAME:SPLIT", '
+        '"hf:NAME:SUBSET:SPLIT", or "cipher:train".', rule="model_and_prompts_are_named",
+    )  # fmt: skip
+    template: str = setting(
+        "qwen_math", '"plain": the problem alone. "qwen_math", "chat": messages in the chat template of the model.',
+        one_of(("plain", "qwen_math", "chat")),
+    )  # fmt: skip
+    system: str = setting(SYSTEM, 'System message of "chat"; empty: none.', rule="texts_belong_to_chat")
+    instruction: str = setting(
+        INSTRUCTION, 'Text after the problem and a space in "chat".', rule="texts_belong_to_chat"
+    )
+    date: str = setting(DAY, "Date for templates that print one (Llama-3.2), so that runs repeat.", values.DATE)
+    max_prompt_tokens: int = setting(
+        1024, "Longest prompt in tokens; a longer one is an error, never cut.", values.AT_LEAST_1
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Grading of responses."""
+
+    kind: str = setting(
+        "math", 'Built-in grader; "function" for your own.', one_of((*values.REWARDS, "function")),
+        rule="function_has_a_path",
+    )  # fmt: skip
+    path: str = setting(
+        "", '"file.py:function" of your own: (response, answer) -> number, bool or Verdict. Replaces any kind.',
+        values.USER_FUNCTION, rule="own_code_has_workers",
+    )  # fmt: skip
+    workers: int = setting(
+        2, "Grading processes; 0 grades in this process, for graders that cannot hang or crash.", values.NOT_NEGATIVE,
+        rule="own_code_has_workers",
+    )  # fmt: skip
+    time_limit_s: float = setting(6.0, "Seconds for one grading; the worker is killed after that.", values.POSITIVE)
+    positive_threshold: float = setting(
+        0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE
+    )
+    overlong_tokens: int = setting(
+        0, "Length of the last part of a response in which its length is penalised; 0: none.", values.NOT_NEGATIVE,
+        rule="penalty_fits_the_response",
+    )  # fmt: skip
+    overlong_penalty: float = setting(
+        1.0, "Penalty at the length limit; it grows linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectionConfig:
+    """Stopping rules, groups, advantages and objectives."""
+
+    strategy: str = setting(
+        "balance", f'One of {", ".join(values.STRATEGIES)}, or "file.py:function" (docs/strategies.md).',
+        rule="strategy_is_known",
+    )  # fmt: skip
+    group_size: int = setting(
+        4, "n: responses of one prompt in the update; round size of grpo, dapo and ngu.", values.AT_LEAST_1,
+        rule="groups_have_a_baseline",
+    )  # fmt: skip
+    samples_per_round: int = setting(8, "M: draws of one round.", values.AT_LEAST_1, rule="a_round_fills_a_group")
+    max_rounds: int = setting(4, "N: most rounds; a prompt gets at most M * N draws.", values.AT_LEAST_1)
+    k_pos: int | None = setting(
+        None, "Correct responses that end the rounds; default: 1 for positive, n // 2 for balance.",
+        rule="goals_can_be_met",
+    )  # fmt: skip
+    k_neg: int | None = setting(
+        None, "Wrong responses that end the rounds; default: 0 for positive, n - n // 2 for balance.",
+        rule="goals_can_be_met",
+    )  # fmt: skip
+    min_draws: int = setting(2, "estimate: fewest draws of a prompt.", values.AT_LEAST_1, rule="budget_is_within_draws")
+    max_draws: int | None = setting(
+        None, "estimate, ngu: most draws of a prompt; default M * N; 0 for ngu: no limit.",
+        rule="budget_is_within_draws",
+    )  # fmt: skip
+    budget: float | None = setting(None, "estimate: mean draws of a prompt; default M.", rule="budget_is_within_draws")
+    allocation: str = setting(
+        "hybrid", 'estimate: draws proportional to sqrt(w) ("hybrid"), w ("sampling") or sqrt((1 - p) / p) '
+        '("variance"); advantages pay the rest.', one_of(values.ALLOCATIONS), rule="weights_are_finite",
+    )  # fmt: skip
+    max_extra_batches: int = setting(
+        3, "dapo: how many times prompts_per_iteration more prompts may replace dropped groups.", values.NOT_NEGATIVE
+    )
+    retry_probability: float = setting(
+        0.95, "ngu: probability of one more round for a prompt with no correct response.", rule="retries_end"
+    )
+    max_age: int = setting(4, "ngu: age in updates above which a response is not trained on.", values.NOT_NEGATIVE)
+    keep: str = setting(
+        "", '"group": a balanced group of n; "pool": every response; empty: as the strategy has it.',
+        rule="keep_fits_the_strategy",
+    )  # fmt: skip
+    baseline: str = setting(
+        "", f"One of {', '.join(values.BASELINES)}; empty: as the strategy has it.", rule="baseline_is_known"
+    )
+    normalize_by_std: bool = setting(False, "Divide advantages by the standard deviation of the pool.")
+    objective: str = setting(
+        "identity", "f of J = E[f(p)]: p, log p, or p^alpha.", one_of(values.OBJECTIVES), rule="weights_are_finite"
+    )
+    objective_alpha: float = setting(0.5, "alpha of the objective power.", values.POSITIVE)
+    objective_epsilon: float = setting(
+        1e-2, "Pass rates below it count as it in w(p) = f'(p).", values.NOT_NEGATIVE, rule="weights_are_finite"
+    )
+    prompts_per_iteration: int = setting(
+        512, "Prompts of one iteration.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
+    )
+    barrier: bool = setting(
+        False, "Rounds of all prompts in step, as in the reference program: the same samples, more time.",
+        rule="barrier_holds_every_prompt",
+    )  # fmt: skip
+    deterministic: bool | None = setting(
+        None, "Read verdicts at fixed points, so that equal runs have equal bits on devices whose rounding depends on "
+        "the row; default: on CPUs.",
+    )  # fmt: skip
+    overlap_iterations: int = setting(
+        0, "1: idle slots start the next iteration's prompts, with this iteration's weights.", values.ZERO_OR_ONE,
+        rule="overlap_knows_its_prompts",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EstimatorConfig:
+    """Estimates of pass rates, for the strategy estimate."""
+
+    kind: str = setting(
+        "ema", '"ema": each prompt\'s own history; "value": a head on the last prompt token.', one_of(("ema", "value"))
+    )
+    decay: float = setting(0.85, "ema: weight of the past at each new iteration.", values.BELOW_1)
+    prior_correct: float = setting(0.5, "ema: a of the Beta prior.", values.POSITIVE)
+    prior_wrong: float = setting(0.5, "ema: b of the Beta prior.", values.POSITIVE)
+    learning_rate: float = setting(3e-2, "value: learning rate of the head.", values.POSITIVE)
+    steps: int = setting(8, "value: optimiser steps on each iteration's pools.", values.AT_LEAST_1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """Training samples and the engine that draws them."""
+
+    temperature: float = setting(1.0, "Sampling temperature of training.", values.POSITIVE)
+    top_k: int = setting(
+        0, "Only 0: training samples come from the whole distribution.", rule="policy_is_sampled_whole"
+    )
+    top_p: float = setting(
+        1.0, "Only 1.0: training samples come from the whole distribution.", rule="policy_is_sampled_whole"
+    )
+    max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
+    slots: int = setting(
+        256, "Responses decoded at a time in each of mesh.data * mesh.fsdp replicas.", values.AT_LEAST_1
+    )
+    window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
+    page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)
+    pages: int = setting(
+        0, "Pages of one replica's cache; 0: enough for all slots and open_prompts.", values.NOT_NEGATIVE,
+        rule="pages_hold_a_response",
+    )  # fmt: skip
+    open_prompts: int = setting(
+        0, "Prompts with pages in one replica; 0: a quarter more than slots, or all of them with a barrier.",
+        values.NOT_NEGATIVE, rule="barrier_holds_every_prompt",
+    )  # fmt: skip
+    prefill_rows: int = setting(16, "Prompts prefilled in one dispatch.", values.AT_LEAST_1)
+    attention: str = setting(
+        "auto", "Decode attention; auto: the one made for the device.",
+        one_of(("auto", "jnp", "pallas_tpu", "pallas_gpu")),
+    )  # fmt: skip
+    check_invariants: bool = setting(
+        False, "Check all pages, rows and requests after every window: slow, to find a fault."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningConfig:
+    """Updates: batches, optimiser and loss."""
+
+    prompts_per_update: int = setting(
+        128, "Prompts of one update.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
+    )
+    micro_batches: int = setting(
+        1, "Parts in which a minibatch is computed; changes memory, not results.", values.AT_LEAST_1,
+        rule="updates_are_whole_micro_batches",
+    )  # fmt: skip
+    responses_per_row: int = setting(
+        16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1
+    )
+    attention: str = setting(
+        "auto", 'Learner attention; "splash": JAX\'s TPU kernels; auto: by the device.',
+        one_of(("auto", "jnp", "splash")),
+    )  # fmt: skip
+    remat: str = setting(
+        "auto", 'Recomputed in the backward pass: "full", each layer; "dots", all but products with weights; auto: '
+        '"dots" on CPUs, "full" elsewhere.', one_of(("auto", "full", "dots")),
+    )  # fmt: skip
+    learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.POSITIVE)
+    warmup_updates: int = setting(10, "Updates of the linear warm-up.", values.NOT_NEGATIVE)
+    b1: float = setting(0.9, "AdamW: decay of the first moment.", values.BELOW_1)
+    b2: float = setting(0.999, "AdamW: decay of the second moment.", values.BELOW_1)
+    epsilon: float = setting(1e-8, "AdamW: epsilon.", values.POSITIVE)
+    weight_decay: float = setting(0.0, "AdamW: weight decay.", values.NOT_NEGATIVE_FINITE)
+    first_moment_dtype: str = setting(
+        "auto", 'Precision of the first moment; auto: that of the weights; "bfloat16" saves a sixth of the state.',
+        one_of(("auto", *values.DTYPES)),
+    )  # fmt: skip
+    clip_norm: float = setting(1.0, "Largest global norm of the gradient.", values.POSITIVE)
+    clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", values.BELOW_1)
+    clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", values.POSITIVE)
+    dual_clip: float = setting(10.0, "Bound of the loss where A < 0, in |A|.", values.ABOVE_1)
+    aggregation: str = setting("token-mean", "Mean over tokens or over responses.", one_of(values.AGGREGATIONS))
+    ratio: str = setting(
+        "token", '"sequence": one ratio for each response, the geometric mean over its tokens (GSPO).',
+        one_of(("token", "sequence")),
+    )  # fmt: skip
+    entropy_coefficient: float = setting(
+        0.0, "Weight of the entropy bonus; 0 in the reference script, 1e-4 in the paper's text.", values.FINITE
+    )
+    kl_coefficient: float = setting(
+        0.0, "Weight of the KL term; above 0 the first weights are kept as a reference.", values.NOT_NEGATIVE_FINITE
+    )
+    kl_kind: str = setting("k3", "Estimator of the KL term.", one_of(("k1", "k2", "k3")))
+    truncated_is_cap: float | None = setting(
+        None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 with "
+        "overlap_iterations.", values.POSITIVE_OR_NONE,
+    )  # fmt: skip
+    non_finite: str = setting(
+        "stop", 'Where a loss, gradient or log-probability is not finite: "stop" the run or "skip" the update.',
+        one_of(("stop", "skip")),
+    )  # fmt: skip
+    max_skipped: int = setting(3, "Most skipped updates in a row before the run stops.", values.NOT_NEGATIVE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters in place of full fine-tuning."""
+
+    rank: int = setting(0, "Rank of the adapters; 0: all weights are trained.", values.NOT_NEGATIVE)
+    alpha: float = setting(32.0, "The product of an adapter is scaled by alpha / rank.", values.POSITIVE)
+    targets: tuple[str, ...] = setting(
+        (values.ALL_LINEAR,), "Projections with adapters, or all-linear.", values.TARGETS
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each axis of the mesh."""
+
+    data: int = setting(1, "Devices with a copy of everything.", values.AT_LEAST_1)
+    fsdp: int = setting(
+        1, "Devices that share weights and optimiser state.", values.AT_LEAST_1, rule="updates_are_whole_micro_batches"
+    )
+    tensor: int = setting(1, "Devices that share each product.", values.AT_LEAST_1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints to keep."""
+
+    every: int = setting(50, "Iterations between checkpoints; 0: only at the end.", values.NOT_NEGATIVE)
+    keep: int = setting(2, "Newest checkpoints to keep.", values.AT_LEAST_1)
+    keep_best: int = setting(
+        0, "Checkpoints to keep for their evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE
+    )
+    keep_every: int = setting(0, "Also keep those of every this many iterations; 0: none.", values.NOT_NEGATIVE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluations during and after training."""
+
+    every: int = setting(50, "Iterations between evaluations; 0: none.", values.NOT_NEGATIVE)
+    benchmarks: tuple[str, ...] = setting((), 'Sources of problems as in data.prompts, or "cipher:heldout".')
+    graders: tuple[str, ...] = setting(
+        ("minerva_math=minerva", "gsm8k_test=gsm8k"), "BENCHMARK=KIND for benchmarks with a grader of their own.",
+        values.GRADERS,
+    )  # fmt: skip
+    samples: int = setting(32, "Responses to each problem.", values.AT_LEAST_1)
+    temperature: float = setting(1.0, "Sampling temperature; 0: the most probable token.", values.TEMPERATURE)
+    top_k: int = setting(0, "Most probable tokens to choose from; 0: all.", values.NOT_NEGATIVE)
+    top_p: float = setting(1.0, "Probability mass to choose from.", values.SHARE)
+    max_response_tokens: int = setting(4096, "Longest response in tokens.", values.AT_LEAST_1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Destinations of metrics and samples."""
+
+    tensorboard: bool = setting(True, "Write TensorBoard files.")
+    wandb: str = setting("", "Weights & Biases project (`pip install wandb`); empty: none.", values.WANDB_PROJECT)
+    sampled_prompts: int = setting(
+        4, "Prompts of each iteration whose responses are written to samples/.", values.NOT_NEGATIVE
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole configuration, immutable. `validate` makes it of the ConfigDict that flags and config files edit."""
+
+    seed: int = setting(0, "Seed of everything random.", values.SEED)
+    iterations: int = setting(
+        400, "Iterations of the run; 400 in the reference script, 600 in the paper's text.", values.NOT_NEGATIVE
+    )
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    collection: CollectionConfig = CollectionConfig()
+    estimator: EstimatorConfig = EstimatorConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    learning: LearningConfig = LearningConfig()
+    lora: LoraConfig = LoraConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
