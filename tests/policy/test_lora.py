@@ -193,7 +193,7 @@ def test_merging_plain_weights_is_a_cast():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora.targets": ("q_proj", "lm_head")}, "lora.targets is 'lm_head'; it must be one of all-linear, q_proj"),
+        ({"lora.targets": ("q_proj", "lm_head")}, "it must name one or more of all-linear, q_proj"),
         ({"lora.targets": ()}, r"lora.targets is \(\); it must name one or more of all-linear"),
         ({"lora.rank": -1}, "lora.rank is -1; it must not be negative"),
         ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha is 0.0; it must be above 0"),

@@ -1,0 +1,85 @@
+"""Text made from the settings: the table of `--help`, and the reference page docs/settings.md.
+
+python -m reinforce_ada_jax.config.reference > docs/settings.md
+"""
+
+import dataclasses
+import textwrap
+
+from reinforce_ada_jax.config import collection_rules, rules
+from reinforce_ada_jax.config.defaults import settings
+from reinforce_ada_jax.config.settings import Config
+
+RULES = {rule.__name__: rule for rule in (*rules.FIRST, *rules.RULES, *collection_rules.RULES)}
+INTRODUCTION = """# Settings
+
+Every setting of a run, with its default. A file in `configs/` starts from `reinforce_ada_jax.config.defaults()` and
+changes what it needs; `--config.SECTION.KEY=VALUE` changes one setting of any command that takes `--config`. All checks
+run before any device work. This page is made from `reinforce_ada_jax/config/settings.py` by
+`python -m reinforce_ada_jax.config.reference > docs/settings.md`.
+"""
+
+
+def _sections() -> dict[str, tuple[str, list[tuple[str, dataclasses.Field]]]]:
+    """Returns {section: (meaning, settings)}; settings without a section are under ""."""
+    meanings = {field.name: type(field.default).__doc__ or "" for field in dataclasses.fields(Config)}
+    result: dict[str, tuple[str, list[tuple[str, dataclasses.Field]]]] = {}
+    for key, field in settings():
+        section = key.rpartition(".")[0]
+        result.setdefault(section, (meanings[section] if section else "", []))[1].append((key, field))
+    return result
+
+
+def _bounds(field: dataclasses.Field) -> str:
+    """Returns the sentences on allowed values and on the rule of a setting; "" where there are none."""
+    allowed, rule = field.metadata["allowed"], field.metadata["rule"]
+    sentences = [f"Must {allowed.text}."] if allowed is not None else []
+    if rule:
+        sentences.append((RULES[rule].__doc__ or "").partition("\n")[0])
+    return " ".join(sentences)
+
+
+def help_text(section: str = "") -> str:
+    """Returns the settings as terminal text: those of one section, or of all.
+
+    Raises:
+      ValueError: there is no such section.
+    """
+    sections = _sections()
+    if section and section not in sections:
+        raise ValueError(
+            f"there is no section {section!r}; sections are {', '.join(name for name in sections if name)}."
+        )
+    lines = []
+    for name, (meaning, members) in sections.items():
+        if section not in ("", name):
+            continue
+        lines.append(f"\n{name or 'run'}: {meaning}" if meaning else "\nrun:")
+        for key, field in members:
+            lines.append(f"  --config.{key}={field.default!r}")
+            text = " ".join(filter(None, (field.metadata["text"], _bounds(field))))
+            lines += textwrap.wrap(text, 112, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines).strip("\n")
+
+
+def page() -> str:
+    """Returns docs/settings.md."""
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|")
+
+    parts = [INTRODUCTION]
+    for name, (meaning, members) in _sections().items():
+        parts.append(f"\n## {name or 'The run'}\n")
+        if meaning:
+            parts.append(f"{meaning}\n")
+        parts.append("| setting | default | meaning | allowed values and rules |\n|---|---|---|---|")
+        parts += [
+            f"| `{key}` | `{cell(repr(field.default))}` | {cell(field.metadata['text'])} | {cell(_bounds(field))} |"
+            for key, field in members
+        ]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
