@@ -60,13 +60,13 @@ def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
             raise ValueError(f"unknown configuration key {prefix}{unknown[0]}.")
         values = {}
         for name, value in given.items():
-            kind, optional = _type_of(owner, known[name])
+            kind, _ = _type_of(owner, known[name])
             if dataclasses.is_dataclass(kind):
                 values[name] = section(kind, value, f"{prefix}{name}.")
-            elif value is None and optional:
+            elif value is None:
                 values[name] = None
             else:
-                values[name] = kind(value) if kind in (float, tuple) else value
+                values[name] = float(value) if kind is float else tuple(value) if kind is tuple else value
         return owner(**values)
 
     return section(Config, config.to_dict() if isinstance(config, ConfigDict) else config, "")

@@ -67,7 +67,8 @@ SEED = Allowed(
     "not be negative, and it must be below 2**31: devices count in 32 bits", lambda value: 0 <= value < 2**31
 )
 USER_FUNCTION = Allowed(
-    "have the form file.py:function, or be empty", lambda value: not value or re.fullmatch(r".+\.py:[^\W\d]\w*", value)
+    "have the form file.py:function, or be empty",
+    lambda value: not value or bool(re.fullmatch(r".+\.py:[^\W\d]\w*", value)),
 )
 WANDB_PROJECT = Allowed(
     f"have at most {WANDB_LONGEST} characters and none of {' '.join(WANDB_FORBIDDEN)}",
