@@ -49,6 +49,7 @@ $(PARITY_VENV)/.installed: requirements.txt requirements-parity.txt pyproject.to
 lint: setup
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(RUN) pyright --pythonpath=$(VENV)/bin/python
 
 # Known vulnerabilities of the pinned packages. Needs the network: it asks pypi.org for its advisories.
 audit: $(AUDIT_VENV)/.installed
