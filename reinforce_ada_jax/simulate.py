@@ -7,10 +7,9 @@
     python -m reinforce_ada_jax.simulate --question=epsilon
     python -m reinforce_ada_jax.simulate --question=learning --strategy=grpo@4,grpo@16,balance,estimate+log
 
-The table is exact (analysis/enumeration.py says what its columns are); --monte_carlo=N sets N prompts of each pass
-rate beside it that went through the collection loop itself. A strategy is written NAME, NAME@n for groups of n, and
-NAME+log for another objective; NAME may be file.py:function. For `estimate` the pass rates given are the prompts that
-share the budget. A --histogram is a JSONL file whose lines have a "pass_rate", as `prepare` writes them.
+The table is exact (analysis/enumeration.py defines its columns). A strategy is written NAME, NAME@n for groups of n,
+and NAME+log for another objective; NAME may be file.py:function. For `estimate` the pass rates given are the prompts
+that share the budget. A --histogram is a JSONL file whose lines have a "pass_rate", as `prepare` writes them.
 """
 
 import dataclasses
@@ -28,12 +27,9 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis import enumeration, study_reports
 from reinforce_ada_jax.analysis.enumeration import COLUMNS, Expectations
 from reinforce_ada_jax.analysis.tables import Panel, by_rate, number, rate_scale, table, write
-from reinforce_ada_jax.collection.simulate import monte_carlo
 from reinforce_ada_jax.config import CollectionConfig, collection_rules, defaults, resolve
 
 POINTS = 11
-# Prompts of each pass rate through the loop: half a second for `balance`, so 5 s of the default pass rates.
-SAMPLES = 2000
 # Which strategies a question is answered for when none is named; else the configuration's.
 ASKED = {
     "epsilon": ("balance", "estimate"),
@@ -63,9 +59,8 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         flags.DEFINE_string(name, default, text, flag_values=values)
     flags.DEFINE_list("strategy", [], "One or several: NAME, NAME@n, NAME+objective.", flag_values=values)
     flags.DEFINE_enum("question", None, [*QUESTIONS], "In place of the table.", flag_values=values)
-    flags.DEFINE_integer("monte_carlo", SAMPLES, "Prompts of each pass rate to draw; 0: none.", 0, flag_values=values)
     flags.DEFINE_integer("tokens_per_response", None, "Mean length of a response.", 1, flag_values=values)
-    flags.DEFINE_integer("seed", 0, "Of whatever is drawn.", 0, flag_values=values)
+    flags.DEFINE_integer("seed", 0, "Seed of --question=learning.", 0, flag_values=values)
     for name in SETTINGS[int]:
         flags.DEFINE_integer(name, None, "As in the configuration.", flag_values=values)
     for name in SETTINGS[float]:
@@ -201,29 +196,6 @@ def print_table(pass_rates: np.ndarray, exact: Mapping[str, Expectations], token
             print(f"\n{titles[name]}\n{by_rate(pass_rates, column)}")
 
 
-def print_monte_carlo(
-    entry: str, exact: Expectations, means: Expectations, errors: Expectations, samples: int, *, whole: bool
-) -> None:
-    """How far the estimates are from the exact numbers; with `whole` also the estimates and their standard errors."""
-    cells, compared, worst = {}, 0, (0.0, "", 0.0)
-    for name in COLUMNS:
-        mean, error = getattr(means, name), getattr(errors, name)
-        cells[TITLES[name]] = [f"{number(x)} +-{number(e)}" for x, e in zip(mean, error, strict=True)]
-        seen = error > 0  # false of what is the same for all samples, and of nan
-        compared += int(seen.sum())
-        distance = np.abs(mean - getattr(exact, name))[seen] / error[seen]
-        if distance.size and distance.max() > worst[0]:
-            worst = float(distance.max()), TITLES[name], float(exact.pass_rates[seen][distance.argmax()])
-    print(f"\n{entry}, {samples:,} prompts of each pass rate through the loop, +- standard errors")
-    if whole:
-        print(by_rate(exact.pass_rates, cells))
-    if compared:
-        print(
-            f"The farthest of {compared} from the exact number: {worst[1]} at {worst[2]:.4f}, by {worst[0]:.1f} "
-            "standard errors."
-        )
-
-
 def prompt_set(rates: np.ndarray, sections: Mapping[str, CollectionConfig], tokens: int | None) -> dict[str, Any]:
     """What one pass over a prompt set costs and brings, all prompts together and by tenths of the pass rate."""
     tenth = np.minimum((rates * 10).astype(int), 9)
@@ -258,18 +230,11 @@ def compare(
     prompts: np.ndarray | None,
 ) -> None:
     """The table of the strategies, by pass rate and for the prompt set."""
-    tokens, samples = options.tokens_per_response, options.monte_carlo
-    if samples == 1:
-        raise ValueError("--monte_carlo is 1, and one prompt has no standard error: take 2 or more, or 0 for none.")
+    tokens = options.tokens_per_response
     exact = {entry: enumeration.expectations(part, pass_rates) for entry, part in sections.items()}
     print("\n".join(describe(part) for part in sections.values()) + "\n")
     print_table(pass_rates, exact, tokens)
     result: dict[str, Any] = {"exact": exact, "settings": {e: dataclasses.asdict(part) for e, part in sections.items()}}
-    if samples:
-        drawn = {e: monte_carlo(part, pass_rates, samples, seed=options.seed) for e, part in sections.items()}
-        for entry, (means, errors) in drawn.items():
-            print_monte_carlo(entry, exact[entry], means, errors, samples, whole=len(sections) == 1)
-        result["monte_carlo"] = {entry: {"mean": m, "standard_error": e} for entry, (m, e) in drawn.items()}
     if prompts is not None:
         result["prompt_set"] = prompt_set(prompts, sections, tokens)
     scale = rate_scale(pass_rates)

@@ -33,8 +33,6 @@ TIES = {
     for importer, target in (
         ("benchmarks.iteration", "train"),
         ("benchmarks.learning", "plot"),
-        ("collection.simulate", "analysis.enumeration"),
-        ("collection.simulate", "analysis.enumeration.Expectations"),
         ("evaluate", "export"),
         ("sampling.engine", "serving.jetstream"),
         ("sampling.engine", "serving.tokenizer.ServedTokenizer"),

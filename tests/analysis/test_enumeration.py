@@ -211,6 +211,22 @@ def test_the_first_round_is_the_unbiased_pass_rate(name):
     assert (abs(group - p) > 0.005) == (stops_by_outcome or settings.strategy == "dapo")
 
 
+@pytest.mark.parametrize("p", [0.05, 0.3])
+def test_retries_by_chance_through_the_loop(p):
+    # A retry with probability 1/2 is decided inside of the loop, so its results are random even for given rewards.
+    settings = config("ngu", max_draws=24, retry_probability=0.5)
+    strategy, exact = strategies.build(settings), expectations(settings, [p])
+    pools = run_strategy(settings, (np.random.default_rng(1).random((1500, 24)) < p).astype(float))
+    groups = [make_group(pool, strategy) for pool in pools]
+    gradients = [np.dot(group.advantages, group.pool.rewards[group.kept] - p) for group in groups]
+    for found, expected in (
+        ([len(pool.verdicts) for pool in pools], exact.draws[0]),
+        ([not pool.met for pool in pools], exact.unmet[0]),
+        (gradients, exact.signal[0] * exact.rows * p * (1 - p)),
+    ):
+        assert abs(np.mean(found) - expected) <= 4 * np.std(found) / np.sqrt(len(found))
+
+
 # ---- plans, sets, and strategies of others ---------------------------------------------------------------------------
 
 

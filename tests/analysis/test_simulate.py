@@ -65,7 +65,7 @@ def prompt_file(tmp_path):
 
 
 def test_grpo(capsys):
-    run("--strategy=grpo", "--group_size=8", "--pass_rates=0.1,0.5", "--monte_carlo=0", "--tokens_per_response=500")
+    run("--strategy=grpo", "--group_size=8", "--pass_rates=0.1,0.5", "--tokens_per_response=500")
     shown = capsys.readouterr().out
     assert shown.startswith("grpo: groups of 8, at most 8 draws, objective identity\n")
     # 0.9^8 + 0.1^8 = 0.43046722, 2 / 2^8 = 0.0078; signal 1 - 1/8; tokens 8 * 500.
@@ -73,12 +73,11 @@ def test_grpo(capsys):
     assert first[:7] == ["0.1000", "8.00", "0.0000", "1.00", "0.0000", "0.4305", "0.4305"]
     assert second[5:11] == ["0.0078", "0.0078", "4.00", "4.00", "0.5000", "0.8750"]
     assert first[-1] == second[-1] == "4,000"
-    assert "through the loop" not in shown
 
 
 def test_strategies_side_by_side_with_files(tmp_path, capsys):
     folder = tmp_path / "figures"
-    run("--strategy=grpo@8,positive,balance+log", "--pass_rates=0.02:0.98:5", f"--output={folder}", "--monte_carlo=20")
+    run("--strategy=grpo@8,positive,balance+log", "--pass_rates=0.02:0.98:5", f"--output={folder}")
     shown = capsys.readouterr().out
     found = result(folder)
     assert list(found["exact"]) == ["grpo@8", "positive", "balance+log"]
@@ -93,22 +92,11 @@ def test_strategies_side_by_side_with_files(tmp_path, capsys):
     # Below the title the header, then pass rate, grpo@8, positive, balance+log.
     column = [float(row[2]) for row in lines_after(shown, "draws")[1:]]
     np.testing.assert_allclose(column, draws, atol=0.005)
-    assert set(found["monte_carlo"]["positive"]) == {"mean", "standard_error"}
-    assert shown.count("through the loop, +- standard errors") == 3 and "standard errors.\n" in shown
-
-
-def test_a_monte_carlo_check_of_one_strategy(capsys):
-    run("--strategy=balance", "--pass_rates=0.3", "--monte_carlo=200", "--seed=1")
-    shown = capsys.readouterr().out
-    assert "balance, 200 prompts of each pass rate through the loop" in shown
-    # No farther than chance brings it, with a seed that decides.
-    distance = float(shown.split("standard errors.\n")[0].rsplit("by ", 1)[1])
-    assert 0 < distance < 4
 
 
 def test_estimate_shares_one_budget(tmp_path):
     folder = tmp_path / "out"
-    flag = ("--strategy=estimate", "--objective=log", "--objective_epsilon=1e-9", "--budget=7", "--monte_carlo=0")
+    flag = ("--strategy=estimate", "--objective=log", "--objective_epsilon=1e-9", "--budget=7")
     run(*flag, "--pass_rates=0.04,0.16,0.64", f"--output={folder}")
     # 1 / sqrt(p) is 5, 2.5, 1.25.
     assert result(folder)["exact"]["estimate"]["draws"] == [12, 6, 3]
@@ -116,7 +104,7 @@ def test_estimate_shares_one_budget(tmp_path):
 
 def test_certain_prompts_and_what_is_not_finite(tmp_path, capsys):
     folder = tmp_path / "out"
-    run("--strategy=balance", "--pass_rates=0,0.5,1", f"--output={folder}", "--monte_carlo=30")
+    run("--strategy=balance", "--pass_rates=0,0.5,1", f"--output={folder}")
     exact = result(folder)["exact"]["balance"]
     assert exact["signal"][0] is None and exact["zero_signal"] == [1.0, pytest.approx(0, abs=1e-8), 1.0]
     assert lines_after(capsys.readouterr().out, "pass rate")[0][1] == "32.00"
@@ -129,7 +117,7 @@ def test_a_config_file_and_flags_over_it():
         "--samples_per_round=4",
         "--strategy=balance",
     )
-    shown = run_command(*flag, "--pass_rates=0.5", "--monte_carlo=0", "--k_pos=1")
+    shown = run_command(*flag, "--pass_rates=0.5", "--k_pos=1")
     assert (shown.returncode, shown.stderr) == (0, "")
     first = "balance: groups of 4, at most 8 draws, objective identity; rounds of 4 until 1 correct and 2 wrong"
     assert shown.stdout.splitlines()[0] == first
@@ -143,7 +131,7 @@ def test_a_strategy_of_ones_own(tmp_path, capsys):
         "from reinforce_ada_jax.collection import strategies\n"
         "def pairs(config):\n    return strategies.fixed(2 * config.group_size)\n"
     )
-    run(f"--strategy={file}:pairs", "--pass_rates=0.5", "--monte_carlo=0")
+    run(f"--strategy={file}:pairs", "--pass_rates=0.5")
     assert lines_after(capsys.readouterr().out, "pass rate")[0][1] == "8.00"
 
 
@@ -158,7 +146,7 @@ def test_the_command_loads_no_jax():
 
 def test_a_prompt_set(prompt_file, tmp_path, capsys):
     folder = tmp_path / "out"
-    flag = (f"--histogram={prompt_file}", "--pass_rates=0.5", "--monte_carlo=0", "--tokens_per_response=10")
+    flag = (f"--histogram={prompt_file}", "--pass_rates=0.5", "--tokens_per_response=10")
     run("--strategy=grpo,positive", *flag, f"--output={folder}")
     shown = capsys.readouterr().out
     assert "4 prompts of mean pass rate 0.388" in shown
@@ -227,7 +215,6 @@ def refused(capsys, arguments, parts) -> None:
         (["--strategy=ngu", "--max_draws=0", "--retry_probability=1"], ["for ever", "set a limit"]),
         (["--objective=log", "--objective_epsilon=0"], ["objective_epsilon is 0", "above 0"]),
         (["--objective=power", "--objective_alpha=0"], ["objective_alpha is 0", "above 0"]),
-        (["--monte_carlo=1"], ["--monte_carlo is 1", "2 or more"]),
         (["--question=epsilon", "--pass_rates=0,0.5"], ["--question=epsilon", "above 0 and below 1"]),
     ],
     ids=lambda value: " ".join(value[-1:]),
