@@ -47,7 +47,8 @@ from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.simulation import Cost
 from reinforce_ada_jax.sampling.state import EngineOptions
 
@@ -298,7 +299,7 @@ def adaptive(options: flags.FlagValues) -> dict[str, Any]:
                 workload, engine_options, _cost(options), barrier=options.barrier, limit=options.max_response_tokens
             )
     params = transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(options.dtype))
-    progress = writers.Progress(total=1, done=0)
+    progress = Progress(total=1, done=0)
 
     def report(closed: int, drawn: int) -> None:
         progress.phase(f"{closed}/{len(workload.prompts)} prompts, {drawn:,} responses")
@@ -435,7 +436,7 @@ def main(arguments: list[str], options: flags.FlagValues) -> None:
     result = {"benchmark": arguments[0], **BENCHMARKS[arguments[0]](options)}
     print(summary(result))
     if options.json:
-        writers.write_whole(pathlib.Path(options.json), json.dumps(result, indent=2) + "\n")
+        write_atomically(pathlib.Path(options.json), json.dumps(result, indent=2) + "\n")
         print(f"kept in {options.json}")
 
 

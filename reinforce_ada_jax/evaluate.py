@@ -22,13 +22,15 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.problems import problems_hash
 from reinforce_ada_jax.data.prompts import benchmark_name, load_problems
 from reinforce_ada_jax.evaluation import paper_results, response_store, scores
 from reinforce_ada_jax.evaluation.response_store import Responses, Store
 from reinforce_ada_jax.evaluation.scores import statistics
 from reinforce_ada_jax.policy import adapter_files, huggingface
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.writers import Progress, write_whole
+from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -146,7 +148,7 @@ def _merge(file: pathlib.Path, about: dict[str, int | str], metrics: dict[str, f
     before = json.loads(file.read_text()) if file.exists() else about
     now = {key.split("/")[1] for key in metrics}
     others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
-    write_whole(file, json.dumps(others | metrics, indent=2) + "\n")
+    write_atomically(file, json.dumps(others | metrics, indent=2) + "\n")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -248,7 +250,7 @@ def sample(config: Config, workdir: pathlib.Path | None, model: str | None, outp
         )
         stores, missing = {}, {}
         for name, prompts in sets.items():
-            problems = response_store.problems_hash((prompt.id, prompt.problem) for prompt in prompts)
+            problems = problems_hash((prompt.id, prompt.problem) for prompt in prompts)
             graded = response_store.graded_by(config, graders.get(name, ""), [prompt.answer for prompt in prompts])
             header = {"drawn": drawn | {"problems": problems}, "graded": graded}
             stores[name] = Store(output / f"{name}.jsonl", header)
@@ -309,9 +311,7 @@ def regrade(config: Config, workdir: pathlib.Path | None, model: str | None, out
         for name, problems in sets.items():
             file = output / f"{name}.jsonl"
             drawn = response_store.read_header(file)["drawn"]
-            drawn["problems"] = response_store.problems_hash(
-                (problem["id"], problem["problem"]) for problem in problems
-            )
+            drawn["problems"] = problems_hash((problem["id"], problem["problem"]) for problem in problems)
             graded = response_store.graded_by(
                 config, graders.get(name, ""), [problem["answer"] for problem in problems]
             )
@@ -391,7 +391,7 @@ def main(
         rows=[] if run is None else published_rows(run),
     )
     print(shown)
-    write_whole(made.output / "table.md", shown + "\n")
+    write_atomically(made.output / "table.md", shown + "\n")
     metrics: dict[str, float] = {}
     for name, result in results.items():
         metrics |= _metrics(name, result)

@@ -28,14 +28,15 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.problems import Problem, problems_hash
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.evaluation import response_store
 from reinforce_ada_jax.evaluation.response_store import Graded, Responses, Store
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.writers import Progress, write_whole
+from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -260,8 +261,8 @@ def write(
         "config": json.loads(config_lib.to_json(config)),
     }
     # The manifest first: an output without one is taken for somebody else's.
-    write_whole(files.manifest, json.dumps(manifest, indent=2) + "\n")
-    write_whole(files.output, text)
+    write_atomically(files.manifest, json.dumps(manifest, indent=2) + "\n")
+    write_atomically(files.output, text)
     print(f"{len(chosen):,} prompts with {band} are in {files.output}, what was left out in {files.manifest}")
 
 
@@ -273,7 +274,7 @@ def _header(config: Config, parts: Parts, prompts: Sequence[Prompt], samples: in
     sampling |= {"stop_ids": list(parts.tokenizer.stop_ids)}
     drawn = response_store.drawn_with(config, adapter_files.fingerprint(parts.folder), sampling, samples)
     return {
-        "drawn": drawn | {"problems": response_store.problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
+        "drawn": drawn | {"problems": problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
         "graded": response_store.graded_by(config, "", [prompt.answer for prompt in prompts]),
     }
 
@@ -311,7 +312,7 @@ def _verified(config: Config, prompts: Sequence[Prompt], files: Files, verifiers
     """The prompts whose references pass; the verdicts are stored, as a time limit is not the same twice."""
     with cli.user_input():
         store = Store(files.draws / "references.jsonl", {
-            "drawn": {"problems": response_store.problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
+            "drawn": {"problems": problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
             "graded": response_store.graded_by(config, "", [prompt.answer for prompt in prompts]),
         })  # fmt: skip
     if missing := _missing(prompts, store, 1):

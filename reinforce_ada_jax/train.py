@@ -40,13 +40,15 @@ from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting import samples
-from reinforce_ada_jax.reporting.writers import CompileCounter, MetricsWriter, Progress
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.reporting.writers import MetricsWriter
 from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components, resume, sharded_collection, summary
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
+from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Parts
 from reinforce_ada_jax.training.updates import Stopped, Updates
 from reinforce_ada_jax.training.workdir import WorkdirLock, write_config

@@ -90,5 +90,5 @@ def reproducible(workdir: pathlib.Path) -> list[dict[str, float]]:
     """metrics.jsonl without what may differ between equal runs."""
     return [
         {key: value for key, value in line.items() if not key.startswith(("time/", "compile/", "memory/"))}
-        for line in writers.read(workdir)
+        for line in writers.read_metrics(workdir)
     ]

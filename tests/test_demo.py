@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
 def test_balance_learns_more_from_an_update_than_grpo(runs):
     gains = []
     for seed in SEEDS:
-        grpo, balance = (writers.read(runs[strategy, seed])[-1] for strategy in STRATEGIES)
+        grpo, balance = (writers.read_metrics(runs[strategy, seed])[-1] for strategy in STRATEGIES)
         assert grpo["iteration"] == balance["iteration"] == 100
         gains.append(balance["evaluation/heldout/avg"] - grpo["evaluation/heldout/avg"])
     print(f"held-out avg@16 after 100 updates, balance - grpo: {np.round(gains, 3)}, mean {np.mean(gains):.3f}")
@@ -45,7 +45,11 @@ def test_balance_learns_more_from_an_update_than_grpo(runs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "low", "high"), [("grpo", 0.6, 1.0), ("balance", 0.0, 0.45)])
 def test_the_share_of_groups_without_a_signal_early_on(runs, strategy, low, high):
-    early = [line["collection/zero_signal_share"] for seed in SEEDS for line in writers.read(runs[strategy, seed])[:25]]
+    early = [
+        line["collection/zero_signal_share"]
+        for seed in SEEDS
+        for line in writers.read_metrics(runs[strategy, seed])[:25]
+    ]
     print(f"{strategy}: zero-signal share of updates 1-25 {np.mean(early):.3f}")
     assert low < np.mean(early) < high
 
@@ -53,7 +57,7 @@ def test_the_share_of_groups_without_a_signal_early_on(runs, strategy, low, high
 @pytest.mark.slow
 def test_overlapping_iterations_fill_slots_and_learn_as_well(runs):
     def mean(name, key, lines=slice(None)):
-        return np.mean([line[key] for seed in SEEDS for line in writers.read(runs[name, seed])[lines]])
+        return np.mean([line[key] for seed in SEEDS for line in writers.read_metrics(runs[name, seed])[lines]])
 
     busy, reward = "collection/slot_utilisation", "reward/first_round"
     print({name: (round(mean(name, busy), 3), round(mean(name, reward), 3)) for name in ("balance", "overlap")})

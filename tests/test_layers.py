@@ -37,7 +37,6 @@ TIES = {
         ("sampling.engine", "serving.jetstream"),
         ("sampling.engine", "serving.tokenizer.ServedTokenizer"),
         ("train", "evaluate"),
-        ("training.resume", "evaluation.response_store.problems_hash"),
     )
 }
 FOREIGN = {"torch", "tensorflow", "pickle", "dill", "cloudpickle", "joblib", "shelve"}

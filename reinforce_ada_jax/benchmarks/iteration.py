@@ -29,7 +29,7 @@ from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.reporting.writers import Progress
+from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts

@@ -25,13 +25,13 @@ from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.engine import Engine, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.rollouts import RolloutCounts, Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
+from reinforce_ada_jax.training.compile_counter import COMPILE_EVENT
 from reinforce_ada_jax.types import Pool
 
 CONTENDERS = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_continuous.py"}
@@ -123,7 +123,7 @@ class CompileTime:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def _on_event(self, event: str, duration: float, **_) -> None:
-        if event == writers.COMPILE_EVENT:
+        if event == COMPILE_EVENT:
             self.count += 1
             self.seconds += duration
 

@@ -58,9 +58,19 @@ def check_row(row: Any, where: str) -> Problem:
     return problem | {"labels": labels} if labels else problem
 
 
+def json_hash(value: Any) -> str:
+    """Returns 16 hexadecimal digits of a hash of `value` as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
 def content_id(problem: str, answer: str) -> str:
-    """16 hexadecimal digits that stand for the two texts."""
-    return hashlib.sha256(json.dumps([problem, answer]).encode()).hexdigest()[:16]
+    """Returns the id of a problem that has none of its own: a hash of its two texts."""
+    return json_hash([problem, answer])
+
+
+def problems_hash(problems: Iterable[tuple[str, str]]) -> str:
+    """Returns a hash of (id, text) pairs, which identifies a set of problems in records and stores."""
+    return json_hash([list(pair) for pair in problems])
 
 
 def _column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import fcntl
 import functools
-import hashlib
 import itertools
 import json
 import os
@@ -23,7 +22,8 @@ import numpy as np
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.reporting.writers import write_whole
+from reinforce_ada_jax.data.problems import json_hash
+from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.training.sharded_collection import draw_everywhere
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -56,16 +56,6 @@ class Graded:
 Responses = dict[str, list[Graded]]
 
 
-def text_hash(value: Any) -> str:
-    """16 hexadecimal digits that stand for anything that can be written as JSON."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def problems_hash(problems: Iterable[tuple[str, str]]) -> str:
-    """Stands for (id, text) of each."""
-    return text_hash([list(pair) for pair in problems])
-
-
 def drawn_with(config: Config, model: str, sampling: Mapping[str, Any], samples: int) -> dict[str, Any]:
     """The part of a header that decides the responses; `problems` (`problems_hash`) is still to be added.
 
@@ -92,9 +82,9 @@ def graded_by(config: Config, grader: str, answers: Iterable[str]) -> dict[str, 
     return {
         "reward": grader or reward.path or reward.kind,
         # A function that was edited is another one.
-        "file": text_hash(pathlib.Path(reward.path.rpartition(":")[0]).read_text("utf-8")) if of_user else "",
+        "file": json_hash(pathlib.Path(reward.path.rpartition(":")[0]).read_text("utf-8")) if of_user else "",
         "positive_threshold": reward.positive_threshold,
-        "answers": text_hash(list(answers)),
+        "answers": json_hash(list(answers)),
     }
 
 
@@ -209,7 +199,7 @@ class Store:
     def __enter__(self) -> Self:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if not self._holds_something():  # a header without responses is of a file that was removed
-            write_whole(self._header_file, json.dumps(self.header, indent=2) + "\n")
+            write_atomically(self._header_file, json.dumps(self.header, indent=2) + "\n")
         self._stream = self.file.open("ab")
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -262,7 +252,7 @@ class Store:
                 yield done
         # In this order: a kill between the two leaves a header that asks for grading again.
         partial.replace(self.file)
-        write_whole(self._header_file, json.dumps(self.header, indent=2) + "\n")
+        write_atomically(self._header_file, json.dumps(self.header, indent=2) + "\n")
 
 
 class _Recorder:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_ada_jax.reporting import writers as metrics_lib
+from reinforce_ada_jax.reporting.writers import read_metrics
 
 # Seconds that are no time of their own: a part of collecting, and work done beside it.
 WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
@@ -81,7 +81,7 @@ def load(workdir: pathlib.Path) -> History:
     Raises:
       ValueError: it holds no finished iteration, or a file in it is not what a run writes.
     """
-    lines = metrics_lib.read(workdir)
+    lines = read_metrics(workdir)
     if not lines:
         raise ValueError(f"{workdir} has no metrics.jsonl with a finished iteration: name a run's work directory.")
     config = _read_json(workdir / "config.json")

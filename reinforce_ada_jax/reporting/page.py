@@ -19,9 +19,9 @@ import jinja2
 
 from reinforce_ada_jax.reporting import samples
 from reinforce_ada_jax.reporting.curves import Figure
+from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.reporting.history import History, flatten
 from reinforce_ada_jax.reporting.samples import Sampled
-from reinforce_ada_jax.reporting.writers import write_whole
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
 # What could end the element that holds JSON, or is no character of UTF-8.
@@ -119,5 +119,5 @@ def write(
     file = output / "index.html"
     page = render(histories, summaries, figures, sampled)
     # Names of folders may hold what is no character.
-    write_whole(file, page.encode("utf-8", "replace").decode("utf-8"))
+    write_atomically(file, page.encode("utf-8", "replace").decode("utf-8"))
     return file

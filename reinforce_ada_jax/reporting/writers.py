@@ -1,74 +1,88 @@
-"""Where the numbers of a run go: metrics.jsonl, TensorBoard, Weights & Biases, and one line at the terminal."""
+"""Metrics of a run: metrics.jsonl, and the same numbers in TensorBoard and Weights & Biases."""
 
 import json
 import pathlib
-import sys
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import tqdm
-
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+from reinforce_ada_jax.reporting.files import read_records, write_atomically
 
 
-class CompileCounter:
-    """Counts XLA compilations of this process: after warm-up there should be none."""
-
-    def __init__(self):
-        import jax  # noqa: PLC0415  (what reads a run's numbers needs no jax)
-
-        self.total = 0
-        self._read = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, event: str, duration: float, **_) -> None:
-        del duration
-        self.total += event == COMPILE_EVENT
-
-    def since_last(self) -> int:
-        """Compilations since the last call."""
-        new, self._read = self.total - self._read, self.total
-        return new
+def _metrics(line: Any) -> dict[str, float]:
+    line["iteration"]
+    return line
 
 
-def write_whole(file: pathlib.Path, text: str) -> None:
-    """Writes a file such that a kill leaves what it held before or all of `text`, never a part."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
-
-
-def read(workdir: pathlib.Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl, one object an iteration; a last line cut short by a kill is left out.
+def read_metrics(workdir: pathlib.Path) -> list[dict[str, float]]:
+    """Returns the finished lines of metrics.jsonl, one object per iteration.
 
     Raises:
-      ValueError: a finished line is no object with an iteration.
+      ValueError: a finished line is not an object with an iteration.
     """
-    file = workdir / "metrics.jsonl"
-    if not file.exists():
-        return []
-    lines = []
-    # What follows the last line break was never finished.
-    for number, text in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            lines.append(json.loads(text))
-            lines[-1]["iteration"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{file}, line {number}: no metrics of an iteration. Remove the line.") from error
-    return lines
+    kind, remedy = "an object with the metrics of an iteration", "Remove the line."
+    return list(read_records(workdir / "metrics.jsonl", _metrics, kind, remedy))
 
 
-def begin_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
-    """The run of Weights & Biases that belongs to `workdir`, new or resumed.
+class MetricsWriter:
+    """Writer of a run's metrics to metrics.jsonl, TensorBoard and Weights & Biases, with the same names and numbers."""
 
-    Its id is kept in the work directory: a folder that is begun anew is another run.
+    def __init__(
+        self, workdir: pathlib.Path, *, last_iteration: int, tensorboard: bool, wandb: str = "", quiet: bool = False
+    ):
+        """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
+
+        Args:
+          workdir: of the run.
+          last_iteration: the last iteration whose metrics stay.
+          tensorboard: also write TensorBoard events.
+          wandb: project of Weights & Biases; "" for none.
+          quiet: Weights & Biases prints nothing.
+        """
+        self._file = workdir / "metrics.jsonl"
+        kept = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
+        write_atomically(self._file, "".join(json.dumps(line) + "\n" for line in kept))
+        self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
+        self._tensorboard = _open_tensorboard(workdir, last_iteration) if tensorboard else None
+
+    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Writes one line, which is on disk when this returns, and the plots."""
+        with self._file.open("a") as file:
+            file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+        self.plot(iteration, metrics)
+
+    def plot(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """Writes to TensorBoard and Weights & Biases only."""
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                self._tensorboard.add_scalar(name, value, iteration)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            # Iterations repeated after a resume are dropped there because their step is past; their numbers are equal.
+            self._wandb.log(dict(metrics), step=iteration)
+
+    def close(self) -> None:
+        """Closes the TensorBoard file and ends the run of Weights & Biases."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _open_tensorboard(workdir: pathlib.Path, last_iteration: int) -> Any:
+    import tensorboardX  # noqa: PLC0415  (takes a third of a second, and is optional)
+
+    return tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=last_iteration + 1, write_to_disk=True)
+
+
+def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
+    """Starts or resumes the Weights & Biases run whose id the work directory holds.
 
     Raises:
-      ValueError: wandb isn't installed, or does not begin the run (no login, no network).
+      ValueError: wandb is not installed, or cannot start the run (no login, no network).
     """
     try:
-        import wandb  # noqa: PLC0415  (an extra, for those who want it)
+        import wandb  # noqa: PLC0415  (optional)
     except ImportError as error:
         raise ValueError(
             f"logging.wandb names the project {project!r}, but wandb is not installed: pip install wandb, or leave "
@@ -76,7 +90,7 @@ def begin_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
         ) from error
     file = workdir / "wandb_id"
     if not file.exists():
-        write_whole(file, uuid.uuid4().hex)
+        write_atomically(file, uuid.uuid4().hex)
     config = workdir / "config.json"
     try:
         return wandb.init(
@@ -92,100 +106,3 @@ def begin_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
         raise ValueError(
             f"logging.wandb: {error} Log in with `wandb login`, set WANDB_MODE=offline, or leave logging.wandb empty."
         ) from error
-
-
-class MetricsWriter:
-    """Appends one object an iteration to metrics.jsonl, and the same numbers under the same names to TensorBoard and
-    to Weights & Biases."""
-
-    def __init__(
-        self, workdir: pathlib.Path, *, last_iteration: int, tensorboard: bool, wandb: str = "", quiet: bool = False
-    ):
-        """Opens the files for the iterations after `last_iteration`: later ones, of a run that died, are cut off.
-
-        `wandb`: a project; none where empty. `quiet`: Weights & Biases say nothing at the terminal.
-        """
-        self._file = workdir / "metrics.jsonl"
-        kept = [line for line in read(workdir) if line["iteration"] <= last_iteration]
-        write_whole(self._file, "".join(json.dumps(line) + "\n" for line in kept))
-        self._wandb = begin_wandb(workdir, wandb, quiet=quiet) if wandb else None
-        self._tensorboard = None
-        if tensorboard:
-            import tensorboardX  # noqa: PLC0415  (a third of a second, for those who want it)
-
-            self._tensorboard = tensorboardX.SummaryWriter(
-                str(workdir / "tensorboard"), purge_step=last_iteration + 1, write_to_disk=True
-            )
-
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """One line, on disk when this returns."""
-        with self._file.open("a") as file:
-            file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
-        self.plot(iteration, metrics)
-
-    def plot(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """To TensorBoard and Weights & Biases only."""
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, iteration)
-            self._tensorboard.flush()
-        if self._wandb is not None:
-            # Iterations repeated after a resume are dropped there, as their step is past; their numbers are the same.
-            self._wandb.log(dict(metrics), step=iteration)
-
-    def close(self) -> None:
-        """Ends the TensorBoard file and the run of Weights & Biases."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-class Progress:
-    """One line at the terminal: iterations (or what `unit` says) done, rate, time left, and the phase with its numbers.
-
-    A quiet one shows what `say` is told, and nothing else.
-    """
-
-    def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):
-        # Away from a terminal a line now and then is enough.
-        interval = 0.1 if sys.stderr.isatty() else 10.0
-        self._quiet = quiet
-        self._bar = tqdm.tqdm(
-            total=total, initial=done, desc=unit, unit="it", mininterval=interval, dynamic_ncols=True, disable=quiet
-        )
-        self._figures = ""
-
-    def phase(self, text: str) -> None:
-        """What is going on within the iteration."""
-        self._bar.set_postfix_str(f"{text}  {self._figures}", refresh=False)
-        self._bar.update(0)
-
-    def iteration(self, figures: Mapping[str, str]) -> None:
-        """One iteration is done; its figures stay in sight."""
-        self._figures = "  ".join(f"{name} {value}" for name, value in figures.items())
-        self._bar.set_postfix_str(self._figures, refresh=False)
-        self._bar.update(1)
-
-    @property
-    def done(self) -> int:
-        """How many are done."""
-        return self._bar.n
-
-    def reach(self, done: int, text: str = "") -> None:
-        """So many are done."""
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(done - self._bar.n)
-
-    def say(self, text: str) -> None:
-        """A warning: a line of its own above the progress line."""
-        tqdm.tqdm.write(text, file=sys.stderr)
-
-    def note(self, text: str) -> None:
-        """News, such as an evaluation's result: the same line, unless this is quiet."""
-        if not self._quiet:
-            self.say(text)
-
-    def close(self) -> None:
-        """Ends the line."""
-        self._bar.close()

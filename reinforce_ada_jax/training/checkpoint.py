@@ -20,7 +20,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import shutil
 import time
@@ -38,6 +37,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import init
+from reinforce_ada_jax.reporting.files import write_atomically
 
 # Where damaged checkpoints are put, beside those that are whole.
 DAMAGED = "damaged_checkpoints"
@@ -260,7 +260,7 @@ class Checkpoints:
         if not processes.exchange(b"news" if news else b"")[0]:
             return
         if processes.is_writer():
-            _replace(_record_file(self.folder, iteration), json.dumps(_with_checksum(record)))
+            write_atomically(_record_file(self.folder, iteration), json.dumps(_with_checksum(record)))
         if record["evaluation"] is not None:
             self._kept.evaluations[iteration] = record["evaluation"]
         kept = self._kept.of(self.iterations())
@@ -396,16 +396,6 @@ class Checkpoints:
             self._manager.close()
         if self._writes:
             self._remove_unfinished()
-
-
-def _replace(file: pathlib.Path, text: str) -> None:
-    """As `metrics.write_whole`, and whole even where the machine goes: there may be no other checkpoint."""
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
 
 
 def _first_line(error: Exception) -> str:

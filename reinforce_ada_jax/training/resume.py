@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.evaluation.response_store import problems_hash
+from reinforce_ada_jax.data.problems import problems_hash
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.training.components import Parts
 from reinforce_ada_jax.types import Prompt

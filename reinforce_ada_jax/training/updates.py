@@ -18,7 +18,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, owners
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.writers import write_whole
+from reinforce_ada_jax.reporting.files import write_atomically
 
 # Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
 # (1e-6 at temperature 1, more below it); elsewhere products are rounded to bfloat16 or less, and a mean beyond the
@@ -159,7 +159,9 @@ class Updates:
         file = self.workdir / "non_finite" / f"{iteration:06d}-{number}.json"
         if processes.is_writer():
             file.parent.mkdir(exist_ok=True)
-            write_whole(file, json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1))
+            write_atomically(
+                file, json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
+            )
         said = f"iteration {iteration}, update {number} of {count}: {what} finite. What it was made of is in {file}."
         self.skipped_in_a_row += 1
         learning = self.config.learning

@@ -13,7 +13,7 @@ import time
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.reporting.writers import write_whole
+from reinforce_ada_jax.reporting.files import write_atomically
 
 FILE = "training.lock"
 
@@ -71,7 +71,7 @@ def write_config(config: Config, workdir: pathlib.Path) -> None:
     file = workdir / "config.json"
     if processes.is_writer():
         workdir.mkdir(parents=True, exist_ok=True)
-        write_whole(file, config_lib.to_json(config))
+        write_atomically(file, config_lib.to_json(config))
     processes.any_of(False)  # until it is written
     for _ in range(processes.SHARED_AFTER_S):
         if not processes.any_of(not file.exists()):

@@ -93,7 +93,7 @@ def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
 
 def until_iteration(workdir, number, processes) -> None:
     deadline = time.monotonic() + 300
-    while len(writers.read(workdir)) < number:
+    while len(writers.read_metrics(workdir)) < number:
         assert time.monotonic() < deadline
         assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         time.sleep(0.05)
@@ -161,7 +161,7 @@ def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
     finished(start(tmp_path / "two", 2, *flags))
     _, record = restored(tmp_path / "two", SMALL["iterations"] - 1)
     assert record["begun"], "the checkpoint holds what both drew ahead"
-    assert writers.read(tmp_path / "two")[-1]["collection/ahead"] > 0
+    assert writers.read_metrics(tmp_path / "two")[-1]["collection/ahead"] > 0
 
 
 @pytest.mark.slow
@@ -182,9 +182,9 @@ def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
         assert codes == [code, code]
         assert all("is saved" in text and "goes on from there" in text for text in said)
         saved = int(re.search(r"iteration (\d+) is saved", said[0])[1])
-        assert [line["iteration"] for line in writers.read(workdir)] == list(range(1, saved + 1))
+        assert [line["iteration"] for line in writers.read_metrics(workdir)] == list(range(1, saved + 1))
     resumed = start(workdir, 2, "--config.iterations=500")
-    until_iteration(workdir, len(writers.read(workdir)) + 1, resumed)
+    until_iteration(workdir, len(writers.read_metrics(workdir)) + 1, resumed)
     resumed[0].send_signal(signal.SIGINT)
     for process in resumed:
         process.communicate(timeout=60)

@@ -14,7 +14,7 @@ from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
 from reinforce_ada_jax.policy import lora, transformer
-from reinforce_ada_jax.reporting.writers import CompileCounter
+from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters

@@ -9,7 +9,7 @@ import pytest
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.value_head import Head, ValueHead, head_loss, prompt_features
 from reinforce_ada_jax.policy import transformer
-from reinforce_ada_jax.reporting.writers import CompileCounter
+from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.policy import recording
 

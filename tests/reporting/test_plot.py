@@ -79,7 +79,7 @@ def test_every_benchmark_has_its_summary(tmp_path, runs):
         ("", "has no metrics.jsonl with a finished iteration"),
         ('{"iteration": 1, "rew', "has no metrics.jsonl with a finished iteration"),
         ('{"iteration": 1}\n', "config.json can't be read (No such file or directory)"),
-        ("[1, 2]\n", "metrics.jsonl, line 1: no metrics of an iteration"),
+        ("[1, 2]\n", "metrics.jsonl, line 1 is not an object with the metrics of an iteration"),
     ],
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path, capsys, content, said):

@@ -15,7 +15,6 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.prefetch import Ahead
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.reporting.writers import CompileCounter
 from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib
@@ -23,6 +22,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.rollouts import Rollouts, _Replica
 from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Prompt, Request, Verdict
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine

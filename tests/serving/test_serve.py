@@ -24,12 +24,12 @@ from reinforce_ada_jax import cli, serve
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface, transformer
-from reinforce_ada_jax.reporting.writers import CompileCounter
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serve import Settings
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving import servicer as servicer_lib
 from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.running import ROOT, environment
 
 pb2, pb2_grpc = jetstream.protocol()

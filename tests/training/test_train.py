@@ -24,6 +24,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components, resume
@@ -81,7 +82,7 @@ def finish(process, code=0):
 
 def wait_for_lines(process, workdir, count):
     """Returns while iteration `count` + 1 is under way, or a little later."""
-    while len(writers.read(workdir)) < count:
+    while len(writers.read_metrics(workdir)) < count:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
 
@@ -110,7 +111,7 @@ def assert_same_run(workdir, other):
 def test_what_a_run_writes(unbroken):
     workdir, shown = unbroken
     assert {"config.json", "metrics.jsonl", "checkpoints", "evaluations", "samples"} <= set(os.listdir(workdir))
-    lines = writers.read(workdir)
+    lines = writers.read_metrics(workdir)
     assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
     for line in lines:
         assert set(KEYS) <= line.keys()
@@ -126,7 +127,7 @@ def test_what_a_run_writes(unbroken):
 def test_what_a_run_counts(unbroken):
     # Each iteration draws 8 responses a round for 8 prompts, one to four rounds each; the word and its end are 3 to 7
     # tokens, 8 at most.
-    for line in writers.read(unbroken[0]):
+    for line in writers.read_metrics(unbroken[0]):
         assert line["collection/responses"] == 64 * line["collection/rounds_mean"]
         assert 3 <= line["collection/tokens"] / line["collection/responses"] <= 8
         # Where the rule is met there are right and wrong responses, and so a signal.
@@ -147,12 +148,12 @@ def test_samples_can_be_read(unbroken):
 
 
 def test_after_the_first_iteration_nothing_compiles(unbroken):
-    counts = [line["compile/count"] for line in writers.read(unbroken[0])]
+    counts = [line["compile/count"] for line in writers.read_metrics(unbroken[0])]
     assert counts[0] > 0 and counts[1:] == [0] * (ITERATIONS - 1)
 
 
 def test_the_engine_and_the_learner_agree(unbroken):
-    for line in writers.read(unbroken[0]):
+    for line in writers.read_metrics(unbroken[0]):
         assert line["update/logprob_gap"] <= line["update/logprob_gap_max"] < 1e-4
 
 
@@ -163,7 +164,7 @@ def test_kill_and_resume(start, unbroken, tmp_path):
         assert process.poll() is None
     process.kill()
     finish(process, -signal.SIGKILL)
-    assert 7 <= len(writers.read(tmp_path / "run")) < ITERATIONS
+    assert 7 <= len(writers.read_metrics(tmp_path / "run")) < ITERATIONS
     out, _ = finish(start(tmp_path / "run"))
     assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
     assert_same_run(tmp_path / "run", unbroken[0])
@@ -176,9 +177,9 @@ def test_kills_at_random_moments(start, tmp_path, kills):
     finish(start(tmp_path / "unbroken", *flags))
     moments, workdir, killed = np.random.default_rng(kills), tmp_path / "run", 0
     while killed < kills:
-        process, before = start(workdir, *flags), len(writers.read(workdir))
+        process, before = start(workdir, *flags), len(writers.read_metrics(workdir))
         deadline = time.monotonic() + 120
-        while len(writers.read(workdir)) in (before, 0) and process.poll() is None:
+        while len(writers.read_metrics(workdir)) in (before, 0) and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 1))
@@ -203,7 +204,7 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     finish(start(tmp_path / "run", overlap))
     assert_same_run(tmp_path / "run", tmp_path / "unbroken")
     # From the second iteration on some responses were there already, drawn with the weights before.
-    ahead = [line["collection/ahead"] for line in writers.read(tmp_path / "run")]
+    ahead = [line["collection/ahead"] for line in writers.read_metrics(tmp_path / "run")]
     assert ahead[0] == 0 and min(ahead[1:]) > 0
     assert restored(tmp_path / "run")[1]["begun"]
 
@@ -217,7 +218,7 @@ def test_interrupt_and_resume(start, unbroken, tmp_path):
     saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
     assert f"--workdir={tmp_path / 'run'} goes on from there" in last and "Traceback" not in err
     # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
-    assert saved - len(writers.read(tmp_path / "run")) in (0, 1)
+    assert saved - len(writers.read_metrics(tmp_path / "run")) in (0, 1)
     out, _ = finish(start(tmp_path / "run"))
     assert f"resuming after iteration {saved}\n" in out
     assert_same_run(tmp_path / "run", unbroken[0])
@@ -273,7 +274,7 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     last = err.splitlines()[-1]  # TensorStore prints stack traces of its own before
     assert last.startswith("error: no checkpoint could be written to")
     assert "The run stops before it trains on. The newest whole checkpoint is of 12." in last
-    assert len(writers.read(workdir)) <= ITERATIONS + 2
+    assert len(writers.read_metrics(workdir)) <= ITERATIONS + 2
     finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))
 
 
@@ -281,8 +282,8 @@ def test_more_iterations(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     out, _ = finish(start(workdir, f"--config.iterations={ITERATIONS + 2}"))
     assert f"resuming after iteration {ITERATIONS}\n" in out
-    lines = writers.read(workdir)
-    assert lines[:ITERATIONS] == writers.read(unbroken[0])
+    lines = writers.read_metrics(workdir)
+    assert lines[:ITERATIONS] == writers.read_metrics(unbroken[0])
     assert [line["iteration"] for line in lines[ITERATIONS:]] == [ITERATIONS + 1, ITERATIONS + 2]
     assert EVALUATION_KEYS <= lines[-1].keys()
 
@@ -313,7 +314,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
     assert last.startswith("error: iteration 3, update 2 of 2: loss nan, gradient norm nan: not finite.")
     # The first update of the iteration is in the weights, so the iteration ends with it, and a resume begins the next.
     assert "saved as iteration 3" in last and "Traceback" not in err
-    lines = writers.read(tmp_path / "run")
+    lines = writers.read_metrics(tmp_path / "run")
     assert [(line["iteration"], line["update/count"], line["update/skipped"]) for line in lines] == [
         (1, 2, 0), (2, 2, 0), (3, 1, 1),
     ]  # fmt: skip
@@ -321,7 +322,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
     assert record["iteration"] == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     assert "resuming after iteration 3" in finish(start(tmp_path / "run"))[0]
-    assert [line["iteration"] for line in writers.read(tmp_path / "run")] == list(range(1, ITERATIONS + 1))
+    assert [line["iteration"] for line in writers.read_metrics(tmp_path / "run")] == list(range(1, ITERATIONS + 1))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -451,7 +452,7 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     table = (kept / "table.md").read_text("utf-8")
     shutil.rmtree(kept)
     assert texts(workdir / "evaluations") == texts(unbroken[0] / "evaluations")
-    line = writers.read(workdir)[-1]
+    line = writers.read_metrics(workdir)[-1]
     average, error = line["evaluation/heldout/avg"], line["evaluation/heldout/avg_standard_error"]
     shown = capsys.readouterr().out
     assert f"model       {workdir}, iteration 12: qwen2" in shown and "stops on 2 '<eos>'" in shown
@@ -467,7 +468,7 @@ def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, t
     monkeypatch.setattr(evaluate, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
     monkeypatch.chdir(tmp_path)
     evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
-    line = writers.read(unbroken[0])[-1]
+    line = writers.read_metrics(unbroken[0])[-1]
     results = json.loads((tmp_path / "evaluations" / exported.name / "results.json").read_text())
     assert results["evaluation/heldout/avg"] == line["evaluation/heldout/avg"]
 
@@ -513,7 +514,7 @@ def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path, keep_signals)
     config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False})
     parts = components.parts(config, components.model_folder(config.model.path))
     make = functools.partial(ScriptedRun, config, parts=parts, prompts=[], benchmarks={"heldout": []}, params=None)
-    progress = writers.Progress(6, 0)
+    progress = Progress(6, 0)
 
     def loop(run):
         run.loop(None, progress)
@@ -530,12 +531,12 @@ def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path, keep_signals)
     run.save()
     run.checkpoints.close()
     # The update of iteration 4 is made and saved; its line waits for the evaluation.
-    assert [line["iteration"] for line in writers.read(broken)] == [1, 2, 3]
+    assert [line["iteration"] for line in writers.read_metrics(broken)] == [1, 2, 3]
     run = make(workdir=broken)
     assert run.iteration == 4
     loop(run)
     assert reproducible(broken) == reproducible(whole)
-    assert [line.get("evaluation/heldout/avg") for line in writers.read(broken)] == [
+    assert [line.get("evaluation/heldout/avg") for line in writers.read_metrics(broken)] == [
         None, 2 / 7, None, 4 / 7, None, 6 / 7
     ]  # fmt: skip
     progress.close()

@@ -87,7 +87,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_only(unbroken, trained):
 
 
 def test_the_run_learns_beside_a_reference_that_is_its_base(unbroken):
-    lines = writers.read(unbroken[0])
+    lines = writers.read_metrics(unbroken[0])
     assert all(line["update/logprob_gap_max"] < 1e-4 for line in lines)
     # Adapters begin as no change: there is no distance from the reference before the first update.
     assert 0 <= lines[0]["update/kl"] < lines[-1]["update/kl"]

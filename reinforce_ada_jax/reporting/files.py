@@ -1,0 +1,45 @@
+"""Files that survive a kill: written as a whole, or by lines and read up to the last finished one."""
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def write_atomically(file: pathlib.Path, text: str) -> None:
+    """Writes `text` such that a kill, or the loss of the machine, leaves the old content or all of the new one."""
+    partial = file.with_name(f"{file.name}.partial")
+    with partial.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.replace(file)
+
+
+def finished_lines(file: pathlib.Path) -> Iterator[bytes]:
+    r"""Yields the lines that end with "\n"; text after the last one was cut off by a kill, or is being written."""
+    if file.exists():
+        with file.open("rb") as stream:
+            yield from (line for line in stream if line.endswith(b"\n"))
+
+
+def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remedy: str) -> Iterator[T]:
+    """Yields `parse` of the JSON value of each finished line; nothing if there is no file.
+
+    Args:
+      file: JSON Lines.
+      parse: makes a record of a line's value.
+      kind: what a line holds, for the error.
+      remedy: what to do about a line that holds something else.
+
+    Raises:
+      ValueError: a finished line is not JSON, or `parse` rejected it.
+    """
+    for number, line in enumerate(finished_lines(file), start=1):
+        try:
+            yield parse(json.loads(line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file}, line {number} is not {kind} ({error!r}). {remedy}") from error

@@ -1,0 +1,56 @@
+"""The progress line of a command at the terminal."""
+
+import sys
+from collections.abc import Mapping
+
+import tqdm
+
+
+class Progress:
+    """One line at the terminal: units done (iterations, problems), rate, time left, and the current phase.
+
+    A quiet one shows only what `say` gets.
+    """
+
+    def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):
+        # Without a terminal, a line every 10 seconds is enough.
+        interval = 0.1 if sys.stderr.isatty() else 10.0
+        self._quiet = quiet
+        self._bar = tqdm.tqdm(
+            total=total, initial=done, desc=unit, unit="it", mininterval=interval, dynamic_ncols=True, disable=quiet
+        )
+        self._numbers = ""
+
+    @property
+    def done(self) -> int:
+        """Number of finished units."""
+        return self._bar.n
+
+    def phase(self, text: str) -> None:
+        """Shows the phase within the current iteration."""
+        self._bar.set_postfix_str(f"{text}  {self._numbers}", refresh=False)
+        self._bar.update(0)
+
+    def iteration(self, numbers: Mapping[str, str]) -> None:
+        """Counts one iteration; its numbers stay visible during the next one."""
+        self._numbers = "  ".join(f"{name} {value}" for name, value in numbers.items())
+        self._bar.set_postfix_str(self._numbers, refresh=False)
+        self._bar.update(1)
+
+    def reach(self, done: int, text: str = "") -> None:
+        """Sets the number of finished units."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def say(self, text: str) -> None:
+        """Writes a warning above the progress line."""
+        tqdm.tqdm.write(text, file=sys.stderr)
+
+    def note(self, text: str) -> None:
+        """Writes news, such as the result of an evaluation, above the progress line, unless it is quiet."""
+        if not self._quiet:
+            self.say(text)
+
+    def close(self) -> None:
+        """Ends the line."""
+        self._bar.close()

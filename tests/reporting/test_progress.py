@@ -1,0 +1,32 @@
+from reinforce_ada_jax.reporting.progress import Progress
+
+
+def test_progress_shows_iterations_phase_and_figures(capsys):
+    progress = Progress(total=4, done=2)
+    progress.iteration({"reward": "0.250"})
+    progress.note("iteration 3: avg@16 heldout 0.200")
+    progress.say("every group was dropped")
+    progress.iteration({"reward": "0.500"})
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "iteration 3: avg@16 heldout 0.200\n" in shown and "every group was dropped\n" in shown
+    assert "4/4" in shown and "reward 0.500" in shown
+
+
+def test_quiet_progress_shows_warnings_only(capsys):
+    progress = Progress(total=4, done=2, quiet=True)
+    progress.phase("updating")
+    progress.iteration({"reward": "0.250"})
+    progress.note("iteration 3: avg@16 heldout 0.200")
+    progress.say("every group was dropped")
+    progress.close()
+    assert capsys.readouterr() == ("", "every group was dropped\n")
+
+
+def test_progress_that_reaches_a_count(capsys):
+    progress = Progress(total=8, done=2, unit="problems")
+    progress.reach(5, "math500: 12 responses")
+    assert progress.done == 5
+    progress.close()
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert last.startswith("problems:") and "5/8" in last and "math500: 12 responses" in last
