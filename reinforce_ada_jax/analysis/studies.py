@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from reinforce_ada_jax.analysis.enumeration import PROMPT, canonical_group, expectations, group_terms
 from reinforce_ada_jax.collection import objectives, strategies
+from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
 from reinforce_ada_jax.config import EstimatorConfig
 
@@ -131,22 +132,6 @@ def draw_counts(
     return drawn, correct
 
 
-class _Estimates:
-    """estimators.Ema for a population, in arrays."""
-
-    def __init__(self, count: int):
-        settings = EstimatorConfig()
-        self._decay, self._prior = settings.decay, (settings.prior_correct, settings.prior_wrong)
-        self._drawn, self._correct = np.zeros(count), np.zeros(count)
-
-    def of(self, places: np.ndarray) -> np.ndarray:
-        return (self._correct[places] + self._prior[0]) / (self._drawn[places] + sum(self._prior))
-
-    def observe(self, places: np.ndarray, drawn: np.ndarray, correct: np.ndarray) -> None:
-        self._drawn[places] = self._decay * self._drawn[places] + drawn
-        self._correct[places] = self._decay * self._correct[places] + correct
-
-
 def learn(
     name: str,
     config: StrategyConfig,
@@ -187,7 +172,8 @@ def learn(
     count = len(pass_rates)
     with np.errstate(divide="ignore"):
         logits = np.log(pass_rates) - np.log1p(-pass_rates)
-    estimates = _Estimates(count)
+    settings = EstimatorConfig()
+    ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
     candidates = min(count, prompts_per_update * (1 + strategy.extra_batches))
     terms = functools.cache(lambda drawn, correct: group_terms(canonical_group(strategy, drawn, correct)))
     names = [f"{place:06d}" for place in range(count)]
@@ -195,9 +181,11 @@ def learn(
     while len(spent) <= updates or spent[-1] < draws:
         batch = np.arange(cursor, cursor + candidates) % count
         p = 1.0 / (1.0 + np.exp(-logits[batch]))
-        expected, planned = estimates.of(batch), None
+        expected = planned = None
         if strategy.plan is not None:
-            planned = np.asarray(strategy.plan(expected, [names[place] for place in batch]))
+            ids = [names[place] for place in batch]
+            expected = ema.estimate_ids(ids)
+            planned = np.asarray(strategy.plan(expected, ids))
         drawn, correct = draw_counts(strategy, p, rng, estimates=expected, planned=planned)
         found = np.array([terms(*pair) for pair in zip(drawn.tolist(), correct.tolist(), strict=True)], np.float64)
         rows = found[:, 0] + found[:, 1]
@@ -206,7 +194,9 @@ def learn(
         if not strategy.extra_batches:
             opened = prompts_per_update
         batch, p, found, rows = batch[:opened], p[:opened], found[:opened], rows[:opened]
-        estimates.observe(batch, drawn[:opened], correct[:opened])
+        if strategy.plan is not None:
+            for place, *counts in zip(batch.tolist(), drawn.tolist(), correct.tolist(), strict=False):
+                ema.observe_counts(names[place], *counts)
         total = found[:, 2] * (1.0 - p) - found[:, 3] * p
         gradient = prompts_per_update * total / max(rows.sum(), 1.0)
         if equal_lengths:

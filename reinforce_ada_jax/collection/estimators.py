@@ -30,20 +30,25 @@ class Ema:
         self._counts: dict[str, tuple[float, float]] = {}  # by prompt id: (N, K)
 
     def estimate(self, prompts: Sequence[Prompt]) -> Float[np.ndarray, " P"]:
-        """The pass rates expected now, in (0, 1); a prompt never seen has the prior's mean."""
-        counts = np.array([self._counts.get(prompt.id, (0.0, 0.0)) for prompt in prompts], np.float64).reshape(-1, 2)
+        """Returns the pass rates expected now, in (0, 1); a prompt without draws has the prior's mean."""
+        return self.estimate_ids([prompt.id for prompt in prompts])
+
+    def estimate_ids(self, ids: Sequence[str]) -> Float[np.ndarray, " P"]:
+        """Returns `estimate` of the prompts with these ids."""
+        counts = np.array([self._counts.get(name, (0.0, 0.0)) for name in ids], np.float64).reshape(-1, 2)
         drawn, correct = counts.T
         return (correct + self._prior_correct) / (drawn + self._prior_correct + self._prior_wrong)
 
     def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
-        """Takes in what one iteration drew; no metrics of its own."""
+        """Adds the draws of one iteration; returns no metrics."""
         for pool in pools:
-            drawn, correct = self._counts.get(pool.prompt.id, (0.0, 0.0))
-            self._counts[pool.prompt.id] = (
-                self._decay * drawn + len(pool.verdicts),
-                self._decay * correct + int(pool.correct.sum()),
-            )
+            self.observe_counts(pool.prompt.id, len(pool.verdicts), int(pool.correct.sum()))
         return {}
+
+    def observe_counts(self, prompt_id: str, drawn: int, correct: int) -> None:
+        """Adds what one iteration drew for one prompt."""
+        old_drawn, old_correct = self._counts.get(prompt_id, (0.0, 0.0))
+        self._counts[prompt_id] = self._decay * old_drawn + drawn, self._decay * old_correct + correct
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint; float64 numbers survive the way there and back unchanged."""

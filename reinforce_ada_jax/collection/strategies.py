@@ -22,10 +22,14 @@ from reinforce_ada_jax.types import Prompt
 class StrategyConfig(Protocol):
     """Settings of a strategy. These four are required; any other of the `collection` section has its default."""
 
-    strategy: str
-    group_size: int
-    samples_per_round: int
-    max_rounds: int
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def samples_per_round(self) -> int: ...
+    @property
+    def max_rounds(self) -> int: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

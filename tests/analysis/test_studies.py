@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.analysis import studies
-from reinforce_ada_jax.analysis.enumeration import PROMPT, expectations, planned_draws
+from reinforce_ada_jax.analysis.enumeration import expectations, planned_draws
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.types import Pool, Verdict
 
 
 def config(strategy: str, **settings: object) -> SimpleNamespace:
@@ -75,15 +73,6 @@ def test_counts_are_those_of_the_exact_distribution(name):
         difference = (counts - expected).reshape(3, 4000)
         error = difference.std(axis=1) / np.sqrt(4000)
         assert (np.abs(difference.mean(axis=1)) <= 4 * error + 1e-12).all()
-
-
-def test_estimates_are_those_of_the_estimator():
-    ema, arrays = Ema(decay=0.85, prior_correct=0.5, prior_wrong=0.5), studies._Estimates(2)
-    for drawn, correct in ((8, 2), (4, 4), (16, 0)):
-        verdicts = tuple(Verdict(i < correct, float(i < correct)) for i in range(drawn))
-        ema.observe([Pool(PROMPT, (), verdicts, 1, True)])
-        arrays.observe(np.array([1]), np.array([drawn]), np.array([correct]))
-    np.testing.assert_allclose(arrays.of(np.array([0, 1])), [0.5, ema.estimate([PROMPT])[0]], rtol=1e-14)
 
 
 def learn(settings: SimpleNamespace, rates: list[float], **changes: object) -> studies.Curve:
