@@ -6,7 +6,7 @@ What is computed from them lives with the stage that computes it.
 Axis letters, used in every shape annotation and einsum of this project:
 
     P prompts    B rows (responses in a batch)    T tokens    S slots    L layers
-    D model      F feed-forward    N query heads    K key/value heads    H head size    V vocabulary
+    D model      F feed-forward    N query heads    K key/value heads    H head dim    V vocabulary
 """
 
 import dataclasses

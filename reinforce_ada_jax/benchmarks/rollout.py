@@ -154,7 +154,7 @@ def _bytes_read(architecture: Architecture, itemsize: int) -> tuple[int, int]:
     weights = architecture.num_parameters
     if not architecture.tied_embedding:
         weights -= architecture.vocab_size * architecture.hidden_size  # of which a row a token is read
-    cached_token = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_size
+    cached_token = 2 * architecture.num_layers * architecture.num_kv_heads * architecture.head_dim
     return itemsize * weights, itemsize * cached_token
 
 

@@ -250,5 +250,5 @@ def check_reference(
 
 def describe(architecture: Architecture) -> dict[str, Any]:
     """The sizes that a report names."""
-    names = ("family", "vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_size")
+    names = ("family", "vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     return {name: getattr(architecture, name) for name in (*names, "num_parameters")}

@@ -29,12 +29,12 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Attend,
     Params,
-    Place,
-    anywhere,
+    ShardingConstraint,
     causal_attend,
     hidden_states,
     merge,
     param_shardings,
+    unconstrained,
 )
 
 
@@ -87,7 +87,7 @@ def response_logprobs(
     frozen_head: bool = False,
     attend: Attend = causal_attend,
     remat: str = "full",
-    place: Place = anywhere,
+    constrain: ShardingConstraint = unconstrained,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
     """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
 
@@ -97,12 +97,12 @@ def response_logprobs(
     segments, positions, at = batch_lib.layout(batch)
     packed = batch.response_length.shape[-1] > 1
     hidden = hidden_states(
-        model, batch.tokens, positions=positions, segments=segments if packed else None,
-        attend=attend, dtype=dtype, remat=remat, place=place,
+        model, batch.tokens, positions=positions, segment_ids=segments if packed else None,
+        attend=attend, dtype=dtype, remat=remat, constrain=constrain,
     )  # fmt: skip
     targets = jnp.take_along_axis(batch.tokens, at, axis=1)
     # A token is predicted one position earlier.
-    predicting = place(jnp.take_along_axis(hidden, (at - 1)[..., None], axis=1))
+    predicting = constrain(jnp.take_along_axis(hidden, (at - 1)[..., None], axis=1))
     tied = architecture.tied_embedding
     return fused_loss.head_statistics(
         predicting, model.embedding[...] if tied else model.head[...], targets,
@@ -151,7 +151,7 @@ class Learner:
             # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
             # them between devices in every product (8 times the traffic of gathering weights) and has every device
             # compute the attention of all rows.
-            place=functools.partial(
+            constrain=functools.partial(
                 jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
             ),
         )

@@ -15,7 +15,7 @@ import re
 import jax.numpy as jnp
 
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling.pallas_attention import pool_head_size
+from reinforce_ada_jax.sampling.pallas_attention import pool_head_dim
 from reinforce_ada_jax.sampling.state import EngineOptions
 
 GIB = 2**30
@@ -111,12 +111,12 @@ class Rows:
 
 def layer_weights(a: Architecture) -> int:
     """Weights of one layer's matrices."""
-    return a.hidden_size * (a.head_size * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
+    return a.hidden_size * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
 
 
 def token_bytes(a: Architecture, o: EngineOptions) -> int:
     """Of one token's keys and values in the cache, all layers, with the columns that pages have for the kernel."""
-    columns = pool_head_size(a.head_size, o.attention)
+    columns = pool_head_dim(a.head_dim, o.attention)
     return 2 * a.num_layers * a.num_kv_heads * columns * jnp.dtype(o.dtype).itemsize
 
 
@@ -146,7 +146,7 @@ def decode_turn(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
     """
     head = a.vocab_size * a.hidden_size
     matrices = a.num_layers * layer_weights(a) + head
-    attention = 4 * a.num_heads * a.head_size * a.num_layers * mean_context
+    attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
     weights = (a.num_parameters - (0 if a.tied_embedding else head)) * jnp.dtype(o.dtype).itemsize
     cache = o.slots * mean_context * token_bytes(a, o)
     return Work(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
@@ -158,7 +158,7 @@ def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) ->
     As `decode_turn`, without the head; attention over the whole square, which is what XLA computes before it masks.
     """
     matrices = a.num_layers * layer_weights(a)
-    attention = 4 * a.num_heads * a.head_size * a.num_layers * tokens
+    attention = 4 * a.num_heads * a.head_dim * a.num_layers * tokens
     positions = o.prefill_rows * tokens
     bytes_ = matrices * jnp.dtype(o.dtype).itemsize + positions * token_bytes(a, o)
     return Work(positions * (2 * matrices + attention) / tensor, bytes_ / tensor)
@@ -181,7 +181,7 @@ def _flops(a: Architecture, r: Rows, passes: int) -> tuple[float, float]:
     kept = r.remat == "dots" and passes > 1
     frozen = r.adapters > 0 and passes > 1
     matrices = 2 * r.tokens * ((passes - kept - frozen) * layer_weights(a) + (passes - kept) * r.adapters)
-    square = 2 * a.num_heads * a.head_size * r.tokens**2
+    square = 2 * a.num_heads * a.head_dim * r.tokens**2
     if r.block is None:
         attention = passes * 2 * square
         seen = matrices + attention
@@ -245,7 +245,7 @@ def update_call(a: Architecture, r: Rows, master_itemsize: int) -> Work:
     kept = r.remat == "dots"
     width = a.hidden_size / r.row_shards
     if kept:
-        width += (a.head_size * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / r.devices
+        width += (a.head_dim * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / r.devices
     inputs = 2 * a.num_layers * r.rows * r.tokens * width * r.itemsize
     each = _micro_batch_bytes(a, r, weight_reads=3 - kept, score_passes=8) + _head_bytes(a, r, backward=True)
     each += inputs + 2 * shard
@@ -259,14 +259,14 @@ def necessary_flops(a: Architecture, r: Rows) -> float:
     Where adapters are trained, 4 N and 6 a weight of theirs in place of 6 N.
     """
     weights = 4 * a.num_parameters + 6 * a.num_layers * r.adapters if r.adapters else 6 * a.num_parameters
-    position = weights + 12 * a.num_layers * a.num_heads * a.head_size * r.tokens
+    position = weights + 12 * a.num_layers * a.num_heads * a.head_dim * r.tokens
     return r.micro_batches * r.rows * r.tokens * position / r.devices
 
 
 def features_call(a: Architecture, r: Rows) -> Work:
     """The value head's hidden states of one chunk of prompts, on each device."""
     matrices = layer_weights(a) + r.adapters
-    layer = r.rows * r.prompt_tokens * (2 * matrices + 4 * a.num_heads * a.head_size * r.prompt_tokens)
+    layer = r.rows * r.prompt_tokens * (2 * matrices + 4 * a.num_heads * a.head_dim * r.prompt_tokens)
     weights = a.num_layers * matrices * r.itemsize / r.tensor
     return Work(a.num_layers * layer / r.devices, weights, layer / r.devices)
 

@@ -1,7 +1,7 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
 Three families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
-on queries and keys, a head size of its own) and Llama-3.2 (scaled rotary frequencies). Everything that sets them
+on queries and keys, a head dim of its own) and Llama-3.2 (scaled rotary frequencies). Everything that sets them
 apart is a field here.
 """
 
@@ -41,7 +41,7 @@ class Architecture:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_size: int
+    head_dim: int
     max_positions: int
     norm_epsilon: float
     rope_theta: float
@@ -55,9 +55,9 @@ class Architecture:
     @property
     def num_parameters(self) -> int:
         """Weights in all, the embedding counted once where it is tied."""
-        attention = self.hidden_size * self.head_size * (2 * self.num_heads + 2 * self.num_kv_heads)
-        attention += self.qkv_bias * self.head_size * (self.num_heads + 2 * self.num_kv_heads)
-        attention += self.qk_norm * 2 * self.head_size
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        attention += self.qk_norm * 2 * self.head_dim
         layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
         embedding = self.vocab_size * self.hidden_size
         return self.num_layers * layer + embedding * (2 - self.tied_embedding) + self.hidden_size
@@ -164,7 +164,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+        head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
         max_positions=config.get("max_position_embeddings") or (32768 if family != "llama" else 2048),
         norm_epsilon=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -199,7 +199,7 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         "num_hidden_layers": architecture.num_layers,
         "num_attention_heads": architecture.num_heads,
         "num_key_value_heads": architecture.num_kv_heads,
-        "head_dim": architecture.head_size,
+        "head_dim": architecture.head_dim,
         "max_position_embeddings": architecture.max_positions,
         "hidden_act": "silu",
         "rms_norm_eps": architecture.norm_epsilon,

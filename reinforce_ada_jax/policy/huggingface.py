@@ -36,10 +36,10 @@ TABLE = {
     "layers.attention.query_norm": ("L H", "model.layers.{}.self_attn.q_norm.weight", "H"),
     "layers.attention.key_norm": ("L H", "model.layers.{}.self_attn.k_norm.weight", "H"),
     "layers.attention.output": ("L N H D", "model.layers.{}.self_attn.o_proj.weight", "D NH"),
-    "layers.feed_forward_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
-    "layers.feed_forward.gate": ("L D F", "model.layers.{}.mlp.gate_proj.weight", "F D"),
-    "layers.feed_forward.up": ("L D F", "model.layers.{}.mlp.up_proj.weight", "F D"),
-    "layers.feed_forward.down": ("L F D", "model.layers.{}.mlp.down_proj.weight", "D F"),
+    "layers.mlp_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
+    "layers.mlp.gate": ("L D F", "model.layers.{}.mlp.gate_proj.weight", "F D"),
+    "layers.mlp.up": ("L D F", "model.layers.{}.mlp.up_proj.weight", "F D"),
+    "layers.mlp.down": ("L F D", "model.layers.{}.mlp.down_proj.weight", "D F"),
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
@@ -81,7 +81,7 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
     return {
         "L": architecture.num_layers, "V": architecture.vocab_size, "D": architecture.hidden_size,
         "F": architecture.ffn_size, "N": architecture.num_heads, "K": architecture.num_kv_heads,
-        "H": architecture.head_size,
+        "H": architecture.head_dim,
     }  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def rotary_frequencies(architecture: Architecture) -> Float[Array, " half"]:
     Llama-3's rule: wavelengths beyond original/low_factor are divided by `factor`, those under original/high_factor
     stay, and between the two the inverse frequency is interpolated linearly in original/wavelength.
     """
-    exponents = jnp.arange(0, architecture.head_size, 2, dtype=jnp.float32) / architecture.head_size
+    exponents = jnp.arange(0, architecture.head_dim, 2, dtype=jnp.float32) / architecture.head_dim
     inverse = 1.0 / architecture.rope_theta**exponents
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -120,7 +120,7 @@ class Attention(nnx.Module):
             architecture.hidden_size,
             architecture.num_heads,
             architecture.num_kv_heads,
-            architecture.head_size,
+            architecture.head_dim,
         )
         self.architecture = architecture
         self.query = declare((d, n, h), ("embed", "heads", "head"), fan_in=d)
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
         return product("BTNH,NHD->BTD", mixed, self.output.get_value())
 
 
-class FeedForward(nnx.Module):
+class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
@@ -179,5 +179,5 @@ class Layer(nnx.Module):
     def __init__(self, architecture: Architecture, declare: Declare):
         self.attention_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
         self.attention = Attention(architecture, declare)
-        self.feed_forward_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
-        self.feed_forward = FeedForward(architecture, declare)
+        self.mlp_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)
+        self.mlp = MLP(architecture, declare)

@@ -27,9 +27,9 @@ TARGETS = {
     "k_proj": "layers.attention.key",
     "v_proj": "layers.attention.value",
     "o_proj": "layers.attention.output",
-    "gate_proj": "layers.feed_forward.gate",
-    "up_proj": "layers.feed_forward.up",
-    "down_proj": "layers.feed_forward.down",
+    "gate_proj": "layers.mlp.gate",
+    "up_proj": "layers.mlp.up",
+    "down_proj": "layers.mlp.down",
 }
 
 

@@ -36,15 +36,15 @@ def _local(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
-    segments: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B T"] | None,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
     """On one device, with its rows and its heads."""
-    length, num_heads, head_size = query.shape[1:]
+    length, num_heads, head_dim = query.shape[1:]
     size, block = padded_length(length), block_size(length)
     # The kernels know no scale. Zero columns change no score, and a row's added positions come after all others.
-    query = query * jnp.asarray(head_size**-0.5, query.dtype)
-    padding = (0, 0), (0, size - length), (0, 0), (0, _padded_head(head_size) - head_size)
+    query = query * jnp.asarray(head_dim**-0.5, query.dtype)
+    padding = (0, 0), (0, size - length), (0, 0), (0, _padded_head(head_dim) - head_dim)
     query, key, value = (jnp.pad(x, padding).swapaxes(1, 2) for x in (query, key, value))
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([splash.CausalMask((size, size))] * num_heads),
@@ -56,15 +56,15 @@ def _local(
         q_seq_shards=1,
         interpret=interpret,
     )  # fmt: skip
-    if segments is None:
+    if segment_ids is None:
         mixed = jax.vmap(kernel)(query, key, value)
     else:
-        segments = jnp.pad(segments, padding[:2])
-        mixed = jax.vmap(kernel)(query, key, value, splash.SegmentIds(segments, segments))
-    return mixed.swapaxes(1, 2)[:, :length, :, :head_size].astype(query.dtype)
+        segment_ids = jnp.pad(segment_ids, padding[:2])
+        mixed = jax.vmap(kernel)(query, key, value, splash.SegmentIds(segment_ids, segment_ids))
+    return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
 
-def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segments=None, interpret: bool = False):
+def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
     """Every token sees itself and what stands before it in its row, of its own segment where there are some.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices.
@@ -72,7 +72,7 @@ def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segments=None, 
     Args:
       query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
       mesh: of `mesh.make_mesh`.
-      segments: Int[Array, "B T"] or None, as of `transformer.hidden_states`.
+      segment_ids: Int[Array, "B T"] or None, as of `transformer.hidden_states`.
       interpret: run the kernels without a TPU.
     """
     del layer_index
@@ -80,8 +80,8 @@ def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segments=None, 
     local = jax.shard_map(
         functools.partial(_local, interpret=interpret),
         mesh=mesh,
-        in_specs=(heads, heads, heads, None if segments is None else row),
+        in_specs=(heads, heads, heads, None if segment_ids is None else row),
         out_specs=heads,
         check_vma=False,  # kernels don't say along which axes their results vary
     )
-    return local(query, key, value, segments), carry, None
+    return local(query, key, value, segment_ids), carry, None

@@ -23,8 +23,8 @@ from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
 Params = dict[str, Any]
 # attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): how one layer's queries meet keys and values.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
-# Says where the residual stream lives, where that must not be left to the compiler.
-Place = Callable[[jax.Array], jax.Array]
+# Fixes the sharding of the residual stream, where the compiler must not choose it.
+ShardingConstraint = Callable[[jax.Array], jax.Array]
 
 # What the backward pass finds of a layer's activations; everything else it computes again from the layer's input.
 REMAT = {
@@ -33,8 +33,8 @@ REMAT = {
 }
 
 
-def anywhere(x: jax.Array) -> jax.Array:
-    """Leaves it to the compiler."""
+def unconstrained(x: jax.Array) -> jax.Array:
+    """Leaves the sharding to the compiler."""
     return x
 
 
@@ -117,7 +117,7 @@ def run(
     *,
     dtype: DTypeLike,
     remat: str | None = None,
-    place: Place = anywhere,
+    constrain: ShardingConstraint = unconstrained,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
 
@@ -129,7 +129,7 @@ def run(
       carry: e.g. the pages of the cache, updated layer by layer.
       dtype: of activations and matrix products; weights are cast where they are used.
       remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
-      place: applied to the residual stream before the first layer and after each.
+      constrain: sharding constraint of the residual stream before the first layer and after each.
 
     Returns:
       (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
@@ -144,22 +144,22 @@ def run(
         query, key, value = layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
         mixed, carry, kept = attend(query, key, value, index, carry)
         x = x + layer.attention.merge_heads(mixed)
-        x = place(x + layer.feed_forward(rms_norm(x, layer.feed_forward_norm[...], epsilon)))
+        x = constrain(x + layer.mlp(rms_norm(x, layer.mlp_norm[...], epsilon)))
         return (x, carry), kept
 
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
-    x = place(jnp.take(model.embedding[...], tokens, axis=0).astype(dtype))
+    x = constrain(jnp.take(model.embedding[...], tokens, axis=0).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
     (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (nnx.to_pure_dict(stacked), indices))
     return rms_norm(x, model.final_norm[...], epsilon), carry, kept
 
 
-def causal_attend(query, key, value, layer_index, carry, *, segments=None):
+def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):
     """Every token sees itself and what stands before it in its row, of its own segment where there are some."""
     del layer_index
-    own = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    own = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
 
 
@@ -168,11 +168,11 @@ def hidden_states(
     tokens: Int[Array, "B T"],
     *,
     positions: Int[Array, "B T"] | None = None,
-    segments: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     attend: Attend = causal_attend,
     dtype: DTypeLike,
     remat: str | None = None,
-    place: Place = anywhere,
+    constrain: ShardingConstraint = unconstrained,
 ) -> Float[Array, "B T D"]:
     """Causal forward pass.
 
@@ -182,14 +182,20 @@ def hidden_states(
       model: from `merge`.
       tokens: ids.
       positions: of each token in its own sequence; None: a row is one sequence, from 0.
-      segments: which of its row's sequences a token belongs to; it sees no other. None: a row is one sequence.
-      attend: `causal_attend`, or what means the same; it gets the segments by name.
-      dtype: as for `run`, like `remat` and `place`.
+      segment_ids: which of its row's sequences a token belongs to; it sees no other. None: a row is one sequence.
+      attend: `causal_attend`, or what means the same; it gets `segment_ids` by name.
+      dtype: as for `run`, like `remat` and `constrain`.
     """
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return run(
-        model, tokens, positions, functools.partial(attend, segments=segments), dtype=dtype, remat=remat, place=place
+        model,
+        tokens,
+        positions,
+        functools.partial(attend, segment_ids=segment_ids),
+        dtype=dtype,
+        remat=remat,
+        constrain=constrain,
     )[0]
 
 

@@ -38,7 +38,7 @@ def paged_attention(
 
     Args:
       query: the new token's, rotated.
-      key_pages: the pool, the new token's key already written; columns beyond H are zero (`pool_head_size`).
+      key_pages: the pool, the new token's key already written; columns beyond H are zero (`pool_head_dim`).
       value_pages: likewise.
       lengths: tokens that each slot may see, the new one included; at most width * page_size.
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
@@ -60,7 +60,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
     A gather of every slot's whole table in place of this took 10 times as long at 64 slots with room for 320 tokens.
     """
-    num_slots, num_heads, head_size = query.shape
+    num_slots, num_heads, head_dim = query.shape
     kv_heads, _, page_size, columns = key_pages.shape
     width, group = table.shape[1], num_heads // kv_heads
     page_bytes = 2 * kv_heads * page_size * columns * key_pages.dtype.itemsize
@@ -73,7 +73,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
     # K first, as in the pages: XLA would transpose these, many times as large.
-    grouped = pad_columns(query * head_size**-0.5, key_pages)
+    grouped = pad_columns(query * head_dim**-0.5, key_pages)
     grouped = grouped.reshape(num_slots, kv_heads, group, columns).swapaxes(0, 1)
 
     def turn(index, partial):
@@ -115,7 +115,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     scale = jnp.exp(largest - overall)  # K S width G; 0 where not live
     mixed = jnp.sum(scale[..., None] * values[:, of_slot], axis=2)
     mixed = mixed / jnp.maximum(jnp.sum(scale * total[:, of_slot], axis=2), jnp.finfo(jnp.float32).tiny)[..., None]
-    return mixed[..., :head_size].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
+    return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
 
 
 def pad_columns(new: Float[Array, "... H"], pages: Float[Array, "K pages page_size columns"]) -> Float[Array, "... C"]:

@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as t
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-# Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head size 128 in bf16, twice buffered. Up
+# Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head dim 128 in bf16, twice buffered. Up
 # to 5,120 compile for v5e; a slot's last block is read whole, so more would be read in vain.
 TPU_BLOCK_TOKENS = 512
 # The TPU kernel keeps the page table in a core's scalar memory. For v5e to tpu7x, 0.97 MiB compile and 1.02 fail.
@@ -33,31 +33,31 @@ TRITON_TILE = 16
 NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def pool_head_size(head_size: int, backend: str) -> int:
-    """Columns that a page needs for each head, of which the first `head_size` are used and the others stay zero.
+def pool_head_dim(head_dim: int, backend: str) -> int:
+    """Columns that a page needs for each head, of which the first `head_dim` are used and the others stay zero.
 
     The TPU kernel reads lanes of 128, Triton blocks of a power of two. Padding the pages at every step would copy the
     whole cache, so they are allocated that wide. Zero columns change neither scores nor what is mixed.
     """
     if backend == "pallas_tpu":
-        return -(-head_size // 128) * 128
+        return -(-head_dim // 128) * 128
     if backend == "pallas_gpu":
-        return max(TRITON_TILE, 1 << (head_size - 1).bit_length())
-    return head_size
+        return max(TRITON_TILE, 1 << (head_dim - 1).bit_length())
+    return head_dim
 
 
 def _over_heads(
     attend: Callable[..., jax.Array], query: jax.Array, key_pages: jax.Array, *rest: jax.Array, mesh: Mesh, backend: str
 ) -> jax.Array:
     """`attend` on every device with its own heads, in columns of the pool's width."""
-    head_size, columns = query.shape[-1], key_pages.shape[-1]
-    needed = pool_head_size(head_size, backend)
+    head_dim, columns = query.shape[-1], key_pages.shape[-1]
+    needed = pool_head_dim(head_dim, backend)
     if columns != needed:
         raise ValueError(
-            f"pages have {columns} columns for heads of size {head_size}, and {backend} reads {needed}: allocate the "
-            "pool with pool_head_size."
+            f"pages have {columns} columns for heads of size {head_dim}, and {backend} reads {needed}: allocate the "
+            "pool with pool_head_dim."
         )
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, columns - head_size)))
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, columns - head_dim)))
     of_pool, of_query = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
     # Inside a replica (`engine.Engine`) the other axes of the mesh are taken, and the mesh is known.
     inside = not jax.sharding.get_abstract_mesh().empty
@@ -68,7 +68,7 @@ def _over_heads(
         out_specs=of_query,
         check_vma=False,  # a kernel doesn't say along which axes its result varies
     )
-    return attend(query, key_pages, *rest)[..., :head_size]
+    return attend(query, key_pages, *rest)[..., :head_dim]
 
 
 # ---- TPU ---------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def pallas_tpu(
     Whatever stands beyond a slot's length must be finite: the kernel masks scores by adding to them.
 
     Raises:
-      ValueError: the pool isn't `pool_head_size` wide, or the page table is too large for a TPU's scalar memory.
+      ValueError: the pool isn't `pool_head_dim` wide, or the page table is too large for a TPU's scalar memory.
     """
     slots, width = table.shape
     page_size = key_pages.shape[2]
@@ -187,7 +187,7 @@ def pallas_gpu(
     kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.
 
     Raises:
-      ValueError: the pool isn't `pool_head_size` wide.
+      ValueError: the pool isn't `pool_head_dim` wide.
     """
     scale = 1 / math.sqrt(query.shape[-1])
 

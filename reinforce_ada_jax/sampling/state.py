@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling.pages import PagePool
-from reinforce_ada_jax.sampling.pallas_attention import pool_head_size
+from reinforce_ada_jax.sampling.pallas_attention import pool_head_dim
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
@@ -210,8 +210,8 @@ class EngineOptions:
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
     def columns(self, architecture: Architecture) -> int:
-        """Numbers that a page holds for each token and head: the head size, padded with zeros for some kernels."""
-        return pool_head_size(architecture.head_size, self.attention)
+        """Numbers that a page holds for each token and head: the head dim, padded with zeros for some kernels."""
+        return pool_head_dim(architecture.head_dim, self.attention)
 
     @property
     def output_rows(self) -> int:

@@ -43,7 +43,7 @@ def make_architecture(tokenizer: Tokenizer) -> Architecture:
         num_layers=2,
         num_heads=4,
         num_kv_heads=2,
-        head_size=16,
+        head_dim=16,
         max_positions=64,
         norm_epsilon=1e-6,
         rope_theta=10000.0,

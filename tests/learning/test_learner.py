@@ -384,7 +384,7 @@ def test_moments_live_where_their_weights_live():
         same = jax.tree.map(lambda x, layout: x.sharding.is_equivalent_to(layout, x.ndim), tree, spread.param_shardings)
         assert all(jax.tree.leaves(same))
     # 2 layers of 32 x 48, the 32 split over fsdp and the 48 over tensor.
-    gate = gradient(state)["layers"]["feed_forward"]["gate"]
+    gate = gradient(state)["layers"]["mlp"]["gate"]
     assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 16, 24)}
     # It comes back as it went in, so a second update compiles nothing.
     compiles = CompileCounter()
@@ -505,7 +505,7 @@ def test_adapters_on_eight_devices_are_those_of_one():
     assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-5)
     # The gate's A is [2, 32, 4], the 32 split over fsdp; its B is [2, 4, 48], the 48 split over tensor.
     for tree in (eight.params, gradient(eight)):
-        gate = tree["layers"]["feed_forward"]["gate"]
+        gate = tree["layers"]["mlp"]["gate"]
         assert gate["a"].sharding.shard_shape((2, 32, 4)) == (2, 16, 4)
         assert gate["b"].sharding.shard_shape((2, 4, 48)) == (2, 4, 24)
 

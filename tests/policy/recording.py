@@ -41,8 +41,8 @@ def _modules(architecture, params, recording):
         "query": query,
         "key": key,
         "attention": layer.attention.merge_heads(mixed),
-        "feed_forward_norm": layers.rms_norm(x + recording["attention"], layer.feed_forward_norm[...], epsilon),
-        "feed_forward": layer.feed_forward(recording["feed_forward_norm"]),
+        "feed_forward_norm": layers.rms_norm(x + recording["attention"], layer.mlp_norm[...], epsilon),
+        "feed_forward": layer.mlp(recording["feed_forward_norm"]),
     }
 
 

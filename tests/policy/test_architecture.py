@@ -39,7 +39,7 @@ PUBLISHED = {"qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B}
 def test_llama_reads_field_by_field():
     assert from_hf(LLAMA32_3B) == Architecture(
         family="llama", vocab_size=128256, hidden_size=3072, ffn_size=8192, num_layers=28, num_heads=24,
-        num_kv_heads=8, head_size=128, max_positions=131072, norm_epsilon=1e-5, rope_theta=500000.0,
+        num_kv_heads=8, head_dim=128, max_positions=131072, norm_epsilon=1e-5, rope_theta=500000.0,
         rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192), qkv_bias=False, qk_norm=False, tied_embedding=True,
         eos_ids=(128001, 128008, 128009), bos_id=128000,
     )  # fmt: skip
@@ -47,9 +47,9 @@ def test_llama_reads_field_by_field():
 
 def test_what_sets_the_families_apart():
     qwen2, qwen3 = from_hf(QWEN25_1P5B), from_hf(QWEN3_4B)
-    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_size, qwen2.eos_ids) == (True, False, 128, (151643,))
+    assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.head_dim, qwen2.eos_ids) == (True, False, 128, (151643,))
     # Not hidden_size / num_heads, which would be 80.
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_size, qwen3.rope_scaling) == (False, True, 128, None)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.rope_scaling) == (False, True, 128, None)
 
 
 @pytest.mark.parametrize("family, count", [("qwen2", 1543714304), ("qwen3", 4022468096), ("llama", 3212749824)])

@@ -104,7 +104,7 @@ def test_eight_devices_equal_one(tmp_path, family):
     assert_same(sharded, params)
     shardings = transformer.param_shardings(architecture, mesh)
     assert jax.tree.map(lambda x: x.sharding, sharded) == shardings
-    gate = sharded["layers"]["feed_forward"]["gate"]
+    gate = sharded["layers"]["mlp"]["gate"]
     assert {shard.data.shape for shard in gate.addressable_shards} == {(2, 16, 24)}
     recording.check_logits(architecture, sharded, recorded)
     huggingface.save(tmp_path / "saved", architecture, sharded)

@@ -40,7 +40,7 @@ def test_rms_norm_of_zeros_has_a_finite_gradient():
 def test_rotate_turns_dimension_i_with_i_plus_half():
     # theta 16, H 4: frequencies 16^0 and 16^(-1/2) = 1/4. Unit vector 0 turns into dimension 2 by the angle 1 x 2, unit
     # vector 1 into dimension 3 by 2/4. Interleaved pairs would turn 0 into 1.
-    frequencies = layers.rotary_frequencies(rotary_architecture(head_size=4, rope_theta=16.0))
+    frequencies = layers.rotary_frequencies(rotary_architecture(head_dim=4, rope_theta=16.0))
     np.testing.assert_allclose(frequencies, [1.0, 0.25], rtol=1e-6)
     x = jnp.array([[[[1.0, 0, 0, 0], [0, 1.0, 0, 0]]]])
     turned = layers.rotate(x, jnp.array([[2]]), frequencies)
@@ -50,7 +50,7 @@ def test_rotate_turns_dimension_i_with_i_plus_half():
 
 
 def test_rotated_products_depend_on_distance_only():
-    frequencies = layers.rotary_frequencies(rotary_architecture(head_size=16))
+    frequencies = layers.rotary_frequencies(rotary_architecture(head_dim=16))
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def product(query_position, key_position):
@@ -76,7 +76,7 @@ def test_llama3_scaling_keeps_bends_and_stretches():
     scaling = RopeScaling(
         factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_positions=256
     )  # fmt: skip
-    architecture = rotary_architecture(head_size=6, rope_theta=4096.0)
+    architecture = rotary_architecture(head_dim=6, rope_theta=4096.0)
     frequencies = layers.rotary_frequencies(dataclasses.replace(architecture, rope_scaling=scaling))
     np.testing.assert_allclose(frequencies, [1.0, 0.0360035, 1 / 256 / 8], rtol=1e-5)
 

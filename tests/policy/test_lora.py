@@ -127,7 +127,7 @@ def test_shapes_follow_the_weights():
     assert shapes["layers.attention.query.b"] == ((2, 4, 4, 8), ("layers", None, "heads", "head"))
     assert shapes["layers.attention.output.a"] == ((2, 4, 8, 4), ("layers", "heads", "head", None))
     assert shapes["layers.attention.output.b"] == ((2, 4, 32), ("layers", None, "embed"))
-    assert shapes["layers.feed_forward.down.a"] == ((2, 48, 4), ("layers", "mlp", None))
+    assert shapes["layers.mlp.down.a"] == ((2, 48, 4), ("layers", "mlp", None))
     # r (in + out) each: query and output 32 + 32, key and value 32 + 16, the three of the feed-forward 32 + 48.
     assert lora.num_parameters(architecture, ALL) == 2 * 4 * (2 * 64 + 2 * 48 + 3 * 80)
 
@@ -143,10 +143,10 @@ def test_initial_values():
         bound = math.prod(x.shape[1:-1]) ** -0.5
         assert 0.98 * bound < jnp.abs(x).max() <= bound, name
         np.testing.assert_allclose(x.std(), bound / math.sqrt(3), rtol=0.05, err_msg=name)
-    gate, up = (flat[f"layers.feed_forward.{name}.a"] for name in ("gate", "up"))
+    gate, up = (flat[f"layers.mlp.{name}.a"] for name in ("gate", "up"))
     assert (gate != up).mean() > 0.99 and (gate[0] != gate[1]).mean() > 0.99
     alone = lora.init(architecture, dataclasses.replace(wide, targets=("up_proj",)), jax.random.key(0))
-    np.testing.assert_array_equal(alone["layers"]["feed_forward"]["up"]["a"], up)
+    np.testing.assert_array_equal(alone["layers"]["mlp"]["up"]["a"], up)
 
 
 def test_on_a_mesh_they_are_split_as_their_weights_are():
@@ -177,11 +177,11 @@ def test_merging_keeps_the_precision_asked_for():
     for dtype, expected in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
         assert {leaf.dtype for leaf in jax.tree.leaves(merged(policy, dtype))} == {jnp.dtype(expected)}
     # The sum is made before it is rounded: what is added is small, and would be lost twice.
-    gate, change = (tree["layers"]["feed_forward"]["gate"] for tree in (narrow, adapters))
+    gate, change = (tree["layers"]["mlp"]["gate"] for tree in (narrow, adapters))
     exact = np.asarray(gate, np.float64) + 2.0 * np.einsum("LDr,LrF->LDF", *(np.float64(change[x]) for x in "ab"))
-    wide = merged(policy, jnp.float32)["layers"]["feed_forward"]["gate"]
+    wide = merged(policy, jnp.float32)["layers"]["mlp"]["gate"]
     np.testing.assert_allclose(wide, exact, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(merged(policy)["layers"]["feed_forward"]["gate"], wide.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(merged(policy)["layers"]["mlp"]["gate"], wide.astype(jnp.bfloat16))
 
 
 def test_merging_plain_weights_is_a_cast():

@@ -8,11 +8,11 @@ import pytest
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.sampling import pallas_attention
 from reinforce_ada_jax.sampling.paged_attention import paged_attention
-from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu, pallas_tpu, pool_head_size, tpu_blocks
+from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu, pallas_tpu, pool_head_dim, tpu_blocks
 
 WIDTH = 4
 FUNCTIONS = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
-# page size, head size, query heads, kv heads, mesh: groups of 1, 2, 6 and 8 (from 8 on JAX's kernel goes another way).
+# page size, head dim, query heads, kv heads, mesh: groups of 1, 2, 6 and 8 (from 8 on JAX's kernel goes another way).
 SIZES = [
     (16, 128, 12, 2, dict(tensor=2)),
     (64, 64, 4, 2, dict(tensor=1)),
@@ -27,29 +27,29 @@ def ragged(page_size):
     return np.array([0, 1, page_size - 1, page_size, page_size + 1, WIDTH * page_size], np.int32)
 
 
-def make_case(page_size, head_size, heads, kv_heads, rubbish, lengths=None):
+def make_case(page_size, head_dim, heads, kv_heads, rubbish, lengths=None):
     """(query, key pages, value pages, lengths, table): float32 of bfloat16 values, `rubbish` where no slot looks."""
     rng = np.random.default_rng(0)
     lengths = ragged(page_size) if lengths is None else lengths
     slots = len(lengths)
     num_pages = 1 + slots * WIDTH
-    query = rng.normal(size=(slots, heads, head_size)).astype(jnp.bfloat16).astype(np.float32)
-    pools = np.full((2, kv_heads, num_pages, page_size, head_size), rubbish, np.float32)
+    query = rng.normal(size=(slots, heads, head_dim)).astype(jnp.bfloat16).astype(np.float32)
+    pools = np.full((2, kv_heads, num_pages, page_size, head_dim), rubbish, np.float32)
     unused = iter(1 + rng.permutation(num_pages - 1))
     table = rng.integers(num_pages, size=(slots, WIDTH)).astype(np.int32)  # any valid pages beyond the lengths
     for slot, length in enumerate(lengths):
         for column in range(-(-length // page_size)):
             table[slot, column] = next(unused)
             filled = min(page_size, length - column * page_size)
-            new = rng.normal(size=(2, kv_heads, filled, head_size)).astype(jnp.bfloat16)
+            new = rng.normal(size=(2, kv_heads, filled, head_dim)).astype(jnp.bfloat16)
             pools[:, :, table[slot, column], :filled] = new
     return query, *pools, lengths, table
 
 
 def wider(pages, backend):
     """The pool as the engine allocates it: the added columns are zeros."""
-    head_size = pages.shape[-1]
-    return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, pool_head_size(head_size, backend) - head_size)))
+    head_dim = pages.shape[-1]
+    return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, pool_head_dim(head_dim, backend) - head_dim)))
 
 
 def run(backend, case, dtype=jnp.float32, **axes):
@@ -121,8 +121,8 @@ def test_large_scores_stay_finite():
         ("jnp", {8: 8, 80: 80}),
     ],
 )
-def test_pool_head_size(backend, sizes):
-    assert {size: pool_head_size(size, backend) for size in sizes} == sizes
+def test_pool_head_dim(backend, sizes):
+    assert {size: pool_head_dim(size, backend) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -158,13 +158,13 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
 # jax 0.11 still compiles for Triton, and says that it will not for ever.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backend, platform, target", [
     ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "__gpu$xla.gpu.triton"),
 ])  # fmt: skip
-def test_lowers_for_the_real_device_without_one(backend, platform, target, head_size, tensor):
-    columns, dtype = pool_head_size(head_size, backend), jnp.bfloat16
-    shapes = [(64, 12, head_size), (2, 5000, 64, columns), (2, 5000, 64, columns), (64,), (64, 81)]
+def test_lowers_for_the_real_device_without_one(backend, platform, target, head_dim, tensor):
+    columns, dtype = pool_head_dim(head_dim, backend), jnp.bfloat16
+    shapes = [(64, 12, head_dim), (2, 5000, 64, columns), (2, 5000, 64, columns), (64,), (64, 81)]
     arrays = map(jax.ShapeDtypeStruct, shapes, [dtype] * 3 + [jnp.int32] * 2)
     attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(tensor=tensor)))
     assert target in attend.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()

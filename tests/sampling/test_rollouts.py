@@ -86,8 +86,8 @@ def test_replicas_share_the_prompts():
 
 
 def test_wider_pages_change_nothing(monkeypatch):
-    """As the kernels for TPU and GPU have them for some head sizes: here 13 columns for heads of 8."""
-    monkeypatch.setattr(state, "pool_head_size", lambda head_size, backend: 13)
+    """As the kernels for TPU and GPU have them for some head dims: here 13 columns for heads of 8."""
+    monkeypatch.setattr(state, "pool_head_dim", lambda head_dim, backend: 13)
     wide = Rollouts(Engine(tiny.ARCHITECTURE, tiny.rollouts().engine.options, mesh=mesh_lib.make_mesh()))
     assert wide.state.key_pages.shape[-1] == 13
     tiny.assert_same(tiny.drawn(), tiny.draw(wide))
