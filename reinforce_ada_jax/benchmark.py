@@ -41,7 +41,7 @@ from reinforce_ada_jax.benchmarks import loss as loss_benchmark
 from reinforce_ada_jax.benchmarks import rollout as rollout_benchmark
 from reinforce_ada_jax.benchmarks import update as update_benchmark
 from reinforce_ada_jax.benchmarks import workloads
-from reinforce_ada_jax.benchmarks.rollout import Contender
+from reinforce_ada_jax.benchmarks.rollout import Baseline
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
@@ -68,7 +68,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         ),
         "dtype": ("float32", "Of weights and arithmetic."),
         "attention": ("auto", "The attention backend of the engine."),
-        "against": (None, f"Also measure one of {', '.join(rollout_benchmark.CONTENDERS)}, in turns."),
+        "against": (None, f"Also measure one of {', '.join(rollout_benchmark.BASELINES)}, in turns."),
         "against_python": (sys.executable, "The interpreter of its environment."),
         "lengths": (None, "Of responses: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
         "json": (None, "Where to write the numbers."),
@@ -142,7 +142,7 @@ def _random_weights(options: flags.FlagValues, architecture: Architecture, dtype
 
 
 def _model_folder(options: flags.FlagValues, architecture: Architecture) -> pathlib.Path | None:
-    """The folder --model, where it has weights; with --shape it is made first, so that contenders can read it.
+    """The folder --model, where it has weights; with --shape it is made first, so that baselines can read it.
 
     Raises:
       ValueError: --shape without a folder, or another model is in it.
@@ -217,45 +217,45 @@ def _logprob_gaps(
     architecture: Architecture,
     params: Params,
     workload: Workload,
-    contender: Contender | None,
+    baseline: Baseline | None,
 ) -> dict[str, float]:
     """Whose log-probabilities ours were held against: the workload's where it was made for this model, and in float32
-    the contender's on the first prompts."""
+    the baseline's on the first prompts."""
     gaps = {}
     if not options.shape and workload.reference is not None:
         gaps["workload"] = workloads.check_reference(architecture, params, *workload.reference, "the workload")
-    if contender is not None and options.dtype == "float32":
+    if baseline is not None and options.dtype == "float32":
         rows = [prompt.tokens for prompt in workload.prompts[:4]]
-        theirs = contender.logprobs(rows)
-        gaps[contender.name] = max(
-            workloads.check_reference(architecture, params, row, expected, contender.name)
+        theirs = baseline.logprobs(rows)
+        gaps[baseline.name] = max(
+            workloads.check_reference(architecture, params, row, expected, baseline.name)
             for row, expected in zip(rows, theirs, strict=True)
         )
     return gaps
 
 
-def _check_contender(options: flags.FlagValues, contenders: Collection[str]) -> None:
+def _check_baseline(options: flags.FlagValues, baselines: Collection[str]) -> None:
     if options.against is None:
         return
-    if options.against not in contenders:
-        raise ValueError(f"--against={options.against} is not one of {', '.join(contenders)}.")
+    if options.against not in baselines:
+        raise ValueError(f"--against={options.against} is not one of {', '.join(baselines)}.")
     if options.model in PUBLISHED:
         raise ValueError("--against needs a --model folder with weights, which both can read.")
 
 
 @contextlib.contextmanager
-def _contender(options: flags.FlagValues, workload: Workload) -> Iterator[Contender | None]:
+def _baseline(options: flags.FlagValues, workload: Workload) -> Iterator[Baseline | None]:
     if options.against is None:
         yield None
         return
     with cli.user_input():
-        contender = Contender(
+        baseline = Baseline(
             options.against, options.against_python, pathlib.Path(options.model), workload, options.dtype
         )
     try:
-        yield contender
+        yield baseline
     finally:
-        contender.close()
+        baseline.close()
 
 
 def rollout(options: flags.FlagValues) -> dict[str, Any]:
@@ -271,15 +271,15 @@ def rollout(options: flags.FlagValues) -> dict[str, Any]:
             return rollout_benchmark.simulate(
                 workload, engine_options, _cost(options), barrier=False, limit=options.max_response_tokens
             )
-        _check_contender(options, rollout_benchmark.CONTENDERS)
+        _check_baseline(options, rollout_benchmark.BASELINES)
         params = _load_model(options, architecture)
-    with _contender(options, workload) as contender:
+    with _baseline(options, workload) as baseline:
         with cli.user_input():
-            gaps = _logprob_gaps(options, architecture, params, workload, contender)
+            gaps = _logprob_gaps(options, architecture, params, workload, baseline)
         params = jax.tree.map(lambda weight: weight.astype(options.dtype), params)
         result = rollout_benchmark.measure(
             architecture, params, workload, engine_options, replicas=_replicas(options),
-            repeat=options.repeat or 5, contender=contender,
+            repeat=options.repeat or 5, baseline=baseline,
             copy_bytes=0 if options.workload else options.copy_mb * 2**20,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )  # fmt: skip
@@ -348,7 +348,7 @@ def update(options: flags.FlagValues) -> dict[str, Any]:
     """Time, memory and host time of the learner's update; see benchmarks/update.py."""
     with cli.user_input():
         architecture = _architecture(options)
-        _check_contender(options, update_benchmark.CONTENDERS)
+        _check_baseline(options, update_benchmark.BASELINES)
         model = _model_folder(options, architecture)
         sizes = update_benchmark.Sizes(
             rows=options.rows or 64,

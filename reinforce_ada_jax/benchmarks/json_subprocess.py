@@ -1,4 +1,4 @@
-"""A process that is asked in JSON objects, one a line, and answers each with one: contenders, and parts of ours whose
+"""A process that is asked in JSON objects, one a line, and answers each with one: baselines, and parts of ours whose
 memory is to be their own."""
 
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class Answering:
+class JsonSubprocess:
     """The process, from its start to `close`."""
 
     def __init__(self, name: str, command: Sequence[str], **environment: str):
@@ -42,7 +42,7 @@ class Answering:
         return json.loads(answer)
 
     def load(self, **request: Any) -> dict[str, Any]:
-        """The answer to the first request, of a contender.
+        """The answer to the first request, of a baseline.
 
         Raises:
           ValueError: the process ended, probably because its environment lacks what it needs.

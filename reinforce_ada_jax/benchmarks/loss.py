@@ -27,7 +27,7 @@ from reinforce_ada_jax.learning.fused_loss import head_statistics, policy_loss
 from reinforce_ada_jax.policy.logprobs import distribution
 
 TEMPERATURE = 1.0
-# Of memory that is there, a contender may take so much.
+# Of memory that is there, a baseline may take so much.
 SAFE_SHARE = 0.9
 MEASURED = ("extra_bytes", "seconds", "cpu_seconds", "all_seconds", "loss")
 
@@ -53,7 +53,7 @@ def _chunked(hidden, embedding, targets, *, chunk):
     return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in results)
 
 
-def _contenders(chunk: int, tile: tuple[int, int] | None) -> dict[str, Callable[..., tuple[Array, Array]]]:
+def _baselines(chunk: int, tile: tuple[int, int] | None) -> dict[str, Callable[..., tuple[Array, Array]]]:
     return {
         "naive": _naive,
         "chunked": functools.partial(_chunked, chunk=chunk),
@@ -61,9 +61,9 @@ def _contenders(chunk: int, tile: tuple[int, int] | None) -> dict[str, Callable[
     }
 
 
-def _loss(contender, hidden, embedding, targets):
+def _loss(baseline, hidden, embedding, targets):
     """The whole loss, entropy bonus included, so that no slope is known to be 0."""
-    logprobs, entropy = contender(hidden, embedding, targets)
+    logprobs, entropy = baseline(hidden, embedding, targets)
     rows = jnp.arange(len(targets), dtype=jnp.float32)
     constant = jax.lax.stop_gradient(logprobs)
     return policy_loss(
@@ -94,8 +94,8 @@ def _worker(options: argparse.Namespace) -> None:
     hidden = jax.random.normal(keys[0], (options.rows, options.length, options.columns), dtype)
     embedding = jax.random.normal(keys[1], (options.words, options.columns), dtype) / options.columns**0.5
     targets = jax.random.randint(keys[2], (options.rows, options.length), 0, options.words)
-    contender = _contenders(options.chunk, options.tile and tuple(options.tile))[options.worker]
-    program = jax.jit(jax.value_and_grad(functools.partial(_loss, contender), argnums=(0, 1)))
+    baseline = _baselines(options.chunk, options.tile and tuple(options.tile))[options.worker]
+    program = jax.jit(jax.value_and_grad(functools.partial(_loss, baseline), argnums=(0, 1)))
     program = program.lower(hidden, embedding, targets).compile()
     temporary = program.memory_analysis().temp_size_in_bytes
     jax.block_until_ready((hidden, embedding, targets))
@@ -140,12 +140,12 @@ def measure(
     warm_up: int = 1,
     chunk: int = 128,
     tile: tuple[int, int] | None = None,
-    contenders: tuple[str, ...] = ("naive", "chunked", "fused"),
+    baselines: tuple[str, ...] = ("naive", "chunked", "fused"),
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Memory and seconds of value and gradients, for rows x length tokens.
 
-    A contender whose temporaries, by the compiler's count, would take more memory than the machine has now isn't run.
+    A baseline whose temporaries, by the compiler's count, would take more memory than the machine has now isn't run.
 
     Args:
       rows: of the batch.
@@ -157,17 +157,17 @@ def measure(
       warm_up: repetitions before them, not timed.
       chunk: positions that "chunked" takes at a time.
       tile: of "fused"; None: its own default.
-      contenders: which of them.
+      baselines: which of them.
       say: told what is going on.
 
     Returns:
-      By contender "temporary_bytes", which the compiler plans beside inputs and results, "extra_bytes", by how much
+      By baseline "temporary_bytes", which the compiler plans beside inputs and results, "extra_bytes", by how much
       the process grew at most, returned gradients aside, medians of "seconds" and of "cpu_seconds" of all its threads,
       which other processes disturb less, "all_seconds" and "loss"; None where it wasn't run. Then "seconds_ratio",
       "cpu_seconds_ratio" and "temporary_bytes_ratio" of "fused" to "naive", and "sizes".
 
     Raises:
-      RuntimeError: a contender's process ended.
+      RuntimeError: a baseline's process ended.
     """
     sizes = dict(rows=rows, length=length, words=words, columns=columns, dtype=dtype, chunk=chunk)
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
@@ -175,11 +175,11 @@ def measure(
         arguments += ["--tile", *map(str, tile)]
     processes, results, steps = {}, {}, {}
     try:
-        for name in contenders:
+        for name in baselines:
             processes[name], temporary = _start(name, arguments)
             results[name] = dict(temporary_bytes=temporary) | dict.fromkeys(MEASURED)
             say(f"{name}: the compiler plans {temporary / 1e9:.2f} GB")
-        for name in contenders:
+        for name in baselines:
             if results[name]["temporary_bytes"] < SAFE_SHARE * _available():
                 steps[name] = []
             else:

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.benchmarks import workloads
-from reinforce_ada_jax.benchmarks.json_subprocess import Answering
+from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -34,10 +34,10 @@ from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.training.compile_counter import COMPILE_EVENT
 from reinforce_ada_jax.types import Pool
 
-CONTENDERS = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_continuous.py"}
+BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_continuous.py"}
 # The best of those tried on two cores (docs/performance.md). Fewer requests at a time make the dense mask smaller
 # which sdpa gets over all of them; the defaults (256 at a time, pages of 256) reach three quarters of this speed.
-CONTENDER_SETTINGS = {
+BASELINE_SETTINGS = {
     "attention": "sdpa", "page_size": 16, "max_batch_tokens": 512, "max_requests_per_batch": 32, "seed": 0,
 }  # fmt: skip
 
@@ -176,20 +176,20 @@ def roofline(architecture: Architecture, itemsize: int, bandwidth: float) -> Cos
 # ---- measurements ----------------------------------------------------------------------------------------------------
 
 
-class Contender(Answering):
-    """Another engine in its own process (contenders/), doing the same work: see its file for the protocol."""
+class Baseline(JsonSubprocess):
+    """Another engine in its own process (baselines/), doing the same work: see its file for the protocol."""
 
     def __init__(self, name: str, python: str, model: pathlib.Path, workload: Workload, dtype: str):
         """Starts the process and loads the model there.
 
         Raises:
-          ValueError: the interpreter doesn't start, or its environment lacks what the contender needs.
+          ValueError: the interpreter doesn't start, or its environment lacks what the baseline needs.
         """
-        super().__init__(name, [python, str(CONTENDERS[name])])
+        super().__init__(name, [python, str(BASELINES[name])])
         longest = int(workload.lengths.max()) + workload.max_prompt_tokens
-        blocks = num_pages(longest, CONTENDER_SETTINGS["page_size"]) * CONTENDER_SETTINGS["max_requests_per_batch"]
+        blocks = num_pages(longest, BASELINE_SETTINGS["page_size"]) * BASELINE_SETTINGS["max_requests_per_batch"]
         # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
-        self.settings = CONTENDER_SETTINGS | {"dtype": dtype, "num_blocks": 4 * blocks}
+        self.settings = BASELINE_SETTINGS | {"dtype": dtype, "num_blocks": 4 * blocks}
         self.description = self.load(
             model=str(model), lengths=workload.lengths.tolist(),
             prompts=[prompt.tokens.tolist() for prompt in workload.prompts],
@@ -214,11 +214,11 @@ def measure(
     *,
     replicas: int = 1,
     repeat: int,
-    contender: Contender | None = None,
+    baseline: Baseline | None = None,
     copy_bytes: int = 0,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Warms up, then times the whole workload `repeat` times, in turns with the contender, so that other processes
+    """Warms up, then times the whole workload `repeat` times, in turns with the baseline, so that other processes
     on the machine disturb both alike.
 
     Args:
@@ -228,7 +228,7 @@ def measure(
       options: of each replica.
       replicas: copies of the weights that decode side by side.
       repeat: timed repetitions.
-      contender: warmed up here too.
+      baseline: warmed up here too.
       copy_bytes: size of the array whose copying gives the memory bandwidth; 0: don't measure it.
       say: hears of every step.
     """
@@ -238,8 +238,8 @@ def measure(
     tokens = check_lengths(draw(rollouts, params, workload), workload)
     warmup_s = time.perf_counter() - begin
     say(f"warm-up {warmup_s:.1f} s, {compiled.count} programs")
-    if contender is not None:
-        say(f"{contender.name}: warm-up {contender.run():.1f} s")
+    if baseline is not None:
+        say(f"{baseline.name}: warm-up {baseline.run():.1f} s")
     compile_count, compile_s = compiled.count, compiled.seconds
     seconds: list[float] = []
     others: list[float] = []
@@ -251,9 +251,9 @@ def measure(
         counts.append(rollouts.counts)
         check_lengths(pools, workload)
         line = f"{index + 1}/{repeat}: {tokens / seconds[-1]:,.0f} tokens/s"
-        if contender is not None:
-            others.append(contender.run())
-            line += f", {contender.name} {tokens / others[-1]:,.0f}"
+        if baseline is not None:
+            others.append(baseline.run())
+            line += f", {baseline.name} {tokens / others[-1]:,.0f}"
         say(line)
     median, last = statistics.median(seconds), counts[-1]
     result = {
@@ -275,11 +275,11 @@ def measure(
         turns, rate = last.slot_turns // (options.slots * replicas), copy_bytes_per_s(copy_bytes)
         needed = bytes_needed(architecture, workload, turns, jnp.dtype(options.dtype).itemsize)
         result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / rate}
-    if contender is not None:
+    if baseline is not None:
         theirs = statistics.median(others)
         result["against"] = {
-            "name": contender.name, "useful_tokens_per_s": tokens / theirs, "seconds": others,
-            "settings": contender.settings, **contender.description,
+            "name": baseline.name, "useful_tokens_per_s": tokens / theirs, "seconds": others,
+            "settings": baseline.settings, **baseline.description,
         }  # fmt: skip
         result["ratio"] = theirs / median
     return result | described(architecture, options, replicas)

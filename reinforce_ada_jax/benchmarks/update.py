@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from reinforce_ada_jax.benchmarks import workloads
-from reinforce_ada_jax.benchmarks.json_subprocess import Answering
+from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 
-CONTENDERS = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_update.py"}
-CONTENDER_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
+BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_update.py"}
+BASELINE_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
 # Of both. The rate is a fine-tuning's; so few updates of it change a loss by less than they change its rounding.
 LEARNING = dict(
     learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
@@ -110,13 +110,13 @@ def _learner(
     per_row: int,
     devices: int,
     threads: int,
-) -> tuple[Answering, dict[str, Any]]:
+) -> tuple[JsonSubprocess, dict[str, Any]]:
     """Our process with the learner loaded, and what it says of itself."""
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if devices > 1:
         environment |= {"JAX_NUM_CPU_DEVICES": str(devices)}
     command = [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"]
-    process = Answering(name, command, **environment, **_threads(threads))
+    process = JsonSubprocess(name, command, **environment, **_threads(threads))
     description = process.ask(
         command="load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),
         learning=LEARNING, per_row=per_row, devices=devices, **dataclasses.asdict(sizes),
@@ -212,7 +212,7 @@ def host_time(layers: int, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _in_turns(
-    processes: Mapping[str, Answering], turns: int, say: Callable[[str], None]
+    processes: Mapping[str, JsonSubprocess], turns: int, say: Callable[[str], None]
 ) -> dict[str, list[dict[str, float]]]:
     """So many updates of each, one after the other."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
@@ -249,25 +249,25 @@ def measure(
 
     Args:
       architecture: of the model.
-      model: a folder with its weights; None: random ones, which no contender can read.
+      model: a folder with its weights; None: random ones, which no baseline can read.
       sizes: of the minibatch.
       lengths: of its responses.
       repeat: timed updates.
       per_row: above 1: also with so many responses to a row.
       devices: that ours splits rows over.
       threads: of each process; 0: as many as there are cores.
-      against: one of `CONTENDERS`.
+      against: one of `BASELINES`.
       against_python: the interpreter of its environment.
       against_plain: it takes the minibatch as one piece and recomputes nothing; else both cut it alike.
       host_layers: of the model whose host time is measured.
       say: told what is going on.
 
     Raises:
-      ValueError: sizes that don't fit, a contender that doesn't start, or one that computes something else.
+      ValueError: sizes that don't fit, a baseline that doesn't start, or one that computes something else.
       RuntimeError: a process ended.
     """
     examples = make_examples(sizes, lengths, architecture.vocab_size)
-    settings = CONTENDER_SETTINGS | {"recompute": not against_plain}
+    settings = BASELINE_SETTINGS | {"recompute": not against_plain}
     gaps = {}
     with contextlib.ExitStack() as ending:
         processes, described = {}, {}
@@ -277,7 +277,7 @@ def measure(
             )
             ending.callback(processes[name].close)
         if against is not None:
-            processes[against] = Answering(against, [against_python, str(CONTENDERS[against])], **_threads(threads))
+            processes[against] = JsonSubprocess(against, [against_python, str(BASELINES[against])], **_threads(threads))
             ending.callback(processes[against].close)
             described[against] = processes[against].load(
                 model=str(model), dtype=sizes.dtype, micro_batches=1 if against_plain else sizes.micro_batches,

@@ -19,7 +19,7 @@ PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [7]]
 LENGTHS = [[1, 9], [4, 4], [12, 2]]  # 32 tokens in all
 REFERENCE = [2, 7, 1, 8, 2, 8]
 
-# A contender that reads what it is to do, says it took 50 s, and gives the log-probabilities that it finds in a file.
+# A baseline that reads what it is to do, says it took 50 s, and gives the log-probabilities that it finds in a file.
 FAKE = """
 import json, sys
 for line in sys.stdin:
@@ -132,17 +132,17 @@ def test_a_response_of_another_length_ends_the_benchmark(workload):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch, model):
-    """The fake contender's file; its log-probabilities are right."""
+    """The fake baseline's file; its log-probabilities are right."""
     file = tmp_path / "fake.py"
     file.write_text(FAKE)
     rows = [np.array(prompt) for prompt in PROMPTS]
     logprobs = [workloads.logprobs(ARCHITECTURE, model[1], row).tolist() for row in rows if len(row) > 1]
     (tmp_path / "fake.py.json").write_text(json.dumps([*logprobs, []]))
-    monkeypatch.setitem(rollout.CONTENDERS, "fake", file)
+    monkeypatch.setitem(rollout.BASELINES, "fake", file)
     return file
 
 
-def test_against_a_contender(model, workload, fake, capsys):
+def test_against_a_baseline(model, workload, fake, capsys):
     change(workload, prompts=[*PROMPTS[:2], [7, 7]])
     row = workloads.logprobs(ARCHITECTURE, model[1], np.array([7, 7])).tolist()
     scores = fake.with_name("fake.py.json")
@@ -162,7 +162,7 @@ def test_against_a_contender(model, workload, fake, capsys):
     assert "differ from those of fake" in capsys.readouterr().err
 
 
-def test_a_contender_that_cannot_start(model, workload, fake, capsys):
+def test_a_baseline_that_cannot_start(model, workload, fake, capsys):
     flag = ("rollout", f"--model={model[0]}", f"--workload={workload}", "--against=fake")
     with pytest.raises(SystemExit):
         run(*flag, "--against_python=/nowhere/python")
@@ -178,7 +178,7 @@ def test_a_contender_that_cannot_start(model, workload, fake, capsys):
 
 def test_a_shaped_model_is_made_once(tmp_path, workload, capsys):
     folder = tmp_path / "shaped"
-    # It is there for a contender before that starts, which fails here.
+    # It is there for a baseline before that starts, which fails here.
     flag = ("rollout", f"--model={folder}", f"--workload={workload}", "--against=transformers", "--against_python=/no")
     for _ in range(2):
         with pytest.raises(SystemExit):

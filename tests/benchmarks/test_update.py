@@ -16,7 +16,7 @@ from tests.running import programs_in
 ARCHITECTURE = workloads.smallest()
 SIZES = ("--rows=6", "--micro_batches=2", "--prompt_tokens=3", "--response_tokens=13", "--repeat=2", "--layers=3")
 
-# A contender that answers for every update what it finds in a file; its log-probabilities are `shift` from ours.
+# A baseline that answers for every update what it finds in a file; its log-probabilities are `shift` from ours.
 FAKE = """
 import json, sys
 content = json.load(open(sys.argv[0] + ".json"))
@@ -106,14 +106,14 @@ def test_packed_rows_are_fewer_and_mean_the_same(model):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch, model):
-    """Puts the fake contender in place: fake(runs, shift) with its updates, and how far its scores are off."""
+    """Puts the fake baseline in place: fake(runs, shift) with its updates, and how far its scores are off."""
 
     def put(runs, shift=0.0):
         file = tmp_path / "fake.py"
         file.write_text(FAKE)
         logprobs = [[logprob + shift for logprob in row] for row in scores(model[1])]
         (tmp_path / "fake.py.json").write_text(json.dumps({"runs": runs, "logprobs": logprobs}))
-        monkeypatch.setitem(update.CONTENDERS, "fake", file)
+        monkeypatch.setitem(update.BASELINES, "fake", file)
         return ("update", f"--model={model[0]}", *SIZES, "--lengths=2,0.5,1,13", "--against=fake",
                 f"--against_python={sys.executable}")  # fmt: skip
 
@@ -121,12 +121,12 @@ def fake(tmp_path, monkeypatch, model):
 
 
 def answers(result, **changes) -> list[dict]:
-    """The updates of a contender that gets what ours got."""
+    """The updates of a baseline that gets what ours got."""
     common = {"seconds": 50.0, "cpu_seconds": 60.0, "extra_bytes": 10**12, "grad_norm": result["grad_norm"]}
     return [common | {"loss": loss} | changes for loss in result["losses"]]
 
 
-def test_beside_a_contender(fake, model):
+def test_beside_a_baseline(fake, model):
     result = run(*fake(answers(model[2])))
     theirs = result["against"]
     assert (theirs["given"], theirs["cut"], theirs["seconds_per_update"]) == ("float32", 2, 50.0)

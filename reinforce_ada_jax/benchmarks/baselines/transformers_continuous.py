@@ -22,7 +22,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 
-class Contender:
+class Baseline:
     """A loaded model with its running continuous-batching manager, and the workload."""
 
     def __init__(
@@ -104,22 +104,22 @@ class Contender:
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answers request after request until there are no more."""
-    contender = None
+    baseline = None
     for line in requests:
         request = json.loads(line)
         command = request.pop("command")
         if command == "load":
-            contender = Contender(**request)
-            answer = contender.describe()
+            baseline = Baseline(**request)
+            answer = baseline.describe()
         elif command == "run":
-            answer = contender.run()
+            answer = baseline.run()
         elif command == "score":
-            answer = {"logprobs": contender.score(**request)}
+            answer = {"logprobs": baseline.score(**request)}
         else:
             raise ValueError(f"unknown command {command!r}")
         print(json.dumps(answer), file=answers, flush=True)
-    if contender is not None:
-        contender.stop()
+    if baseline is not None:
+        baseline.stop()
 
 
 if __name__ == "__main__":

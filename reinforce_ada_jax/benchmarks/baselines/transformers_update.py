@@ -36,7 +36,7 @@ def resident_bytes(name: str) -> int:
     return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE).group(1))
 
 
-class Contender:
+class Baseline:
     """A model, its optimiser and the minibatch."""
 
     def __init__(self, model: str, dtype: str, micro_batches: int, learning: dict[str, Any], settings: dict[str, Any]):
@@ -172,20 +172,20 @@ class Contender:
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answers request after request until there are no more."""
-    contender = None
+    baseline = None
     for line in requests:
         request = json.loads(line)
         command = request.pop("command")
         if command == "load":
-            contender = Contender(**request)
-            answer = contender.describe()
+            baseline = Baseline(**request)
+            answer = baseline.describe()
         elif command == "score":
-            answer = {"logprobs": contender.score(**request)}
+            answer = {"logprobs": baseline.score(**request)}
         elif command == "begin":
-            contender.begin(**request)
+            baseline.begin(**request)
             answer = {}
         elif command == "run":
-            answer = contender.run()
+            answer = baseline.run()
         else:
             raise ValueError(f"unknown command {command!r}")
         print(json.dumps(answer), file=answers, flush=True)
