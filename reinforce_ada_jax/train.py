@@ -30,7 +30,7 @@ from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics
-from reinforce_ada_jax.collection.prefetch import Ahead
+from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
@@ -52,7 +52,7 @@ from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Parts
 from reinforce_ada_jax.training.updates import Stopped, Updates
 from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
-from reinforce_ada_jax.types import Begun, Pool, Prompt
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt
 
 
 class Run:
@@ -99,7 +99,7 @@ class Run:
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
-        self.begun: dict[str, Begun] = {}
+        self.partial: dict[str, PartialRollouts] = {}
         self.estimator = components.make_estimator(config, parts) if self.strategy.plan else None
         self.state = self._begin_or_resume(params)
         # What the KL term compares with: the weights that the run began with, frozen. Adapters began as no change.
@@ -146,7 +146,7 @@ class Run:
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
         self.updates.skipped_in_a_row = saved["skipped_in_a_row"]
-        self.begun = prefetch.from_json(saved["begun"])
+        self.partial = prefetch.from_json(saved["partial_rollouts"])
         if self.estimator is not None:
             self.estimator.load_json(saved["estimator"])
         return state
@@ -158,7 +158,7 @@ class Run:
             "cursor": self.cursor.to_json(),
             "skipped_in_a_row": self.updates.skipped_in_a_row,
             "pending": self.pending,
-            "begun": prefetch.to_json(self.begun),
+            "partial_rollouts": prefetch.to_json(self.partial),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
             **self.identity,
         }
@@ -185,21 +185,21 @@ class Run:
             sampling=SamplingParams(
                 sampling.max_response_tokens, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
             ),
-            ahead_stream=stream(iteration + 1) if self.config.collection.overlap_iterations else None,
-            version=self.iteration,
+            prefetch_stream=stream(iteration + 1) if self.config.collection.overlap_iterations else None,
+            policy_version=self.iteration,
         )
 
     def collect(
         self,
         prompts: Sequence[Prompt],
-        spare: Sequence[Prompt],
-        upcoming: Ahead,
+        replacements: Sequence[Prompt],
+        upcoming: Prefetch,
         verifiers: VerifierPool,
         progress: Progress,
     ) -> tuple[list[Group], dict]:
         """Draws and grades responses until every prompt's rule is met.
 
-        `spare` prompts take the place of those of which nothing is kept; idle slots begin the `upcoming` ones.
+        `replacements` take the place of those of which nothing is kept; idle slots begin the `upcoming` ones.
         """
         iteration, collection = self.iteration + 1, self.config.collection
         begin, verify_s = time.monotonic(), verifiers.busy_s
@@ -219,31 +219,31 @@ class Run:
                 sample_fn,
                 verify_fn,
                 work.strategy,
-                spare=work.spare,
+                replacements=work.replacements,
                 estimate_fn=work.estimate_fn,
                 seed=self.config.seed,
                 iteration=iteration,
                 barrier=collection.barrier,
                 deterministic=components.deterministic(self.config),
-                begun=work.begun,
-                ahead=work.ahead,
+                partial=work.partial,
+                prefetch=work.prefetch,
                 on_progress=report,
             )
             return pools, collections.Counter(dataclasses.asdict(self.rollouts.counts))
 
-        work = sharded_collection.Work(prompts, self.strategy, spare, self.estimate_fn(), self.begun, upcoming)
+        work = sharded_collection.Work(prompts, self.strategy, replacements, self.estimate_fn(), self.partial, upcoming)
         pools, counts = sharded_collection.collect_everywhere(work, draw, self.expected_draws)
         updates = collection.prompts_per_iteration // self.config.learning.prompts_per_update
         groups = []
         for pool in pools:
-            ages = np.array([(self.iteration - response.version) * updates for response in pool.responses])
+            ages = np.array([(self.iteration - response.policy_version) * updates for response in pool.responses])
             groups.append(make_group(pool, self.strategy, ages))
         metrics = collection_metrics(groups, collection.group_size, len(prompts)) | calibration(pools)
         metrics["collection/slot_utilisation"] = counts["tokens"] / max(counts["slot_turns"], 1)
         metrics["collection/prefills"] = counts["prefills"]
         metrics["collection/dispatches"] = counts["dispatches"]
         metrics["collection/ahead"] = sum(
-            response.version < self.iteration for pool in pools for response in pool.responses
+            response.policy_version < self.iteration for pool in pools for response in pool.responses
         )
         metrics["time/collect_s"] = time.monotonic() - begin
         metrics["time/verify_s"] = verifiers.busy_s - verify_s
@@ -306,19 +306,19 @@ class Run:
         """Collect, update, advance; the metrics of this iteration."""
         size = self.config.collection.prompts_per_iteration
         prompts, cursor = next_prompts(self.prompts, self.cursor, size)
-        upcoming = Ahead(())
+        upcoming = Prefetch(())
         if self.config.collection.overlap_iterations:
             current = {prompt.id for prompt in prompts}  # an epoch's end and the next one's beginning may share some
             following = next_prompts(self.prompts, cursor, size)[0]
-            upcoming = Ahead([prompt for prompt in following if prompt.id not in current])
-        spare = []
+            upcoming = Prefetch([prompt for prompt in following if prompt.id not in current])
+        replacements = []
         if self.strategy.extra_batches:
             taken = {prompt.id for prompt in prompts}
-            spare = prompts_after(self.prompts, cursor, self.strategy.extra_batches * size, taken)
-        groups, metrics = self.collect(prompts, [prompt for prompt, _ in spare], upcoming, verifiers, progress)
+            replacements = prompts_after(self.prompts, cursor, self.strategy.extra_batches * size, taken)
+        groups, metrics = self.collect(prompts, [prompt for prompt, _ in replacements], upcoming, verifiers, progress)
         used = len(groups) - size
         if used:
-            cursor = spare[used - 1][1]
+            cursor = replacements[used - 1][1]
         if processes.is_writer():
             file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
             samples.write(file, groups[: self.config.logging.sampled_prompts], self.parts.tokenizer.decode)
@@ -327,7 +327,7 @@ class Run:
         metrics |= self.update(groups, progress)
         if self.estimator is not None:
             metrics |= self.estimator.observe([group.pool for group in groups])
-        self.iteration, self.cursor, self.begun = self.iteration + 1, cursor, upcoming.begun
+        self.iteration, self.cursor, self.partial = self.iteration + 1, cursor, upcoming.partial
         return metrics
 
     def due(self, every: int) -> bool:

@@ -44,12 +44,12 @@ class Request:
     Attributes:
       prompt: of which.
       draw: its number, from 0, in the order of the pool.
-      ahead: it belongs to the next iteration, and is asked for now because a slot would be idle.
+      prefetch: it belongs to the next iteration, and is asked for now because a slot would be idle.
     """
 
     prompt: Prompt
     draw: int
-    ahead: bool = False
+    prefetch: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Response:
       logprobs: float32[T], of each token under the distribution it was sampled from: the behaviour policy at the
         sampling temperature, untruncated.
       truncated: True when the length limit ended it, not a stop token.
-      version: of the weights it was drawn with, from first token to last: iterations finished by then.
+      policy_version: of the weights it was drawn with, from first token to last: iterations finished by then.
     """
 
     prompt_id: str
@@ -71,7 +71,7 @@ class Response:
     tokens: np.ndarray
     logprobs: np.ndarray
     truncated: bool
-    version: int = 0
+    policy_version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Pool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Begun:
-    """What one iteration drew of a prompt that belongs to the next (`Request.ahead`).
+class PartialRollouts:
+    """What one iteration drew of a prompt that belongs to the next (`Request.prefetch`).
 
     Attributes:
       responses: one for each draw of the rounds begun, by draw; None where it was not drawn.
@@ -149,7 +149,7 @@ class RequestQueue(Protocol):
         Called while everything taken before has been yielded, it waits for verdicts that may still bring requests.
         """
 
-    def take_ahead(self, limit: int) -> list[Request]:
+    def take_prefetch(self, limit: int) -> list[Request]:
         """Up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
 
     def wait(self) -> bool:

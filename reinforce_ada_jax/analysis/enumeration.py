@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from reinforce_ada_jax.collection import objectives, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
+from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 # A strategy without a limit is followed until less than this is still under way.
@@ -115,10 +115,10 @@ def outcomes(
     `max_draws` is cut where less than 1e-12 is still under way at every pass rate.
 
     Args:
-      strategy: decides by the counts in a Record, and by nothing else.
+      strategy: decides by the counts in a PromptProgress, and by nothing else.
       pass_rates: in [0, 1].
-      estimate: `Record.estimate` of all of them, where the strategy plans.
-      planned: `Record.planned`.
+      estimate: `PromptProgress.estimate` of all of them, where the strategy plans.
+      planned: `PromptProgress.planned`.
 
     Raises:
       ValueError: the strategy breaks its own bounds, or goes on for ever.
@@ -130,9 +130,9 @@ def outcomes(
     while under_way:
         following: dict[tuple[int, int], np.ndarray] = {}
         for (drawn, correct), probability in under_way.items():
-            record = Record(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
+            record = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
             size = strategies.asked_for(strategy, record)
-            goes_on = 0.0 if size == 0 else (strategy.chance(record) if rounds else 1.0)
+            goes_on = 0.0 if size == 0 else (strategy.continue_probability(record) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct))
                 probabilities.append((1.0 - goes_on) * probability)
@@ -212,7 +212,7 @@ def _block(
     ends = outcomes(strategy, pass_rates, estimate=estimate, planned=planned)
     kept_correct, kept_wrong, of_correct, of_wrong, zero = terms_table(strategy, ends.drawn, ends.correct)
     records = (
-        Record(PROMPT, *state, estimate=estimate, planned=planned)
+        PromptProgress(PROMPT, *state, estimate=estimate, planned=planned)
         for state in zip(ends.rounds.tolist(), ends.drawn.tolist(), ends.correct.tolist(), strict=True)
     )
     unmet = np.array([not strategy.met(record) for record in records], np.float64)

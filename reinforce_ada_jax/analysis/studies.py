@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from reinforce_ada_jax.analysis.enumeration import PROMPT, canonical_group, expectations, group_terms
 from reinforce_ada_jax.collection import objectives, strategies
 from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
+from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
 from reinforce_ada_jax.config import EstimatorConfig
 
 # Stands for an epsilon of 0, at which w(0) is infinite: an all-wrong pool has advantages of 0 whatever their factor,
@@ -115,9 +115,9 @@ def draw_counts(
 
     @functools.cache
     def decide(rounds: int, drawn: int, correct: int, plan: tuple[float | None, int | None]) -> tuple[int, float]:
-        record = Record(PROMPT, rounds, drawn, correct, *plan)
+        record = PromptProgress(PROMPT, rounds, drawn, correct, *plan)
         size = strategy.next_draws(record)
-        return size, strategy.chance(record) if size and rounds else 1.0
+        return size, strategy.continue_probability(record) if size and rounds else 1.0
 
     drawn, correct = np.zeros(count, np.int64), np.zeros(count, np.int64)
     under_way, rounds = np.arange(count), 0

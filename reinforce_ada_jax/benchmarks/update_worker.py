@@ -104,7 +104,7 @@ class Worker:
         def example(number: int, one: dict[str, Any]) -> Example:
             tokens = np.array(one["response"], np.int32)
             logprobs = np.array(one.get("old_logprobs", np.zeros(len(tokens))), np.float32)
-            response = Response(str(number), 0, tokens, logprobs, truncated=False, version=0)
+            response = Response(str(number), 0, tokens, logprobs, truncated=False, policy_version=0)
             terms = (one.get(key, default) for key, default in (("reward", 0.0), ("baseline", 0.0), ("weight", 1.0)))
             return Example(np.array(one["prompt"], np.int32), response, *terms)
 

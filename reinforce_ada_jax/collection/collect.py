@@ -15,16 +15,16 @@ from concurrent.futures import Future
 import numpy as np
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.prefetch import Ahead
-from reinforce_ada_jax.collection.strategies import Record, Strategy, StrategyConfig
-from reinforce_ada_jax.types import Begun, Pool, Prompt, Request, RequestQueue, Response, Verdict
+from reinforce_ada_jax.collection.prefetch import Prefetch
+from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Request, RequestQueue, Response, Verdict
 
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
 VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list[Verdict]]]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
 
 
-def coin(seed: int, iteration: int, prompt_id: str, rounds: int) -> float:
+def uniform_at_address(seed: int, iteration: int, prompt_id: str, rounds: int) -> float:
     """A number in [0, 1) that its address decides: whether a prompt goes on after `rounds` rounds, where that is left
     to chance."""
     address = f"{seed}/{iteration}/{rounds}/{prompt_id}".encode()
@@ -37,7 +37,7 @@ class _Draws:
 
     Attributes:
       index: place among the prompts.
-      ahead: the prompt belongs to the next collection.
+      prefetch: the prompt belongs to the next collection.
       responses: one for each draw asked for, by draw; None until it is back.
       verdicts: of the finished rounds, so it is shorter than `responses` while a round is under way.
       missing: responses of the current round that are not back.
@@ -48,7 +48,7 @@ class _Draws:
 
     prompt: Prompt
     index: int
-    ahead: bool
+    prefetch: bool
     estimate: float | None = None
     planned: int | None = None
     responses: list[Response | None] = dataclasses.field(default_factory=list)
@@ -56,14 +56,14 @@ class _Draws:
     missing: int = 0
     rounds: int = 0
 
-    def go_on_from(self, begun: Begun) -> None:
-        """Takes over what was drawn ahead."""
-        self.responses, self.verdicts, self.rounds = list(begun.responses), list(begun.verdicts), begun.rounds
+    def go_on_from(self, partial: PartialRollouts) -> None:
+        """Takes over what was drawn before."""
+        self.responses, self.verdicts, self.rounds = list(partial.responses), list(partial.verdicts), partial.rounds
         self.missing = self.responses.count(None)
 
-    def record(self) -> Record:
+    def record(self) -> PromptProgress:
         num_correct = sum(verdict.correct for verdict in self.verdicts)
-        return Record(
+        return PromptProgress(
             self.prompt, self.rounds, len(self.verdicts), num_correct, estimate=self.estimate, planned=self.planned
         )
 
@@ -79,7 +79,7 @@ class _Draws:
     def requests(self) -> list[Request]:
         """What is still to be drawn of the current round."""
         missing = (draw for draw, response in enumerate(self.responses) if response is None)
-        return [Request(self.prompt, draw, self.ahead) for draw in missing]
+        return [Request(self.prompt, draw, self.prefetch) for draw in missing]
 
     def finish_round(self, verdicts: Iterator[Verdict]) -> None:
         """Takes from `verdicts` those of this round, in draw order."""
@@ -119,13 +119,13 @@ class _Collection:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        ahead: Ahead,
+        prefetch: Prefetch,
         verify_fn: VerifyFn,
         strategy: Strategy,
         *,
         barrier: bool,
         deterministic: bool,
-        spare: Sequence[Prompt],
+        replacements: Sequence[Prompt],
         estimate_fn: EstimateFn | None,
         seed: int,
         iteration: int,
@@ -133,8 +133,8 @@ class _Collection:
         self._verify_fn, self._strategy = verify_fn, strategy
         self._barrier, self._deterministic = barrier, deterministic
         self._seed, self._iteration = seed, iteration
-        self._spare = collections.deque(spare)
-        self._waiting, self._waiting_ahead = _Waiting(), _Waiting()
+        self._replacements = collections.deque(replacements)
+        self._waiting, self._waiting_prefetch = _Waiting(), _Waiting()
         self._held: list[_Draws] = []  # next rounds behind the barrier
         self._returned: dict[tuple[str, int], bool] = {}  # every request taken: is its response back?
         self._outstanding = 0
@@ -142,10 +142,10 @@ class _Collection:
         self._newly_closed: list[str] = []
         self._num_open = len(prompts)
         self.num_responses = 0
-        everyone = [*prompts, *ahead.prompts]
+        everyone = [*prompts, *prefetch.prompts]
         self.draws = [_Draws(prompt, index, index >= len(prompts)) for index, prompt in enumerate(everyone)]
         self._draws_of = {draws.prompt.id: draws for draws in self.draws}
-        counts = collections.Counter(prompt.id for prompt in [*everyone, *spare])
+        counts = collections.Counter(prompt.id for prompt in [*everyone, *replacements])
         repeated = [name for name, count in counts.items() if count > 1]
         if repeated:
             raise ValueError(
@@ -166,12 +166,12 @@ class _Collection:
         for draws, pass_rate, size in zip(self.draws, estimates.tolist(), planned.tolist(), strict=True):
             draws.estimate, draws.planned = pass_rate, size
 
-    def begin(self, begun: Mapping[str, Begun]) -> None:
-        """Every prompt's first round, or what is left of the one that was begun ahead."""
+    def begin(self, partial: Mapping[str, PartialRollouts]) -> None:
+        """Every prompt's first round, or what is left of the one that was begun before."""
         complete = []
         for draws in self.draws:
-            if draws.prompt.id in begun:
-                draws.go_on_from(begun[draws.prompt.id])
+            if draws.prompt.id in partial:
+                draws.go_on_from(partial[draws.prompt.id])
             if draws.missing:
                 self._put(draws)
             elif len(draws.verdicts) < len(draws.responses):
@@ -191,8 +191,8 @@ class _Collection:
                     self._put(draws)
         return self._take(self._waiting, limit)
 
-    def take_ahead(self, limit: int) -> list[Request]:
-        return self._take(self._waiting_ahead, limit) if self._num_open else []
+    def take_prefetch(self, limit: int) -> list[Request]:
+        return self._take(self._waiting_prefetch, limit) if self._num_open else []
 
     def _take(self, waiting: _Waiting, limit: int) -> list[Request]:
         taken = [waiting.pop() for _ in range(min(limit, len(waiting)))]
@@ -214,7 +214,7 @@ class _Collection:
 
     @property
     def num_closed(self) -> int:
-        return sum(not draws.ahead for draws in self.draws) - self._num_open
+        return sum(not draws.prefetch for draws in self.draws) - self._num_open
 
     def receive(self, responses: list[Response]) -> None:
         """Takes finished responses; sends the rounds that they complete to the verifier, in the order of prompts."""
@@ -271,7 +271,7 @@ class _Collection:
         """Begins the prompt's next round, or closes it."""
         record, strategy = draws.record(), self._strategy
         size = strategies.asked_for(strategy, record)
-        if size == 0 or (record.rounds > 0 and not self._chance_goes_on(draws, strategy.chance(record))):
+        if size == 0 or (record.rounds > 0 and not self._continues(draws, strategy.continue_probability(record))):
             self._close(draws)
             return
         draws.begin_round(size)
@@ -280,28 +280,28 @@ class _Collection:
         else:
             self._put(draws)
 
-    def _chance_goes_on(self, draws: _Draws, chance: float) -> bool:
-        return coin(self._seed, self._iteration + draws.ahead, draws.prompt.id, draws.rounds) < chance
+    def _continues(self, draws: _Draws, least: float) -> bool:
+        return uniform_at_address(self._seed, self._iteration + draws.prefetch, draws.prompt.id, draws.rounds) < least
 
     def _close(self, draws: _Draws) -> None:
-        """Nothing more for this prompt. If nothing of it is kept, a spare one takes its place.
+        """Nothing more for this prompt. If nothing of it is kept, a replacement takes its place.
 
         The prompts opened are so always as many as asked for plus those dropped, in their order: the shortest
         beginning of the list that keeps enough, whoever finishes first.
         """
         self._newly_closed.append(draws.prompt.id)
-        if draws.ahead:
+        if draws.prefetch:
             return
         self._num_open -= 1
-        if self._spare and not self._strategy.keep(draws.pool(self._strategy).correct).size:
+        if self._replacements and not self._strategy.keep(draws.pool(self._strategy).correct).size:
             self._num_open += 1
-            replacement = _Draws(self._spare.popleft(), len(self.draws), ahead=False)
+            replacement = _Draws(self._replacements.popleft(), len(self.draws), prefetch=False)
             self.draws.append(replacement)
             self._draws_of[replacement.prompt.id] = replacement
             self._go_on(replacement)
 
     def _put(self, draws: _Draws) -> None:
-        waiting = self._waiting_ahead if draws.ahead else self._waiting
+        waiting = self._waiting_prefetch if draws.prefetch else self._waiting
         waiting.put(draws.rounds, draws.requests())
 
     def finish(self) -> None:
@@ -323,14 +323,14 @@ def collect(
     verify_fn: VerifyFn,
     config: StrategyConfig | Strategy,
     *,
-    spare: Sequence[Prompt] = (),
+    replacements: Sequence[Prompt] = (),
     estimate_fn: EstimateFn | None = None,
     seed: int = 0,
     iteration: int = 0,
     barrier: bool = False,
     deterministic: bool = True,
-    begun: Mapping[str, Begun] | None = None,
-    ahead: Ahead | None = None,
+    partial: Mapping[str, PartialRollouts] | None = None,
+    prefetch: Prefetch | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
@@ -343,7 +343,7 @@ def collect(
       verify_fn: pairs (prompt, response) -> verdicts, aligned with them; or a future of them, for verification beside
         the sampler's work. Futures are heard in the order of the calls.
       config: names the strategy and its settings (`strategies.StrategyConfig`), or is a strategy already.
-      spare: more prompts, of which the next one is opened whenever a prompt closes of which nothing is kept.
+      replacements: more prompts, of which the next one is opened whenever a prompt closes of which nothing is kept.
       estimate_fn: prompts -> the pass rates expected of them, for strategies that plan; None: 1/2 for all.
       seed: of the run; with `iteration`, the prompt's id and the round it decides what a strategy leaves to chance.
       iteration: see `seed`.
@@ -351,12 +351,12 @@ def collect(
         are the same; only time differs.
       deterministic: hear the verdicts of a future when the next yield comes, no sooner and no later, so that the order
         of events follows from the sampler's yields alone; else as soon as they are there.
-      begun: what an earlier collection drew ahead, by prompt id.
-      ahead: prompts of the next collection, to be drawn where slots would be idle.
+      partial: what an earlier collection drew prefetch, by prompt id.
+      prefetch: prompts of the next collection, to be drawn where slots would be idle.
       on_progress: called after every yield with (prompts closed, responses drawn) so far.
 
     Returns:
-      P pools, aligned with `prompts`, and after them those of the spare prompts that were opened, in their order.
+      P pools, aligned with `prompts`, and after them those of the replacements that were opened, in their order.
 
     Raises:
       ValueError: two prompts share an id, the strategy breaks its own bounds, or the settings break a rule.
@@ -364,26 +364,28 @@ def collect(
         verifier returned the wrong number of verdicts.
     """
     strategy = config if isinstance(config, Strategy) else strategies.build(config)
-    ahead = ahead or Ahead(())
+    prefetch = prefetch or Prefetch(())
     collection = _Collection(
         prompts,
-        ahead,
+        prefetch,
         verify_fn,
         strategy,
         barrier=barrier,
         deterministic=deterministic,
-        spare=spare,
+        replacements=replacements,
         estimate_fn=estimate_fn,
         seed=seed,
         iteration=iteration,
     )
-    collection.begin(begun or {})
+    collection.begin(partial or {})
     for responses in sample_fn(collection):
         collection.receive(responses)
         if on_progress is not None:
             on_progress(collection.num_closed, collection.num_responses)
     collection.finish()
     for draws in collection.draws:
-        if draws.ahead and any(response is not None for response in draws.responses):
-            ahead.begun[draws.prompt.id] = Begun(tuple(draws.responses), tuple(draws.verdicts), draws.rounds)
-    return [draws.pool(strategy) for draws in collection.draws if not draws.ahead]
+        if draws.prefetch and any(response is not None for response in draws.responses):
+            prefetch.partial[draws.prompt.id] = PartialRollouts(
+                tuple(draws.responses), tuple(draws.verdicts), draws.rounds
+            )
+    return [draws.pool(strategy) for draws in collection.draws if not draws.prefetch]

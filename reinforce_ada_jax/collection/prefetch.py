@@ -6,23 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_ada_jax.types import Begun, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
-class Ahead:
+class Prefetch:
     """Prompts of the next collection, of which responses may be drawn already.
 
     Attributes:
       prompts: with ids that differ from each other's and from the current prompts'.
-      begun: what came of it, by prompt id: `collect` adds to it, and the next collection goes on from it.
+      partial: what came of it, by prompt id: `collect` adds to it, and the next collection goes on from it.
     """
 
     prompts: Sequence[Prompt]
-    begun: dict[str, Begun] = dataclasses.field(default_factory=dict)
+    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
 
 
-def to_json(begun: Mapping[str, Begun]) -> dict[str, Any]:
+def to_json(partial: Mapping[str, PartialRollouts]) -> dict[str, Any]:
     """As JSON; float32 numbers survive the way there and back unchanged."""
 
     def response(one: Response | None) -> dict[str, Any] | None:
@@ -36,11 +36,11 @@ def to_json(begun: Mapping[str, Begun]) -> dict[str, Any]:
             "verdicts": [dataclasses.asdict(verdict) for verdict in draws.verdicts],
             "rounds": draws.rounds,
         }
-        for prompt_id, draws in begun.items()
+        for prompt_id, draws in partial.items()
     }
 
 
-def from_json(saved: Mapping[str, Any]) -> dict[str, Begun]:
+def from_json(saved: Mapping[str, Any]) -> dict[str, PartialRollouts]:
     """What `to_json` saved."""
 
     def response(one: dict[str, Any] | None) -> Response | None:
@@ -50,7 +50,7 @@ def from_json(saved: Mapping[str, Any]) -> dict[str, Begun]:
         return Response(**(one | arrays))
 
     return {
-        prompt_id: Begun(
+        prompt_id: PartialRollouts(
             responses=tuple(response(one) for one in draws["responses"]),
             verdicts=tuple(Verdict(**verdict) for verdict in draws["verdicts"]),
             rounds=draws["rounds"],

@@ -11,46 +11,48 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_ada_jax.types import Begun, Pool, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Share:
-    """What came of one process's share of the prompts.
+class CollectedShard:
+    """What came of one process's shard of the prompts.
 
     Attributes:
       pools: of its prompts.
-      begun: of its prompts of the next collection, by id.
+      partial: of its prompts of the next collection, by id.
       counts: of its sampler.
     """
 
     pools: list[Pool]
-    begun: dict[str, Begun] = dataclasses.field(default_factory=dict)
+    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def _draws(draws: Pool | Begun) -> dict[str, Any]:
+def _draws(draws: Pool | PartialRollouts) -> dict[str, Any]:
     return {
         "rounds": draws.rounds,
         "verdicts": [[verdict.correct, verdict.reward, verdict.reason] for verdict in draws.verdicts],
         "responses": [
-            None if response is None else [response.draw, len(response.tokens), response.truncated, response.version]
+            None
+            if response is None
+            else [response.draw, len(response.tokens), response.truncated, response.policy_version]
             for response in draws.responses
         ],
     }
 
 
-def to_bytes(share: Share) -> bytes:
-    """The share without its prompts, which everybody has."""
+def to_bytes(shard: CollectedShard) -> bytes:
+    """The shard without its prompts, which everybody has."""
     header = {
         "pools": [
             _draws(pool) | {"prompt": pool.prompt.id, "met": pool.met, "estimate": pool.estimate}
-            for pool in share.pools
+            for pool in shard.pools
         ],
-        "begun": [_draws(begun) | {"prompt": prompt_id} for prompt_id, begun in share.begun.items()],
-        "counts": share.counts,
+        "partial": [_draws(partial) | {"prompt": prompt_id} for prompt_id, partial in shard.partial.items()],
+        "counts": shard.counts,
     }
-    responses = [r for draws in (*share.pools, *share.begun.values()) for r in draws.responses if r is not None]
+    responses = [r for draws in (*shard.pools, *shard.partial.values()) for r in draws.responses if r is not None]
     file = io.BytesIO()
     np.savez(
         file,
@@ -61,7 +63,7 @@ def to_bytes(share: Share) -> bytes:
     return file.getvalue()
 
 
-def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> Share:
+def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
     """What `to_bytes` told; `prompts` are those that its pools may be of."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
@@ -75,9 +77,9 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> Share:
             if told is None:
                 responses.append(None)
                 continue
-            draw, length, truncated, version = told
+            draw, length, truncated, policy_version = told
             part = slice(read, read + length)
-            responses.append(Response(record["prompt"], draw, tokens[part], logprobs[part], truncated, version))
+            responses.append(Response(record["prompt"], draw, tokens[part], logprobs[part], truncated, policy_version))
             read += length
         return tuple(responses), tuple(Verdict(*verdict) for verdict in record["verdicts"])
 
@@ -86,5 +88,5 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> Share:
         Pool(prompt_of[record["prompt"]], *draws(record), record["rounds"], record["met"], record["estimate"])
         for record in header["pools"]
     ]
-    begun = {record["prompt"]: Begun(*draws(record), record["rounds"]) for record in header["begun"]}
-    return Share(pools, begun, header["counts"])
+    partial = {record["prompt"]: PartialRollouts(*draws(record), record["rounds"]) for record in header["partial"]}
+    return CollectedShard(pools, partial, header["counts"])

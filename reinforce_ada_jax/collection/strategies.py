@@ -33,7 +33,7 @@ class StrategyConfig(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Record:
+class PromptProgress:
     """What a stopping rule may look at: a prompt's counts after the rounds finished so far.
 
     Attributes:
@@ -53,8 +53,8 @@ class Record:
     planned: int | None = None
 
 
-def always(record: Record) -> float:
-    """The common `chance`: what a rule asks for is drawn."""
+def always(record: PromptProgress) -> float:
+    """The common `continue_probability`: what a rule asks for is drawn."""
     del record
     return 1.0
 
@@ -81,14 +81,14 @@ class Strategy:
       normalize_by_std: whether advantages are divided by the standard deviation.
       weight: pass rate of a pool, in [0, 1] -> factor of its advantages, the share of w(p) that draws did not pay.
       clips_below: pass rates below this have its weight; said in the metrics.
-      chance: of the next round being drawn after all, in [0, 1]; asked where `next_draws` gives more after the first.
+      continue_probability: probability in [0, 1] that a round after the first, which `next_draws` asks for, is drawn.
       plan: (estimates of P prompts, their ids) -> draws planned for each, made once before the first round.
       extra_batches: how often an iteration's prompts may be drawn anew to take the place of dropped ones.
       max_age: updates since a response was drawn, beyond which it is not kept; None: no limit.
     """
 
-    next_draws: Callable[[Record], int]
-    met: Callable[[Record], bool]
+    next_draws: Callable[[PromptProgress], int]
+    met: Callable[[PromptProgress], bool]
     keep: Callable[[np.ndarray], np.ndarray]
     max_draws: int | None
     max_kept: int | None
@@ -96,13 +96,13 @@ class Strategy:
     normalize_by_std: bool = False
     weight: Callable[[float], float] = one
     clips_below: float = 0.0
-    chance: Callable[[Record], float] = always
+    continue_probability: Callable[[PromptProgress], float] = always
     plan: Callable[[np.ndarray, Sequence[str]], np.ndarray] | None = None
     extra_batches: int = 0
     max_age: int | None = None
 
 
-def asked_for(strategy: Strategy, record: Record) -> int:
+def asked_for(strategy: Strategy, record: PromptProgress) -> int:
     """`next_draws`, held to the strategy's own bounds.
 
     Raises:
@@ -122,17 +122,19 @@ def asked_for(strategy: Strategy, record: Record) -> int:
 # ---- what strategies are made of -------------------------------------------------------------------------------------
 
 
-def until(met: Callable[[Record], bool], samples_per_round: int, max_rounds: int) -> Callable[[Record], int]:
+def until(
+    met: Callable[[PromptProgress], bool], samples_per_round: int, max_rounds: int
+) -> Callable[[PromptProgress], int]:
     """The common `next_draws`: rounds of one size until the rule is met, at least one and at most `max_rounds`."""
 
-    def next_draws(record: Record) -> int:
+    def next_draws(record: PromptProgress) -> int:
         stop = record.rounds > 0 and (met(record) or record.rounds == max_rounds)
         return 0 if stop else samples_per_round
 
     return next_draws
 
 
-def one_round(record: Record) -> bool:
+def one_round(record: PromptProgress) -> bool:
     """The common `met` of strategies that have no rule: one round has been drawn."""
     return record.rounds == 1
 
@@ -166,7 +168,7 @@ def _sequential(config: CollectionConfig) -> Strategy:
     """Rounds of M until k_pos responses are correct and k_neg wrong; a balanced group of n."""
     k_pos, k_neg = collection_rules.goals(config)
 
-    def met(record: Record) -> bool:
+    def met(record: PromptProgress) -> bool:
         return record.correct >= k_pos and record.drawn - record.correct >= k_neg
 
     return Strategy(
@@ -238,7 +240,7 @@ def ngu(config: CollectionConfig) -> Strategy:
     """
     most = collection_rules.max_draws(config)
 
-    def next_draws(record: Record) -> int:
+    def next_draws(record: PromptProgress) -> int:
         full = most is not None and record.drawn + config.group_size > most
         return 0 if record.rounds and (record.correct or full) else config.group_size
 
@@ -249,7 +251,7 @@ def ngu(config: CollectionConfig) -> Strategy:
         max_draws=most,
         max_kept=most,
         baseline="anchored",
-        chance=lambda record: config.retry_probability,
+        continue_probability=lambda record: config.retry_probability,
         max_age=config.max_age,
     )
 

@@ -48,7 +48,7 @@ class Batch:
     reward: Float[Array, "*M B S"]
     baseline: Float[Array, "*M B S"]
     weight: Float[Array, "*M B S"]
-    version: Int[Array, "*M B S"]  # `Response.version`
+    policy_version: Int[Array, "*M B S"]  # `Response.policy_version`
     behaviour_logprobs: Float[Array, "*M B R"]
     old_logprobs: Float[Array, "*M B R"]
     reference_logprobs: Float[Array, "*M B R"] | None = None  # where there is a KL term; else nothing is held
@@ -113,7 +113,7 @@ def make_batch(
     if len(rows) > size:
         raise ValueError(f"{len(rows)} rows are more than the {size} that the batch is to have: raise num_rows.")
     tokens = np.zeros((size, row_tokens), np.int32)
-    prompt_length, response_length, version = np.zeros((3, size, per_row), np.int32)
+    prompt_length, response_length, policy_version = np.zeros((3, size, per_row), np.int32)
     reward, baseline, weight = np.zeros((3, size, per_row), np.float32)
     logprobs = np.zeros((size, max_response_tokens if per_row == 1 else row_tokens), np.float32)
     for row, numbers in enumerate(rows):
@@ -125,7 +125,7 @@ def make_batch(
             tokens[row, start + before : start + before + length] = response.tokens
             logprobs[row, column : column + length] = response.logprobs
             at = row, place
-            prompt_length[at], response_length[at], version[at] = before, length, response.version
+            prompt_length[at], response_length[at], policy_version[at] = before, length, response.policy_version
             reward[at], baseline[at], weight[at] = of_response
             start, column = start + before + length, column + length
     return Batch(
@@ -135,7 +135,7 @@ def make_batch(
         reward=reward,
         baseline=baseline,
         weight=weight,
-        version=version,
+        policy_version=policy_version,
         behaviour_logprobs=logprobs,
         old_logprobs=logprobs,
     )

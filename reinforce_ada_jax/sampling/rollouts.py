@@ -90,8 +90,8 @@ class Rollouts:
         *,
         stream: int,
         sampling: SamplingParams | Callable[[Request], SamplingParams],
-        ahead_stream: int | None = None,
-        version: int = 0,
+        prefetch_stream: int | None = None,
+        policy_version: int = 0,
     ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
         """A `sample_fn` that draws from `params`.
 
@@ -99,8 +99,8 @@ class Rollouts:
           params: the learner's, as they are.
           stream: the first word of every address (`token.stream`).
           sampling: how responses are drawn, or what says so for each request.
-          ahead_stream: that of requests for the next iteration; None to leave idle slots idle.
-          version: `Response.version` of what is drawn.
+          prefetch_stream: that of requests for the next iteration; None to leave idle slots idle.
+          policy_version: `Response.policy_version` of what is drawn.
 
         Raises:
           ValueError: the engine has no room for responses so long; from `sample_fn` where `sampling` is a function.
@@ -111,7 +111,7 @@ class Rollouts:
         def sampling_of(request: Request) -> SamplingParams:
             return sampling if isinstance(sampling, SamplingParams) else self._check(sampling(request))
 
-        terms = _Terms(self._decode_weights(params), stream, ahead_stream, version, sampling_of)
+        terms = _Terms(self._decode_weights(params), stream, prefetch_stream, policy_version, sampling_of)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
             self.counts = RolloutCounts()
@@ -149,12 +149,12 @@ class _Terms:
 
     weights: Params
     stream: int
-    ahead_stream: int | None
-    version: int
+    prefetch_stream: int | None
+    policy_version: int
     sampling_of: Callable[[Request], SamplingParams]
 
     def address(self, request: Request) -> np.ndarray:
-        stream = self.ahead_stream if request.ahead else self.stream
+        stream = self.prefetch_stream if request.prefetch else self.stream
         return token_lib.address(stream, request.prompt.id, request.draw)
 
 
@@ -299,7 +299,7 @@ class _Replica:
             sure_pages=self.sure_pages,
         )  # fmt: skip
 
-    def hear(self, report: Report, version: int) -> list[Response]:
+    def hear(self, report: Report, policy_version: int) -> list[Response]:
         """The responses that ended in the oldest window under way, by output row."""
         if self.options.check_invariants:
             invariants.check_report(report, self.in_flight)
@@ -322,7 +322,7 @@ class _Replica:
                 tokens=outputs.tokens[row, :length].copy(),
                 logprobs=outputs.logprobs[row, :length].copy(),
                 truncated=bool(outputs.status[row] == TRUNCATED),
-                version=version,
+                policy_version=policy_version,
             ))  # fmt: skip
         return responses
 
@@ -403,8 +403,8 @@ class _Session:
             for request in taken:
                 self._home(request.prompt.id).place(request)
         idle_slots = sum(replica.idle_slots for replica in self.replicas)
-        if self.terms.ahead_stream is not None and idle_slots:
-            for request in self.queue.take_ahead(idle_slots):
+        if self.terms.prefetch_stream is not None and idle_slots:
+            for request in self.queue.take_prefetch(idle_slots):
                 self.begun_ahead.add(request.prompt.id)
                 self._home(request.prompt.id).place(request)
         opened = [replica.opened for replica in self.replicas]
@@ -446,5 +446,5 @@ class _Session:
         return [
             response
             for replica, report in zip(self.replicas, reports, strict=True)
-            for response in replica.hear(report, self.terms.version)
+            for response in replica.hear(report, self.terms.policy_version)
         ]

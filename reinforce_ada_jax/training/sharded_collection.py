@@ -12,12 +12,12 @@ import numpy as np
 
 from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection.collect import EstimateFn
-from reinforce_ada_jax.collection.prefetch import Ahead
-from reinforce_ada_jax.collection.serialization import Share, from_bytes, to_bytes
+from reinforce_ada_jax.collection.prefetch import Prefetch
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
-from reinforce_ada_jax.types import Begun, Pool, Prompt
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt
 
 Counts = collections.Counter[str]
 
@@ -29,18 +29,18 @@ class Work:
     Attributes:
       prompts: P prompts.
       strategy: when they are done.
-      spare: prompts that take the place of those of which nothing is kept.
+      replacements: prompts that take the place of those of which nothing is kept.
       estimate_fn: the pass rates expected of prompts.
-      begun: what was drawn ahead, by prompt id.
-      ahead: prompts of the next collection.
+      partial: what was drawn of them before, by prompt id.
+      prefetch: prompts of the next collection.
     """
 
     prompts: Sequence[Prompt]
     strategy: Strategy
-    spare: Sequence[Prompt] = ()
+    replacements: Sequence[Prompt] = ()
     estimate_fn: EstimateFn | None = None
-    begun: Mapping[str, Begun] = dataclasses.field(default_factory=dict)
-    ahead: Ahead = dataclasses.field(default_factory=lambda: Ahead(()))
+    partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
 
 
 # Draws what there is to draw on this process's devices; counts of its sampler come with the pools.
@@ -91,7 +91,7 @@ class ExpectedDraws:
 
 
 def collect_everywhere(work: Work, draw: DrawFn, expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
-    """The pools of all prompts, as `collect` gives them, in every process; `work.ahead.begun` is everybody's too.
+    """The pools of all prompts, as `collect` gives them, in every process; `work.prefetch.partial` is everybody's too.
 
     Args:
       work: the same in every process.
@@ -105,12 +105,12 @@ def collect_everywhere(work: Work, draw: DrawFn, expected_draws: ExpectFn) -> tu
         return draw(work)
     work, planned = _planned(work)
     pools, counts = _round(work, draw, expected_draws(work.prompts, planned), expected_draws)
-    spare = collections.deque(work.spare)
+    replacements = collections.deque(work.replacements)
     dropped = _dropped(pools, work.strategy)
     # As many at a time as are surely needed: together the shortest beginning of the list that keeps enough.
-    while dropped and spare:
-        prompts = [spare.popleft() for _ in range(min(dropped, len(spare)))]
-        more = dataclasses.replace(work, prompts=prompts, ahead=Ahead(()))
+    while dropped and replacements:
+        prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
+        more = dataclasses.replace(work, prompts=prompts, prefetch=Prefetch(()))
         found, counted = _round(more, draw, expected_draws(prompts, {}), expected_draws)
         dropped = _dropped(found, work.strategy)
         pools, counts = pools + found, counts + counted
@@ -155,19 +155,19 @@ def _dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
 def _round(work: Work, draw: DrawFn, draws: Sequence[float], expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
     """Shares the prompts out, draws, and meets the others."""
     left = [
-        max(expected - len(work.begun[prompt.id].responses), 0.5) if prompt.id in work.begun else expected
+        max(expected - len(work.partial[prompt.id].responses), 0.5) if prompt.id in work.partial else expected
         for prompt, expected in zip(work.prompts, draws, strict=True)
     ]
     own = split(left, processes.count())[processes.index()]
-    own_ahead = split(expected_draws(work.ahead.prompts, {}), processes.count())[processes.index()]
+    own_prefetch = split(expected_draws(work.prefetch.prompts, {}), processes.count())[processes.index()]
     share = dataclasses.replace(
         work,
         prompts=[work.prompts[place] for place in own],
-        spare=(),
-        ahead=Ahead([work.ahead.prompts[place] for place in own_ahead]),
+        replacements=(),
+        prefetch=Prefetch([work.prefetch.prompts[place] for place in own_prefetch]),
     )
     try:
-        told = to_bytes(Share(*_drawn(share, draw)))
+        told = to_bytes(CollectedShard(*_drawn(share, draw)))
     except Interrupted:
         told = b""
     messages = processes.exchange(told)
@@ -176,13 +176,13 @@ def _round(work: Work, draw: DrawFn, draws: Sequence[float], expected_draws: Exp
     shares = [from_bytes(message, work.prompts) for message in messages]
     pool_of = {pool.prompt.id: pool for share in shares for pool in share.pools}
     for share in shares:
-        work.ahead.begun.update(share.begun)
+        work.prefetch.partial.update(share.partial)
     counts = sum((Counts(share.counts) for share in shares), Counts())
     return [pool_of[prompt.id] for prompt in work.prompts], counts
 
 
-def _drawn(share: Work, draw: DrawFn) -> tuple[list[Pool], dict[str, Begun], dict[str, float]]:
+def _drawn(share: Work, draw: DrawFn) -> tuple[list[Pool], dict[str, PartialRollouts], dict[str, float]]:
     if not share.prompts:
         return [], {}, {}
     pools, counts = draw(share)
-    return pools, share.ahead.begun, dict(counts)
+    return pools, share.prefetch.partial, dict(counts)

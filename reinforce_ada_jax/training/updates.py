@@ -25,7 +25,7 @@ from reinforce_ada_jax.reporting.files import write_atomically
 # second number is worth a word.
 FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
 # Of a batch, what the comparison of log-probabilities looks at.
-CHECKED = ("response_length", "version", "behaviour_logprobs", "old_logprobs")
+CHECKED = ("response_length", "policy_version", "behaviour_logprobs", "old_logprobs")
 
 
 class Stopped(Exception):
@@ -125,14 +125,14 @@ class Updates:
         for number, minibatch in enumerate(minibatches, start=1):
             batch = minibatch.batch
             batch = batch.replace(**{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
-            version = np.append(batch.version, np.full_like(batch.version[..., :1], -1), axis=-1)
-            version = np.take_along_axis(version, owners(batch), axis=-1)
+            policy_version = np.append(batch.policy_version, np.full_like(batch.policy_version[..., :1], -1), axis=-1)
+            policy_version = np.take_along_axis(policy_version, owners(batch), axis=-1)
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
-            if not np.isfinite(gaps[version >= 0]).all():
+            if not np.isfinite(gaps[policy_version >= 0]).all():
                 self._not_finite(minibatch, iteration, number, len(minibatches), "a log-probability is not", say)
                 continue
             finite.append(minibatch)
-            fresh = version == iteration - 1
+            fresh = policy_version == iteration - 1
             total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
             num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)

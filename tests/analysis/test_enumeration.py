@@ -264,7 +264,7 @@ def test_a_strategy_by_counts_of_ones_own():
     strategy = dataclasses.replace(
         strategies.fixed(6),
         next_draws=lambda record: sizes[record.rounds],
-        chance=lambda record: 0.25 if record.rounds == 2 else 1.0,
+        continue_probability=lambda record: 0.25 if record.rounds == 2 else 1.0,
         max_draws=6,
     )
     ends = enumeration.outcomes(strategy, np.array([0.3]))

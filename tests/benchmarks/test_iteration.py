@@ -61,7 +61,7 @@ def test_a_script_is_a_function_of_the_address():
     script = iteration.Script(LENGTHS, limit=6, seed=3)
     prompts = [Prompt(str(index), "", "", np.zeros(1, np.int32)) for index in range(300)]
     lengths = [[script.length(Request(prompt, draw)) for draw in range(4)] for prompt in prompts]
-    assert lengths == [[script.length(Request(prompt, draw, ahead=True)) for draw in range(4)] for prompt in prompts]
+    assert lengths == [[script.length(Request(prompt, draw, prefetch=True)) for draw in range(4)] for prompt in prompts]
     assert np.min(lengths) == 2 and np.max(lengths) == 6 and len(set(map(tuple, lengths))) > 50
     correct = [[script.verdict(prompt, _response(prompt, draw)).correct for draw in range(8)] for prompt in prompts]
     # Beta(0.6, 1.2) has a mean of 1/3, and prompts differ by more than chance: some are always wrong, some right.

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import prefetch as ahead_lib
+from reinforce_ada_jax.collection import prefetch as prefetch_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.prefetch import Ahead
+from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 
@@ -132,7 +132,7 @@ def test_completion_order_decides_nothing(name, barrier):
 
     def run(sample, verify=grade, **options):
         pools = collect(
-            prompts[:wanted], sample, verify, strategy, spare=prompts[wanted:],
+            prompts[:wanted], sample, verify, strategy, replacements=prompts[wanted:],
             estimate_fn=lambda prompts: PASS_RATES[: len(prompts)], seed=3, iteration=2, **options,
         )  # fmt: skip
         return [summary(pool, strategy) for pool in pools]
@@ -165,7 +165,7 @@ def test_replacements_are_the_shortest_beginning_that_keeps_enough(seed):
     enough = [count for count in range(8, 31) if kept[:count].sum() >= 8]
     some = lambda in_flight: [in_flight[index] for index in order.permutation(len(in_flight))[:2]]  # noqa: E731
     prompts = make_prompts(30)
-    pools = collect(prompts[:8], sampler(5, some), verifier(rewards), strategy, spare=prompts[8:])
+    pools = collect(prompts[:8], sampler(5, some), verifier(rewards), strategy, replacements=prompts[8:])
     assert [pool.prompt.id for pool in pools] == [f"p{row}" for row in range(enough[0] if enough else 30)]
 
 
@@ -181,7 +181,7 @@ def test_replaced_prompts_close_and_others_count_once():
     rewards = [[0, 0], [0, 1], [1, 0], [1, 0]]
     prompts = make_prompts(4)
     collect(
-        prompts[:2], sample, verifier(rewards), build("dapo", group_size=2), spare=prompts[2:],
+        prompts[:2], sample, verifier(rewards), build("dapo", group_size=2), replacements=prompts[2:],
         on_progress=lambda *numbers: progress.append(numbers),
     )  # fmt: skip
     assert closed == [["p0"], ["p1"], ["p2"]]
@@ -376,8 +376,8 @@ def filling(slots, log):
         in_flight = []
         while True:
             taken = queue.take(slots - len(in_flight))
-            taken += queue.take_ahead(slots - len(in_flight) - len(taken))
-            log.extend((request.prompt.id, request.draw, request.ahead) for request in taken)
+            taken += queue.take_prefetch(slots - len(in_flight) - len(taken))
+            log.extend((request.prompt.id, request.draw, request.prefetch) for request in taken)
             in_flight += taken
             if not in_flight:
                 return
@@ -390,14 +390,14 @@ def test_idle_slots_begin_the_next_collection_which_goes_on_from_there():
     rewards = (np.random.default_rng(1).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
     strategy, prompts, log = balance(), make_prompts(8), []
     expected = collect(prompts, sampler(9, first), verifier(rewards), strategy)
-    ahead = Ahead(prompts[4:])
-    now = collect(prompts[:4], filling(12, log), verifier(rewards), strategy, ahead=ahead)
-    drawn = {id: len([1 for response in begun.responses if response]) for id, begun in ahead.begun.items()}
-    assert sum(drawn.values()) == sum(is_ahead for *_, is_ahead in log) > 0
-    assert all(is_ahead == (id >= "p4") for id, _, is_ahead in log)
+    prefetch = Prefetch(prompts[4:])
+    now = collect(prompts[:4], filling(12, log), verifier(rewards), strategy, prefetch=prefetch)
+    drawn = {id: len([1 for response in partial.responses if response]) for id, partial in prefetch.partial.items()}
+    assert sum(drawn.values()) == sum(is_prefetch for *_, is_prefetch in log) > 0
+    assert all(is_prefetch == (id >= "p4") for id, _, is_prefetch in log)
     again = []
-    saved = ahead_lib.from_json(json.loads(json.dumps(ahead_lib.to_json(ahead.begun))))
-    then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, begun=saved)
+    saved = prefetch_lib.from_json(json.loads(json.dumps(prefetch_lib.to_json(prefetch.partial))))
+    then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, partial=saved)
     assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
 
@@ -408,10 +408,14 @@ def test_nothing_is_begun_ahead_once_the_last_prompt_is_closed():
     def sample(queue):
         for request in queue.take(10):
             yield [respond(request)]
-        taken.extend(queue.take_ahead(10))
+        taken.extend(queue.take_prefetch(10))
 
     collect(
-        make_prompts(2)[:1], sample, verifier(np.zeros((2, 1))), strategies.fixed(1), ahead=Ahead(make_prompts(2)[1:])
+        make_prompts(2)[:1],
+        sample,
+        verifier(np.zeros((2, 1))),
+        strategies.fixed(1),
+        prefetch=Prefetch(make_prompts(2)[1:]),
     )
     assert taken == []
 
@@ -529,7 +533,7 @@ def test_repeated_prompt_ids_are_refused():
     with pytest.raises(ValueError, match="2 prompt ids are used more than once, 'p1' first"):
         collect([*prompts, prompts[1], prompts[2]], sampler(1, first), verifier([]), strategies.fixed(2))
     with pytest.raises(ValueError, match="1 prompt ids are used more than once, 'p0' first"):
-        collect(prompts, sampler(1, first), verifier([]), strategies.fixed(2), spare=prompts[:1])
+        collect(prompts, sampler(1, first), verifier([]), strategies.fixed(2), replacements=prompts[:1])
 
 
 @pytest.mark.parametrize("size", [0, -1, 5])

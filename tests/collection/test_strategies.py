@@ -11,9 +11,9 @@ import pytest
 from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.collect import coin, collect
+from reinforce_ada_jax.collection.collect import collect, uniform_at_address
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.collection.strategies import Record
+from reinforce_ada_jax.collection.strategies import PromptProgress
 from reinforce_ada_jax.config import collection_rules
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -26,14 +26,14 @@ def config(strategy: str, group_size: int = 5, samples_per_round: int = 8, max_r
     )
 
 
-def record(rounds: int, drawn: int, correct: int) -> Record:
-    return Record(PROMPT, rounds=rounds, drawn=drawn, correct=correct)
+def record(rounds: int, drawn: int, correct: int) -> PromptProgress:
+    return PromptProgress(PROMPT, rounds=rounds, drawn=drawn, correct=correct)
 
 
-def draw(section, bits: dict[str, str], spare: int = 0, estimates=None, **options):
+def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, **options):
     """Pools by `section` of prompts whose i-th response is correct where `bits[name][i]` is 1, or always at "1*".
 
-    The last `spare` prompts take the place of dropped ones; `estimates` are pass rates by name.
+    The last `replacements` prompts take the place of dropped ones; `estimates` are pass rates by name.
     """
 
     def sample(queue):
@@ -50,8 +50,10 @@ def draw(section, bits: dict[str, str], spare: int = 0, estimates=None, **option
 
     prompts = [Prompt(name, "", "", np.zeros(1, np.int32)) for name in bits]
     estimate_fn = estimates and (lambda prompts: np.array([estimates[prompt.id] for prompt in prompts]))
-    first = len(prompts) - spare
-    return collect(prompts[:first], sample, verify, section, spare=prompts[first:], estimate_fn=estimate_fn, **options)
+    first = len(prompts) - replacements
+    return collect(
+        prompts[:first], sample, verify, section, replacements=prompts[first:], estimate_fn=estimate_fn, **options
+    )
 
 
 # ---- every strategy, by hand -----------------------------------------------------------------------------------------
@@ -260,20 +262,20 @@ def test_estimates_that_are_no_pass_rates_are_refused(estimates):
 # ---- dapo ------------------------------------------------------------------------------------------------------------
 
 
-def test_spare_prompts_take_the_place_of_dropped_ones():
+def test_replacement_prompts_take_the_place_of_dropped_ones():
     # Two are wanted. p0 is dropped, s0 comes for it and is dropped too, s1 is kept; s2 is never opened.
     bits = {"p0": "00", "p1": "10", "s0": "11", "s1": "01", "s2": "01"}
     section = config("dapo", 2)
-    pools = draw(section, bits, spare=3)
+    pools = draw(section, bits, replacements=3)
     assert [pool.prompt.id for pool in pools] == ["p0", "p1", "s0", "s1"]
     groups = [make_group(pool, strategies.build(section)) for pool in pools]
     assert [group.kept.tolist() for group in groups] == [[], [0, 1], [], [0, 1]]
     np.testing.assert_array_equal(groups[3].advantages, [-0.5, 0.5])
 
 
-def test_a_batch_stays_short_when_the_spare_prompts_run_out():
+def test_a_batch_stays_short_when_the_replacements_run_out():
     bits = {"p0": "00", "p1": "10", "p2": "00", "s0": "11"}
-    pools = draw(config("dapo", 2), bits, spare=1)
+    pools = draw(config("dapo", 2), bits, replacements=1)
     assert [pool.prompt.id for pool in pools] == list(bits)
     assert [pool.met for pool in pools] == [False, True, False, False]
 
@@ -321,7 +323,7 @@ def test_retries_are_as_frequent_as_asked_for():
     assert (rounds == np.array([len(pool.responses) for pool in pools]) // 2).all()
     # The address decides, and each part of it does.
     for name, drawn in zip(bits, rounds[:50], strict=False):
-        coins = [coin(1, 5, name, number) < 0.75 for number in range(1, drawn + 1)]
+        coins = [uniform_at_address(1, 5, name, number) < 0.75 for number in range(1, drawn + 1)]
         assert coins == [True] * (drawn - 1) + [False]
     again = [
         [pool.rounds for pool in draw(section, bits, seed=seed, iteration=iteration)]

@@ -166,18 +166,18 @@ def test_prompts_after_are_those_of_the_same_order():
     prompts = make_prompts(10)
     epoch, _ = next_prompts(prompts, PromptCursor(seed=0), 10)
     now, cursor = next_prompts(prompts, PromptCursor(seed=0), 3)
-    spare = prompts_after(prompts, cursor, 4, {prompt.id for prompt in now})
-    assert [prompt.id for prompt, _ in spare] == [prompt.id for prompt in epoch[3:7]]
-    # Going on after the second of them: what would have been the third spare comes next.
-    assert next_prompts(prompts, spare[1][1], 2)[0] == epoch[5:7]
+    replacements = prompts_after(prompts, cursor, 4, {prompt.id for prompt in now})
+    assert [prompt.id for prompt, _ in replacements] == [prompt.id for prompt in epoch[3:7]]
+    # Going on after the second of them: what would have been the third replacement comes next.
+    assert next_prompts(prompts, replacements[1][1], 2)[0] == epoch[5:7]
 
 
 def test_prompts_after_reach_into_the_next_epoch_and_never_repeat():
     prompts = make_prompts(6)
     now, cursor = next_prompts(prompts, PromptCursor(seed=0), 4)
-    spare = prompts_after(prompts, cursor, 5, {prompt.id for prompt in now})
+    replacements = prompts_after(prompts, cursor, 5, {prompt.id for prompt in now})
     # Two are left, and in the next epoch all others are taken: no more than that, however many are asked for.
-    names = [prompt.id for prompt, _ in spare]
+    names = [prompt.id for prompt, _ in replacements]
     assert len(names) == len(set(names)) == 2 and not set(names) & {prompt.id for prompt in now}
     assert prompts_after(prompts, cursor, 0, set()) == []
     # From the end of an epoch on they come in the order of the next one.

@@ -160,7 +160,7 @@ def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
     flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
     finished(start(tmp_path / "two", 2, *flags))
     _, record = restored(tmp_path / "two", SMALL["iterations"] - 1)
-    assert record["begun"], "the checkpoint holds what both drew ahead"
+    assert record["partial_rollouts"], "the checkpoint holds what both drew ahead"
     assert writers.read_metrics(tmp_path / "two")[-1]["collection/ahead"] > 0
 
 

@@ -45,8 +45,8 @@ def test_packed_rows_hold_everything_once():
     assert len(rows) < 1.05 * lengths.sum() / 64
 
 
-def response(tokens, logprobs, version=0):
-    return Response("p", 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), False, version)
+def response(tokens, logprobs, policy_version=0):
+    return Response("p", 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), False, policy_version)
 
 
 def test_the_layout_of_a_packed_row():
@@ -59,7 +59,7 @@ def test_the_layout_of_a_packed_row():
     np.testing.assert_array_equal(packed.tokens, [[5, 9, 9, 2, 5, 6, 8, 0, 0], [0] * 9])
     np.testing.assert_array_equal(packed.prompt_length, [[1, 2, 0], [0, 0, 0]])
     np.testing.assert_array_equal(packed.response_length, [[3, 1, 0], [0, 0, 0]])
-    np.testing.assert_array_equal(packed.version, [[3, 4, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(packed.policy_version, [[3, 4, 0], [0, 0, 0]])
     np.testing.assert_array_equal(packed.reward, [[0, 1, 0], [0, 0, 0]])
     np.testing.assert_array_equal(packed.behaviour_logprobs[0], np.float32([-0.1, -0.2, -0.3, -1, 0, 0, 0, 0, 0]))
     np.testing.assert_array_equal(owners(packed), [[0, 0, 0, 1, 3, 3, 3, 3, 3], [3] * 9])

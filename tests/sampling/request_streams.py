@@ -36,7 +36,7 @@ class _Rounds:
 
     prompt: Prompt
     sizes: collections.deque[int]
-    ahead: bool
+    prefetch: bool
     drawn: int = 0
     missing: int = 0
 
@@ -51,23 +51,23 @@ class RandomStream:
     def __init__(self, rng: np.random.Generator, options: EngineOptions, vocabulary: int, prefix: str = "p"):
         self._rng, self._patience = rng, int(rng.choice([0, 0, 2, 6]))
         lengths = rng.integers(1, options.max_prompt_tokens + 1, int(rng.integers(0, 10)))
-        ahead = rng.random(len(lengths)) < rng.choice([0.0, 0.0, 0.4])
+        prefetch = rng.random(len(lengths)) < rng.choice([0.0, 0.0, 0.4])
         self.limits = {}
         self._longest = options.max_response_tokens
         self.rounds = [
             _Rounds(
                 Prompt(f"{prefix}{index}", "", "", rng.integers(0, vocabulary, length).astype(np.int32)),
                 collections.deque(rng.integers(1, 6, int(rng.integers(1, 4))).tolist()),
-                bool(is_ahead),
+                bool(is_prefetch),
             )
-            for index, (length, is_ahead) in enumerate(zip(lengths.tolist(), ahead, strict=True))
+            for index, (length, is_prefetch) in enumerate(zip(lengths.tolist(), prefetch, strict=True))
         ]
         self._of = {each.prompt.id: each for each in self.rounds}
         self._waiting: collections.deque[Request] = collections.deque()
-        self._waiting_ahead: collections.deque[Request] = collections.deque()
+        self._waiting_prefetch: collections.deque[Request] = collections.deque()
         self._verifying: collections.deque[tuple[int, _Rounds]] = collections.deque()  # heard when the clock is there
         self._clock, self._closed = 0, []
-        self._num_open = sum(not each.ahead for each in self.rounds)
+        self._num_open = sum(not each.prefetch for each in self.rounds)
         self.taken: dict[tuple[str, int], bool] = {}  # is it back?
         self.responses: dict[tuple[str, int], Response] = {}
         for each in self.rounds:
@@ -82,9 +82,9 @@ class RandomStream:
             pass
         return self._take(self._waiting, limit)
 
-    def take_ahead(self, limit: int) -> list[Request]:
+    def take_prefetch(self, limit: int) -> list[Request]:
         assert limit > 0
-        return self._take(self._waiting_ahead, limit) if self._num_open else []
+        return self._take(self._waiting_prefetch, limit) if self._num_open else []
 
     def closed(self) -> list[str]:
         self._tick()
@@ -120,11 +120,11 @@ class RandomStream:
     def _go_on(self, each: _Rounds) -> None:
         if not each.sizes:
             self._closed.append(each.prompt.id)
-            self._num_open -= not each.ahead
+            self._num_open -= not each.prefetch
             return
         each.missing = each.sizes.popleft()
-        waiting = self._waiting_ahead if each.ahead else self._waiting
-        waiting.extend(Request(each.prompt, each.drawn + draw, each.ahead) for draw in range(each.missing))
+        waiting = self._waiting_prefetch if each.prefetch else self._waiting
+        waiting.extend(Request(each.prompt, each.drawn + draw, each.prefetch) for draw in range(each.missing))
         each.drawn += each.missing
 
     def receive(self, responses: list[Response]) -> None:

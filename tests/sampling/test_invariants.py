@@ -22,14 +22,17 @@ from tests.sampling import page_engine, tiny
 from tests.sampling.page_engine import VOCABULARY, PageEngine, response_to
 from tests.sampling.request_streams import RandomStream, random_options
 
-STREAM, AHEAD_STREAM = 4, 6
+STREAM, PREFETCH_STREAM = 4, 6
 
 
 def session(rollouts: Rollouts, stream: RandomStream, yields: int | None = None) -> None:
     """One call of `sample_fn`, broken off after so many yields."""
     params = tiny.params_on(rollouts.engine.mesh) if hasattr(rollouts.engine, "mesh") else None
     sample_fn = rollouts.sampler(
-        params, stream=STREAM, ahead_stream=AHEAD_STREAM, sampling=lambda request: SamplingParams(stream.limit(request))
+        params,
+        stream=STREAM,
+        prefetch_stream=PREFETCH_STREAM,
+        sampling=lambda request: SamplingParams(stream.limit(request)),
     )
     running = sample_fn(stream)
     for number, responses in enumerate(running):
@@ -45,9 +48,9 @@ def check_responses(stream: RandomStream, longest: int) -> None:
     for each in stream.rounds:
         for draw in range(each.drawn):
             response = stream.responses.get((each.prompt.id, draw))
-            if response is None:  # never taken: ahead, or the session was broken off
+            if response is None:  # never taken: prefetch, or the session was broken off
                 continue
-            words = address(AHEAD_STREAM if each.ahead else STREAM, each.prompt.id, draw)
+            words = address(PREFETCH_STREAM if each.prefetch else STREAM, each.prompt.id, draw)
             limit = 1 + (7 * draw + len(each.prompt.tokens)) % longest
             tokens, truncated = response_to(words, limit, longest)
             assert (response.tokens.tolist(), response.truncated) == (tokens, truncated), (each.prompt.id, draw)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.prefetch import Ahead
+from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling import state
@@ -237,17 +237,17 @@ def test_a_barrier_costs_time_and_nothing_else():
 def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():
     """P16 and P17 belong to stream 1; what is drawn of them while P1, P4 and P5 are collected is not drawn again."""
     rollouts, strategy, weights = tiny.rollouts(slots=8), strategies.fixed(tiny.DRAWS), tiny.params()
-    now, then, ahead = tiny.PROMPTS[:3], tiny.PROMPTS[3:], Ahead(tiny.PROMPTS[3:])
+    now, then, prefetch = tiny.PROMPTS[:3], tiny.PROMPTS[3:], Prefetch(tiny.PROMPTS[3:])
     sampling = SamplingParams(tiny.LIMIT)
-    first = rollouts.sampler(weights, stream=0, ahead_stream=1, version=6, sampling=sampling)
-    pools = collect(now, first, tiny.verdicts, strategy, ahead=ahead)
+    first = rollouts.sampler(weights, stream=0, prefetch_stream=1, policy_version=6, sampling=sampling)
+    pools = collect(now, first, tiny.verdicts, strategy, prefetch=prefetch)
     tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
-    second = rollouts.sampler(weights, stream=1, version=7, sampling=sampling)
-    pools += collect(then, second, tiny.verdicts, strategy, begun=ahead.begun)
+    second = rollouts.sampler(weights, stream=1, policy_version=7, sampling=sampling)
+    pools += collect(then, second, tiny.verdicts, strategy, partial=prefetch.partial)
     drawn = tiny.samples(pools)
-    versions = {address: response.version for address, response in drawn.items()}
-    assert {version for (id, _), version in versions.items() if id in ("p1", "p4", "p5")} == {6}
-    assert {version for (id, _), version in versions.items() if id in ("p16", "p17")} == {6, 7}
+    versions = {address: response.policy_version for address, response in drawn.items()}
+    assert {policy_version for (id, _), policy_version in versions.items() if id in ("p1", "p4", "p5")} == {6}
+    assert {policy_version for (id, _), policy_version in versions.items() if id in ("p16", "p17")} == {6, 7}
     of_now = {address: response for address, response in drawn.items() if address[0] in ("p1", "p4", "p5")}
     tiny.assert_same({address: tiny.drawn()[address] for address in of_now}, of_now)
     expected = tiny.draw(tiny.rollouts(), prompts=then, stream=1)
@@ -273,7 +273,7 @@ class OpenQueue:
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return taken
 
-    def take_ahead(self, limit):
+    def take_prefetch(self, limit):
         return []
 
     def wait(self):
@@ -328,17 +328,17 @@ def test_prompts_begun_ahead_make_room_for_each_other():
     None of those closes, for their second rounds come later: p4 and p5 hold both rows when p1 is done, and p16 waits.
     """
     options = dataclasses.replace(tiny.OPTIONS, slots=4, pages=40, open_prompts=2, check_invariants=True)
-    rollouts, ahead = Rollouts(PageEngine(options)), Ahead(tiny.PROMPTS[1:])
+    rollouts, prefetch = Rollouts(PageEngine(options)), Prefetch(tiny.PROMPTS[1:])
     strategy = rounds_of({prompt.id: (1,) * 12 if prompt.id == "p1" else (1, 40) for prompt in tiny.PROMPTS})
     pools = collect(
         tiny.PROMPTS[:1],
-        rollouts.sampler(None, stream=0, ahead_stream=2, sampling=SamplingParams(12)),
+        rollouts.sampler(None, stream=0, prefetch_stream=2, sampling=SamplingParams(12)),
         tiny.verdicts,
         strategy,
-        ahead=ahead,
+        prefetch=prefetch,
     )
     assert len(pools[0].responses) == 12
-    assert [name for name, begun in ahead.begun.items() if begun.rounds == 1] == ["p4", "p5", "p16"]
+    assert [name for name, begun in prefetch.partial.items() if begun.rounds == 1] == ["p4", "p5", "p16"]
 
 
 def test_a_next_round_is_found_behind_requests_that_have_to_wait():

@@ -12,11 +12,11 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.prefetch import Ahead
-from reinforce_ada_jax.collection.serialization import Share, from_bytes, to_bytes
+from reinforce_ada_jax.collection.prefetch import Prefetch
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.training import sharded_collection
-from reinforce_ada_jax.types import Begun, Pool, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
 
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 
@@ -84,9 +84,9 @@ def drawn(prompt_id: str, draw: int) -> Response:
     return Response(prompt_id, draw, tokens, logprobs, bool(tokens[0] % 2))
 
 
-def sample(queue, ahead=0):
-    """Eight requests at a time; beside them, `ahead` of the next collection's."""
-    while requests := queue.take(8) + queue.take_ahead(ahead):
+def sample(queue, prefetch=0):
+    """Eight requests at a time; beside them, `prefetch` of the next collection's."""
+    while requests := queue.take(8) + queue.take_prefetch(prefetch):
         yield [drawn(request.prompt.id, request.draw) for request in requests]
         queue.closed()
 
@@ -110,9 +110,12 @@ def section(strategy: str) -> SimpleNamespace:
     return SimpleNamespace(strategy=strategy, group_size=4, samples_per_round=4, max_rounds=3)
 
 
-def collected(strategy: str, log=None, ahead=0) -> tuple[list[Pool], dict[str, Begun]]:
-    prompts, spare = make_prompts(f"p{row}" for row in range(13)), make_prompts(f"p{row}" for row in range(13, 40))
-    upcoming = Ahead(make_prompts(f"n{row}" for row in range(6)) if ahead else ())
+def collected(strategy: str, log=None, prefetch=0) -> tuple[list[Pool], dict[str, PartialRollouts]]:
+    prompts, replacements = (
+        make_prompts(f"p{row}" for row in range(13)),
+        make_prompts(f"p{row}" for row in range(13, 40)),
+    )
+    upcoming = Prefetch(make_prompts(f"n{row}" for row in range(6)) if prefetch else ())
     rates = {prompt.id: (int(prompt.id[1:]) % 7) / 7 for prompt in prompts}
     built = strategies.build(section(strategy))
 
@@ -120,23 +123,24 @@ def collected(strategy: str, log=None, ahead=0) -> tuple[list[Pool], dict[str, B
         if log is not None:
             log.append([prompt.id for prompt in work.prompts])
         pools = collect(
-            work.prompts, functools.partial(sample, ahead=ahead), verify, work.strategy, spare=work.spare,
-            estimate_fn=work.estimate_fn, seed=3, iteration=5, begun=work.begun, ahead=work.ahead,
+            work.prompts, functools.partial(sample, prefetch=prefetch), verify, work.strategy,
+            replacements=work.replacements, estimate_fn=work.estimate_fn, seed=3, iteration=5, partial=work.partial,
+            prefetch=work.prefetch,
         )  # fmt: skip
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
 
     work = sharded_collection.Work(
         prompts,
         built,
-        spare if built.extra_batches else (),
+        replacements if built.extra_batches else (),
         (lambda prompts: np.array([rates[prompt.id] for prompt in prompts])) if built.plan else None,
-        ahead=upcoming,
+        prefetch=upcoming,
     )
     pools, counts = sharded_collection.collect_everywhere(
         work, draw, sharded_collection.ExpectedDraws(section(strategy))
     )
     assert counts["tokens"] == sum(len(response.tokens) for pool in pools for response in pool.responses)
-    return pools, upcoming.begun
+    return pools, upcoming.partial
 
 
 @pytest.mark.parametrize("size", [2, 3, 16])
@@ -157,7 +161,7 @@ def test_pools_are_those_of_one_process(monkeypatch, strategy, size):
 def test_what_is_drawn_ahead_is_everybodys(monkeypatch):
     processes = Processes(2)
     monkeypatch.setattr(sharded_collection, "processes", processes)
-    (_, first), (_, second) = processes.run(lambda index: collected("balance", ahead=2))
+    (_, first), (_, second) = processes.run(lambda index: collected("balance", prefetch=2))
     assert first.keys() == second.keys()
     assert {int(name[1:]) % 2 for name in first} == {0, 1}, "of both shares"
 
@@ -242,18 +246,18 @@ def test_a_share_survives_the_way_there_and_back():
     responses = tuple(drawn("p1", draw) for draw in range(3))
     verdicts = tuple(verify([(prompts[1], response) for response in responses]))
     empty = Pool(prompts[0], (), (), 0, False, 0.25)
-    share = Share(
+    share = CollectedShard(
         [Pool(prompts[1], responses, verdicts, 2, True), empty],
-        {"n0": Begun((None, drawn("n0", 1)), (), 0), "n1": Begun((), (), 0)},
+        {"n0": PartialRollouts((None, drawn("n0", 1)), (), 0), "n1": PartialRollouts((), (), 0)},
         {"tokens": 3.0},
     )
     back = from_bytes(to_bytes(share), prompts)
     assert described(back.pools) == described(share.pools)
     assert back.pools[0].responses[0].tokens.dtype == np.int32
     assert back.pools[0].responses[0].logprobs.dtype == np.float32
-    for name, begun in share.begun.items():
-        assert json.dumps(dataclasses.asdict(back.begun[name]), default=np.ndarray.tolist) == json.dumps(
-            dataclasses.asdict(begun), default=np.ndarray.tolist
+    for name, partial in share.partial.items():
+        assert json.dumps(dataclasses.asdict(back.partial[name]), default=np.ndarray.tolist) == json.dumps(
+            dataclasses.asdict(partial), default=np.ndarray.tolist
         )
     assert back.counts == share.counts
-    assert from_bytes(to_bytes(Share([])), []).pools == []
+    assert from_bytes(to_bytes(CollectedShard([])), []).pools == []

@@ -206,7 +206,7 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     # From the second iteration on some responses were there already, drawn with the weights before.
     ahead = [line["collection/ahead"] for line in writers.read_metrics(tmp_path / "run")]
     assert ahead[0] == 0 and min(ahead[1:]) > 0
-    assert restored(tmp_path / "run")[1]["begun"]
+    assert restored(tmp_path / "run")[1]["partial_rollouts"]
 
 
 def test_interrupt_and_resume(start, unbroken, tmp_path):
