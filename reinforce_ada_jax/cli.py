@@ -11,7 +11,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 # Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed. One more
-# is lifeline.RESTART: the machine is being taken away, or another process of the run is gone; start it again.
+# is watchdog.RESTART: the machine is being taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 # What the operating system says of a path, and says again however often the command is started;

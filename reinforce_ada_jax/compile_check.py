@@ -46,7 +46,7 @@ from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.sampling.engine import options_from_config
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 
 # A program that computes so much more than it is counted to do repeats work on several devices: the compiler has split
 # something otherwise than was meant. (Counts of whole programs agree to 3 %.)
@@ -178,7 +178,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     """
     if model is not None:
         return read_config(model), model
-    folder = components.model_folder(path)
+    folder = components_lib.model_folder(path)
     if folder.is_dir():
         return read_config(folder), str(folder)
     if folder.name in PUBLISHED:

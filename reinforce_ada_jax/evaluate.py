@@ -36,8 +36,9 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.training import components, summary
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import summary
+from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt, Verdict
 
 Benchmarks = dict[str, list[Prompt]]
@@ -50,14 +51,14 @@ def _metrics(name: str, result: Mapping[str, float]) -> dict[str, float]:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def load_benchmarks(parts: Parts, config: Config) -> Benchmarks:
+def load_benchmarks(components: Components, config: Config) -> Benchmarks:
     """The configured benchmarks by name, tokenised.
 
     Raises:
       ValueError: two of them have the same name, or `evaluation.graders` names one that isn't there.
     """
-    components.check_graders(config, config.evaluation.benchmarks)
-    return {name: parts.prompts(source, config) for name, source in named(config.evaluation.benchmarks).items()}
+    components_lib.check_graders(config, config.evaluation.benchmarks)
+    return {name: components.prompts(source, config) for name, source in named(config.evaluation.benchmarks).items()}
 
 
 def named(sources: Sequence[str]) -> dict[str, str]:
@@ -71,11 +72,11 @@ def named(sources: Sequence[str]) -> dict[str, str]:
     return by_name
 
 
-def verify_fns(parts: Parts, verifiers: VerifierPool, config: Config) -> dict[str, VerifyFn]:
+def verify_fns(components: Components, verifiers: VerifierPool, config: Config) -> dict[str, VerifyFn]:
     """How each benchmark is graded. Right or wrong: nothing shapes the reward of an evaluation."""
-    shaping, graders = Shaping(config.reward.positive_threshold), components.benchmark_graders(config)
+    shaping, graders = Shaping(config.reward.positive_threshold), components_lib.benchmark_graders(config)
     names = map(benchmark_name, config.evaluation.benchmarks)
-    return {name: parts.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
+    return {name: components.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
 
 
 def sampler(params: Params, rollouts: Rollouts, config: Config, iteration: int) -> SampleFn:
@@ -102,7 +103,7 @@ def _draw(
         verify_fn,
         config.evaluation.samples,
         slots=rollouts.engine.options.slots * rollouts.engine.replicas,
-        deterministic=components.deterministic(config),
+        deterministic=components_lib.deterministic(config),
         store=store,
         decode=rollouts.engine.tokenizer.decode,
         on_progress=on_progress,
@@ -173,7 +174,7 @@ class Evaluation:
 
 def _choose(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
     """Returns the checked configuration with the values of the flags."""
-    components.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
+    components_lib.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
     if benchmarks:
         config = config_lib.replaced(config, {"evaluation.benchmarks": tuple(benchmarks)})
         names = [benchmark_name(source) for source in benchmarks]
@@ -203,13 +204,13 @@ def _newest(workdir: pathlib.Path, config: Config) -> int:
     return newest
 
 
-def _weights(config: Config, parts: Parts, workdir: pathlib.Path | None, iteration: int) -> Params:
+def _weights(config: Config, components: Components, workdir: pathlib.Path | None, iteration: int) -> Params:
     """Of the run's checkpoint, or of the model folder."""
     from reinforce_ada_jax import export  # noqa: PLC0415  (as in `_newest`)
 
     if workdir is None:
-        return huggingface.load(parts.folder, parts.mesh, config.model.compute_dtype)[1]
-    return export.read_params(workdir, config, parts, iteration, config.model.compute_dtype)[1]
+        return huggingface.load(components.folder, components.mesh, config.model.compute_dtype)[1]
+    return export.read_params(workdir, config, components, iteration, config.model.compute_dtype)[1]
 
 
 def _fingerprint(workdir: pathlib.Path | None, folder: pathlib.Path, iteration: int) -> str:
@@ -221,7 +222,7 @@ def _fingerprint(workdir: pathlib.Path | None, folder: pathlib.Path, iteration: 
 def _output(workdir: pathlib.Path | None, model: str | None, iteration: int) -> pathlib.Path:
     """Where responses and table are kept unless --output says."""
     if workdir is None:
-        return pathlib.Path("evaluations") / components.model_folder(model).resolve().name
+        return pathlib.Path("evaluations") / components_lib.model_folder(model).resolve().name
     return workdir / "evaluations" / f"{iteration:06d}"
 
 
@@ -240,13 +241,13 @@ def sample(config: Config, workdir: pathlib.Path | None, model: str | None, outp
     evaluation = config.evaluation
     with cli.user_input():
         iteration = 0 if workdir is None else _newest(workdir, config)
-        parts = components.parts(config, components.model_folder(model or config.model.path))
-        sets = load_benchmarks(parts, config)
-        output, graders = output or _output(workdir, model, iteration), components.benchmark_graders(config)
+        components = components_lib.build(config, components_lib.model_folder(model or config.model.path))
+        sets = load_benchmarks(components, config)
+        output, graders = output or _output(workdir, model, iteration), components_lib.benchmark_graders(config)
         sampling = {key: getattr(evaluation, key) for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
-        sampling |= {"stop_ids": list(parts.tokenizer.stop_ids), "iteration": iteration}
+        sampling |= {"stop_ids": list(components.tokenizer.stop_ids), "iteration": iteration}
         drawn = response_store.drawn_with(
-            config, _fingerprint(workdir, parts.folder, iteration), sampling, evaluation.samples
+            config, _fingerprint(workdir, components.folder, iteration), sampling, evaluation.samples
         )
         stores, missing = {}, {}
         for name, prompts in sets.items():
@@ -256,13 +257,13 @@ def sample(config: Config, workdir: pathlib.Path | None, model: str | None, outp
             stores[name] = Store(output / f"{name}.jsonl", header)
             there = stores[name].of((prompt.id for prompt in prompts), evaluation.samples)
             missing[name] = [prompt for prompt in prompts if prompt.id not in there]
-        verifier_pool = components.verifier_pool(config)
-        params = _weights(config, parts, workdir, iteration) if any(missing.values()) else None
-    who = str(parts.folder) if workdir is None else f"{workdir}, iteration {iteration}"
+        verifier_pool = components_lib.verifier_pool(config)
+        params = _weights(config, components, workdir, iteration) if any(missing.values()) else None
+    who = str(components.folder) if workdir is None else f"{workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in sets.items()}
-    print(summary.drawing(config, parts, who, counts, evaluation.samples, evaluation, output), flush=True)
+    print(summary.drawing(config, components, who, counts, evaluation.samples, evaluation, output), flush=True)
     if params is not None:
-        _fill(config, parts, params, iteration, stores, missing, verifier_pool, sum(map(len, sets.values())))
+        _fill(config, components, params, iteration, stores, missing, verifier_pool, sum(map(len, sets.values())))
     return Evaluation(
         drawn,
         output,
@@ -276,7 +277,7 @@ def sample(config: Config, workdir: pathlib.Path | None, model: str | None, outp
 
 def _fill(
     config: Config,
-    parts: Parts,
+    components: Components,
     params: Params,
     iteration: int,
     stores: Mapping[str, Store],
@@ -291,9 +292,9 @@ def _fill(
                 stack.enter_context(store)
         progress = Progress(num_problems, num_problems - sum(map(len, missing.values())), "problems")
         stack.enter_context(contextlib.closing(progress))
-        rollouts = Rollouts(parts.engine)
+        rollouts = Rollouts(components.engine)
         sample_fn = sampler(params, rollouts, config, iteration)
-        fns = verify_fns(parts, stack.enter_context(verifier_pool), config)
+        fns = verify_fns(components, stack.enter_context(verifier_pool), config)
         for name, prompts in missing.items():
 
             def report(closed: int, drawn: int, name: str = name, done: int = progress.done) -> None:
@@ -307,7 +308,7 @@ def regrade(config: Config, workdir: pathlib.Path | None, model: str | None, out
     with cli.user_input():
         output = output or _newest_output(workdir, model)
         sets = {name: load_problems(source) for name, source in named(config.evaluation.benchmarks).items()}
-        graders, stores = components.benchmark_graders(config), {}
+        graders, stores = components_lib.benchmark_graders(config), {}
         for name, problems in sets.items():
             file = output / f"{name}.jsonl"
             drawn = response_store.read_header(file)["drawn"]
@@ -318,7 +319,7 @@ def regrade(config: Config, workdir: pathlib.Path | None, model: str | None, out
             stores[name] = Store(file, {"drawn": drawn, "graded": graded}, regrade=True)
         if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
             raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
-        verifier_pool = components.verifier_pool(config)
+        verifier_pool = components_lib.verifier_pool(config)
     shaping = Shaping(config.reward.positive_threshold)
     progress = Progress(sum(len(store) for store in stores.values()), 0, "responses")
     with contextlib.ExitStack() as stack:
@@ -356,7 +357,7 @@ def published_rows(workdir: pathlib.Path) -> list[paper_results.Row]:
     if not file.exists():
         return []
     saved = json.loads(file.read_text())
-    name, collection = components.model_folder(saved["model"]["path"]).name, saved["collection"]
+    name, collection = components_lib.model_folder(saved["model"]["path"]).name, saved["collection"]
     return paper_results.rows(name, collection["strategy"], collection["group_size"])
 
 

@@ -20,12 +20,14 @@ from reinforce_ada_jax.config import Config, MeshConfig
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.transformer import Params, param_shardings
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, holds_checkpoint
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training.components import Components
 
 
-def read_trained(workdir: pathlib.Path, config: Config, parts: Parts, iteration: int | None) -> tuple[int, Params]:
+def read_trained(
+    workdir: pathlib.Path, config: Config, components: Components, iteration: int | None
+) -> tuple[int, Params]:
     """(iteration, what was trained: weights, or adapters) of a checkpoint, the newest by default.
 
     Raises:
@@ -42,24 +44,24 @@ def read_trained(workdir: pathlib.Path, config: Config, parts: Parts, iteration:
                 f"{workdir} holds no finished checkpoint of iteration {iteration}; there are "
                 f"{', '.join(map(str, available)) or 'none'}."
             )
-        learner = Learner(parts.architecture, config, parts.mesh)
+        learner = Learner(components.architecture, config, components.mesh)
         state, record = checkpoints.restore(iteration, *abstract_state(config, learner))
         if learner.lora is not None:
-            adapter_files.check_base(parts.folder, record["base"])
+            adapter_files.check_base(components.folder, record["base"])
         return iteration, state.params
     finally:
         checkpoints.close()
 
 
 def read_params(
-    workdir: pathlib.Path, config: Config, parts: Parts, iteration: int | None, base_dtype: str
+    workdir: pathlib.Path, config: Config, components: Components, iteration: int | None, base_dtype: str
 ) -> tuple[int, Params]:
     """(iteration, weights) as of `read_trained`; adapters stand over their base, read in `base_dtype`."""
-    iteration, params = read_trained(workdir, config, parts, iteration)
+    iteration, params = read_trained(workdir, config, components, iteration)
     adapters = lora.from_settings(config.lora)
     if adapters is None:
         return iteration, params
-    base = huggingface.load(parts.folder, parts.mesh, jnp.dtype(base_dtype))[1]
+    base = huggingface.load(components.folder, components.mesh, jnp.dtype(base_dtype))[1]
     return iteration, lora.adapted(base, params, adapters)
 
 
@@ -72,18 +74,18 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
         config = config_lib.from_json(file.read_text())
         if math.prod(dataclasses.asdict(config.mesh).values()) > jax.device_count():
             config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
-        parts = components.parts(config, components.model_folder(config.model.path))
+        components = components_lib.build(config, components_lib.model_folder(config.model.path))
         adapters = lora.from_settings(config.lora)
         if adapter and adapters is None:
             raise ValueError(f"{workdir} trained all weights (lora.rank is 0): export them without --adapter.")
         if adapter:
-            iteration, params = read_trained(workdir, config, parts, iteration)
-            adapter_files.save(output, parts.architecture, params, adapters, base=parts.folder)
+            iteration, params = read_trained(workdir, config, components, iteration)
+            adapter_files.save(output, components.architecture, params, adapters, base=components.folder)
         else:
-            iteration, params = read_params(workdir, config, parts, iteration, config.model.parameter_dtype)
-            merge = jax.jit(lora.merged, out_shardings=param_shardings(parts.architecture, parts.mesh))
+            iteration, params = read_params(workdir, config, components, iteration, config.model.parameter_dtype)
+            merge = jax.jit(lora.merged, out_shardings=param_shardings(components.architecture, components.mesh))
             whole = params if adapters is None else merge(params)
-            huggingface.save(output, parts.architecture, whole, tokenizer_from=parts.folder)
+            huggingface.save(output, components.architecture, whole, tokenizer_from=components.folder)
     print(f"iteration {iteration} of {workdir} written to {output}")
 
 

@@ -42,8 +42,9 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.training import components, summary
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import summary
+from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt, Verdict
 
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
@@ -148,7 +149,7 @@ def _graded(
 
 def draw(
     config: Config,
-    parts: Parts,
+    components: Components,
     params: Params,
     prompts: Sequence[Prompt],
     store: Store,
@@ -158,7 +159,7 @@ def draw(
 ) -> None:
     """Draws and grades `samples` responses of each prompt, with addresses that no iteration of a training has."""
     sampling = config.sampling
-    rollouts = Rollouts(parts.engine)
+    rollouts = Rollouts(components.engine)
     done = progress.done
     response_store.draw(
         prompts,
@@ -169,12 +170,12 @@ def draw(
                 sampling.max_response_tokens, sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
             ),
         ),
-        parts.verify_fn(verifiers, Shaping(config.reward.positive_threshold)),
+        components.verify_fn(verifiers, Shaping(config.reward.positive_threshold)),
         samples,
-        slots=parts.engine.options.slots * parts.engine.replicas,
-        deterministic=components.deterministic(config),
+        slots=components.engine.options.slots * components.engine.replicas,
+        deterministic=components_lib.deterministic(config),
         store=store,
-        decode=parts.tokenizer.decode,
+        decode=components.tokenizer.decode,
         on_progress=lambda closed, drawn: progress.reach(done + closed, f"{drawn:,} responses"),
     )
 
@@ -269,10 +270,10 @@ def write(
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def _header(config: Config, parts: Parts, prompts: Sequence[Prompt], samples: int) -> response_store.Header:
+def _header(config: Config, components: Components, prompts: Sequence[Prompt], samples: int) -> response_store.Header:
     sampling = {key: getattr(config.sampling, key) for key in ("temperature", "top_k", "top_p", "max_response_tokens")}
-    sampling |= {"stop_ids": list(parts.tokenizer.stop_ids)}
-    drawn = response_store.drawn_with(config, adapter_files.fingerprint(parts.folder), sampling, samples)
+    sampling |= {"stop_ids": list(components.tokenizer.stop_ids)}
+    drawn = response_store.drawn_with(config, adapter_files.fingerprint(components.folder), sampling, samples)
     return {
         "drawn": drawn | {"problems": problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
         "graded": response_store.graded_by(config, "", [prompt.answer for prompt in prompts]),
@@ -293,11 +294,13 @@ def _adding(store: Store, total: int, missing: int, unit: str) -> Iterator[Progr
         yield stack.enter_context(contextlib.closing(Progress(total, total - missing, unit)))
 
 
-def _unique_and_short(config: Config, parts: Parts, problems: Sequence[Problem]) -> tuple[list[Prompt], dict[str, int]]:
+def _unique_and_short(
+    config: Config, components: Components, problems: Sequence[Problem]
+) -> tuple[list[Prompt], dict[str, int]]:
     """(prompts worth verifying, problems read and left out so far)."""
     unique = first_of_each(problems)
     data = config.data
-    prompts = tokenize(unique, parts.tokenizer, data.template, sys.maxsize, chat_from_config(config))
+    prompts = tokenize(unique, components.tokenizer, data.template, sys.maxsize, chat_from_config(config))
     short = [prompt for prompt in prompts if len(prompt.tokens) <= data.max_prompt_tokens]
     if not short:
         raise ValueError(
@@ -339,22 +342,22 @@ def prepare(config: Config, source: str, files: Files, pass_rates: tuple[float, 
         nothing = {"evaluation.benchmarks": (), "evaluation.graders": ()}
         config = config_lib.check(config_lib.replaced(config, {"data.prompts": source} | nothing))
         problems = load_problems(source)
-        parts = components.parts(config, components.model_folder(config.model.path))
-        verifier_pool = components.verifier_pool(config)
-        prompts, counts = _unique_and_short(config, parts, problems)
+        components = components_lib.build(config, components_lib.model_folder(config.model.path))
+        verifier_pool = components_lib.verifier_pool(config)
+        prompts, counts = _unique_and_short(config, components, problems)
     with verifier_pool as verifiers:
         passed = _verified(config, prompts, files, verifiers)
         counts["reference_fails"] = len(prompts) - len(passed)
         with cli.user_input():
-            store = Store(files.draws / "responses.jsonl", _header(config, parts, passed, samples))
+            store = Store(files.draws / "responses.jsonl", _header(config, components, passed, samples))
             missing = _missing(passed, store, samples)
-            params = components.load_params(config, parts, config.model.compute_dtype) if missing else None
+            params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
         shown = {source: (len(passed), len(missing))}
-        who = str(parts.folder)
-        print(summary.drawing(config, parts, who, shown, samples, config.sampling, files.output), flush=True)
+        who = str(components.folder)
+        print(summary.drawing(config, components, who, shown, samples, config.sampling, files.output), flush=True)
         if params is not None:
             with _adding(store, len(passed), len(missing), "prompts") as progress:
-                draw(config, parts, params, missing, store, verifiers, samples, progress)
+                draw(config, components, params, missing, store, verifiers, samples, progress)
     correct = num_correct(store.of((prompt.id for prompt in passed), samples))
     write(config, files, source, problems, correct, counts, band, store.header)
 

@@ -29,7 +29,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving import jetstream
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 
 LOOPBACK = ("localhost", "127.", "::1")
 STATUS_EVERY_S = 10.0
@@ -108,7 +108,7 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"cannot listen on {host}, port {port} ({error.strerror}): choose another.") from error
 
 
-def make_engine(settings: Settings) -> tuple[components.Parts, Engine]:
+def make_engine(settings: Settings) -> tuple[components_lib.Components, Engine]:
     """The parts of the model folder, and the engine that serves it; no weight is read."""
     config = Config(
         seed=settings.seed,
@@ -119,11 +119,15 @@ def make_engine(settings: Settings) -> tuple[components.Parts, Engine]:
             max_response_tokens=settings.max_response_tokens,
         ),
     )  # fmt: skip
-    parts = components.parts(config, components.model_folder(settings.model))
+    components = components_lib.build(config, components_lib.model_folder(settings.model))
     engine = Engine(
-        parts.architecture, parts.engine.options, mesh=parts.mesh, tokenizer=parts.tokenizer, served=settings.sampling
+        components.architecture,
+        components.engine.options,
+        mesh=components.mesh,
+        tokenizer=components.tokenizer,
+        served=settings.sampling,
     )
-    return parts, engine
+    return components, engine
 
 
 def warm_up(engine: Engine, params: Params) -> None:
@@ -135,12 +139,12 @@ def warm_up(engine: Engine, params: Params) -> None:
     jax.block_until_ready(engine.generate(params, state))
 
 
-def summary(settings: Settings, parts: components.Parts, engine: Engine, port: int) -> str:
+def summary(settings: Settings, components: components_lib.Components, engine: Engine, port: int) -> str:
     """What is served, on what, how it samples, and to whom."""
     architecture, options = engine.architecture, engine.options
     weight_bytes = architecture.num_parameters * jnp.dtype(settings.dtype).itemsize
     axes = " x ".join(f"{axis} {size}" for axis, size in engine.mesh.shape.items())
-    stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in options.stop_ids)
+    stop = ", ".join(f"{id} {components.tokenizer.token(id)!r}" for id in options.stop_ids)
     sampling = settings.sampling
     how = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
     longest = options.max_prompt_tokens + options.max_response_tokens
@@ -148,7 +152,7 @@ def summary(settings: Settings, parts: components.Parts, engine: Engine, port: i
     public = not settings.host.startswith(LOOPBACK)
     return "\n".join(
         [
-            f"model       {parts.folder}: {architecture.family}, {architecture.num_parameters:,} weights in "
+            f"model       {components.folder}: {architecture.family}, {architecture.num_parameters:,} weights in "
             f"{settings.dtype}; stops on {stop}",
             f"mesh        {axes} of {jax.devices()[0].device_kind}",
             f"memory      weights {weight_bytes / 2**20:,.1f} MiB, cache {engine.cache_bytes / 2**20:,.1f} MiB "
@@ -194,7 +198,7 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
-async def serve(settings: Settings, parts: components.Parts, engine: Engine) -> None:
+async def serve(settings: Settings, components: components_lib.Components, engine: Engine) -> None:
     """Listens, reads the weights, compiles, serves until a signal comes, and ends what is running."""
     from reinforce_ada_jax.serving import servicer as servicer_lib  # noqa: PLC0415  (imports JetStream and gRPC)
 
@@ -204,8 +208,8 @@ async def serve(settings: Settings, parts: components.Parts, engine: Engine) -> 
         server, port = servicer_lib.make_server(
             f"{settings.address}:{settings.port}", settings.max_prompt_tokens, calls
         )
-        print(summary(settings, parts, engine, port), flush=True)
-        _, params = huggingface.load(parts.folder, parts.mesh, settings.dtype)
+        print(summary(settings, components, engine, port), flush=True)
+        _, params = huggingface.load(components.folder, components.mesh, settings.dtype)
     params = engine.load_params(params)
     warm_up(engine, params)
     driver = jetstream.orchestrator().Driver(
@@ -240,10 +244,10 @@ def main(settings: Settings) -> None:
         except ModuleNotFoundError as error:
             raise ValueError(f"serving needs more packages ({error}): {jetstream.REMEDY}") from error
         check_address(settings.host, settings.port)
-        parts, engine = make_engine(settings)
+        components, engine = make_engine(settings)
     # Until the server listens to signals itself: an end without a stack trace, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asyncio.run(serve(settings, parts, engine))
+    asyncio.run(serve(settings, components, engine))
 
 
 def define_flags() -> None:

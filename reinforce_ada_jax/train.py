@@ -46,23 +46,24 @@ from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.training import components, resume, sharded_collection, summary
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import resume, sharded_collection, summary
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
 from reinforce_ada_jax.training.compile_counter import CompileCounter
-from reinforce_ada_jax.training.components import Parts
-from reinforce_ada_jax.training.updates import Stopped, Updates
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.updates import TrainingStopped, Updates
 from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt
 
 
 class Run:
-    """One training run: its parts, its state, and the phases of an iteration."""
+    """One training run: its components, its state, and the phases of an iteration."""
 
     def __init__(
         self,
         config: Config,
         workdir: pathlib.Path,
-        parts: Parts,
+        components: Components,
         prompts: list[Prompt],
         benchmarks: evaluate.Benchmarks,
         params: Params | None,
@@ -73,17 +74,17 @@ class Run:
 
         Where adapters are trained, `params` are the base's, and are read again where they aren't given.
         """
-        self.config, self.workdir, self.parts = config, workdir, parts
+        self.config, self.workdir, self.components = config, workdir, components
         self.prompts, self.benchmarks = prompts, benchmarks
         self.strategy = strategies.build(config.collection)
         self.compiles = CompileCounter()
-        self.learner = Learner(parts.architecture, config, parts.mesh)
+        self.learner = Learner(components.architecture, config, components.mesh)
         self.updates = Updates(config, self.strategy, self.learner, workdir)
-        self.identity = resume.identity(config, parts, prompts)
+        self.identity = resume.identity(config, components, prompts)
         # The frozen weights under the adapters; None where all weights are trained.
         self.base: Params | None = None
         if self.learner.lora is not None:
-            self.base = components.load_params(config, parts) if params is None else params
+            self.base = components_lib.load_params(config, components) if params is None else params
         self.checkpoints = Checkpoints(
             workdir,
             keep=config.checkpoint.keep,
@@ -94,22 +95,24 @@ class Run:
         self.iteration = 0
         self.cursor = PromptCursor(seed=config.seed)
         self.whole = True  # False while an update has the state
-        self.stopped: Stopped | None = None  # why the run must end after this iteration
+        self.stopped: TrainingStopped | None = None  # why the run must end after this iteration
         self.evaluation: float | None = None  # mean avg@k of the weights as they are, where they were evaluated
         # Metrics of the iteration just finished, until they are complete (its evaluation done) and written.
         self.pending: dict[str, float] | None = None
         # Responses of the next iteration's prompts, drawn where this one's left slots idle.
         self.partial: dict[str, PartialRollouts] = {}
-        self.estimator = components.make_estimator(config, parts) if self.strategy.plan else None
+        self.estimator = components_lib.make_estimator(config, components) if self.strategy.plan else None
         self.state = self._begin_or_resume(params)
         # What the KL term compares with: the weights that the run began with, frozen. Adapters began as no change.
         self.reference: Params | None = None
         if config.learning.kl_coefficient:
             self.reference = (
-                components.load_params(config, parts, config.model.compute_dtype) if self.base is None else self.base
+                components_lib.load_params(config, components, config.model.compute_dtype)
+                if self.base is None
+                else self.base
             )
         fingerprints(self.state)  # compiled now, not at the first checkpoint
-        self.rollouts = Rollouts(parts.engine)
+        self.rollouts = Rollouts(components.engine)
         self.expected_draws = sharded_collection.ExpectedDraws(config.collection)
         self.interrupt = Interrupt()
         written = self.iteration - (self.pending is not None)
@@ -135,13 +138,15 @@ class Run:
     def _begin_or_resume(self, params: Params | None) -> LearnerState:
         restored = self.checkpoints.restore_newest(
             *abstract_state(self.config, self.learner),
-            accept=functools.partial(resume.check, self.workdir, self.parts.folder, self.identity),
+            accept=functools.partial(resume.check, self.workdir, self.components.folder, self.identity),
             say=lambda text: print(f"warning: {text}"),
         )
         if restored is None and self.learner.lora is not None:
-            return self.learner.init(components.new_adapters(self.config, self.parts, self.learner.lora))
+            return self.learner.init(components_lib.new_adapters(self.config, self.components, self.learner.lora))
         if restored is None:
-            return self.learner.init(components.load_params(self.config, self.parts) if params is None else params)
+            return self.learner.init(
+                components_lib.load_params(self.config, self.components) if params is None else params
+            )
         state, saved = restored
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
@@ -205,9 +210,9 @@ class Run:
         begin, verify_s = time.monotonic(), verifiers.busy_s
 
         sample_fn = self.sample_fn()
-        verify_fn = self.parts.verify_fn(verifiers, components.shaping(self.config))
+        verify_fn = self.components.verify_fn(verifiers, components_lib.shaping(self.config))
 
-        def draw(work: sharded_collection.Work) -> tuple[list[Pool], sharded_collection.Counts]:
+        def draw(work: sharded_collection.Job) -> tuple[list[Pool], sharded_collection.Counts]:
             def report(closed: int, drawn: int) -> None:
                 self.interrupt.check()
                 rate = self.rollouts.counts.tokens / (time.monotonic() - begin)
@@ -224,14 +229,14 @@ class Run:
                 seed=self.config.seed,
                 iteration=iteration,
                 barrier=collection.barrier,
-                deterministic=components.deterministic(self.config),
+                deterministic=components_lib.deterministic(self.config),
                 partial=work.partial,
                 prefetch=work.prefetch,
                 on_progress=report,
             )
             return pools, collections.Counter(dataclasses.asdict(self.rollouts.counts))
 
-        work = sharded_collection.Work(prompts, self.strategy, replacements, self.estimate_fn(), self.partial, upcoming)
+        work = sharded_collection.Job(prompts, self.strategy, replacements, self.estimate_fn(), self.partial, upcoming)
         pools, counts = sharded_collection.collect_everywhere(work, draw, self.expected_draws)
         updates = collection.prompts_per_iteration // self.config.learning.prompts_per_update
         groups = []
@@ -276,7 +281,9 @@ class Run:
             self.whole = True
             if stopped is not None and not means["update/count"]:
                 raise stopped
-        except Stopped:  # nothing of this iteration is in the weights: it will be drawn, and its skips counted, again
+        except (
+            TrainingStopped
+        ):  # nothing of this iteration is in the weights: it will be drawn, and its skips counted, again
             self.updates.skipped_in_a_row = skipped
             raise
         self.stopped, self.evaluation = stopped, None
@@ -291,7 +298,7 @@ class Run:
 
         begin = time.monotonic()
         metrics = evaluate.evaluate(
-            self.benchmarks, self.policy(), self.rollouts, evaluate.verify_fns(self.parts, verifiers, self.config),
+            self.benchmarks, self.policy(), self.rollouts, evaluate.verify_fns(self.components, verifiers, self.config),
             self.config, self.iteration, report,
         )  # fmt: skip
         if processes.is_writer():
@@ -321,7 +328,7 @@ class Run:
             cursor = replacements[used - 1][1]
         if processes.is_writer():
             file = self.workdir / "samples" / f"{self.iteration + 1:06d}.jsonl"
-            samples.write(file, groups[: self.config.logging.sampled_prompts], self.parts.tokenizer.decode)
+            samples.write(file, groups[: self.config.logging.sampled_prompts], self.components.tokenizer.decode)
         progress.phase("updating")
         self.say_what_is_missing(groups, progress)
         metrics |= self.update(groups, progress)
@@ -391,7 +398,7 @@ def until_the_end(run: Run, verifier_pool: VerifierPool, progress: Progress) -> 
         preempted = run.interrupt.preempted()
         code = RESTART if preempted else cli.INTERRUPTED
         said = f"{'told to end' if preempted else 'interrupted'}; iteration {run.iteration} is saved. {run.resume}"
-    except Stopped as error:
+    except TrainingStopped as error:
         run.save()
         code, said = cli.STOPPED, f"{error} The state before it is saved as iteration {run.iteration}."
     except OSError:
@@ -423,20 +430,20 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
         config_lib.check(config)
         strategies.build(config.collection)  # a user's own file is read here
         config_lib.check_workdir(config, workdir)
-        parts = components.parts(config, components.model_folder(config.model.path))
-        prompts = parts.prompts(config.data.prompts, config)
+        components = components_lib.build(config, components_lib.model_folder(config.model.path))
+        prompts = components.prompts(config.data.prompts, config)
         next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
-        benchmarks = evaluate.load_benchmarks(parts, config)
-        verifier_pool = components.verifier_pool(config)
+        benchmarks = evaluate.load_benchmarks(components, config)
+        verifier_pool = components_lib.verifier_pool(config)
         # Whatever is wrong with the weights shows before the first file is written.
-        params = None if holds_checkpoint(workdir) else components.load_params(config, parts)
+        params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
         processes.check_same("the configurations", config_lib.to_json(config))
         processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
         lock = WorkdirLock(workdir)
         write_config(config, workdir)
-        run = Run(config, workdir, parts, prompts, benchmarks, params, quiet=quiet)
+        run = Run(config, workdir, components, prompts, benchmarks, params, quiet=quiet)
     if not silent:
-        print(summary.summary(config, workdir, parts, len(prompts)))
+        print(summary.summary(config, workdir, components, len(prompts)))
         if run.iteration:
             print(f"resuming after iteration {run.iteration}")
     progress = Progress(config.iterations, run.iteration, quiet=silent)

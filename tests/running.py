@@ -18,7 +18,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -79,8 +79,8 @@ def saved_config(workdir: pathlib.Path) -> Config:
 def restored(workdir: pathlib.Path, iteration: int | None = None) -> tuple[LearnerState, dict[str, Any]]:
     """(learner state as numpy, the JSON record) of a checkpoint, the newest by default."""
     config = saved_config(workdir)
-    parts = components.parts(config, components.model_folder(config.model.path))
-    learner, checkpoints = Learner(parts.architecture, config, parts.mesh), Checkpoints(workdir, keep=2)
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    learner, checkpoints = Learner(components.architecture, config, components.mesh), Checkpoints(workdir, keep=2)
     state, record = checkpoints.restore(iteration or checkpoints.latest(), *abstract_state(config, learner))
     checkpoints.close()
     return jax.tree.map(np.asarray, state), record

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.training import components, warm_start
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import warm_start
 from tests.running import ROOT, cipher_file, environment, tiny
 
 TINY = "--config=configs/tiny.py"
@@ -163,7 +164,7 @@ def test_what_else_a_run_refuses(tmp_path, capsys, changes, parts):
 def edited_model(tmp_path, **tensors) -> pathlib.Path:
     """A copy of the packaged model with some tensors replaced, or left out where they are None."""
     folder = tmp_path / "model"
-    shutil.copytree(components.ASSETS / "cipher", folder)
+    shutil.copytree(components_lib.ASSETS / "cipher", folder)
     merged = load_file(folder / "model.safetensors") | tensors
     save_file({name: value for name, value in merged.items() if value is not None}, folder / "model.safetensors")
     return folder
@@ -215,7 +216,7 @@ def test_a_work_directory_under_a_file(tmp_path, capsys):
 
 def test_a_store_under_a_file(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    model, output = str(components.ASSETS / "cipher"), str(tmp_path / "file" / "output")
+    model, output = str(components_lib.ASSETS / "cipher"), str(tmp_path / "file" / "output")
     config = tiny(**{"evaluation.benchmarks": (cipher_file(tmp_path / "words.jsonl", 2),), "evaluation.samples": 1})
     with pytest.raises(SystemExit) as ended:
         evaluate.main(config, None, model, [], None, output)
@@ -273,7 +274,7 @@ def test_evaluate_wants_a_run_or_a_model(capsys, given):
 
 
 def test_evaluate_refuses(tmp_path, capsys):
-    model = str(components.ASSETS / "cipher")
+    model = str(components_lib.ASSETS / "cipher")
     nothing = refused(capsys, evaluate.main, tiny(**{"evaluation.benchmarks": ()}), None, model, [], None)
     check_message(nothing, "nothing to evaluate on", "--benchmarks=FILE.jsonl")
     check_message(refused(capsys, evaluate.main, tiny(), None, model, ["none.jsonl"], None), "no file none.jsonl")

@@ -34,8 +34,8 @@ from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.training import components
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 # What is set in each; of prompts, seeds and everything else they are alike.
@@ -97,13 +97,13 @@ class ScriptedRollouts(Rollouts):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ScriptedParts(Parts):
-    """Parts whose verifiers grade, and are not listened to."""
+class ScriptedComponents(Components):
+    """Components whose verifiers grade, and are not listened to."""
 
     script: Script | None = None
 
     def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
-        """As that of `Parts`, with the script's verdicts once the graded ones are there."""
+        """As that of `Components`, with the script's verdicts once the graded ones are there."""
         grade = super().verify_fn(verifiers, shaping, grader)
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
@@ -148,7 +148,7 @@ class ClockedRun(train.Run):
     def __init__(self, *arguments: Any, script: Script | None, **more: Any):
         super().__init__(*arguments, quiet=True, **more)
         if script is not None:
-            self.rollouts = ScriptedRollouts(self.parts.engine, script)
+            self.rollouts = ScriptedRollouts(self.components.engine, script)
         self.seconds: dict[str, float] = {}
         for name in ("score", "update"):
             program = getattr(self.learner, name)
@@ -209,24 +209,24 @@ class ClockedRun(train.Run):
 
 def _begin(config: Config, workdir: pathlib.Path, lengths: Lengths, architecture: Architecture | None) -> ClockedRun:
     """A run of a configuration in a new work directory; with an architecture, of random weights of that shape."""
-    folder = components.model_folder(config.model.path)
+    folder = components_lib.model_folder(config.model.path)
     if architecture is not None:
         folder = workdir / "model"
-        make_folder(folder, components.model_folder(config.model.path), architecture, config.seed)
+        make_folder(folder, components_lib.model_folder(config.model.path), architecture, config.seed)
     config_lib.check(config)
-    parts = components.parts(config, folder)
-    prompts = parts.prompts(config.data.prompts, config)
+    components = components_lib.build(config, folder)
+    prompts = components.prompts(config.data.prompts, config)
     made_up = architecture is not None or not any(folder.glob("*.safetensors"))
     script = Script(lengths, config.sampling.max_response_tokens, config.seed) if made_up else None
     if script is not None:
-        fields = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
-        parts = ScriptedParts(**fields, script=script)
+        fields = {field.name: getattr(components, field.name) for field in dataclasses.fields(components)}
+        components = ScriptedComponents(**fields, script=script)
     if any(folder.glob("*.safetensors")):
-        params = components.load_params(config, parts)
+        params = components_lib.load_params(config, components)
     else:
         dtype = jnp.dtype(config.model.parameter_dtype)
-        params = transformer.init(parts.architecture, jax.random.key(config.seed), parts.mesh, dtype)
-    return ClockedRun(config, workdir, parts, prompts, {}, params, script=script)
+        params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh, dtype)
+    return ClockedRun(config, workdir, components, prompts, {}, params, script=script)
 
 
 def measure(
@@ -267,7 +267,7 @@ def measure(
             own = config_lib.replaced(config, VARIANTS[name] | quiet)
             workdir = pathlib.Path(folder) / name
             workdir.mkdir()
-            verifiers = stack.enter_context(components.verifier_pool(own))
+            verifiers = stack.enter_context(components_lib.verifier_pool(own))
             run = _begin(own, workdir, lengths, architecture)
             stack.callback(run.checkpoints.close)
             stack.callback(run.metrics.close)
@@ -276,7 +276,7 @@ def measure(
             for name, (run, verifiers) in runs.items():
                 taken[name].append(run.timed_iteration(verifiers))
                 say(f"iteration {turn}, {name}: {taken[name][-1]['seconds']:.2f} s")
-        shape = workloads.describe(run.parts.architecture)
+        shape = workloads.describe(run.components.architecture)
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in timed[1:]) for key in timed[0]}
         | {"iterations": repeat, "first_iteration_s": timed[0]["seconds"], "all_seconds": [x["seconds"] for x in timed]}

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from reinforce_ada_jax.distributed.watchdog import TIMEOUT_S, Lifeline
+from reinforce_ada_jax.distributed.watchdog import TIMEOUT_S, Watchdog
 
 # Bytes that `exchange` sends at a time. One size, so that one program serves every exchange of a run.
 CHUNK = 2**20
@@ -29,7 +29,7 @@ NEWS_S = 5  # between a collective that fails and the news that a process is gon
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
 
-_lifeline: Lifeline | None = None
+_watchdog: Watchdog | None = None
 
 
 def initialize(*, cluster: bool) -> None:
@@ -53,7 +53,7 @@ def initialize(*, cluster: bool) -> None:
     else:
         jax.distributed.initialize(given.get(ADDRESS), *_numbers(given))
     if count() > 1:
-        _join_lifeline()
+        _join_watchdog()
 
 
 def _numbers(given: dict[str, str]) -> tuple[int, int]:
@@ -73,15 +73,15 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
-def _join_lifeline() -> None:
+def _join_watchdog() -> None:
     from jax._src import distributed as jax_distributed  # noqa: PLC0415  (its key-value store has no public name)
 
-    global _lifeline  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
+    global _watchdog  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
     store, address = jax_distributed.global_state.client, jax_distributed.global_state.coordinator_address
-    key = "reinforce_ada_jax/lifeline"
-    _lifeline = Lifeline(index(), count())
+    key = "reinforce_ada_jax/watchdog"
+    _watchdog = Watchdog(index(), count())
     if index() == 0:
-        store.key_value_set(key, _lifeline.listen(_host(os.environ.get(BIND, ""))))
+        store.key_value_set(key, _watchdog.listen(_host(os.environ.get(BIND, ""))))
     else:
         try:
             said = store.blocking_key_value_get(key, 1000 * TIMEOUT_S)
@@ -90,8 +90,8 @@ def _join_lifeline() -> None:
                 f"process 0 at {address} did not say within {TIMEOUT_S} s where it listens ({error}): see what its "
                 "log says."
             ) from error
-        _lifeline.connect(_host(address), said)
-    _lifeline.start()
+        _watchdog.connect(_host(address), said)
+    _watchdog.start()
 
 
 def index() -> int:
@@ -149,19 +149,19 @@ def fetch(array: jax.Array | np.ndarray) -> np.ndarray:
 
 def ask_to_stop() -> None:
     """Tells the others that this process was asked to stop; they hear of it in `asked_to_stop`."""
-    if _lifeline is not None:
-        _lifeline.ask_to_stop()
+    if _watchdog is not None:
+        _watchdog.ask_to_stop()
 
 
 def asked_to_stop() -> bool:
     """Whether another process said so."""
-    return _lifeline is not None and _lifeline.asked_to_stop
+    return _watchdog is not None and _watchdog.asked_to_stop
 
 
 def leave() -> None:
     """Says that this process ends as all do: the others are not to take it for lost."""
-    if _lifeline is not None:
-        _lifeline.leave()
+    if _watchdog is not None:
+        _watchdog.leave()
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def member() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _lifeline is None or _lifeline.leaving:
+        if _watchdog is None or _watchdog.leaving:
             raise
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if not isinstance(error, SystemExit):
@@ -187,6 +187,6 @@ def member() -> Iterator[None]:
 
 
 def _wait_for_news(error: BaseException) -> None:
-    """Where a collective failed, somebody else is probably gone: the lifeline says who, and ends this process."""
+    """Where a collective failed, somebody else is probably gone: the watchdog says who, and ends this process."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         time.sleep(NEWS_S)

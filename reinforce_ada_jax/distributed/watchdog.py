@@ -76,7 +76,7 @@ def _more(link: socket.socket, said: bytearray) -> bool:
     return bool(received)
 
 
-class Lifeline:
+class Watchdog:
     """This process's connections, and the thread that watches them."""
 
     def __init__(self, index: int, count: int):
@@ -135,7 +135,7 @@ class Lifeline:
             with self._server, selectors.DefaultSelector() as selector:
                 self._take_in(self._server, selector)
             self._server = None
-        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _take_in(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
         """Fills `_links`. Each connection is heard as it speaks, so that one that doesn't is in nobody's way."""

@@ -43,7 +43,7 @@ def model_folder(path: str) -> pathlib.Path:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Parts:
+class Components:
     """What a configuration and a model folder determine, weights aside."""
 
     folder: pathlib.Path
@@ -74,7 +74,7 @@ class Parts:
         return verify
 
 
-def parts(config: Config, folder: pathlib.Path) -> Parts:
+def build(config: Config, folder: pathlib.Path) -> Components:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
 
     Raises:
@@ -89,7 +89,9 @@ def parts(config: Config, folder: pathlib.Path) -> Parts:
         )
     options = options_from_config(config, tokenizer.stop_ids)
     mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh))
-    return Parts(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer))
+    return Components(
+        folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer)
+    )
 
 
 def deterministic(config: Config) -> bool:
@@ -143,30 +145,30 @@ def verifier_pool(config: Config) -> VerifierPool:
     return pool
 
 
-def load_params(config: Config, parts: Parts, dtype: str | None = None) -> Params:
+def load_params(config: Config, components: Components, dtype: str | None = None) -> Params:
     """The weights of the model folder, where the learner wants them.
 
     In `dtype`, or else as master weights; where adapters are trained, in the precision that they are computed with.
     """
     model = config.model
     dtype = dtype or (model.compute_dtype if config.lora.rank else model.parameter_dtype)
-    return huggingface.load(parts.folder, parts.mesh, jnp.dtype(dtype))[1]
+    return huggingface.load(components.folder, components.mesh, jnp.dtype(dtype))[1]
 
 
-def new_adapters(config: Config, parts: Parts, chosen: lora.Lora) -> Params:
+def new_adapters(config: Config, components: Components, chosen: lora.Lora) -> Params:
     """The adapters that a run begins with: a function of its seed."""
     key, dtype = jax.random.key(config.seed), jnp.dtype(config.model.parameter_dtype)
-    return lora.init(parts.architecture, chosen, key, parts.mesh, dtype)
+    return lora.init(components.architecture, chosen, key, components.mesh, dtype)
 
 
-def make_estimator(config: Config, parts: Parts) -> Ema | ValueHead:
+def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
     """The estimator of pass rates that the `estimator` section describes."""
     estimator = config.estimator
     if estimator.kind == "ema":
         return Ema(decay=estimator.decay, prior_correct=estimator.prior_correct, prior_wrong=estimator.prior_wrong)
     return ValueHead(
-        parts.architecture,
-        parts.mesh,
+        components.architecture,
+        components.mesh,
         dtype=jnp.dtype(config.model.compute_dtype),
         max_prompt_tokens=config.data.max_prompt_tokens,
         learning_rate=estimator.learning_rate,

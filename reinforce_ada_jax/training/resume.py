@@ -9,11 +9,11 @@ from typing import Any
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import problems_hash
 from reinforce_ada_jax.policy import adapter_files
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt
 
 
-def identity(config: Config, parts: Parts, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def identity(config: Config, components: Components, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """As JSON: the architecture, and fingerprints of the prompts and of the weights that stay as they are.
 
     Those are the base under adapters ("base"), or what the KL term compares with ("reference"); None where there is
@@ -21,9 +21,9 @@ def identity(config: Config, parts: Parts, prompts: Sequence[Prompt]) -> dict[st
     """
     weights = None
     if config.lora.rank or config.learning.kl_coefficient:
-        weights = adapter_files.fingerprint(parts.folder)
+        weights = adapter_files.fingerprint(components.folder)
     return {
-        "architecture": json.loads(json.dumps(dataclasses.asdict(parts.architecture))),
+        "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": problems_hash((prompt.id, f"{prompt.problem}\n{prompt.answer}") for prompt in prompts),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,

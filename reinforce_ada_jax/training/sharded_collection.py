@@ -23,7 +23,7 @@ Counts = collections.Counter[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Work:
+class Job:
     """What is to be drawn: arguments of `collect`, of the same names.
 
     Attributes:
@@ -44,7 +44,7 @@ class Work:
 
 
 # Draws what there is to draw on this process's devices; counts of its sampler come with the pools.
-DrawFn = Callable[[Work], tuple[list[Pool], Counts]]
+DrawFn = Callable[[Job], tuple[list[Pool], Counts]]
 
 # Responses that prompts are expected to take; draws planned are given by prompt id.
 ExpectFn = Callable[[Sequence[Prompt], Mapping[str, int]], list[float]]
@@ -90,11 +90,11 @@ class ExpectedDraws:
         return [float(planned.get(prompt.id, self._known.get(prompt.pass_rate, mean))) for prompt in prompts]
 
 
-def collect_everywhere(work: Work, draw: DrawFn, expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
-    """The pools of all prompts, as `collect` gives them, in every process; `work.prefetch.partial` is everybody's too.
+def collect_everywhere(job: Job, draw: DrawFn, expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
+    """The pools of all prompts, as `collect` gives them, in every process; `job.prefetch.partial` is everybody's too.
 
     Args:
-      work: the same in every process.
+      job: the same in every process.
       draw: called with this process's share.
       expected_draws: what shares are balanced by.
 
@@ -102,17 +102,17 @@ def collect_everywhere(work: Work, draw: DrawFn, expected_draws: ExpectFn) -> tu
       Interrupted: in every process, where it was raised in any.
     """
     if processes.count() == 1:
-        return draw(work)
-    work, planned = _planned(work)
-    pools, counts = _round(work, draw, expected_draws(work.prompts, planned), expected_draws)
-    replacements = collections.deque(work.replacements)
-    dropped = _dropped(pools, work.strategy)
+        return draw(job)
+    job, planned = _planned(job)
+    pools, counts = _round(job, draw, expected_draws(job.prompts, planned), expected_draws)
+    replacements = collections.deque(job.replacements)
+    dropped = _dropped(pools, job.strategy)
     # As many at a time as are surely needed: together the shortest beginning of the list that keeps enough.
     while dropped and replacements:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
-        more = dataclasses.replace(work, prompts=prompts, prefetch=Prefetch(()))
+        more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()))
         found, counted = _round(more, draw, expected_draws(prompts, {}), expected_draws)
-        dropped = _dropped(found, work.strategy)
+        dropped = _dropped(found, job.strategy)
         pools, counts = pools + found, counts + counted
     return pools, counts
 
@@ -123,25 +123,25 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
     `collect_fn` is `collect` with everything given but the prompts and the strategy (its `config`).
     """
 
-    def draw(work: Work) -> tuple[list[Pool], Counts]:
-        return collect_fn(work.prompts, config=work.strategy), Counts()
+    def draw(job: Job) -> tuple[list[Pool], Counts]:
+        return collect_fn(job.prompts, config=job.strategy), Counts()
 
-    return collect_everywhere(Work(prompts, strategy), draw, lambda prompts, _: [1.0] * len(prompts))[0]
+    return collect_everywhere(Job(prompts, strategy), draw, lambda prompts, _: [1.0] * len(prompts))[0]
 
 
-def _planned(work: Work) -> tuple[Work, dict[str, int]]:
-    """The work with every prompt's draws fixed, where the strategy plans: a share alone would be planned otherwise."""
-    plan = work.strategy.plan
+def _planned(job: Job) -> tuple[Job, dict[str, int]]:
+    """The job with every prompt's draws fixed, where the strategy plans: a share alone would be planned otherwise."""
+    plan = job.strategy.plan
     if plan is None:
-        return work, {}
-    estimates = np.full(len(work.prompts), 0.5) if work.estimate_fn is None else work.estimate_fn(work.prompts)
-    ids = [prompt.id for prompt in work.prompts]
+        return job, {}
+    estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
+    ids = [prompt.id for prompt in job.prompts]
     planned = dict(zip(ids, plan(np.asarray(estimates, float), ids).tolist(), strict=True))
     rates = dict(zip(ids, np.asarray(estimates).tolist(), strict=True))
     return dataclasses.replace(
-        work,
+        job,
         strategy=dataclasses.replace(
-            work.strategy, plan=lambda _, ids: np.array([planned[prompt_id] for prompt_id in ids], int)
+            job.strategy, plan=lambda _, ids: np.array([planned[prompt_id] for prompt_id in ids], int)
         ),
         estimate_fn=lambda prompts: np.array([rates[prompt.id] for prompt in prompts], float),
     ), planned
@@ -152,19 +152,19 @@ def _dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
     return sum(not strategy.keep(pool.correct).size for pool in pools) if strategy.extra_batches else 0
 
 
-def _round(work: Work, draw: DrawFn, draws: Sequence[float], expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
+def _round(job: Job, draw: DrawFn, draws: Sequence[float], expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
     """Shares the prompts out, draws, and meets the others."""
     left = [
-        max(expected - len(work.partial[prompt.id].responses), 0.5) if prompt.id in work.partial else expected
-        for prompt, expected in zip(work.prompts, draws, strict=True)
+        max(expected - len(job.partial[prompt.id].responses), 0.5) if prompt.id in job.partial else expected
+        for prompt, expected in zip(job.prompts, draws, strict=True)
     ]
     own = split(left, processes.count())[processes.index()]
-    own_prefetch = split(expected_draws(work.prefetch.prompts, {}), processes.count())[processes.index()]
+    own_prefetch = split(expected_draws(job.prefetch.prompts, {}), processes.count())[processes.index()]
     share = dataclasses.replace(
-        work,
-        prompts=[work.prompts[place] for place in own],
+        job,
+        prompts=[job.prompts[place] for place in own],
         replacements=(),
-        prefetch=Prefetch([work.prefetch.prompts[place] for place in own_prefetch]),
+        prefetch=Prefetch([job.prefetch.prompts[place] for place in own_prefetch]),
     )
     try:
         told = to_bytes(CollectedShard(*_drawn(share, draw)))
@@ -173,15 +173,15 @@ def _round(work: Work, draw: DrawFn, draws: Sequence[float], expected_draws: Exp
     messages = processes.exchange(told)
     if not all(messages):
         raise Interrupted
-    shares = [from_bytes(message, work.prompts) for message in messages]
+    shares = [from_bytes(message, job.prompts) for message in messages]
     pool_of = {pool.prompt.id: pool for share in shares for pool in share.pools}
     for share in shares:
-        work.prefetch.partial.update(share.partial)
+        job.prefetch.partial.update(share.partial)
     counts = sum((Counts(share.counts) for share in shares), Counts())
-    return [pool_of[prompt.id] for prompt in work.prompts], counts
+    return [pool_of[prompt.id] for prompt in job.prompts], counts
 
 
-def _drawn(share: Work, draw: DrawFn) -> tuple[list[Pool], dict[str, PartialRollouts], dict[str, float]]:
+def _drawn(share: Job, draw: DrawFn) -> tuple[list[Pool], dict[str, PartialRollouts], dict[str, float]]:
     if not share.prompts:
         return [], {}, {}
     pools, counts = draw(share)

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.policy import lora
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training.components import Components
 
 
-def _model_and_mesh(config: Config, parts: Parts, who: str) -> list[str]:
-    architecture, stop_ids = parts.architecture, parts.engine.options.stop_ids
-    stop = ", ".join(f"{id} {parts.tokenizer.token(id)!r}" for id in stop_ids)
-    axes = " x ".join(f"{axis} {size}" for axis, size in parts.mesh.shape.items())
+def _model_and_mesh(config: Config, components: Components, who: str) -> list[str]:
+    architecture, stop_ids = components.architecture, components.engine.options.stop_ids
+    stop = ", ".join(f"{id} {components.tokenizer.token(id)!r}" for id in stop_ids)
+    axes = " x ".join(f"{axis} {size}" for axis, size in components.mesh.shape.items())
     return [
         f"model       {who}: {architecture.family}, {architecture.num_parameters:,} weights, "
         f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
@@ -25,7 +25,7 @@ def _model_and_mesh(config: Config, parts: Parts, who: str) -> list[str]:
 
 def drawing(
     config: Config,
-    parts: Parts,
+    components: Components,
     who: str,
     counts: Mapping[str, tuple[int, int]],
     samples: int,
@@ -36,7 +36,7 @@ def drawing(
 
     Args:
       config: of the command.
-      parts: made of it.
+      components: made of it.
       who: whose weights.
       counts: by set, problems and how many of them are still to be drawn.
       samples: responses a problem.
@@ -49,7 +49,7 @@ def drawing(
     ]
     return "\n".join(
         [
-            *_model_and_mesh(config, parts, who),
+            *_model_and_mesh(config, components, who),
             f"problems    {', '.join(sets)}",
             f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "
             f"{sampling.top_p:g}, up to {sampling.max_response_tokens:,} tokens",
@@ -58,9 +58,9 @@ def drawing(
     )
 
 
-def summary(config: Config, workdir: pathlib.Path, parts: Parts, num_prompts: int) -> str:
+def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int) -> str:
     """What will run, on what, how much of it, and where the files go."""
-    architecture, options = parts.architecture, parts.engine.options
+    architecture, options = components.architecture, components.engine.options
     collection = config.collection
     adapters = lora.from_settings(config.lora)
     trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
@@ -70,19 +70,19 @@ def summary(config: Config, workdir: pathlib.Path, parts: Parts, num_prompts: in
     if adapters is not None:
         over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
         over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
-    cache_bytes = parts.engine.cache_bytes
+    cache_bytes = components.engine.cache_bytes
     draws = strategies.build(collection).max_draws
     limit = "any number of" if draws is None else f"at most {draws}"
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"
-    replicas = f" in each of {parts.engine.replicas} replicas" if parts.engine.replicas > 1 else ""
+    replicas = f" in each of {components.engine.replicas} replicas" if components.engine.replicas > 1 else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
         f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
     )
     return "\n".join(
         [
-            *_model_and_mesh(config, parts, str(parts.folder)),
+            *_model_and_mesh(config, components, str(components.folder)),
             f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
             f"{options.slots} slots)",

@@ -28,7 +28,7 @@ FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
 CHECKED = ("response_length", "policy_version", "behaviour_logprobs", "old_logprobs")
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """The run must not go on as it is; its state is whole."""
 
 
@@ -119,7 +119,7 @@ class Updates:
           The minibatches whose log-probabilities are finite, and the metrics.
 
         Raises:
-          Stopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
+          TrainingStopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
         """
         total, largest, num_tokens, finite = 0.0, 0.0, 0, []
         for number, minibatch in enumerate(minibatches, start=1):
@@ -139,7 +139,7 @@ class Updates:
         if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
             limit = FLOAT32_LOGPROB_GAP / min(1.0, self.config.sampling.temperature)
             if largest > limit:
-                raise Stopped(
+                raise TrainingStopped(
                     f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
                     f"float32 they may differ by {limit:g}. Samples and gradients don't belong together."
                 )
@@ -166,9 +166,11 @@ class Updates:
         self.skipped_in_a_row += 1
         learning = self.config.learning
         if learning.non_finite == "stop":
-            raise Stopped(f"{said} The update was not applied; learning.non_finite='skip' would go on without it.")
+            raise TrainingStopped(
+                f"{said} The update was not applied; learning.non_finite='skip' would go on without it."
+            )
         if self.skipped_in_a_row > learning.max_skipped:
-            raise Stopped(
+            raise TrainingStopped(
                 f"{said} That makes {self.skipped_in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
             )
         say(f"{said} It is skipped.")
@@ -182,7 +184,7 @@ class Updates:
         minibatches: Sequence[Minibatch],
         iteration: int,
         say: Callable[[str], None],
-    ) -> tuple[LearnerState, dict[str, float], Stopped | None]:
+    ) -> tuple[LearnerState, dict[str, float], TrainingStopped | None]:
         """One optimiser step a minibatch.
 
         Returns:
@@ -200,7 +202,7 @@ class Updates:
             what = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: not"
             try:
                 self._not_finite(minibatch, iteration, number, len(minibatches), what, say)
-            except Stopped as stop:
+            except TrainingStopped as stop:
                 stopped = stop
                 break
         # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.

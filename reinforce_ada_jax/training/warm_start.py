@@ -27,7 +27,7 @@ from reinforce_ada_jax.learning.optimizer import warmup_schedule
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, init
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Response
 
 UPDATES, BATCH_SIZE, LEARNING_RATE, WARMUP_UPDATES = 210, 128, 3e-3, 20
@@ -129,5 +129,7 @@ def main(config, output: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     CONFIG = cli.define_config()
-    OUTPUT = flags.DEFINE_string("output", str(components.ASSETS / "cipher"), "The folder to write; it must not exist.")
+    OUTPUT = flags.DEFINE_string(
+        "output", str(components_lib.ASSETS / "cipher"), "The folder to write; it must not exist."
+    )
     cli.run(lambda: main(CONFIG.value, pathlib.Path(OUTPUT.value)))

@@ -12,7 +12,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 
 CHATML = """\
 {%- if messages[0]['role'] == 'system' %}
@@ -179,7 +179,7 @@ def test_what_a_folder_lacks_is_named(tmp_path):
 
 
 def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path):
-    shutil.copy(components.model_folder("package:cipher") / "config.json", tmp_path)  # of 133 rows
+    shutil.copy(components_lib.model_folder("package:cipher") / "config.json", tmp_path)  # of 133 rows
     write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"})
     with pytest.raises(ValueError, match=r"has 257 tokens, the model's embedding only 133 rows"):
-        components.parts(config_lib.defaults(), tmp_path)
+        components_lib.build(config_lib.defaults(), tmp_path)

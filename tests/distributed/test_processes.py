@@ -21,7 +21,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from tests import compiling
 from tests.running import ROOT, environment, reproducible, restored
 
@@ -133,7 +133,7 @@ def test_every_strategy_makes_the_run_of_one_process(start, tmp_path, strategy):
 
 def with_even_vocabulary(folder: pathlib.Path) -> pathlib.Path:
     """The packaged model with a token that has no text, as published ones have some: `tensor` can split 134 words."""
-    shutil.copytree(components.model_folder("package:cipher"), folder)
+    shutil.copytree(components_lib.model_folder("package:cipher"), folder)
     weights = safetensors.numpy.load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"] = np.pad(weights["model.embed_tokens.weight"], ((0, 1), (0, 0)))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -236,8 +236,8 @@ import sys
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import processes, watchdog
 if sys.argv[1] == "deaf":  # process 0 names a port at which nothing listens
-    real, watchdog.JOIN_S = watchdog.Lifeline.listen, 3
-    watchdog.Lifeline.listen = lambda line, host="": "9 " + real(line, host).split()[1]
+    real, watchdog.JOIN_S = watchdog.Watchdog.listen, 3
+    watchdog.Watchdog.listen = lambda line, host="": "9 " + real(line, host).split()[1]
 with processes.member():
     with cli.user_input():
         processes.initialize(cluster=False)

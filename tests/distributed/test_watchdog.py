@@ -12,14 +12,14 @@ import time
 import pytest
 
 from reinforce_ada_jax.distributed import watchdog
-from reinforce_ada_jax.distributed.watchdog import RESTART, Lifeline
+from reinforce_ada_jax.distributed.watchdog import RESTART, Watchdog
 from tests.running import ROOT, environment
 
 # Reads its commands from standard input: what a process of a run does, without the run.
 PROCESS = """
 import sys
-from reinforce_ada_jax.distributed.watchdog import Lifeline
-line = Lifeline(int(sys.argv[1]), int(sys.argv[2]))
+from reinforce_ada_jax.distributed.watchdog import Watchdog
+line = Watchdog(int(sys.argv[1]), int(sys.argv[2]))
 if line.index == 0:
     print(line.listen(), flush=True)
 else:
@@ -101,7 +101,7 @@ def test_who_leaves_is_not_lost(processes):
 @contextlib.contextmanager
 def listening(count=2, host=""):
     """Process 0 that listens, and what it said; its connections are closed in the end."""
-    line = Lifeline(0, count)
+    line = Watchdog(0, count)
     said = line.listen(host)
     try:
         with line._server:
@@ -114,7 +114,7 @@ def listening(count=2, host=""):
 @contextlib.contextmanager
 def starting(line, monkeypatch):
     """`start` in a thread, without the watch that would end this process; the list gets what it raised."""
-    monkeypatch.setattr(Lifeline, "_watch", lambda self: None)
+    monkeypatch.setattr(Watchdog, "_watch", lambda self: None)
     raised = []
 
     def start():
@@ -131,7 +131,7 @@ def starting(line, monkeypatch):
 
 
 def join(index, count, host, said):
-    line = Lifeline(index, count)
+    line = Watchdog(index, count)
     line.connect(host, said)
     return line._links[0]
 
@@ -248,14 +248,14 @@ def test_where_it_can_not_connect_is_named():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(ValueError, match=rf"process 1 of 2 can't .* 127.0.0.1, port {port} \(.*refused\).*all ports"):
-        Lifeline(1, 2).connect("127.0.0.1", f"{port} {'00' * 16}")
+        Watchdog(1, 2).connect("127.0.0.1", f"{port} {'00' * 16}")
     with pytest.raises(ValueError, match=r"at no-host.invalid, port 9 \(.+\)\. .*all ports from 1024 up"):
-        Lifeline(1, 2).connect("no-host.invalid", f"9 {'00' * 16}")
+        Watchdog(1, 2).connect("no-host.invalid", f"9 {'00' * 16}")
 
 
 def test_where_it_can_not_listen_is_named():
     with pytest.raises(ValueError, match=r"can't listen .* 192.0.2.1 \(.+\): .*JAX_COORDINATOR_BIND_ADDRESS"):
-        Lifeline(0, 2).listen("192.0.2.1")
+        Watchdog(0, 2).listen("192.0.2.1")
 
 
 def test_without_ipv6_it_listens_by_ipv4(monkeypatch):

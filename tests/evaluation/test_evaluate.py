@@ -16,8 +16,8 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.evaluation import paper_results
 from reinforce_ada_jax.evaluation import scores as figures
 from reinforce_ada_jax.evaluation.response_store import Graded
-from reinforce_ada_jax.training import components
-from reinforce_ada_jax.training.components import Parts
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Verdict
 from tests.running import ROOT, cipher_file, environment, killed_after, tiny
 
@@ -205,21 +205,21 @@ def test_other_benchmarks_stay_in_the_file(tmp_path):
 
 
 def test_benchmarks_of_one_name_are_refused(monkeypatch):
-    monkeypatch.setattr(Parts, "prompts", lambda self, source, config: [])
+    monkeypatch.setattr(Components, "prompts", lambda self, source, config: [])
     config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "y/aime.jsonl")})
     with pytest.raises(ValueError, match="two benchmarks are called 'aime': rename"):
-        evaluate.load_benchmarks(object.__new__(Parts), config)
+        evaluate.load_benchmarks(object.__new__(Components), config)
     config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "cipher:heldout")})
-    assert list(evaluate.load_benchmarks(object.__new__(Parts), config)) == ["aime", "heldout"]
+    assert list(evaluate.load_benchmarks(object.__new__(Components), config)) == ["aime", "heldout"]
 
 
 def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it():
     config = tiny(**{"evaluation.benchmarks": ("data/gsm8k_test.jsonl", "math500.jsonl")})
-    parts = types.SimpleNamespace(verify_fn=lambda verifiers, shaping, grader: (shaping.overlong_tokens, grader))
-    assert evaluate.verify_fns(parts, None, config) == {"gsm8k_test": (0, "gsm8k"), "math500": (0, "")}
+    components = types.SimpleNamespace(verify_fn=lambda verifiers, shaping, grader: (shaping.overlong_tokens, grader))
+    assert evaluate.verify_fns(components, None, config) == {"gsm8k_test": (0, "gsm8k"), "math500": (0, "")}
     # The pool has the graders that are named so, and a pair goes to the one that its benchmark has.
     config.reward.kind, config.reward.workers = "math", 0
-    with components.verifier_pool(config) as verifiers:
+    with components_lib.verifier_pool(config) as verifiers:
         pairs = [("The total is 1,200 apples.", "1200")]
         assert [verifiers.grade_all(pairs, grader)[0].correct for grader in ("gsm8k", "")] == [True, False]
 
@@ -227,14 +227,14 @@ def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it():
 def test_a_grader_that_names_no_benchmark_is_told():
     # Those of config.py name files that needn't be there; anybody's own must.
     sources = ("data/gsm8k_test.jsonl", "math500.jsonl")
-    components.check_graders(Config(), sources)
+    components_lib.check_graders(Config(), sources)
     mine = tiny(**{"evaluation.graders": ("math500=gsm8k", "gsm8k_test=gsm8k")})
-    components.check_graders(mine, sources)
+    components_lib.check_graders(mine, sources)
     misspelt = tiny(**{"evaluation.graders": ("gms8k_test=gsm8k",)})
     with pytest.raises(ValueError, match=r"'gms8k_test=gsm8k', but no benchmark is called .*did you mean 'gsm8k_test'"):
-        components.check_graders(misspelt, sources)
+        components_lib.check_graders(misspelt, sources)
     with pytest.raises(ValueError, match=r"called 'gms8k_test'; there are none"):
-        components.check_graders(misspelt, ())
+        components_lib.check_graders(misspelt, ())
 
 
 # ---- the whole command -----------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     message = capsys.readouterr().err
     assert "graded otherwise" in message and "file: " in message and "--regrade" in message
 
-    for place, name in ((components, "parts"), (evaluate.huggingface, "load"), (evaluate, "Rollouts")):
+    for place, name in ((components_lib, "build"), (evaluate.huggingface, "load"), (evaluate, "Rollouts")):
         monkeypatch.setattr(place, name, none_needed)
     run(benchmark, output, again=True, **changes)
     assert "| four      |        4 | 0.750 ± 0.250 |" in capsys.readouterr().out
@@ -407,7 +407,7 @@ def test_what_else_is_refused(tmp_path, capsys):
     assert "no benchmark is called 'wrods': did you mean 'words'?" in misspelt
     nothing = refusal(capsys, benchmark, output, again=True)
     assert f"there are no stored responses {output / 'words.jsonl'}: evaluate without --regrade first" in nothing
-    folder = shutil.copytree(components.ASSETS / "cipher", tmp_path / "model")
+    folder = shutil.copytree(components_lib.ASSETS / "cipher", tmp_path / "model")
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     tokenizer["model"]["vocab"]["€"] = 133
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")

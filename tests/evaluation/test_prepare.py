@@ -14,7 +14,7 @@ from reinforce_ada_jax.prepare import Band
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from tests.evaluation.test_evaluate import REWARD, bad_files, four_answers
 from tests.running import ROOT, cipher_file, environment, killed_after, tiny
 
@@ -179,7 +179,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert simulate.read_histogram(output)[0].tolist() == [0.25] * len(expected)
 
     # Another band needs no draws; one in which nothing lies says so and leaves the files as they are.
-    monkeypatch.setattr(components, "load_params", None)
+    monkeypatch.setattr(components_lib, "load_params", None)
     before = output.read_bytes()
     nothing = refusal(capsys, source, output, band=(0.26, 0.4))
     assert "no prompt has 0.26 < pass rate <= 0.4, so nothing is written. Move --min_pass_rate" in nothing
@@ -231,7 +231,7 @@ def test_what_else_is_refused(tmp_path, capsys):
     assert "must end with .jsonl" in refusal(capsys, source, tmp_path / "prompts.json")
     unknown = refusal(capsys, source, output, **{"data.template": "fancy"})
     assert "data.template is 'fancy'; it must be one of plain, qwen_math, chat" in unknown
-    folder = shutil.copytree(components.ASSETS / "cipher", tmp_path / "model")
+    folder = shutil.copytree(components_lib.ASSETS / "cipher", tmp_path / "model")
     tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     tokenizer["model"]["vocab"]["€"] = 133
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")

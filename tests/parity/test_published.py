@@ -17,7 +17,7 @@ from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.engine import Engine, options_from_config
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Prompt
 from tests.data import shared
 from tests.parity import published
@@ -129,8 +129,8 @@ def test_from_a_problem_to_text(family, tmp_path):
     ours, theirs = tokenizers(family, folder)
     for seed in range(20):
         pair = published.make_pair(name, seed, folder, ours.stop_ids)
-        parts = components.parts(config, folder)
-        prompts = parts.prompts(str(problems), config)
+        components = components_lib.build(config, folder)
+        prompts = components.prompts(str(problems), config)
         try:
             continuations = [published.generate(pair.theirs, prompt, ours.stop_ids, LIMIT) for prompt in prompts]
         except ValueError:
@@ -141,10 +141,10 @@ def test_from_a_problem_to_text(family, tmp_path):
         raise ValueError("no seed of 20 has clear choices, and responses of both endings")
     chat = chat_from_config(config)
     options = dict(add_generation_prompt=True, return_dict=False, date_string=chat.date.strftime("%d %b %Y"))
-    pools = published.draw(Rollouts(parts.engine), pair.params, prompts, 1, temperature=0.0, limit=LIMIT)
+    pools = published.draw(Rollouts(components.engine), pair.params, prompts, 1, temperature=0.0, limit=LIMIT)
     for pool, continuation in zip(pools, continuations, strict=True):
         messages, (response,) = chat.messages(pool.prompt.problem), pool.responses
         assert pool.prompt.tokens.tolist() == theirs.apply_chat_template(messages, tokenize=True, **options)
-        text = parts.tokenizer.decode(response.tokens)
+        text = components.tokenizer.decode(response.tokens)
         assert text == theirs.decode(continuation, skip_special_tokens=True) and len(text) > 10
         assert response.truncated == (continuation[-1] not in ours.stop_ids)

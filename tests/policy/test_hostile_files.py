@@ -178,10 +178,10 @@ def test_nothing_but_safetensors_and_json_is_opened(tmp_path):
         "    if event in ('open', 'pickle.find_class', 'import'):\n"
         "        opened.append(str(arguments[0]))\n"
         "from reinforce_ada_jax.config import Config\n"
-        "from reinforce_ada_jax.training import components\n"
+        "from reinforce_ada_jax.training import components as components_lib\n"
         "from reinforce_ada_jax.policy import huggingface\n"
         "sys.addaudithook(hook)\n"
-        f"parts = components.parts(Config(), components.model_folder({str(folder)!r}))\n"
+        f"components = components_lib.build(Config(), components_lib.model_folder({str(folder)!r}))\n"
         f"huggingface.load({str(folder)!r})\n"
         f"print(*(name for name in opened if name.startswith({str(folder)!r}) or 'evil' in name), sep='\\n')\n"
     )

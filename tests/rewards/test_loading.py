@@ -8,7 +8,7 @@ import pytest
 from reinforce_ada_jax.rewards import loading
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Verdict
 from tests.running import tiny
 
@@ -50,7 +50,7 @@ def configured(path, **reward):
 
 def test_everything_that_a_function_may_do_is_settled(mine):
     responses = ["a", "raise", "nan", "hang", "b", "none", "half", "verdict", "a"]
-    with components.verifier_pool(configured(mine)) as pool:
+    with components_lib.verifier_pool(configured(mine)) as pool:
         verdicts = pool.grade_all([(response, "a") for response in responses])
     error = Verdict(False, 0.0, "error")
     assert verdicts == [
@@ -126,7 +126,7 @@ def test_what_can_be_mended_is_said_before_anything_starts(name, message, tmp_pa
     (tmp_path / "loose.py").write_text("return 3\ndef grade(r, a): ...\n")
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ValueError, match=message):
-        components.verifier_pool(configured(name))
+        components_lib.verifier_pool(configured(name))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_benchmark_has_the_grader_that_the_configuration_gives_it(tmp_path):
     (tmp_path / "minerva_math.jsonl").write_text('{"id": "0", "problem": "?", "answer": "2.197e-3"}\n')
     benchmarks = (str(tmp_path / "minerva_math.jsonl"),)
     config = tiny(**{"reward.kind": "gsm8k", "reward.workers": 1, "evaluation.benchmarks": benchmarks})
-    with components.verifier_pool(config) as pool:
+    with components_lib.verifier_pool(config) as pool:
         pairs = [(r"\boxed{2.2 \times 10^{-3}}", "2.197e-3")]
         assert pool.grade_all(pairs, "minerva") == [Verdict(True, 1.0)]
         assert pool.grade_all([("#### 7", "7")]) == [Verdict(True, 1.0)]

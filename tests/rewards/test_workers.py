@@ -17,7 +17,7 @@ import pytest
 from reinforce_ada_jax.config import Config, RewardConfig
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Verdict
 from tests.rewards import graders
 
@@ -309,7 +309,7 @@ def test_a_run_is_told_of_it_before_its_weights_are_read(tmp_path):
     (tmp_path / "yours.py").write_text("import absent\ndef grade(response, answer): ...")
     config = Config(reward=RewardConfig(kind="function", path=f"{tmp_path}/yours.py:grade"))
     with pytest.raises(ValueError, match="No module named 'absent'"):
-        components.verifier_pool(config)
+        components_lib.verifier_pool(config)
 
 
 def test_grade_functions_that_cannot_travel():

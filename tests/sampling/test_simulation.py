@@ -13,7 +13,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests import running
 from tests.sampling import tiny
@@ -156,21 +156,21 @@ def test_the_real_engine_counts_the_same():
 def test_utilisation_of_the_tiny_run():
     """What configs/tiny.py does in its first iteration, stop tokens and all, told to the simulator."""
     config = running.tiny()
-    parts = components.parts(config, components.model_folder(config.model.path))
-    prompts = parts.prompts(config.data.prompts, config)[: config.collection.prompts_per_iteration]
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    prompts = components.prompts(config.data.prompts, config)[: config.collection.prompts_per_iteration]
     strategy = strategies.build(config.collection)
     sampling = SamplingParams(config.sampling.max_response_tokens)
-    params = parts.engine.load_params(huggingface.load(parts.folder, parts.mesh)[1])
+    params = components.engine.load_params(huggingface.load(components.folder, components.mesh)[1])
 
     def verify(pairs):
-        return [cipher.grade(parts.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs]
+        return [cipher.grade(components.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs]
 
-    real = Rollouts(parts.engine)
+    real = Rollouts(components.engine)
     pools = collect(prompts, real.sampler(params, stream=0, sampling=sampling), verify, strategy)
 
     lengths = {(pool.prompt.id, r.draw): len(r.tokens) for pool in pools for r in pool.responses}
     verdicts = {pool.prompt.id: pool.verdicts for pool in pools}
-    simulated = Rollouts(SimulatedEngine(parts.engine.options, Cost(), lengths))
+    simulated = Rollouts(SimulatedEngine(components.engine.options, Cost(), lengths))
     collect(
         prompts, simulated.sampler(None, stream=0, sampling=sampling),
         lambda pairs: [verdicts[prompt.id][response.draw] for prompt, response in pairs], strategy,

@@ -28,12 +28,12 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serve import Settings
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving import servicer as servicer_lib
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.running import ROOT, environment
 
 pb2, pb2_grpc = jetstream.protocol()
-CIPHER = components.ASSETS / "cipher"
+CIPHER = components_lib.ASSETS / "cipher"
 LIMIT = 24
 STOP = 2
 # Greedy and float32, for the answers of a plain forward pass.
@@ -453,8 +453,8 @@ def test_settings_reach_the_engine():
 
 def test_after_the_warm_up_nothing_is_compiled():
     settings = Settings("package:cipher", slots=2, max_prompt_tokens=40, max_response_tokens=8, dtype="float32")
-    parts, engine = serve.make_engine(settings)
-    params = engine.load_params(huggingface.load(parts.folder, parts.mesh, "float32")[1])
+    components, engine = serve.make_engine(settings)
+    params = engine.load_params(huggingface.load(components.folder, components.mesh, "float32")[1])
     serve.warm_up(engine, params)
     compilations = CompileCounter()
     state = engine.init_decode_state()
@@ -486,9 +486,9 @@ def test_the_status_line_comes_only_when_there_is_news(monkeypatch, capsys):
 
 def test_a_public_address_is_called_that():
     settings = Settings("package:cipher", slots=1, host="0.0.0.0")
-    parts, engine = serve.make_engine(settings)
+    components, engine = serve.make_engine(settings)
     assert "0.0.0.0:9000, gRPC without encryption or passwords: whoever reaches it may use it" in serve.summary(
-        settings, parts, engine, 9000
+        settings, components, engine, 9000
     )
     assert Settings("m", host="::1").address == "[::1]"
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.training import checkpoint, components
+from reinforce_ada_jax.training import checkpoint
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
@@ -37,8 +38,8 @@ def swept():
 @pytest.fixture(scope="module")
 def learner():
     config = tiny()
-    parts = components.parts(config, components.model_folder(config.model.path))
-    return Learner(parts.architecture, config, parts.mesh), config
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    return Learner(components.architecture, config, components.mesh), config
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def collected(strategy: str, log=None, prefetch=0) -> tuple[list[Pool], dict[str
         )  # fmt: skip
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
 
-    work = sharded_collection.Work(
+    work = sharded_collection.Job(
         prompts,
         built,
         replacements if built.extra_batches else (),
@@ -176,7 +176,7 @@ def test_an_interrupt_of_one_is_an_interrupt_of_all(monkeypatch):
                 raise Interrupted
             return collect(work.prompts, sample, verify, work.strategy), collections.Counter()
 
-        work = sharded_collection.Work(make_prompts(["p1", "p2", "p3"]), strategies.build(section("grpo")))
+        work = sharded_collection.Job(make_prompts(["p1", "p2", "p3"]), strategies.build(section("grpo")))
         return sharded_collection.collect_everywhere(work, draw, sharded_collection.ExpectedDraws(section("grpo")))
 
     assert [type(result) for result in processes.run(program)] == [Interrupted] * 3
@@ -232,7 +232,7 @@ def test_what_enumeration_cannot_follow_is_expected_to_be_even(monkeypatch, tmp_
             return collect(work.prompts, sample, verify, work.strategy), collections.Counter()
 
         return sharded_collection.collect_everywhere(
-            sharded_collection.Work(prompts, strategies.build(settings)), draw, expected
+            sharded_collection.Job(prompts, strategies.build(settings)), draw, expected
         )[0]
 
     processes = Processes(2)

@@ -27,7 +27,8 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.training import components, resume
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import resume
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.checkpoint import fingerprint
 from tests.running import ROOT, cipher_file, environment, reproducible, restored, saved_config, tiny
@@ -512,8 +513,10 @@ class ScriptedRun(train.Run):
 
 def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path, keep_signals):
     config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False})
-    parts = components.parts(config, components.model_folder(config.model.path))
-    make = functools.partial(ScriptedRun, config, parts=parts, prompts=[], benchmarks={"heldout": []}, params=None)
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    make = functools.partial(
+        ScriptedRun, config, components=components, prompts=[], benchmarks={"heldout": []}, params=None
+    )
     progress = Progress(6, 0)
 
     def loop(run):

@@ -16,7 +16,7 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.training import components
+from reinforce_ada_jax.training import components as components_lib
 from tests import compiling
 from tests.running import ROOT, environment, reproducible, restored, saved_config, tiny
 
@@ -34,7 +34,7 @@ SETTINGS = {
     "lora.rank": 4,
     "sampling.slots": 32,
 }
-BASE = components.model_folder("package:cipher")
+BASE = components_lib.model_folder("package:cipher")
 # Four iterations cost what they take to compile; and evaluations of this process then have the run's own bits.
 FLAGS = {"XLA_FLAGS": compiling.QUICKLY}
 
@@ -172,9 +172,9 @@ def keep_signals():
 def begin(workdir, **changes):
     """A run at its beginning, in this process."""
     config = tiny(**{"logging.tensorboard": False, **changes})
-    parts = components.parts(config, components.model_folder(config.model.path))
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
     workdir.mkdir()
-    return train.Run(config, workdir, parts, prompts=[], benchmarks={}, params=None)
+    return train.Run(config, workdir, components, prompts=[], benchmarks={}, params=None)
 
 
 def pointers(tree):

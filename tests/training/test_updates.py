@@ -10,7 +10,7 @@ import pytest
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.learning.learner import UpdateMetrics
-from reinforce_ada_jax.training.updates import Stopped, Updates
+from reinforce_ada_jax.training.updates import TrainingStopped, Updates
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
 
@@ -117,7 +117,7 @@ def poison(logprobs):
 
 def test_a_log_probability_that_is_not_finite(updates, tmp_path):
     made, minibatches = updates(score=poison)
-    with pytest.raises(Stopped, match=r"iteration 1, update 1 of 3: a log-probability is not finite\."):
+    with pytest.raises(TrainingStopped, match=r"iteration 1, update 1 of 3: a log-probability is not finite\."):
         made.check_logprobs(minibatches, 1, None)
     assert (tmp_path / "non_finite" / "000001-1.json").exists()
     made, minibatches = updates(score=poison, **{"learning.non_finite": "skip"})
@@ -141,7 +141,7 @@ def test_a_gap_between_engine_and_learner(updates, dtype):
     made, minibatches = updates(score=lambda logprobs: logprobs + np.float32(0.1), **{"model.compute_dtype": dtype})
     said = []
     if dtype == "float32":
-        with pytest.raises(Stopped, match=r"engine and learner disagree by 0\.1 .* may differ by 0\.0001"):
+        with pytest.raises(TrainingStopped, match=r"engine and learner disagree by 0\.1 .* may differ by 0\.0001"):
             made.check_logprobs(minibatches, 1, said.append)
         return
     finite, gap = made.check_logprobs(minibatches, 1, said.append)

@@ -10,10 +10,11 @@ from reinforce_ada_jax import evaluate
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
-from reinforce_ada_jax.training import components, warm_start
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import warm_start
 from tests.running import ROOT, environment, tiny
 
-PACKAGED = components.ASSETS / "cipher"
+PACKAGED = components_lib.ASSETS / "cipher"
 TOKENIZER = Tokenizer.load(PACKAGED)
 
 
