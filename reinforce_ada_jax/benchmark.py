@@ -112,7 +112,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_list("algorithms", [], "Of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list("variants", list(iteration_benchmark.VARIANTS), "What `iteration` compares.", flag_values=values)
     config_flags.DEFINE_config_file("config", None, "The configuration of `iteration`.", flag_values=values)
-    flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: turn=0.01,host=0.002,...", flag_values=values)
+    flags.DEFINE_list(
+        "cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values
+    )
     flags.DEFINE_bool(
         "against_plain",
         False,
@@ -198,8 +200,8 @@ def _engine_options(options: flags.FlagValues, workload: Workload) -> EngineOpti
 
 
 def _cost(options: flags.FlagValues) -> Cost:
-    """--bandwidth with --model, amended by --cost; without either, every turn takes 10 ms."""
-    cost = Cost(turn=0.01)
+    """--bandwidth with --model, amended by --cost; without either, every decode step takes 10 ms."""
+    cost = Cost(decode_step=0.01)
     if options.bandwidth:
         cost = rollout_benchmark.roofline(_architecture(options), jnp.dtype(options.dtype).itemsize, options.bandwidth)
     changes = dict(item.partition("=")[::2] for item in options.cost)

@@ -43,7 +43,6 @@ from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.presets import PUBLISHED
-from reinforce_ada_jax.sampling.engine import options_from_config
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
@@ -196,7 +195,7 @@ def engine_options(config: Config, architecture: Architecture) -> EngineOptions:
       ValueError: it asks for the attention of a GPU.
     """
     # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
-    options = options_from_config(config, architecture.eos_ids or (0,))
+    options = components.engine_options(config, architecture.eos_ids or (0,))
     attention = FOR_PLATFORM["tpu"] if config.sampling.attention == "auto" else config.sampling.attention
     if attention == "pallas_gpu":
         raise ValueError("sampling.attention is 'pallas_gpu': a TPU takes auto, pallas_tpu or jnp.")

@@ -244,7 +244,7 @@ class Run:
             ages = np.array([(self.iteration - response.policy_version) * updates for response in pool.responses])
             groups.append(make_group(pool, self.strategy, ages))
         metrics = collection_metrics(groups, collection.group_size, len(prompts)) | calibration(pools)
-        metrics["collection/slot_utilisation"] = counts["tokens"] / max(counts["slot_turns"], 1)
+        metrics["collection/slot_utilisation"] = counts["tokens"] / max(counts["slot_steps"], 1)
         metrics["collection/prefills"] = counts["prefills"]
         metrics["collection/dispatches"] = counts["dispatches"]
         metrics["collection/ahead"] = sum(

@@ -91,7 +91,7 @@ class ScriptedRollouts(Rollouts):
         """As that of `Rollouts`."""
 
         def of_request(request: Request) -> SamplingParams:
-            return dataclasses.replace(sampling, limit=self.script.length(request))
+            return dataclasses.replace(sampling, max_tokens=self.script.length(request))
 
         return super().sampler(params, sampling=of_request, **terms)
 

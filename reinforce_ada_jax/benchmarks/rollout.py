@@ -150,7 +150,7 @@ def copy_bytes_per_s(num_bytes: int) -> float:
 
 
 def _bytes_read(architecture: Architecture, itemsize: int) -> tuple[int, int]:
-    """A turn reads all weights, and for each token in the cache its keys and values: bytes of both."""
+    """A decode step reads all weights, and for each token in the cache its keys and values: bytes of both."""
     weights = architecture.num_parameters
     if not architecture.tied_embedding:
         weights -= architecture.vocab_size * architecture.hidden_size  # of which a row a token is read
@@ -158,19 +158,19 @@ def _bytes_read(architecture: Architecture, itemsize: int) -> tuple[int, int]:
     return itemsize * weights, itemsize * cached_token
 
 
-def bytes_needed(architecture: Architecture, workload: Workload, turns: int, itemsize: int) -> int:
-    """What decoding a workload must read at the least, in so many turns."""
-    turn, cached_token = _bytes_read(architecture, itemsize)
+def bytes_needed(architecture: Architecture, workload: Workload, decode_steps: int, itemsize: int) -> int:
+    """What decoding a workload must read at the least, in `decode_steps` steps."""
+    decode_step, cached_token = _bytes_read(architecture, itemsize)
     prompt = np.array([len(prompt.tokens) for prompt in workload.prompts])[:, None]
     # Token t of a response, from 0, sees prompt + t tokens.
     seen = int((workload.lengths * prompt + workload.lengths * (workload.lengths - 1) // 2).sum())
-    return turns * turn + seen * cached_token
+    return decode_steps * decode_step + seen * cached_token
 
 
 def roofline(architecture: Architecture, itemsize: int, bandwidth: float) -> Cost:
     """Decoding that does nothing but read memory, at `bandwidth` bytes a second, with prefill free."""
-    turn, cached_token = _bytes_read(architecture, itemsize)
-    return Cost(turn=turn / bandwidth, cached_token=cached_token / bandwidth)
+    decode_step, cached_token = _bytes_read(architecture, itemsize)
+    return Cost(decode_step=decode_step / bandwidth, cached_token=cached_token / bandwidth)
 
 
 # ---- measurements ----------------------------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def measure(
         "peak_memory_bytes": peak_memory_bytes(),
     }
     if copy_bytes:
-        turns, rate = last.slot_turns // (options.slots * replicas), copy_bytes_per_s(copy_bytes)
-        needed = bytes_needed(architecture, workload, turns, jnp.dtype(options.dtype).itemsize)
+        decode_steps, rate = last.slot_steps // (options.slots * replicas), copy_bytes_per_s(copy_bytes)
+        needed = bytes_needed(architecture, workload, decode_steps, jnp.dtype(options.dtype).itemsize)
         result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / rate}
     if baseline is not None:
         theirs = statistics.median(others)
@@ -350,7 +350,7 @@ def _session(rollouts: Rollouts, pools: list[Pool], seconds: float) -> dict[str,
         "useful_tokens_per_s": counts.tokens / seconds,
         "slot_utilisation": counts.slot_utilisation,
         "responses": sum(len(pool.responses) for pool in pools),
-        "turns": counts.slot_turns // (rollouts.engine.options.slots * rollouts.engine.replicas),
+        "decode_steps": counts.slot_steps // (rollouts.engine.options.slots * rollouts.engine.replicas),
         "windows": counts.windows,
         "dispatches": counts.dispatches,
     }

@@ -15,7 +15,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.engine import buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
 
-# Share of slot-turns that make a token: simulated at full size with 256 slots (docs/performance.md, "Rounds").
+# Share of slot-steps that make a token: simulated at full size with 256 slots (docs/performance.md, "Rounds").
 BUSY_SLOTS = 0.936
 # Pass rates for which draws are expected; more of them change the mean by less than 1 %.
 NUM_PASS_RATES = 512

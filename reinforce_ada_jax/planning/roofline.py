@@ -15,7 +15,7 @@ import re
 import jax.numpy as jnp
 
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling.pallas_attention import pool_head_dim
+from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim
 from reinforce_ada_jax.sampling.state import EngineOptions
 
 GIB = 2**30
@@ -116,7 +116,7 @@ def layer_weights(a: Architecture) -> int:
 
 def token_bytes(a: Architecture, o: EngineOptions) -> int:
     """Of one token's keys and values in the cache, all layers, with the columns that pages have for the kernel."""
-    columns = pool_head_dim(a.head_dim, o.attention)
+    columns = padded_head_dim(a.head_dim, o.attention)
     return 2 * a.num_layers * a.num_kv_heads * columns * jnp.dtype(o.dtype).itemsize
 
 

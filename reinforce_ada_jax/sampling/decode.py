@@ -1,7 +1,7 @@
 """Prefill and the decode window: pure functions from one state pytree to the next.
 
 A prompt's keys and values are computed once, into pages that all its draws share (`open_prompts`). A draw starts with
-the prompt's *last token* as its first input: its first decode turn gives the first token of the response, so no
+the prompt's *last token* as its first input: its first decode step gives the first token of the response, so no
 logits need to be kept, and only the partly filled last page of the prompt is copied for it.
 
 `decode_window` is one compiled program: every slot decodes up to `window` tokens; inside it a slot whose response has
@@ -20,21 +20,21 @@ from jaxtyping import Array, Bool, Int, UInt32
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.paged_attention import pad_columns, paged_attention, write_token
+from reinforce_ada_jax.sampling.paged_attention import pad_head_dim, paged_attention, write_token
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
     STOPPED,
     TRUNCATED,
     DecodeState,
-    Handover,
     Outputs,
     Prefix,
     Prompts,
     Queue,
-    Report,
     Sampling,
     Slots,
+    WindowInputs,
+    WindowOutputs,
 )
 
 # With an empty queue and no more than such a part of the slots active, the others aren't computed any more.
@@ -66,7 +66,7 @@ def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]
     where = (heads, (layer + page[None])[None], jnp.broadcast_to(position % page_size, (rows, tokens))[None, None])
 
     def write(pages, new):
-        return pages.at[where].set(pad_columns(new, pages).transpose(3, 0, 1, 2, 4).astype(pages.dtype))
+        return pages.at[where].set(pad_head_dim(new, pages).transpose(3, 0, 1, 2, 4).astype(pages.dtype))
 
     return state.replace(
         key_pages=write(state.key_pages, prefix.keys), value_pages=write(state.value_pages, prefix.values)
@@ -126,7 +126,7 @@ def insert(
     here = jnp.arange(num_slots) == slot
     state = release_slots(state, here)
     length = prefix.length[0]
-    used = num_pages(length + sampling.limit, _page_size(state))
+    used = num_pages(length + sampling.max_tokens, _page_size(state))
     pool, table = pages_lib.allocate(state.pool, used[None], width)
     old = state.slots
     slots = Slots(
@@ -144,22 +144,22 @@ def insert(
     return _fill_pages(state.replace(pool=pool, slots=slots), prefix, table)
 
 
-def enqueue(state: DecodeState, handover: Handover) -> DecodeState:
+def enqueue(state: DecodeState, inputs: WindowInputs) -> DecodeState:
     """Puts the host's requests behind those that wait. It never hands over more than there is room for."""
     queue, size = state.queue, state.queue.prompt_row.shape[0]
     entry = jnp.arange(size)
-    place = jnp.where(entry < handover.count, (queue.end + entry) % size, size)
+    place = jnp.where(entry < inputs.count, (queue.end + entry) % size, size)
 
     def put(waiting, new):
         return waiting.at[place].set(new, mode="drop")
 
     queue = Queue(
-        prompt_row=put(queue.prompt_row, handover.prompt_row),
-        output_row=put(queue.output_row, handover.output_row),
-        key=put(queue.key, token_lib.draw_keys(state.seed, handover.address)),
-        sampling=jax.tree.map(put, queue.sampling, handover.sampling),
+        prompt_row=put(queue.prompt_row, inputs.prompt_row),
+        output_row=put(queue.output_row, inputs.output_row),
+        key=put(queue.key, token_lib.draw_keys(state.seed, inputs.address)),
+        sampling=jax.tree.map(put, queue.sampling, inputs.sampling),
         head=queue.head,
-        end=queue.end + handover.count,
+        end=queue.end + inputs.count,
     )
     return state.replace(queue=queue)
 
@@ -176,7 +176,7 @@ def refill(state: DecodeState, reserve: Int[Array, ""] | int = 0) -> DecodeState
     sampling = jax.tree.map(lambda x: x[entry], queue.sampling)
     length = prompts.length[row]
     shared = (length - 1) // page_size
-    used = num_pages(length + sampling.limit, page_size)
+    used = num_pages(length + sampling.max_tokens, page_size)
     wanted = jnp.where(waiting, used - shared, 0)
     # Later entries stand in later slots, so this cuts off the queue's tail and never skips a request.
     taken = waiting & (jnp.cumsum(wanted) <= state.pool.available - reserve)
@@ -217,15 +217,15 @@ def refill(state: DecodeState, reserve: Int[Array, ""] | int = 0) -> DecodeState
 def _copy_pages(
     state: DecodeState, source: Int[Array, " S"], target: Int[Array, " S"], wanted: Bool[Array, " S"]
 ) -> DecodeState:
-    """Copies page source[s] to target[s], all layers, for the wanted slots: a loop of just so many turns."""
+    """Copies page source[s] to target[s], all layers, for the wanted slots: one loop iteration for each."""
     pages_per_layer = state.pool.stack.shape[0]
     layers = jnp.arange(state.key_pages.shape[1] // pages_per_layer) * pages_per_layer
     heads = jnp.arange(state.key_pages.shape[0])[:, None]
     place = jnp.where(wanted, jnp.cumsum(wanted) - 1, wanted.shape[0])
     order = jnp.zeros_like(place).at[place].set(jnp.arange(wanted.shape[0]), mode="drop")
 
-    def copy_one(turn, pools):
-        slot = order[turn]
+    def copy_one(index, pools):
+        slot = order[index]
         # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
         new, old = (heads, (layers + target[slot])[None]), (heads, (layers + source[slot])[None])
         return tuple(pool.at[new].set(pool[old]) for pool in pools)
@@ -263,7 +263,7 @@ def decode_token(
 
     count = slots.count + 1
     stopped = slots.active & jnp.any(tokens[:, None] == state.stop_ids[None], axis=1)
-    ended = stopped | (slots.active & (count >= slots.sampling.limit))
+    ended = stopped | (slots.active & (count >= slots.sampling.max_tokens))
     row = jnp.where(slots.active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
     outputs = Outputs(
@@ -283,7 +283,7 @@ def decode_token(
         slots=slots,
         outputs=outputs,
         busy=state.busy + jnp.sum(state.slots.active, dtype=jnp.int32),
-        turns=state.turns + 1,
+        decode_steps=state.decode_steps + 1,
     )
     return state, ended
 
@@ -291,13 +291,13 @@ def decode_token(
 def decode_window(
     model: Decoder,
     state: DecodeState,
-    handover: Handover,
+    inputs: WindowInputs,
     *,
     window: int,
     dtype: DTypeLike,
     backend: str,
     mesh: Mesh | None = None,
-) -> tuple[DecodeState, Report]:
+) -> tuple[DecodeState, WindowOutputs]:
     """Up to `window` tokens for all slots, refilled from the queue as they become free.
 
     It ends before that when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and
@@ -306,10 +306,10 @@ def decode_window(
     """
     num_slots = state.slots.active.shape[0]
     widths = [num_slots // part for part in NARROWER if num_slots >= part]
-    state = enqueue(close_prompts(state, handover.closing), handover)
-    # What the last window finished stands in its report.
+    state = enqueue(close_prompts(state, inputs.closing), inputs)
+    # What the last window finished stands in its outputs.
     running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
-    state = state.replace(outputs=running, busy=jnp.int32(0), turns=jnp.int32(0))
+    state = state.replace(outputs=running, busy=jnp.int32(0), decode_steps=jnp.int32(0))
 
     def queue_empty(state):
         return state.queue.head >= state.queue.end
@@ -319,9 +319,9 @@ def decode_window(
         finished = jnp.sum(state.outputs.status != RUNNING)
         idle = num_slots - active
         starved = queue_empty(state) & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
-        return (state.turns < window) & (active > 0) & ~starved
+        return (state.decode_steps < window) & (active > 0) & ~starved
 
-    def turn(state):
+    def decode_step(state):
         state, ended = decode_token(model, state, dtype=dtype, backend=backend, mesh=mesh)
         return release_slots(state, ended)
 
@@ -330,8 +330,8 @@ def decode_window(
 
     state = jax.lax.while_loop(
         lambda state: wanted(state) & ~few_left(state, max(widths, default=0)),
-        lambda state: refill(turn(state), handover.reserve),
-        refill(state, handover.reserve),
+        lambda state: refill(decode_step(state), inputs.reserve),
+        refill(state, inputs.reserve),
     )
     # The tail, with nothing left to refill from: loops over ever fewer slots, the active ones among them.
     for width, next_width in itertools.pairwise((*widths, 0)):
@@ -341,15 +341,15 @@ def decode_window(
             lambda state, width=width, next_width=next_width: (
                 wanted(state) & few_left(state, width) & ~few_left(state, next_width)
             ),
-            turn,
+            decode_step,
             state.replace(slots=first),
         )
         state = state.replace(slots=jax.tree.map(lambda *parts: jnp.concatenate(parts), state.slots, rest))
-    report = Report(
-        outputs=state.outputs,
+    outputs = WindowOutputs(
+        rows=state.outputs,
         waiting=state.queue.end - state.queue.head,
         free_pages=state.pool.available,
         busy=state.busy,
-        turns=state.turns,
+        decode_steps=state.decode_steps,
     )
-    return state, report
+    return state, outputs

@@ -8,7 +8,6 @@ The engine holds no weights. Every call gets the learner's own arrays, or the co
 layout or dtype differ.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reinforce_ada_jax.config import longest_response
 from reinforce_ada_jax.distributed.mesh import local_mesh, local_view, tensor_spec
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode
-from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import (
     ADDRESS_WORDS,
     DecodeState,
     EngineOptions,
-    Handover,
     PrefillBatch,
     Prefix,
-    Report,
     Sampling,
     SamplingParams,
+    WindowInputs,
+    WindowOutputs,
     empty_state,
 )
 from reinforce_ada_jax.serving import jetstream
@@ -46,30 +43,6 @@ SERVED_STREAM = 2**32 - 1
 SHORTEST_BUCKET = 16
 # Along these axes of the mesh decoding has copies of the weights; each copy has slots, pages and a queue of its own.
 REPLICA_AXES = ("data", "fsdp")
-
-
-def options_from_config(config: Any, stop_ids: tuple[int, ...]) -> EngineOptions:
-    """The engine that a run's configuration describes, with its zeros ("count it for me") filled in."""
-    sampling = config.sampling
-    # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
-    # (docs/performance.md); behind a barrier none is closed before the last round has begun.
-    barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
-    options = EngineOptions(
-        slots=sampling.slots,
-        window=sampling.window,
-        page_size=sampling.page_size,
-        pages=sampling.pages,
-        open_prompts=sampling.open_prompts or max(sampling.slots + sampling.slots // 4, barrier_prompts),
-        prefill_rows=sampling.prefill_rows,
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=longest_response(config),
-        stop_ids=stop_ids,
-        seed=config.seed,
-        dtype=config.model.compute_dtype,
-        attention=choose_backend(sampling.attention),
-        check_invariants=sampling.check_invariants,
-    )
-    return options if options.pages else dataclasses.replace(options, pages=enough_pages(options))
 
 
 def enough_pages(options: EngineOptions) -> int:
@@ -151,7 +124,7 @@ class Engine(EngineInterface):
         self._learner_mesh, mesh = mesh, local_mesh(mesh, process)
         self.architecture, self.options, self._mesh, self.tokenizer = architecture, options, mesh, tokenizer
         self.dtype = jnp.dtype(options.dtype)
-        self._served, self._served_draws = served or SamplingParams(limit=options.max_response_tokens), 0
+        self._served, self._served_draws = served or SamplingParams(max_tokens=options.max_response_tokens), 0
         self.replicas = mesh.shape["data"] * mesh.shape["fsdp"]
         how = dict(dtype=self.dtype, backend=options.attention, mesh=mesh)
         replica_axes = () if self.replicas == 1 else (REPLICA_AXES,)
@@ -172,8 +145,8 @@ class Engine(EngineInterface):
         # every exit: a state that came back laid out otherwise would compile everything once more.
         @functools.partial(jax.jit, donate_argnums=1, out_shardings=(layout, by_replica))
         @self._on_each_replica
-        def decode_window(params, state, handover):
-            return decode.decode_window(merge(architecture, params), state, handover, window=options.window, **how)
+        def decode_window(params, state, inputs):
+            return decode.decode_window(merge(architecture, params), state, inputs, window=options.window, **how)
 
         @functools.partial(jax.jit, donate_argnums=1, out_shardings=layout)
         @self._on_each_replica
@@ -217,7 +190,7 @@ class Engine(EngineInterface):
             in_specs=(everyones, own, own),
             out_specs=own,
             axis_names=set(REPLICA_AXES),
-            check_vma=False,  # replicas' loops take different numbers of turns
+            check_vma=False,  # replicas' loops take different numbers of decode_steps
         )
 
     def _stack(self, of_replicas: Sequence[Any]) -> Any:
@@ -274,10 +247,10 @@ class Engine(EngineInterface):
             )
 
         rows, size = o.output_rows, o.prefill_rows
-        handover = Handover(
+        inputs = WindowInputs(
             prompt_row=own(rows), output_row=own(rows), address=own(rows, ADDRESS_WORDS, dtype=jnp.uint32),
             sampling=Sampling(
-                limit=own(rows), temperature=own(rows, dtype=jnp.float32),
+                max_tokens=own(rows), temperature=own(rows, dtype=jnp.float32),
                 top_k=own(rows), top_p=own(rows, dtype=jnp.float32),
             ),
             count=own(), closing=own(o.open_prompts, dtype=jnp.bool), reserve=own(),
@@ -287,14 +260,14 @@ class Engine(EngineInterface):
             batch = PrefillBatch(tokens=own(size, tokens), length=own(size), rows=own(size))
             return lambda: self._open_prompts.lower(params, state, batch)
 
-        window = {"decode window": lambda: self._decode_window.lower(params, state, handover)}
+        window = {"decode window": lambda: self._decode_window.lower(params, state, inputs)}
         return window | {f"prefill {tokens}": prefill(tokens) for tokens in buckets(o.max_prompt_tokens)}
 
     @property
     def cache_bytes(self) -> int:
         """Of a replica's pages, keys and values, all layers."""
         a, o = self.architecture, self.options
-        token_bytes = 2 * a.num_layers * a.num_kv_heads * o.columns(a) * self.dtype.itemsize
+        token_bytes = 2 * a.num_layers * a.num_kv_heads * o.padded_head_dim(a) * self.dtype.itemsize
         return o.pages * o.page_size * token_bytes
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
@@ -308,20 +281,20 @@ class Engine(EngineInterface):
         return self._open_prompts(params, state, self._stack(batches))
 
     def decode_window(
-        self, params: Params, state: DecodeState, handovers: Sequence[Handover]
-    ) -> tuple[DecodeState, Report]:
+        self, params: Params, state: DecodeState, all_inputs: Sequence[WindowInputs]
+    ) -> tuple[DecodeState, WindowOutputs]:
         """One dispatch: up to `window` tokens for all slots, refilled from the queue (`decode.decode_window`).
 
-        `handovers` has one for each replica; `reports` takes their reports apart.
+        `all_inputs` has one for each replica; `all_outputs` takes their all_outputs apart.
         """
-        return self._decode_window(params, state, self._stack(handovers))
+        return self._decode_window(params, state, self._stack(all_inputs))
 
-    def reports(self, report: Report) -> list[Report]:
-        """Waits for a window: each replica's report, on the host."""
-        report = jax.device_get(report)
+    def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
+        """Waits for a window: each replica's outputs, on the host."""
+        outputs = jax.device_get(outputs)
         if self.replicas == 1:
-            return [report]
-        return [jax.tree.map(operator.itemgetter(replica), report) for replica in range(self.replicas)]
+            return [outputs]
+        return [jax.tree.map(operator.itemgetter(replica), outputs) for replica in range(self.replicas)]
 
     def fetch(self, state: DecodeState) -> list[DecodeState]:
         """Waits for a state: each replica's pool, prompts, queue and slots, on the host; no cache and no outputs."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
-from reinforce_ada_jax.sampling.state import RUNNING, DecodeState, EngineOptions, Report
+from reinforce_ada_jax.sampling.state import RUNNING, DecodeState, EngineOptions, WindowOutputs
 from reinforce_ada_jax.types import Request
 
 
@@ -65,8 +65,8 @@ def check_state(
     *,
     prompt_rows: Mapping[str, int],
     in_flight: Mapping[int, Request],
-    unread: Iterable[Report],
-    sure_pages: int,
+    unread: Iterable[WindowOutputs],
+    guaranteed_free_pages: int,
 ) -> None:
     """One replica's state after the newest window, against the host's books.
 
@@ -75,8 +75,8 @@ def check_state(
       state: its pool, prompts, queue and slots, on the host.
       prompt_rows: of the prompts that are open.
       in_flight: requests handed over and not heard of, by output row.
-      unread: reports of windows that the host has not read.
-      sure_pages: free at least, as the host believes.
+      unread: all_outputs of windows that the host has not read.
+      guaranteed_free_pages: free at least, as the host believes.
 
     Raises:
       BrokenInvariant: a page is lost or held twice, a request is lost or in two places, or fewer pages are free than
@@ -89,7 +89,7 @@ def check_state(
     _require(0 <= end - head <= size, f"the queue of {size} reaches from {head} to {end}")
     waiting = np.arange(head, end) % size
     active = np.flatnonzero(slots.active)
-    ended = [row for report in unread for row in np.flatnonzero(report.outputs.status != RUNNING).tolist()]
+    ended = [row for outputs in unread for row in np.flatnonzero(outputs.rows.status != RUNNING).tolist()]
     places = [*queue.output_row[waiting].tolist(), *slots.output_row[active].tolist(), *ended]
     if len(places) != len(in_flight) or set(places) != in_flight.keys():
         twice = sorted(row for row, count in Counter(places).items() if count > 1)
@@ -108,7 +108,10 @@ def check_state(
     free = pool.stack[:available]
     _parts_of(options.pages, "pages", null=[NULL], free=free.tolist(), prompts=prompt_pages.tolist(),
               slots=own_pages.tolist())  # fmt: skip
-    _require(available >= sure_pages, f"{available} pages are free, where the host counts on {sure_pages}")
+    _require(
+        available >= guaranteed_free_pages,
+        f"{available} pages are free, where the host counts on {guaranteed_free_pages}",
+    )
     # ---- slots: at home in their prompt's pages, with room for the next token and for the last one.
     row_of = {row: prompt_rows.get(request.prompt.id, -1) for row, request in in_flight.items()}
     for output_row, row in zip(queue.output_row[waiting].tolist(), queue.prompt_row[waiting].tolist(), strict=True):
@@ -116,7 +119,7 @@ def check_state(
     home = np.array([row_of[row] for row in slots.output_row[active].tolist()], np.int64)
     _require(bool((home >= 0).all()), f"slots {active[home < 0].tolist()} decode for prompts that are closed")
     length = prompts.length[home]
-    limit, count, position = slots.sampling.limit[active], slots.count[active], slots.position[active]
+    limit, count, position = slots.sampling.max_tokens[active], slots.count[active], slots.position[active]
     right = (
         (position == length - 1 + count)
         & (count < limit)
@@ -130,16 +133,16 @@ def check_state(
     _require(bool(same.all()), f"slots {active[~same.all(1)].tolist()} read other pages than their prompts'")
 
 
-def check_report(report: Report, in_flight: Mapping[int, Request]) -> None:
+def check_outputs(outputs: WindowOutputs, in_flight: Mapping[int, Request]) -> None:
     """What a window says that it finished was asked for, and not answered before.
 
     Raises:
       BrokenInvariant: an output row ended that nobody waits for, or without a token.
     """
-    ended = np.flatnonzero(report.outputs.status != RUNNING)
+    ended = np.flatnonzero(outputs.rows.status != RUNNING)
     strange = [row for row in ended.tolist() if row not in in_flight]
     _require(not strange, f"output rows {strange} ended, and nothing was asked of them or it was answered already")
-    lengths = report.outputs.length[ended]
+    lengths = outputs.rows.length[ended]
     _require(bool((lengths >= 1).all()), f"output rows {ended[lengths < 1].tolist()} ended without a token")
 
 

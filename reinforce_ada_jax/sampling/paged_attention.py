@@ -1,6 +1,7 @@
 """Attention of one new token per slot over pages of keys and values: one signature, several backends.
 
-Keys and values of all layers share one pool [K, L * pages, page_size, columns]: page p of layer l is l * pages + p.
+Keys and values of all layers share one pool [K, L * pages, page_size, padded_H], with padded_H from
+`padded_head_dim`: page p of layer l is l * pages + p.
 Backends are chosen by name (`BACKENDS`). `jnp` runs on any device; the kernels for TPU and GPU are in
 pallas_attention.py. All of them read live pages only: those that hold tokens of active slots.
 """
@@ -15,8 +16,8 @@ from reinforce_ada_jax.sampling.pages import num_pages
 
 BACKENDS = ("jnp", "pallas_tpu", "pallas_gpu")
 FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
-# Keys and values that the jnp backend looks at in one turn: they stay in a core's own cache (L2 of 1 or 2 MiB).
-BYTES_PER_TURN = 2**19
+# Keys and values that the jnp backend reads at a time: they stay in a core's own cache (L2 of 1 or 2 MiB).
+BATCH_BYTES = 2**19
 
 
 def choose_backend(name: str) -> str:
@@ -26,8 +27,8 @@ def choose_backend(name: str) -> str:
 
 def paged_attention(
     query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size columns"],
-    value_pages: Float[Array, "K pages page_size columns"],
+    key_pages: Float[Array, "K pages page_size padded_H"],
+    value_pages: Float[Array, "K pages page_size padded_H"],
     lengths: Int[Array, " S"],
     table: Int[Array, "S width"],
     *,
@@ -38,7 +39,7 @@ def paged_attention(
 
     Args:
       query: the new token's, rotated.
-      key_pages: the pool, the new token's key already written; columns beyond H are zero (`pool_head_dim`).
+      key_pages: the pool, the new token's key already written; entries beyond H are zero (`padded_head_dim`).
       value_pages: likewise.
       lengths: tokens that each slot may see, the new one included; at most width * page_size.
       table: physical pages of each slot in order; entries beyond its length must be valid page numbers.
@@ -55,16 +56,16 @@ def paged_attention(
 
 
 def _live_pages(query, key_pages, value_pages, lengths, table):
-    """The live pages of all slots in one row, worked through a few at a time, in as many turns as it takes.
+    """The live pages of all slots in one row, worked through a few at a time, one batch at a time.
 
     Each page gives a softmax of its own (largest score, sum, weighted values); those of a slot are joined at the end.
     A gather of every slot's whole table in place of this took 10 times as long at 64 slots with room for 320 tokens.
     """
     num_slots, num_heads, head_dim = query.shape
-    kv_heads, _, page_size, columns = key_pages.shape
+    kv_heads, _, page_size, padded_dim = key_pages.shape
     width, group = table.shape[1], num_heads // kv_heads
-    page_bytes = 2 * kv_heads * page_size * columns * key_pages.dtype.itemsize
-    at_a_time = max(1, min(BYTES_PER_TURN // page_bytes, num_slots * width))
+    page_bytes = 2 * kv_heads * page_size * padded_dim * key_pages.dtype.itemsize
+    at_a_time = max(1, min(BATCH_BYTES // page_bytes, num_slots * width))
     most = num_slots * width + -(num_slots * width) % at_a_time
 
     counts = num_pages(lengths, page_size)
@@ -73,10 +74,10 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     column = jnp.clip(jnp.arange(most) - first[slot], 0, width - 1)
     page, tokens = table[slot, column], lengths[slot] - column * page_size
     # K first, as in the pages: XLA would transpose these, many times as large.
-    grouped = pad_columns(query * head_dim**-0.5, key_pages)
-    grouped = grouped.reshape(num_slots, kv_heads, group, columns).swapaxes(0, 1)
+    grouped = pad_head_dim(query * head_dim**-0.5, key_pages)
+    grouped = grouped.reshape(num_slots, kv_heads, group, padded_dim).swapaxes(0, 1)
 
-    def turn(index, partial):
+    def one_batch(index, partial):
         def these(row):
             return jax.lax.dynamic_slice(row, (index * at_a_time,), (at_a_time,))
 
@@ -103,10 +104,10 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     partial = (
         jnp.zeros((kv_heads, most, group), jnp.float32),
         jnp.zeros((kv_heads, most, group), jnp.float32),
-        jnp.zeros((kv_heads, most, group, columns), jnp.float32),
+        jnp.zeros((kv_heads, most, group, padded_dim), jnp.float32),
     )
-    turns = num_pages(jnp.sum(counts), at_a_time)
-    largest, total, values = jax.lax.fori_loop(0, turns, turn, partial)
+    num_batches = num_pages(jnp.sum(counts), at_a_time)
+    largest, total, values = jax.lax.fori_loop(0, num_batches, one_batch, partial)
 
     of_slot = jnp.minimum(first[:, None] + jnp.arange(width)[None], most - 1)
     live = (jnp.arange(width)[None] < counts[:, None])[None, ..., None]  # 1 S width 1
@@ -118,22 +119,24 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
 
 
-def pad_columns(new: Float[Array, "... H"], pages: Float[Array, "K pages page_size columns"]) -> Float[Array, "... C"]:
+def pad_head_dim(
+    new: Float[Array, "... H"], pages: Float[Array, "K pages page_size padded_H"]
+) -> Float[Array, "... padded_H"]:
     """Keys or values with zeros up to the width of the pages."""
     missing = pages.shape[-1] - new.shape[-1]
     return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new
 
 
 def write_token(
-    pages: Float[Array, "K pages page_size columns"],
+    pages: Float[Array, "K pages page_size padded_H"],
     new: Float[Array, "S K H"],
     page: Int[Array, " S"],
     offset: Int[Array, " S"],
-) -> Float[Array, "K pages page_size columns"]:
+) -> Float[Array, "K pages page_size padded_H"]:
     """Puts one token's keys (or values) of every slot at (page, offset).
 
     All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool.
     """
     heads = jnp.arange(pages.shape[0])[:, None]
-    new = pad_columns(new, pages).transpose(1, 0, 2)
+    new = pad_head_dim(new, pages).transpose(1, 0, 2)
     return pages.at[heads, page[None, :], offset[None, :]].set(new.astype(pages.dtype))

@@ -33,11 +33,11 @@ TRITON_TILE = 16
 NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def pool_head_dim(head_dim: int, backend: str) -> int:
-    """Columns that a page needs for each head, of which the first `head_dim` are used and the others stay zero.
+def padded_head_dim(head_dim: int, backend: str) -> int:
+    """Returns the numbers that a page holds for each head: the first `head_dim` are used, the others stay zero.
 
     The TPU kernel reads lanes of 128, Triton blocks of a power of two. Padding the pages at every step would copy the
-    whole cache, so they are allocated that wide. Zero columns change neither scores nor what is mixed.
+    whole cache, so they are allocated that wide. The zeros change neither scores nor what is mixed.
     """
     if backend == "pallas_tpu":
         return -(-head_dim // 128) * 128
@@ -49,15 +49,15 @@ def pool_head_dim(head_dim: int, backend: str) -> int:
 def _over_heads(
     attend: Callable[..., jax.Array], query: jax.Array, key_pages: jax.Array, *rest: jax.Array, mesh: Mesh, backend: str
 ) -> jax.Array:
-    """`attend` on every device with its own heads, in columns of the pool's width."""
-    head_dim, columns = query.shape[-1], key_pages.shape[-1]
-    needed = pool_head_dim(head_dim, backend)
-    if columns != needed:
+    """Runs `attend` on every device with its own heads, padded to the head dimension of the pool."""
+    head_dim, padded_dim = query.shape[-1], key_pages.shape[-1]
+    needed = padded_head_dim(head_dim, backend)
+    if padded_dim != needed:
         raise ValueError(
-            f"pages have {columns} columns for heads of size {head_dim}, and {backend} reads {needed}: allocate the "
-            "pool with pool_head_dim."
+            f"pages hold {padded_dim} numbers for a head of dimension {head_dim}, and {backend} reads {needed}: "
+            "allocate the pool with padded_head_dim."
         )
-    query = jnp.pad(query, ((0, 0), (0, 0), (0, columns - head_dim)))
+    query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_dim - head_dim)))
     of_pool, of_query = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
     # Inside a replica (`engine.Engine`) the other axes of the mesh are taken, and the mesh is known.
     inside = not jax.sharding.get_abstract_mesh().empty
@@ -82,8 +82,8 @@ def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
 
 def pallas_tpu(
     query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size columns"],
-    value_pages: Float[Array, "K pages page_size columns"],
+    key_pages: Float[Array, "K pages page_size padded_H"],
+    value_pages: Float[Array, "K pages page_size padded_H"],
     lengths: Int[Array, " S"],
     table: Int[Array, "S width"],
     *,
@@ -95,7 +95,7 @@ def pallas_tpu(
     Whatever stands beyond a slot's length must be finite: the kernel masks scores by adding to them.
 
     Raises:
-      ValueError: the pool isn't `pool_head_dim` wide, or the page table is too large for a TPU's scalar memory.
+      ValueError: the pool isn't `padded_head_dim` wide, or the page table is too large for a TPU's scalar memory.
     """
     slots, width = table.shape
     page_size = key_pages.shape[2]
@@ -131,7 +131,7 @@ def _gpu_kernel(
     length_ref: Int[Array, ""],
     table_ref: Int[Array, " width"],
     mixed_ref: Float[Array, "rows H"],
-    best_ref: Float[Array, " rows"],
+    max_score_ref: Float[Array, " rows"],
     total_ref: Float[Array, " rows"],
     *,
     scale: float,
@@ -142,7 +142,7 @@ def _gpu_kernel(
     query = query_ref[...]
 
     def one_block(block, carry):
-        mixed, best, total = carry
+        mixed, max_score, total = carry
         token = block * GPU_BLOCK_TOKENS + jnp.arange(GPU_BLOCK_TOKENS)
         live = token < length
         # Beyond the length, the last live token once more: nothing else is read, so nothing else need be finite.
@@ -152,11 +152,11 @@ def _gpu_kernel(
         # HIGHEST keeps float32 products whole (Triton's own choice is TF32); it means nothing for bfloat16.
         dot = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
         scores = jnp.where(live[None], dot(query, key.T) * scale, NO_SCORE)
-        new_best = jnp.maximum(best, scores.max(axis=1))
-        weights = jnp.exp(scores - new_best[:, None])  # 0 where dead: every block that is looked at has a live token
-        shrink = jnp.exp(best - new_best)
+        new_max = jnp.maximum(max_score, scores.max(axis=1))
+        weights = jnp.exp(scores - new_max[:, None])  # 0 where dead: every block that is looked at has a live token
+        shrink = jnp.exp(max_score - new_max)
         mixed = mixed * shrink[:, None] + dot(weights.astype(query.dtype), value)
-        return mixed, new_best, total * shrink + weights.sum(axis=1)
+        return mixed, new_max, total * shrink + weights.sum(axis=1)
 
     num_blocks = pl.cdiv(length, GPU_BLOCK_TOKENS)
     share = pl.cdiv(num_blocks, num_splits)
@@ -168,13 +168,13 @@ def _gpu_kernel(
         jnp.zeros(num_rows, jnp.float32),
     )
     last = jnp.minimum(first + share, num_blocks)
-    mixed_ref[...], best_ref[...], total_ref[...] = jax.lax.fori_loop(first, last, one_block, nothing)
+    mixed_ref[...], max_score_ref[...], total_ref[...] = jax.lax.fori_loop(first, last, one_block, nothing)
 
 
 def pallas_gpu(
     query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size columns"],
-    value_pages: Float[Array, "K pages page_size columns"],
+    key_pages: Float[Array, "K pages page_size padded_H"],
+    value_pages: Float[Array, "K pages page_size padded_H"],
     lengths: Int[Array, " S"],
     table: Int[Array, "S width"],
     *,
@@ -187,17 +187,17 @@ def pallas_gpu(
     kernel shipped with JAX is deprecated since 0.11, and rounds unnormalised parts to the query's dtype.
 
     Raises:
-      ValueError: the pool isn't `pool_head_dim` wide.
+      ValueError: the pool isn't `padded_head_dim` wide.
     """
     scale = 1 / math.sqrt(query.shape[-1])
 
     def attend(query, key_pages, value_pages, lengths, table):
-        (slots, heads, columns), kv_heads = query.shape, key_pages.shape[0]
+        (slots, heads, padded_dim), kv_heads = query.shape, key_pages.shape[0]
         group = heads // kv_heads
         rows = max(TRITON_TILE, 1 << (group - 1).bit_length())
         blocks = -(-table.shape[1] * key_pages.shape[2] // GPU_BLOCK_TOKENS)
         splits = max(1, min(blocks, GPU_PROGRAMS // (slots * kv_heads)))
-        query = query.reshape(slots, kv_heads, group, columns)
+        query = query.reshape(slots, kv_heads, group, padded_dim)
         query = jnp.pad(query, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
 
         def part(*shape):
@@ -205,17 +205,17 @@ def pallas_gpu(
             return pl.BlockSpec((None, None, None, *shape), lambda s, k, i: (s, k, i, *[0] * len(shape)))
 
         pool = pl.BlockSpec((None, *key_pages.shape[1:]), lambda s, k, i: (k, 0, 0, 0))
-        one_query = pl.BlockSpec((None, None, rows, columns), lambda s, k, i: (s, k, 0, 0))
+        one_query = pl.BlockSpec((None, None, rows, padded_dim), lambda s, k, i: (s, k, 0, 0))
         one_length = pl.BlockSpec((None,), lambda s, k, i: (s,))
         one_table = pl.BlockSpec((None, table.shape[1]), lambda s, k, i: (s, 0))
         shape = (slots, kv_heads, splits, rows)
-        mixed, best, total = pl.pallas_call(
+        mixed, max_score, total = pl.pallas_call(
             functools.partial(_gpu_kernel, scale=scale),
             grid=(slots, kv_heads, splits),
             in_specs=[one_query, pool, pool, one_length, one_table],
-            out_specs=[part(rows, columns), part(rows), part(rows)],
+            out_specs=[part(rows, padded_dim), part(rows), part(rows)],
             out_shape=[
-                jax.ShapeDtypeStruct((*shape, columns), jnp.float32),
+                jax.ShapeDtypeStruct((*shape, padded_dim), jnp.float32),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
             ],
@@ -223,10 +223,10 @@ def pallas_gpu(
             interpret=interpret,
             name="paged_attention",
         )(query, key_pages, value_pages, lengths, table)
-        weight = jnp.exp(best - best.max(axis=2, keepdims=True))
+        weight = jnp.exp(max_score - max_score.max(axis=2, keepdims=True))
         total = jnp.sum(total * weight, axis=2)
         mixed = jnp.sum(mixed * weight[..., None], axis=2) / jnp.where(total > 0, total, 1)[..., None]
-        return mixed[:, :, :group].reshape(slots, heads, columns)
+        return mixed[:, :, :group].reshape(slots, heads, padded_dim)
 
     mixed = _over_heads(attend, query, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_gpu")
     return mixed.astype(query.dtype)

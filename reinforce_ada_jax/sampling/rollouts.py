@@ -3,7 +3,7 @@
 `Rollouts.sampler` gives the `sample_fn` of the collection loop. The host decides only which prompts are open and which
 requests stand in the device's queue; slots, pages and tokens are the compiled window's.
 
-The device never waits for the host: a window is dispatched before the report of the one before it is read. What the
+The device never waits for the host: a window is dispatched before the outputs of the one before it is read. What the
 host knows is therefore one window old, and every decision below is safe whatever that window does.
 """
 
@@ -28,10 +28,10 @@ from reinforce_ada_jax.sampling.state import (
     TRUNCATED,
     DecodeState,
     EngineOptions,
-    Handover,
-    Report,
     Sampling,
     SamplingParams,
+    WindowInputs,
+    WindowOutputs,
 )
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response
 
@@ -41,16 +41,16 @@ class RolloutCounts:
     """What one call of `sample_fn` did, for the metrics.
 
     Attributes:
-      tokens: slot-turns that made a token.
-      slot_turns: all slot-turns, idle ones included.
+      tokens: slot-steps that made a token.
+      slot_steps: all slot-steps, idle ones included.
       windows: decode windows.
       prefills: prompts prefilled.
       dispatches: programs started on the device, windows and prefills.
-      host_s: seconds from reading a report to the next window, where by then nothing was left running on the device.
+      host_s: seconds from reading a outputs to the next window, where by then nothing was left running on the device.
     """
 
     tokens: int = 0
-    slot_turns: int = 0
+    slot_steps: int = 0
     windows: int = 0
     prefills: int = 0
     dispatches: int = 0
@@ -58,8 +58,8 @@ class RolloutCounts:
 
     @property
     def slot_utilisation(self) -> float:
-        """Share of slot-turns that made a token."""
-        return self.tokens / self.slot_turns if self.slot_turns else 0.0
+        """Share of slot-steps that made a token."""
+        return self.tokens / self.slot_steps if self.slot_steps else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +132,10 @@ class Rollouts:
 
     def _check(self, sampling: SamplingParams) -> SamplingParams:
         longest = self.engine.options.max_response_tokens
-        if sampling.limit > longest:
+        if sampling.max_tokens > longest:
             raise ValueError(
-                f"responses of up to {sampling.limit} tokens are asked for; the engine was built for 1 to {longest}."
+                f"max_tokens is {sampling.max_tokens}; the engine was built for 1 to {longest}. Raise "
+                "sampling.max_response_tokens, or ask for less."
             )
         return sampling
 
@@ -174,9 +175,11 @@ class _Replica:
         self.unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self.opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts to be prefilled
         self.closing = np.zeros(options.open_prompts, bool)
-        self.sure_pages = options.pages - 1  # free when the next program runs, whatever the windows under way do
+        self.guaranteed_free_pages = (
+            options.pages - 1
+        )  # free when the next program runs, whatever the windows under way do
         # Of each window under way: pages closed less pages opened since the one before, and its reserve.
-        self.under_way: collections.deque[tuple[int, int]] = collections.deque()
+        self.in_flight_windows: collections.deque[tuple[int, int]] = collections.deque()
         self.closed_pages = self.opened_pages = 0  # since the newest window began
 
     # ---- what it has and can take --------------------------------------------------------------------------------
@@ -224,11 +227,11 @@ class _Replica:
     def _open(self, prompt: Prompt) -> bool:
         """Gives a prompt a row and pages; False where it has to wait for them."""
         pages = self._pages(prompt)
-        if not self.free_prompt_rows or pages > min(self._room_for_prompts(), self.sure_pages):
+        if not self.free_prompt_rows or pages > min(self._room_for_prompts(), self.guaranteed_free_pages):
             return False
         self.prompt_rows[prompt.id] = row = self.free_prompt_rows.pop()
         self.prompt_pages[prompt.id] = pages
-        self.sure_pages -= pages
+        self.guaranteed_free_pages -= pages
         self.opened_pages += pages
         self.opened.append((row, prompt.tokens))
         return True
@@ -250,7 +253,7 @@ class _Replica:
 
     # ---- windows -------------------------------------------------------------------------------------------------
 
-    def hand_over(self, terms: _Terms) -> Handover:
+    def make_inputs(self, terms: _Terms) -> WindowInputs:
         """The requests that are ready, as the device takes them, and the prompts to give up."""
         next_prompts = itertools.islice(self.unopened.values(), self.options.prefill_rows)
         wanted = sum(self._pages(requests[0].prompt) for requests in next_prompts)
@@ -266,29 +269,29 @@ class _Replica:
             sampling = terms.sampling_of(request)
             prompt_row[count], output_row[count] = self.prompt_rows[request.prompt.id], row
             address[count] = terms.address(request)
-            limit[count], temperature[count] = sampling.limit, sampling.temperature
+            limit[count], temperature[count] = sampling.max_tokens, sampling.temperature
             top_k[count], top_p[count] = sampling.top_k, sampling.top_p
             count += 1
         closing, self.closing = self.closing, np.zeros_like(self.closing)
         # Not before: a prompt opened by now would have stood in a row that this window is to give up.
         self.free_prompt_rows += np.flatnonzero(closing).tolist()
-        self.under_way.append((self.closed_pages - self.opened_pages, reserve))
-        self.sure_pages = self._surely_free(self.sure_pages + self.closed_pages, reserve)
+        self.in_flight_windows.append((self.closed_pages - self.opened_pages, reserve))
+        self.guaranteed_free_pages = self._guaranteed_free(self.guaranteed_free_pages + self.closed_pages, reserve)
         self.closed_pages = self.opened_pages = 0
-        return Handover(
+        return WindowInputs(
             prompt_row=prompt_row, output_row=output_row, address=address,
-            sampling=Sampling(limit=limit, temperature=temperature, top_k=top_k, top_p=top_p),
+            sampling=Sampling(max_tokens=limit, temperature=temperature, top_k=top_k, top_p=top_p),
             count=np.int32(count), closing=closing, reserve=np.int32(reserve),
         )  # fmt: skip
 
-    def _surely_free(self, free_pages: int, reserve: int) -> int:
+    def _guaranteed_free(self, free_pages: int, reserve: int) -> int:
         """Pages free after a window that began with at least `free_pages`: slots may take all but `reserve`, and
         never more than their tables hold."""
         held_by_slots = self.options.slots * self.options.table_width
         rest = self.options.pages - 1 - sum(self.prompt_pages.values()) - held_by_slots
         return max(min(free_pages, reserve), rest)
 
-    def check(self, state: DecodeState, unread: Sequence[Report]) -> None:
+    def check(self, state: DecodeState, unread: Sequence[WindowOutputs]) -> None:
         """Raises `BrokenInvariant` where its books don't fit the state after the newest window."""
         invariants.check_rows(
             self.options, prompt_rows=self.prompt_rows, closing=self.closing, free_prompt_rows=self.free_prompt_rows,
@@ -296,23 +299,23 @@ class _Replica:
         )  # fmt: skip
         invariants.check_state(
             self.options, state, prompt_rows=self.prompt_rows, in_flight=self.in_flight, unread=unread,
-            sure_pages=self.sure_pages,
+            guaranteed_free_pages=self.guaranteed_free_pages,
         )  # fmt: skip
 
-    def hear(self, report: Report, policy_version: int) -> list[Response]:
+    def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
         """The responses that ended in the oldest window under way, by output row."""
         if self.options.check_invariants:
-            invariants.check_report(report, self.in_flight)
-        self.under_way.popleft()
-        self.sure_pages = int(report.free_pages)
-        for page_change, reserve in self.under_way:  # at most one
-            self.sure_pages = self._surely_free(self.sure_pages + page_change, reserve)
-        if report.waiting and not report.turns:
+            invariants.check_outputs(outputs, self.in_flight)
+        self.in_flight_windows.popleft()
+        self.guaranteed_free_pages = int(outputs.free_pages)
+        for page_change, reserve in self.in_flight_windows:  # at most one
+            self.guaranteed_free_pages = self._guaranteed_free(self.guaranteed_free_pages + page_change, reserve)
+        if outputs.waiting and not outputs.decode_steps:
             raise RuntimeError(
-                f"{report.waiting} requests wait and none can start: a pool of {self.options.pages} pages has no room "
+                f"{outputs.waiting} requests wait and none can start: a pool of {self.options.pages} pages has no room "
                 "for one response beside the open prompts."
             )
-        outputs, responses = report.outputs, []
+        outputs, responses = outputs.rows, []
         for row in np.flatnonzero(outputs.status != RUNNING).tolist():
             request, length = self.in_flight.pop(row), outputs.length[row]
             self.free_output_rows.append(row)
@@ -333,9 +336,9 @@ class _Session:
     def __init__(self, engine: Engine, counts: RolloutCounts, state: DecodeState, queue: RequestQueue, terms: _Terms):
         self.engine, self.counts, self.state, self.queue, self.terms = engine, counts, state, queue, terms
         self.replicas = [_Replica(engine.options) for _ in range(engine.replicas)]
-        self.windows: collections.deque[Report] = collections.deque()  # under way, not read
+        self.windows: collections.deque[WindowOutputs] = collections.deque()  # under way, not read
         self.begun_ahead: set[str] = set()  # prompts of the next iteration
-        self.turns = np.zeros(engine.replicas, np.int64)
+        self.decode_steps = np.zeros(engine.replicas, np.int64)
         self.read_at = time.monotonic()
 
     def run(self) -> Iterator[list[Response]]:
@@ -361,7 +364,7 @@ class _Session:
         for replica in self.replicas:
             replica.close(list(replica.prompt_rows))
         if any(replica.closing.any() for replica in self.replicas):
-            self._dispatch()  # a window of no turns, in which the last pages are given back
+            self._dispatch()  # a window of no decode_steps, in which the last pages are given back
         if self.engine.options.check_invariants:
             for state in self.engine.fetch(self.state):
                 invariants.check_idle(self.engine.options, state)
@@ -417,34 +420,34 @@ class _Session:
 
     def _dispatch(self) -> None:
         """Hands over what is ready and starts a window."""
-        handovers = [replica.hand_over(self.terms) for replica in self.replicas]
-        if self.windows and self.windows[-1].turns.is_ready():
+        all_inputs = [replica.make_inputs(self.terms) for replica in self.replicas]
+        if self.windows and self.windows[-1].decode_steps.is_ready():
             self.counts.host_s += time.monotonic() - self.read_at
-        self.state, report = self.engine.decode_window(self.terms.weights, self.state, handovers)
-        for array in jax.tree.leaves(report):
+        self.state, outputs = self.engine.decode_window(self.terms.weights, self.state, all_inputs)
+        for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
-        self.windows.append(report)
+        self.windows.append(outputs)
         self.counts.dispatches += 1
         if self.engine.options.check_invariants:
             self._check()
 
     def _check(self) -> None:
         """Looks at every replica's state after the window just dispatched, which it waits for (`invariants`)."""
-        unread = [self.engine.reports(report) for report in self.windows]
+        unread = [self.engine.fetch_outputs(outputs) for outputs in self.windows]
         for number, (replica, state) in enumerate(zip(self.replicas, self.engine.fetch(self.state), strict=True)):
-            replica.check(state, [reports[number] for reports in unread])
+            replica.check(state, [all_outputs[number] for all_outputs in unread])
 
     def _read(self) -> list[Response]:
         """Waits for the oldest window; the responses that ended in it, by replica and output row."""
-        reports = self.engine.reports(self.windows.popleft())
+        all_outputs = self.engine.fetch_outputs(self.windows.popleft())
         self.read_at = time.monotonic()
         self.counts.windows += 1
-        self.counts.tokens += sum(int(report.busy) for report in reports)
-        self.turns += [int(report.turns) for report in reports]
-        # A replica that takes fewer turns than another one idles meanwhile.
-        self.counts.slot_turns = int(self.turns.max()) * self.engine.options.slots * len(reports)
+        self.counts.tokens += sum(int(outputs.busy) for outputs in all_outputs)
+        self.decode_steps += [int(outputs.decode_steps) for outputs in all_outputs]
+        # A replica that takes fewer decode_steps than another one idles meanwhile.
+        self.counts.slot_steps = int(self.decode_steps.max()) * self.engine.options.slots * len(all_outputs)
         return [
             response
-            for replica, report in zip(self.replicas, reports, strict=True)
-            for response in replica.hear(report, self.terms.policy_version)
+            for replica, outputs in zip(self.replicas, all_outputs, strict=True)
+            for response in replica.process_outputs(outputs, self.terms.policy_version)
         ]

@@ -1,7 +1,7 @@
 """An engine in virtual time: decode.py's slots, queue and pages, with prescribed lengths and costs in place of a model.
 
 `SimulatedEngine` stands where `Rollouts` expects an `Engine`. So the host's side, the collection loop and its strategy
-are the real ones, and only what a compiled program would do on the device is modelled here. Turn for turn it does what
+are the real ones, and only what a compiled program would do on the device is modelled here. Step for step it does what
 `decode.decode_window` does (tests/sampling/test_simulation.py); the seconds are as good as the costs put in.
 """
 
@@ -20,10 +20,10 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     EngineOptions,
-    Handover,
     Outputs,
     PrefillBatch,
-    Report,
+    WindowInputs,
+    WindowOutputs,
 )
 
 
@@ -32,16 +32,16 @@ class Cost:
     """Seconds that the programs of an engine take on some machine.
 
     Attributes:
-      turn: one decode turn, whatever the slots hold: above all, reading the weights.
-      cached_token: on top of that, for each token whose keys and values are read in a turn.
+      decode_step: one decode step, whatever the slots hold: above all, reading the weights.
+      cached_token: on top of that, for each token whose keys and values are read in a step.
       window: starting a decode window.
       prefill: starting a prefill.
       prefill_token: each token of a prefill, padding included.
-      host: the host's work between reading a report and dispatching the next window; the device only waits for it
+      host: the host's work between reading a outputs and dispatching the next window; the device only waits for it
         where it has run out of windows.
     """
 
-    turn: float = 0.0
+    decode_step: float = 0.0
     cached_token: float = 0.0
     window: float = 0.0
     prefill: float = 0.0
@@ -57,7 +57,7 @@ class _Slot:
       output_row: which it fills.
       length: of the whole response.
       left: tokens still to come.
-      cached: tokens that the next turn sees, its own input included.
+      cached: tokens that the next step sees, its own input included.
       pages: its own ones, the prompt's shared pages aside.
       status: what it ends with.
     """
@@ -110,23 +110,23 @@ class SimulatedEngine:
         return state
 
     def decode_window(
-        self, params: None, state: "SimulatedState", handovers: Sequence[Handover]
-    ) -> tuple["SimulatedState", Report]:
+        self, params: None, state: "SimulatedState", all_inputs: Sequence[WindowInputs]
+    ) -> tuple["SimulatedState", WindowOutputs]:
         """One window; see `decode.decode_window`, in whose order everything happens."""
-        (handover,) = handovers
-        for row in np.flatnonzero(handover.closing).tolist():
+        (inputs,) = all_inputs
+        for row in np.flatnonzero(inputs.closing).tolist():
             state.free_pages += num_pages(state.prompts.pop(row) - 1, self.options.page_size)
-        state.queue.extend(self._entries(handover))
-        reserve = int(handover.reserve)
+        state.queue.extend(self._entries(inputs))
+        reserve = int(inputs.reserve)
         self._refill(state, reserve)
 
         ended: list[_Slot] = []
-        turns = busy = cached = 0
-        while turns < self.options.window and state.slots and not self._starved(state, len(ended)):
+        decode_steps = busy = cached = 0
+        while decode_steps < self.options.window and state.slots and not self._starved(state, len(ended)):
             # Between two ends nothing can change.
-            stride = min(self.options.window - turns, *(slot.left for slot in state.slots))
+            stride = min(self.options.window - decode_steps, *(slot.left for slot in state.slots))
             active = len(state.slots)
-            turns, busy = turns + stride, busy + stride * active
+            decode_steps, busy = decode_steps + stride, busy + stride * active
             cached += stride * sum(slot.cached for slot in state.slots) + active * stride * (stride - 1) // 2
             for slot in state.slots:
                 slot.left -= stride
@@ -137,13 +137,13 @@ class SimulatedEngine:
                 state.free_pages += sum(slot.pages for slot in ending)
                 state.slots = [slot for slot in state.slots if slot.left > 0]
                 self._refill(state, reserve)
-        seconds = self.cost.window + turns * self.cost.turn + cached * self.cost.cached_token
+        seconds = self.cost.window + decode_steps * self.cost.decode_step + cached * self.cost.cached_token
         self._window_ends.append(self._run(seconds, host=self.cost.host))
-        return state, self._report(state, ended, turns, busy)
+        return state, self._outputs(state, ended, decode_steps, busy)
 
-    def reports(self, report: Report) -> list[Report]:
+    def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         """The one replica's."""
-        return [jax.device_get(report)]
+        return [jax.device_get(outputs)]
 
     def _run(self, seconds: float, *, host: float) -> float:
         """Puts a program behind those under way; when it ends.
@@ -154,12 +154,12 @@ class SimulatedEngine:
         self._device_s = max(self._device_s, self._host_s) + seconds
         return self._device_s
 
-    def _entries(self, handover: Handover) -> Iterable[tuple[int, int, int, int]]:
+    def _entries(self, inputs: WindowInputs) -> Iterable[tuple[int, int, int, int]]:
         """(prompt row, output row, limit, length) of each new request."""
-        for index in range(int(handover.count)):
-            limit = int(handover.sampling.limit[index])
-            length = self._lengths[_place(handover.address[index])]
-            yield int(handover.prompt_row[index]), int(handover.output_row[index]), limit, length
+        for index in range(int(inputs.count)):
+            limit = int(inputs.sampling.max_tokens[index])
+            length = self._lengths[_place(inputs.address[index])]
+            yield int(inputs.prompt_row[index]), int(inputs.output_row[index]), limit, length
 
     def _refill(self, state: "SimulatedState", reserve: int) -> None:
         """Idle slots take from the queue's head, in order, while pages for the longest possible response are free."""
@@ -181,7 +181,7 @@ class SimulatedEngine:
         idle = slots - len(state.slots)
         return not state.queue and idle >= max(1, slots // 4) and num_ended >= max(1, slots // 8)
 
-    def _report(self, state: "SimulatedState", ended: list[_Slot], turns: int, busy: int) -> Report:
+    def _outputs(self, state: "SimulatedState", ended: list[_Slot], decode_steps: int, busy: int) -> WindowOutputs:
         rows = self.options.output_rows
         status, length = np.full(rows, RUNNING, np.int32), np.zeros(rows, np.int32)
         for slot in ended:
@@ -190,9 +190,13 @@ class SimulatedEngine:
         outputs = Outputs(
             tokens=np.zeros((rows, 1), np.int32), logprobs=np.zeros((rows, 1), np.float32), length=length, status=status
         )
-        waiting, free_pages, busy, turns = map(np.int32, (len(state.queue), state.free_pages, busy, turns))
-        report = Report(outputs=outputs, waiting=waiting, free_pages=free_pages, busy=busy, turns=turns)
-        return jax.tree.map(jnp.asarray, report)  # the host asks device arrays whether they are ready
+        waiting, free_pages, busy, decode_steps = map(
+            np.int32, (len(state.queue), state.free_pages, busy, decode_steps)
+        )
+        outputs = WindowOutputs(
+            rows=outputs, waiting=waiting, free_pages=free_pages, busy=busy, decode_steps=decode_steps
+        )
+        return jax.tree.map(jnp.asarray, outputs)  # the host asks device arrays whether they are ready
 
 
 @dataclasses.dataclass

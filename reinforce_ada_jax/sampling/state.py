@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling.pages import PagePool
-from reinforce_ada_jax.sampling.pallas_attention import pool_head_dim
+from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
 RUNNING, STOPPED, TRUNCATED = 0, 1, 2
@@ -29,7 +29,7 @@ ROWS_PER_SLOT = 4
 class Sampling:
     """How responses are drawn (`SamplingParams`): scalars for one, arrays for the rows of a queue or the slots."""
 
-    limit: Int[Array, " R"]  # response tokens at most
+    max_tokens: Int[Array, " R"]  # response tokens at most
     temperature: Float[Array, " R"]
     top_k: Int[Array, " R"]
     top_p: Float[Array, " R"]
@@ -40,28 +40,28 @@ class SamplingParams:
     """How one response is drawn.
 
     Attributes:
-      limit: response tokens at most.
+      max_tokens: response tokens at most.
       temperature: 0 takes the most probable token.
       top_k: draw among so many of the most probable tokens; 0 for all.
       top_p: draw among the fewest tokens that hold this much probability, of what top_k left; in (0, 1].
     """
 
-    limit: int
+    max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not (self.limit >= 1 and 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+        if not (self.max_tokens >= 1 and 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(
-                f"{self}: limit must be at least 1, temperature at least 0 and finite, top_k at least 0, and top_p "
-                "above 0 and at most 1."
+                f"{self}: max_tokens must be at least 1, temperature at least 0 and finite, top_k at least 0, and "
+                "top_p above 0 and at most 1."
             )
 
     def as_arrays(self) -> Sampling:
         """The same, as the device has it."""
         return Sampling(
-            limit=np.int32(self.limit), temperature=np.float32(self.temperature),
+            max_tokens=np.int32(self.max_tokens), temperature=np.float32(self.temperature),
             top_k=np.int32(self.top_k), top_p=np.float32(self.top_p),
         )  # fmt: skip
 
@@ -76,7 +76,7 @@ class Prompts:
 
 
 @struct.dataclass
-class Handover:
+class WindowInputs:
     """What the host hands over with a window.
 
     Attributes:
@@ -147,10 +147,10 @@ class Outputs:
 
 @struct.dataclass
 class DecodeState:
-    """Everything that decoding carries from turn to turn, donated to each program and given back."""
+    """Everything that decoding carries from one decode step to the next, donated to each program and given back."""
 
-    key_pages: Float[Array, "K L*pages page_size columns"]
-    value_pages: Float[Array, "K L*pages page_size columns"]
+    key_pages: Float[Array, "K L*pages page_size padded_H"]
+    value_pages: Float[Array, "K L*pages page_size padded_H"]
     pool: PagePool
     prompts: Prompts
     queue: Queue
@@ -158,27 +158,27 @@ class DecodeState:
     outputs: Outputs
     seed: Int[Array, ""]
     stop_ids: Int[Array, " stops"]
-    busy: Int[Array, ""]  # slot-turns that made a token, and
-    turns: Int[Array, ""]  # turns, in this window
+    busy: Int[Array, ""]  # slot-steps that made a token in this window
+    decode_steps: Int[Array, ""]  # taken in this window
 
 
 @struct.dataclass
-class Report:
+class WindowOutputs:
     """What the host reads of a window: a copy, so that the next window may begin before it is read.
 
     Attributes:
-      outputs: status other than RUNNING where a response ended in this window.
+      rows: status other than RUNNING where a response ended in this window.
       waiting: requests that no slot has taken yet.
       free_pages: at the end of the window.
-      busy: slot-turns that made a token.
-      turns: turns of all slots.
+      busy: slot-steps that made a token.
+      decode_steps: steps taken, each by all slots.
     """
 
-    outputs: Outputs
+    rows: Outputs
     waiting: Int[Array, ""]
     free_pages: Int[Array, ""]
     busy: Int[Array, ""]
-    turns: Int[Array, ""]
+    decode_steps: Int[Array, ""]
 
 
 @struct.dataclass
@@ -209,9 +209,9 @@ class EngineOptions:
     attention: str = "jnp"
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
-    def columns(self, architecture: Architecture) -> int:
+    def padded_head_dim(self, architecture: Architecture) -> int:
         """Numbers that a page holds for each token and head: the head dim, padded with zeros for some kernels."""
-        return pool_head_dim(architecture.head_dim, self.attention)
+        return padded_head_dim(architecture.head_dim, self.attention)
 
     @property
     def output_rows(self) -> int:
@@ -231,14 +231,14 @@ class EngineOptions:
 
 def empty_state(architecture: Architecture, o: EngineOptions) -> DecodeState:
     """No prompt open, no slot active, every page free."""
-    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, o.columns(architecture))
+    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, o.padded_head_dim(architecture))
 
     def integers(*shape):
         return jnp.zeros(shape, jnp.int32)
 
     def sampling(rows):
         floats = dict(temperature=jnp.ones(rows, jnp.float32), top_p=jnp.ones(rows, jnp.float32))
-        return Sampling(limit=integers(rows), top_k=integers(rows), **floats)
+        return Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats)
 
     return DecodeState(
         key_pages=jnp.zeros(pool, jnp.dtype(o.dtype)),
@@ -278,5 +278,5 @@ def empty_state(architecture: Architecture, o: EngineOptions) -> DecodeState:
         seed=jnp.int32(o.seed),
         stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
         busy=integers(),
-        turns=integers(),
+        decode_steps=integers(),
     )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.config import Config, EvaluationConfig
+from reinforce_ada_jax.config import Config, EvaluationConfig, longest_response
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -28,7 +28,9 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.engine import Engine, options_from_config
+from reinforce_ada_jax.sampling.engine import Engine, enough_pages
+from reinforce_ada_jax.sampling.paged_attention import choose_backend
+from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
@@ -74,6 +76,30 @@ class Components:
         return verify
 
 
+def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
+    """Returns the options of the engine that a configuration describes; pages and open prompts of 0 are computed."""
+    sampling = config.sampling
+    # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
+    # (docs/performance.md); behind a barrier none is closed before the last round has begun.
+    barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
+    options = EngineOptions(
+        slots=sampling.slots,
+        window=sampling.window,
+        page_size=sampling.page_size,
+        pages=sampling.pages,
+        open_prompts=sampling.open_prompts or max(sampling.slots + sampling.slots // 4, barrier_prompts),
+        prefill_rows=sampling.prefill_rows,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=longest_response(config),
+        stop_ids=stop_ids,
+        seed=config.seed,
+        dtype=config.model.compute_dtype,
+        attention=choose_backend(sampling.attention),
+        check_invariants=sampling.check_invariants,
+    )
+    return options if options.pages else dataclasses.replace(options, pages=enough_pages(options))
+
+
 def build(config: Config, folder: pathlib.Path) -> Components:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
 
@@ -87,7 +113,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
             f"{architecture.vocab_size} rows: they don't belong together."
         )
-    options = options_from_config(config, tokenizer.stop_ids)
+    options = engine_options(config, tokenizer.stop_ids)
     mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh))
     return Components(
         folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer)

@@ -210,7 +210,7 @@ def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
 def test_a_plan_from_a_distribution():
     # Prefill in rows of 16 and buckets of 64 tokens: 64 prompts are 4 dispatches of 1024 tokens.
     flag = ("rollout", "--simulate", "--model=Qwen2.5-1.5B", "--requests=64", "--prompt_tokens=50", "--samples=4")
-    result = run(*flag, "--lengths=100,0.5,16,400", "--slots=64", "--cost=turn=0,prefill_token=1")
+    result = run(*flag, "--lengths=100,0.5,16,400", "--slots=64", "--cost=decode_step=0,prefill_token=1")
     assert result["responses"] == 256 and result["seconds"] == 4 * 1024
     assert 0.5 < result["slot_utilisation"] < 1
 
@@ -219,14 +219,14 @@ def test_an_embedding_of_its_own_is_not_read():
     # Qwen2.5-7B: 7.6e9 weights, of which 152064 * 3584 are the embedding, not read where the head is another matrix.
     architecture = huggingface.from_hf(PUBLISHED["Qwen2.5-7B"])
     cost = rollout.roofline(architecture, 2, 1e12)
-    assert cost.turn == pytest.approx(2 * (7_615_616_512 - 152064 * 3584) / 1e12)
+    assert cost.decode_step == pytest.approx(2 * (7_615_616_512 - 152064 * 3584) / 1e12)
     assert cost.cached_token == pytest.approx(2 * 2 * 28 * 4 * 128 / 1e12)
 
 
 def test_adaptive():
     flag = ("adaptive", "--slots=8", "--prompts=12", "--scale=0.01", "--window=4", "--barrier")
     result, simulated = run(*flag), run(*flag, "--simulate")
-    for name in ("useful_tokens", "responses", "slot_utilisation", "turns", "windows", "dispatches"):
+    for name in ("useful_tokens", "responses", "slot_utilisation", "decode_steps", "windows", "dispatches"):
         assert result[name] == simulated[name] and result["barrier"][name] == simulated["barrier"][name]
     assert result["barrier"]["slot_utilisation"] < result["slot_utilisation"]
     assert result["barrier_ratio"] == pytest.approx(result["barrier"]["seconds"] / result["seconds"])
@@ -259,11 +259,11 @@ def test_lengths(tmp_path):
 
 def test_costs_by_name(capsys):
     flag = ("adaptive", "--simulate", "--slots=8", "--prompts=8", "--scale=0.01")
-    plain, twice = run(*flag, "--cost=turn=1"), run(*flag, "--cost=turn=2")
-    assert plain["seconds"] == plain["turns"] and twice["seconds"] == 2 * plain["turns"]
+    plain, twice = run(*flag, "--cost=decode_step=1"), run(*flag, "--cost=decode_step=2")
+    assert plain["seconds"] == plain["decode_steps"] and twice["seconds"] == 2 * plain["decode_steps"]
     with pytest.raises(SystemExit):
-        run(*flag, "--cost=turns=1")
-    assert "no 'turns'; it has turn, cached_token" in capsys.readouterr().err
+        run(*flag, "--cost=decode_steps=1")
+    assert "no 'decode_steps'; it has decode_step, cached_token" in capsys.readouterr().err
 
 
 def test_an_unknown_benchmark(capsys):

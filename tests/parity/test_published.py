@@ -15,7 +15,7 @@ from reinforce_ada_jax.config import replaced
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy import huggingface, transformer
-from reinforce_ada_jax.sampling.engine import Engine, options_from_config
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Prompt
@@ -52,7 +52,7 @@ def case(request, tmp_path_factory):
             ]
         except ValueError:
             continue
-        options = options_from_config(published.run_config(max(LENGTHS), LIMIT), pair.architecture.eos_ids)
+        options = components.engine_options(published.run_config(max(LENGTHS), LIMIT), pair.architecture.eos_ids)
         engine = Engine(pair.architecture, options, mesh=make_mesh())
         return request.param, pair, prompts, continuations, Rollouts(engine)
     raise ValueError("no seed of 20 gives greedy tokens that are more than 1e-3 likelier than the next")

@@ -23,14 +23,14 @@ from reinforce_ada_jax.sampling.state import (
     TRUNCATED,
     DecodeState,
     EngineOptions,
-    Handover,
     Outputs,
     PrefillBatch,
     Prompts,
     Queue,
-    Report,
     Sampling,
     Slots,
+    WindowInputs,
+    WindowOutputs,
 )
 
 VOCABULARY = 50_000
@@ -131,19 +131,19 @@ class PageEngine:
         return states
 
     def decode_window(
-        self, params: None, states: list[PageState], handovers: Sequence[Handover]
-    ) -> tuple[list[PageState], Report]:
+        self, params: None, states: list[PageState], all_inputs: Sequence[WindowInputs]
+    ) -> tuple[list[PageState], WindowOutputs]:
         """decode.decode_window on every replica."""
-        reports = [self._window(state, handover) for state, handover in zip(states, handovers, strict=True)]
-        first = reports[0]
+        all_outputs = [self._window(state, inputs) for state, inputs in zip(states, all_inputs, strict=True)]
+        first = all_outputs[0]
         if self.replicas == 1:
             return states, _mapped(lambda x: np.asarray(x).view(HostArray), first)
-        return states, _mapped(lambda *x: np.stack(x).view(HostArray), *reports)
+        return states, _mapped(lambda *x: np.stack(x).view(HostArray), *all_outputs)
 
-    def reports(self, report: Report) -> list[Report]:
+    def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         if self.replicas == 1:
-            return [report]
-        return [_mapped(lambda x, at=replica: x[at], report) for replica in range(self.replicas)]
+            return [outputs]
+        return [_mapped(lambda x, at=replica: x[at], outputs) for replica in range(self.replicas)]
 
     def fetch(self, states: list[PageState]) -> list[DecodeState]:
         return [self._fetch(state) for state in states]
@@ -163,19 +163,19 @@ class PageEngine:
         size = self.options.page_size
         return [state.cache[slot.table[place // size]][place % size] for place in range(slot.position)]
 
-    def _window(self, state: PageState, handover: Handover) -> Report:
-        options, reserve = self.options, int(handover.reserve)
-        for row in np.flatnonzero(handover.closing).tolist():
+    def _window(self, state: PageState, inputs: WindowInputs) -> WindowOutputs:
+        options, reserve = self.options, int(inputs.reserve)
+        for row in np.flatnonzero(inputs.closing).tolist():
             state.stack += state.tables[row]
             state.tables[row] = []
-        for index in range(int(handover.count)):
+        for index in range(int(inputs.count)):
             state.queue.append(_Waiting(
-                int(handover.prompt_row[index]), int(handover.output_row[index]), int(handover.sampling.limit[index]),
-                handover.address[index].tobytes(),
+                int(inputs.prompt_row[index]), int(inputs.output_row[index]), int(inputs.sampling.max_tokens[index]),
+                inputs.address[index].tobytes(),
             ))  # fmt: skip
         assert len(state.queue) <= options.output_rows, "the ring of requests is full"
         ended: list[_Slot] = []
-        turns = busy = 0
+        decode_steps = busy = 0
         many_idle, many_ended = max(1, options.slots // 4), max(1, options.slots // 8)
         self._refill(state, reserve)
 
@@ -184,22 +184,22 @@ class PageEngine:
 
         def wanted() -> bool:
             starved = not state.queue and options.slots - active() >= many_idle and len(ended) >= many_ended
-            return turns < options.window and active() > 0 and not starved
+            return decode_steps < options.window and active() > 0 and not starved
 
         def few_left(width: int) -> bool:
             return not state.queue and active() <= width
 
         widths = [options.slots // part for part in NARROWER if options.slots >= part]
         while wanted() and not few_left(max(widths, default=0)):
-            turns, busy = turns + 1, busy + active()
-            ended += self._turn(state)
+            decode_steps, busy = decode_steps + 1, busy + active()
+            ended += self._decode_step(state)
             self._refill(state, reserve)
         for width, next_width in itertools.pairwise((*widths, 0)):
             state.slots.sort(key=lambda slot: slot is None)
             while wanted() and few_left(width) and not few_left(next_width):
-                turns, busy = turns + 1, busy + active()
-                ended += self._turn(state)
-        return self._report(state, ended, turns, busy)
+                decode_steps, busy = decode_steps + 1, busy + active()
+                ended += self._decode_step(state)
+        return self._outputs(state, ended, decode_steps, busy)
 
     def _refill(self, state: PageState, reserve: int) -> None:
         size = self.options.page_size
@@ -224,7 +224,7 @@ class PageEngine:
                 request, prompt[-1], len(prompt) - 1, tokens, truncated, table[:shared] + own, shared, used
             )
 
-    def _turn(self, state: PageState) -> list[_Slot]:
+    def _decode_step(self, state: PageState) -> list[_Slot]:
         ended = []
         for number, slot in enumerate(state.slots):
             if slot is None:
@@ -240,7 +240,7 @@ class PageEngine:
                 ended.append(slot)
         return ended
 
-    def _report(self, state: PageState, ended: list[_Slot], turns: int, busy: int) -> Report:
+    def _outputs(self, state: PageState, ended: list[_Slot], decode_steps: int, busy: int) -> WindowOutputs:
         rows, longest = self.options.output_rows, self.options.max_response_tokens
         outputs = Outputs(
             tokens=np.zeros((rows, longest), np.int32), logprobs=np.zeros((rows, longest), np.float32),
@@ -250,8 +250,8 @@ class PageEngine:
             row = slot.waiting.output_row
             outputs.tokens[row, : slot.count], outputs.length[row] = slot.tokens, slot.count
             outputs.status[row] = TRUNCATED if slot.truncated else STOPPED
-        waiting, free, turns, busy = map(np.int32, (len(state.queue), len(state.stack), turns, busy))
-        return Report(outputs=outputs, waiting=waiting, free_pages=free, busy=busy, turns=turns)
+        waiting, free, decode_steps, busy = map(np.int32, (len(state.queue), len(state.stack), decode_steps, busy))
+        return WindowOutputs(rows=outputs, waiting=waiting, free_pages=free, busy=busy, decode_steps=decode_steps)
 
     def _fetch(self, state: PageState) -> DecodeState:
         """The same as decode.py's arrays; inactive slots and used up entries of the queue are zeros."""
@@ -282,7 +282,7 @@ class PageEngine:
         active[numbers] = True
         unused = dict(temperature=None, top_k=None, top_p=None)
         return DecodeState(
-            key_pages=None, value_pages=None, outputs=None, seed=None, stop_ids=None, busy=None, turns=None,
+            key_pages=None, value_pages=None, outputs=None, seed=None, stop_ids=None, busy=None, decode_steps=None,
             pool=PagePool(
                 stack=np.array(state.stack + [0] * (o.pages - len(state.stack)), np.int32),
                 available=np.int32(len(state.stack)),
@@ -295,7 +295,7 @@ class PageEngine:
             queue=Queue(
                 prompt_row=of_queue(lambda waiting: waiting.prompt_row),
                 output_row=of_queue(lambda waiting: waiting.output_row),
-                sampling=Sampling(limit=of_queue(lambda waiting: waiting.limit), **unused),
+                sampling=Sampling(max_tokens=of_queue(lambda waiting: waiting.limit), **unused),
                 key=None, head=np.int32(state.head), end=np.int32(state.head + len(state.queue)),
             ),
             slots=Slots(
@@ -303,7 +303,7 @@ class PageEngine:
                 token=of_slots(lambda slot: slot.token),
                 position=of_slots(lambda slot: slot.position),
                 count=of_slots(lambda slot: slot.count),
-                sampling=Sampling(limit=of_slots(lambda slot: slot.waiting.limit), **unused),
+                sampling=Sampling(max_tokens=of_slots(lambda slot: slot.waiting.limit), **unused),
                 key=None,
                 output_row=of_slots(lambda slot: slot.waiting.output_row),
                 table=table,
@@ -313,14 +313,14 @@ class PageEngine:
         )  # fmt: skip
 
 
-def _mapped(change, *reports: Report) -> Report:
+def _mapped(change, *all_outputs: WindowOutputs) -> WindowOutputs:
     """`jax.tree.map`, which takes longer than all else here."""
     outputs = {
-        name: change(*(getattr(report.outputs, name) for report in reports))
+        name: change(*(getattr(outputs.rows, name) for outputs in all_outputs))
         for name in ("tokens", "logprobs", "length", "status")
     }
     rest = {
-        name: change(*(getattr(report, name) for report in reports))
-        for name in ("waiting", "free_pages", "busy", "turns")
+        name: change(*(getattr(outputs, name) for outputs in all_outputs))
+        for name in ("waiting", "free_pages", "busy", "decode_steps")
     }
-    return Report(outputs=Outputs(**outputs), **rest)
+    return WindowOutputs(rows=Outputs(**outputs), **rest)

@@ -6,7 +6,7 @@ import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import prefill_batches
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Handover, Sampling
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Sampling, WindowInputs
 from tests.sampling import tiny
 
 P1, P4, P5, P16, P17 = tiny.PROMPTS
@@ -26,31 +26,31 @@ def opened(engine, prompts, rows=None, state=None):
     return state
 
 
-def handover(engine, *entries, first_output=0, closing=(), reserve=0):
+def inputs(engine, *entries, first_output=0, closing=(), reserve=0):
     """Requests (prompt, draw, limit, prompt row), to be answered in output rows from `first_output` on."""
     size = engine.options.output_rows
     words, numbers = np.zeros((size, 4), np.uint32), np.zeros((3, size), np.int32)
     for index, (prompt, draw, limit, row) in enumerate(entries):
         words[index], numbers[:, index] = token_lib.address(0, prompt.id, draw), (row, first_output + index, limit)
     ones = np.ones(size, np.float32)
-    return Handover(
+    return WindowInputs(
         prompt_row=numbers[0], output_row=numbers[1], address=words,
-        sampling=Sampling(limit=numbers[2], temperature=ones, top_k=np.zeros(size, np.int32), top_p=ones),
+        sampling=Sampling(max_tokens=numbers[2], temperature=ones, top_k=np.zeros(size, np.int32), top_p=ones),
         count=np.int32(len(entries)), closing=np.isin(np.arange(5), closing), reserve=np.int32(reserve),
     )  # fmt: skip
 
 
 def window(engine, state, *entries, **how):
-    """One window: the state after it, and its report."""
-    return engine.decode_window(tiny.params(), state, [handover(engine, *entries, **how)])
+    """One window: the state after it, and its outputs."""
+    return engine.decode_window(tiny.params(), state, [inputs(engine, *entries, **how)])
 
 
 def decode(engine, state, *entries, **how):
     """Windows until no slot is active; {output row: (tokens, logprobs, status)}."""
     finished = {}
     while True:
-        state, report = window(engine, state, *entries, **how)
-        entries, outputs = (), jax.device_get(report.outputs)
+        state, outputs = window(engine, state, *entries, **how)
+        entries, outputs = (), jax.device_get(outputs.rows)
         for row in np.flatnonzero(outputs.status != RUNNING):
             assert row not in finished
             length = outputs.length[row]
@@ -98,9 +98,9 @@ def test_prompts_hold_pages_for_all_but_their_last_token(engine):
         assert available(state) == before
     assert state.prompts.length.tolist() == [1, 4, 5, 16, 17]
     assert state.prompts.last_token.tolist() == [prompt.tokens[-1] for prompt in tiny.PROMPTS]
-    state, report = window(engine, state, closing=range(5))
+    state, outputs = window(engine, state, closing=range(5))
     tiny.assert_idle(state, engine.options.pages)
-    assert int(report.free_pages) == engine.options.pages - 1
+    assert int(outputs.free_pages) == engine.options.pages - 1
 
 
 def test_a_slot_holds_what_it_needs_beyond_the_whole_pages_of_the_prompt(engine):
@@ -109,9 +109,9 @@ def test_a_slot_holds_what_it_needs_beyond_the_whole_pages_of_the_prompt(engine)
     draws = [next(r.draw for r in tiny.drawn().values() if r.prompt_id == id and r.truncated) for id in ("p5", "p16")]
     state = opened(engine, [P5, P16])
     before = available(state)
-    state, report = window(engine, state, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1))
+    state, outputs = window(engine, state, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1))
     assert before - available(state) == (5 - 1) + (7 - 3)
-    assert (int(report.turns), int(report.busy)) == (4, 8)
+    assert (int(outputs.decode_steps), int(outputs.busy)) == (4, 8)
     state, _ = decode(engine, state)
     assert available(state) == before
 
@@ -127,7 +127,7 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
     assert available(state) == held + 4
     state = opened(engine, [P16], [1], state)
     assert available(state) == held
-    assert not (rest.outputs.status != RUNNING).any()
+    assert not (rest.rows.status != RUNNING).any()
     # The answers of P5 are in output rows 0 to 2: those of P16 go to 3 and on.
     state, finished = decode(engine, state, *[(P16, draw, 12, 1) for draw in range(6)], first_output=3)
     assert sorted(finished) == list(range(9))
@@ -137,25 +137,25 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
 
 
 def test_a_window_without_work_takes_no_turn(engine):
-    _, report = window(engine, opened(engine, [P5]))
-    assert (int(report.turns), int(report.busy), int(report.waiting)) == (0, 0, 0)
+    _, outputs = window(engine, opened(engine, [P5]))
+    assert (int(outputs.decode_steps), int(outputs.busy), int(outputs.waiting)) == (0, 0, 0)
 
 
 def test_a_window_ends_when_the_queue_is_dry_and_a_quarter_of_the_slots_idle(engine):
-    # One draw in 8 slots, of 2 tokens at most: after 2 turns of 4 the host can do better than wait.
+    # One draw in 8 slots, of 2 tokens at most: after 2 decode_steps of 4 the host can do better than wait.
     draw = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 8)
-    state, report = window(engine, opened(engine, [P5]), (P5, draw, 2, 0), (P5, draw, 12, 0))
-    assert (int(report.turns), int(report.busy)) == (2, 4)
+    state, outputs = window(engine, opened(engine, [P5]), (P5, draw, 2, 0), (P5, draw, 12, 0))
+    assert (int(outputs.decode_steps), int(outputs.busy)) == (2, 4)
     # Nothing finished yet: idle slots alone end no window.
-    _, report = window(engine, state)
-    assert (int(report.turns), int(report.busy)) == (4, 4)
+    _, outputs = window(engine, state)
+    assert (int(outputs.decode_steps), int(outputs.busy)) == (4, 4)
 
 
 def test_requests_wait_on_the_device_from_window_to_window(engine):
     """20 draws for 8 slots, then 12 more while those wait: the ring of 32 goes round; nothing is lost or doubled."""
-    state, report = window(engine, opened(engine, [P5, P16]), *[(P5, draw % 13, 12, 0) for draw in range(20)])
-    assert 0 < int(report.waiting) <= 12
-    first = {row: None for row in np.flatnonzero(report.outputs.status != RUNNING)}
+    state, outputs = window(engine, opened(engine, [P5, P16]), *[(P5, draw % 13, 12, 0) for draw in range(20)])
+    assert 0 < int(outputs.waiting) <= 12
+    first = {row: None for row in np.flatnonzero(outputs.rows.status != RUNNING)}
     state, finished = decode(engine, state, *[(P16, draw, 12, 1) for draw in range(12)], first_output=20)
     assert first.keys() | finished.keys() == set(range(32)) and not first.keys() & finished.keys()
     for row, answer in finished.items():
@@ -167,12 +167,12 @@ def test_new_responses_leave_the_reserved_pages(engine):
     state = opened(engine, [P5])
     draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
     reserve = available(state) - 9
-    state, report = window(engine, state, *[(P5, draw, 12, 0) for draw in draws], reserve=reserve)
-    assert (int(report.busy), int(report.waiting)) == (2 * 4, 1)
-    assert int(report.free_pages) == reserve + 1
+    state, outputs = window(engine, state, *[(P5, draw, 12, 0) for draw in draws], reserve=reserve)
+    assert (int(outputs.busy), int(outputs.waiting)) == (2 * 4, 1)
+    assert int(outputs.free_pages) == reserve + 1
     # The third begins as soon as nothing is reserved.
-    _, report = window(engine, state)
-    assert int(report.waiting) == 0
+    _, outputs = window(engine, state)
+    assert int(outputs.waiting) == 0
 
 
 @pytest.mark.parametrize("length", [0, 18])

@@ -17,10 +17,11 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import huggingface, lora, transformer
-from reinforce_ada_jax.sampling.engine import Engine, buckets, options_from_config
+from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving import jetstream
+from reinforce_ada_jax.training.components import engine_options
 from reinforce_ada_jax.types import Prompt
 from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny
@@ -48,17 +49,17 @@ def test_options_are_those_of_the_configuration():
     config = defaults()
     config.seed, config.model.compute_dtype, config.data.max_prompt_tokens = 5, "float32", 17
     config.sampling.update(dict(slots=4, window=2, page_size=4, prefill_rows=2, max_response_tokens=12))
-    options = options_from_config(config, (3, 7))
+    options = engine_options(config, (3, 7))
     expected = dataclasses.replace(tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=4 * 8 + 5 * 5 + 1)
     assert options == expected
     config.collection.barrier, config.collection.prompts_per_iteration = True, 8
-    assert options_from_config(config, (3, 7)).open_prompts == 8
+    assert engine_options(config, (3, 7)).open_prompts == 8
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
     assert (int(state.seed), state.stop_ids.tolist()) == (5, [3, 7])
     # An evaluation with longer responses is decoded by the same engine.
     config.evaluation.update(dict(benchmarks=("a.jsonl",), max_response_tokens=20))
-    assert options_from_config(config, (3, 7)).max_response_tokens == 20
+    assert engine_options(config, (3, 7)).max_response_tokens == 20
 
 
 def test_the_fewest_pages_are_those_of_the_scarce_engine():
@@ -183,7 +184,7 @@ def served():
     config = defaults()
     config.model.compute_dtype, config.data.max_prompt_tokens = "float32", 8
     config.sampling.update(dict(slots=3, window=4, page_size=4, prefill_rows=1, max_response_tokens=LIMIT))
-    options = options_from_config(config, tokenizer.stop_ids)
+    options = engine_options(config, tokenizer.stop_ids)
     engine = Engine(architecture, options, mesh=mesh_lib.make_mesh(), tokenizer=tokenizer, served=GREEDY)
     texts = [problem["problem"] for problem in cipher.problems("heldout")[:8]]
     prompts = [tokenizer.encode(text) for text in texts]

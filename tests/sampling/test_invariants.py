@@ -15,7 +15,7 @@ from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling.invariants import BrokenInvariant
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, Report, SamplingParams
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, SamplingParams, WindowOutputs
 from reinforce_ada_jax.sampling.token import address
 from reinforce_ada_jax.types import Request
 from tests.sampling import page_engine, tiny
@@ -97,24 +97,31 @@ def test_ten_thousand_random_streams():
 # ---- the compiled engine ---------------------------------------------------------------------------------------------
 
 
-def comparable(state, report) -> dict:
+def comparable(state, outputs) -> dict:
     """What both engines know of a replica: what is stale in rows that nobody holds aside."""
     queue, slots = state.queue, state.slots
     waiting = np.arange(queue.head, queue.end) % len(queue.prompt_row)
-    ended = np.flatnonzero(report.outputs.status)
+    ended = np.flatnonzero(outputs.rows.status)
     rows = lambda x, at: np.asarray(x)[at].tolist()  # noqa: E731
     used = np.arange(slots.table.shape[1]) < slots.used[:, None]
     return dict(
         free=state.pool.stack[: state.pool.available].tolist(),
-        waiting=[rows(x, waiting) for x in (queue.prompt_row, queue.output_row, queue.sampling.limit)],
+        waiting=[rows(x, waiting) for x in (queue.prompt_row, queue.output_row, queue.sampling.max_tokens)],
         active=slots.active.tolist(),
         slots=[
             rows(x, slots.active)
-            for x in (slots.position, slots.count, slots.output_row, slots.shared, slots.used, slots.sampling.limit)
+            for x in (
+                slots.position,
+                slots.count,
+                slots.output_row,
+                slots.shared,
+                slots.used,
+                slots.sampling.max_tokens,
+            )
         ],
         tables=rows(np.where(used, slots.table, 0), slots.active),
-        ended=[ended.tolist(), rows(report.outputs.length, ended)],
-        counts=[int(x) for x in (report.waiting, report.free_pages, report.busy, report.turns)],
+        ended=[ended.tolist(), rows(outputs.rows.length, ended)],
+        counts=[int(x) for x in (outputs.waiting, outputs.free_pages, outputs.busy, outputs.decode_steps)],
     )
 
 
@@ -123,10 +130,12 @@ def recorded(rollouts: Rollouts, stream: RandomStream) -> list:
     engine, windows = rollouts.engine, []
     decode_window = engine.decode_window
 
-    def recording(params, state, handovers):
-        state, report = decode_window(params, state, handovers)
-        windows.append([comparable(*both) for both in zip(engine.fetch(state), engine.reports(report), strict=True)])
-        return state, report
+    def recording(params, state, all_inputs):
+        state, outputs = decode_window(params, state, all_inputs)
+        windows.append(
+            [comparable(*both) for both in zip(engine.fetch(state), engine.fetch_outputs(outputs), strict=True)]
+        )
+        return state, outputs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "decode_window", recording)
@@ -168,7 +177,7 @@ def test_the_compiled_engine_does_the_same_page_for_page(sizes, monkeypatch):
 
 
 def in_the_middle() -> tuple:
-    """A session's replica, the newest state with responses waiting and decoding, and the reports not read."""
+    """A session's replica, the newest state with responses waiting and decoding, and the all_outputs not read."""
     options = dataclasses.replace(tiny.OPTIONS, pages=40, slots=3, open_prompts=4, window=2, check_invariants=True)
     found = []
 
@@ -199,7 +208,7 @@ def free_a_page_in_use(replica, state):
 
 
 def count_on_too_much(replica, state):
-    replica.sure_pages = int(state.pool.available) + 1
+    replica.guaranteed_free_pages = int(state.pool.available) + 1
 
 
 def forget_a_waiting_request(replica, state):
@@ -215,7 +224,7 @@ def read_the_pages_of_another_prompt(replica, state):
 
 
 def reserve_too_little(replica, state):
-    state.slots.sampling.limit[:] += 100
+    state.slots.sampling.max_tokens[:] += 100
 
 
 def close_a_prompt_too_early(replica, state):
@@ -257,23 +266,25 @@ def test_what_is_broken_is_named(damage, message):
         replica.check(state, unread)
 
 
-def report_of(options, status, length):
+def outputs_of(options, status, length):
     rows = options.output_rows
     outputs = Outputs(
         tokens=np.zeros((rows, 12), np.int32), logprobs=np.zeros((rows, 12), np.float32),
         length=np.full(rows, length, np.int32), status=np.array([status] + [RUNNING] * (rows - 1), np.int32),
     )  # fmt: skip
-    return Report(outputs=outputs, waiting=np.int32(0), free_pages=np.int32(0), busy=np.int32(1), turns=np.int32(1))
+    return WindowOutputs(
+        rows=outputs, waiting=np.int32(0), free_pages=np.int32(0), busy=np.int32(1), decode_steps=np.int32(1)
+    )
 
 
 def test_an_answer_that_nobody_waits_for():
     options = dataclasses.replace(tiny.OPTIONS, pages=40, check_invariants=True)
     request = Request(tiny.PROMPTS[0], 0)
-    invariants.check_report(report_of(options, STOPPED, 3), {0: request})
+    invariants.check_outputs(outputs_of(options, STOPPED, 3), {0: request})
     with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended, and nothing was asked of them"):
-        invariants.check_report(report_of(options, STOPPED, 3), {1: request})
+        invariants.check_outputs(outputs_of(options, STOPPED, 3), {1: request})
     with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended without a token"):
-        invariants.check_report(report_of(options, STOPPED, 0), {0: request})
+        invariants.check_outputs(outputs_of(options, STOPPED, 0), {0: request})
 
 
 def test_a_session_that_ends_with_a_page_held():

@@ -36,13 +36,13 @@ def test_allocate_and_release_by_hand(allocate, release):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data(), turns=st.integers(1, 12))
-def test_pages_are_conserved(data, turns):
+@given(data=st.data(), decode_steps=st.integers(1, 12))
+def test_pages_are_conserved(data, decode_steps):
     """Random rows are released, random rows allocated: no page is held twice, lost, or the null page."""
     allocate, release = COMPILED
     pool = make_pool(PAGES)
     rows: list[list[int]] = []
-    for _ in range(turns):
+    for _ in range(decode_steps):
         leaving = [row for row in rows if data.draw(st.booleans())][:ROWS]
         rows = [row for row in rows if row not in leaving]
         pages = np.zeros((ROWS, WIDTH), np.int32)

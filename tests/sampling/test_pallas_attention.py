@@ -8,7 +8,7 @@ import pytest
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.sampling import pallas_attention
 from reinforce_ada_jax.sampling.paged_attention import paged_attention
-from reinforce_ada_jax.sampling.pallas_attention import pallas_gpu, pallas_tpu, pool_head_dim, tpu_blocks
+from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
 
 WIDTH = 4
 FUNCTIONS = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
@@ -47,9 +47,9 @@ def make_case(page_size, head_dim, heads, kv_heads, rubbish, lengths=None):
 
 
 def wider(pages, backend):
-    """The pool as the engine allocates it: the added columns are zeros."""
+    """The pool as the engine allocates it: the padding is zeros."""
     head_dim = pages.shape[-1]
-    return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, pool_head_dim(head_dim, backend) - head_dim)))
+    return np.pad(pages, ((0, 0), (0, 0), (0, 0), (0, padded_head_dim(head_dim, backend) - head_dim)))
 
 
 def run(backend, case, dtype=jnp.float32, **axes):
@@ -121,8 +121,8 @@ def test_large_scores_stay_finite():
         ("jnp", {8: 8, 80: 80}),
     ],
 )
-def test_pool_head_dim(backend, sizes):
-    assert {size: pool_head_dim(size, backend) for size in sizes} == sizes
+def test_padded_head_dim(backend, sizes):
+    assert {size: padded_head_dim(size, backend) for size in sizes} == sizes
 
 
 @pytest.mark.parametrize(
@@ -139,10 +139,12 @@ def test_tpu_blocks(width, page_size, blocks, pages):
     assert tpu_blocks(width, page_size) == (blocks, pages)
 
 
-@pytest.mark.parametrize("backend, columns", [("pallas_tpu", 128), ("pallas_gpu", 16)])
-def test_a_pool_that_is_too_narrow_is_refused(backend, columns):
+@pytest.mark.parametrize("backend, padded_dim", [("pallas_tpu", 128), ("pallas_gpu", 16)])
+def test_a_pool_that_is_too_narrow_is_refused(backend, padded_dim):
     case = make_case(16, 8, 4, 2, 0.0)
-    with pytest.raises(ValueError, match=f"pages have 8 columns for heads of size 8, and {backend} reads {columns}"):
+    with pytest.raises(
+        ValueError, match=f"pages hold 8 numbers for a head of dimension 8, and {backend} reads {padded_dim}"
+    ):
         FUNCTIONS[backend](*case, mesh=make_mesh(), interpret=True)
 
 
@@ -163,8 +165,8 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
     ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "__gpu$xla.gpu.triton"),
 ])  # fmt: skip
 def test_lowers_for_the_real_device_without_one(backend, platform, target, head_dim, tensor):
-    columns, dtype = pool_head_dim(head_dim, backend), jnp.bfloat16
-    shapes = [(64, 12, head_dim), (2, 5000, 64, columns), (2, 5000, 64, columns), (64,), (64, 81)]
+    padded_dim, dtype = padded_head_dim(head_dim, backend), jnp.bfloat16
+    shapes = [(64, 12, head_dim), (2, 5000, 64, padded_dim), (2, 5000, 64, padded_dim), (64,), (64, 81)]
     arrays = map(jax.ShapeDtypeStruct, shapes, [dtype] * 3 + [jnp.int32] * 2)
     attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(tensor=tensor)))
     assert target in attend.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()

@@ -68,7 +68,7 @@ def test_the_address_alone_decides(changes):
 
 def test_replicas_share_the_prompts():
     """Four replicas of 2 slots: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
-    rollouts = tiny.rollouts(fsdp=4, slots=2)
+    rollouts, expected = tiny.rollouts(fsdp=4, slots=2), tiny.drawn()
     homes = {}
 
     class Watching(_Replica):
@@ -78,16 +78,16 @@ def test_replicas_share_the_prompts():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollouts_lib, "_Replica", Watching)
-        tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+        tiny.assert_same(expected, tiny.draw(rollouts))
     assert all(len(home) == 1 for home in homes.values()) and len(set().union(*homes.values())) == 4
     assert rollouts.counts.prefills == 5
     tokens = sum(len(response.tokens) for response in tiny.drawn().values())
-    assert rollouts.counts.tokens == tokens and rollouts.counts.slot_turns % 8 == 0
+    assert rollouts.counts.tokens == tokens and rollouts.counts.slot_steps % 8 == 0
 
 
 def test_wider_pages_change_nothing(monkeypatch):
-    """As the kernels for TPU and GPU have them for some head dims: here 13 columns for heads of 8."""
-    monkeypatch.setattr(state, "pool_head_dim", lambda head_dim, backend: 13)
+    """As the kernels for TPU and GPU have them for some head dims: here 13 numbers for heads of 8."""
+    monkeypatch.setattr(state, "padded_head_dim", lambda head_dim, backend: 13)
     wide = Rollouts(Engine(tiny.ARCHITECTURE, tiny.rollouts().engine.options, mesh=mesh_lib.make_mesh()))
     assert wide.state.key_pages.shape[-1] == 13
     tiny.assert_same(tiny.drawn(), tiny.draw(wide))
@@ -168,7 +168,7 @@ def test_the_limit_of_a_session(limit):
 
 
 def test_a_limit_beyond_the_engine_is_refused():
-    message = "up to 13 tokens are asked for; the engine was built for 1 to 12"
+    message = "max_tokens is 13; the engine was built for 1 to 12"
     with pytest.raises(ValueError, match=message):
         tiny.rollouts().sampler(tiny.params(), stream=0, sampling=SamplingParams(13))
     with pytest.raises(ValueError, match=message):
@@ -192,8 +192,8 @@ def test_counts():
     samples = tiny.draw(rollouts)
     counts = rollouts.counts
     assert counts.tokens == sum(len(response.tokens) for response in samples.values())
-    assert counts.slot_turns % 8 == 0 and counts.slot_utilisation == counts.tokens / counts.slot_turns
-    assert counts.windows >= counts.slot_turns / 8 / 4
+    assert counts.slot_steps % 8 == 0 and counts.slot_utilisation == counts.tokens / counts.slot_steps
+    assert counts.windows >= counts.slot_steps / 8 / 4
     assert 0.7 < counts.slot_utilisation <= 1
 
 
@@ -224,14 +224,14 @@ def test_nothing_compiles_after_the_first_session(changes):
 
 def test_a_barrier_costs_time_and_nothing_else():
     config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=5, max_rounds=4)
-    strategy, rollouts, turns, pools = strategies.build(config), tiny.rollouts(), {}, {}
+    strategy, rollouts, decode_steps, pools = strategies.build(config), tiny.rollouts(), {}, {}
     for barrier in (False, True):
         pools[barrier] = tiny.collect_pools(rollouts, strategy, barrier=barrier)
-        turns[barrier] = rollouts.counts.slot_turns
+        decode_steps[barrier] = rollouts.counts.slot_steps
     assert [pool.rounds for pool in pools[False]] == [pool.rounds for pool in pools[True]]
     assert len({pool.rounds for pool in pools[True]}) > 1
     tiny.assert_same(tiny.samples(pools[False]), tiny.samples(pools[True]))
-    assert turns[False] < turns[True]
+    assert decode_steps[False] < decode_steps[True]
 
 
 def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():

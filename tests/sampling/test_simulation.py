@@ -29,7 +29,7 @@ OPTIONS = dataclasses.replace(
     max_response_tokens=20,
     stop_ids=(),
 )
-COUNTED = ("tokens", "slot_turns", "windows", "prefills", "dispatches")
+COUNTED = ("tokens", "slot_steps", "windows", "prefills", "dispatches")
 
 
 def prompt(name: str, tokens: int = 1) -> Prompt:
@@ -56,11 +56,11 @@ def simulated(lengths, cost=Cost(), strategy=None, tokens=1, limit=None, correct
 
 
 def test_three_responses_in_two_slots():
-    # Window 0: a (3 tokens) and b (5) start; after turn 3 c (2) takes the slot of a; turn 4 ends the window.
-    # Window 1: b and c have 1 token left: one turn. Window 2 was dispatched before that was known: no turn.
+    # Window 0: a (3 tokens) and b (5) start; after step 3 c (2) takes the slot of a; step 4 ends the window.
+    # Window 1: b and c have 1 token left: one step. Window 2 was dispatched before that was known: no step.
     # One more gives the prompt's pages back and isn't read: 5 programs with the prefill.
     lengths = {("p", 0): 3, ("p", 1): 5, ("p", 2): 2}
-    engine, counts, _ = simulated(lengths, Cost(turn=1.0))
+    engine, counts, _ = simulated(lengths, Cost(decode_step=1.0))
     assert dataclasses.astuple(counts)[:5] == (10, 10, 3, 1, 5)
     assert counts.slot_utilisation == 1.0
     assert engine.seconds == 5.0
@@ -72,13 +72,13 @@ def test_three_responses_in_two_slots():
 
 
 def test_a_slot_left_alone_is_idle():
-    # 1 and 7 tokens: the second slot decodes alone for six turns. 8 of 2 * 7 slot-turns.
+    # 1 and 7 tokens: the second slot decodes alone for six decode_steps. 8 of 2 * 7 slot-steps.
     _, counts, _ = simulated({("p", 0): 1, ("p", 1): 7}, window=64)
-    assert (counts.tokens, counts.slot_turns) == (8, 14)
+    assert (counts.tokens, counts.slot_steps) == (8, 14)
 
 
 def test_a_window_ends_early_for_the_host():
-    # Four slots, window 64, two rounds of two for p; q has two long responses. After turn 2 the queue is empty, two
+    # Four slots, window 64, two rounds of two for p; q has two long responses. After step 2 the queue is empty, two
     # slots of four (a quarter is enough) idle and one ended: the window ends. Were there no early end, the second
     # round would wait until q's 20 tokens are through.
     lengths = {("p", 0): 2, ("p", 1): 2, ("q", 0): 20, ("q", 1): 20, ("p", 2): 2, ("p", 3): 2, ("q", 2): 1, ("q", 3): 1}
@@ -87,32 +87,32 @@ def test_a_window_ends_early_for_the_host():
         next_draws=lambda record: sizes[record.prompt.id][record.rounds],
         met=lambda _: True, keep=strategies.keep_all, max_draws=4, max_kept=4,
     )  # fmt: skip
-    engine, counts, pools = simulated(lengths, Cost(turn=1.0), strategy=strategy, slots=4, window=64)
+    engine, counts, pools = simulated(lengths, Cost(decode_step=1.0), strategy=strategy, slots=4, window=64)
     # The second window was under way when p's first round was read. It ends early only when some response ends, so
     # it decodes q's remaining 18 tokens, and p's second round begins after it: the price of one window of lag.
     assert [len(pool.responses) for pool in pools] == [4, 2]
     assert engine.seconds == 2 + 18 + 2
-    assert counts.tokens == 48 and counts.slot_turns == 4 * 22
+    assert counts.tokens == 48 and counts.slot_steps == 4 * 22
 
 
 def test_the_head_of_the_queue_waits_for_pages_and_nobody_passes_it():
     # A prompt of 5 tokens: one page shared. Reserved for 12 tokens, a response has ceil(17 / 4) - 1 = 4 pages of its
-    # own. 7 pages less the null page less the shared one leave room for one response at a time: 3 * 3 turns.
+    # own. 7 pages less the null page less the shared one leave room for one response at a time: 3 * 3 decode_steps.
     sizes = dict(tokens=5, limit=12, max_prompt_tokens=5, max_response_tokens=12)
     _, counts, _ = simulated({("p", draw): 3 for draw in range(3)}, pages=7, **sizes)
-    assert (counts.tokens, counts.slot_turns) == (9, 18)
-    # With 10 there is room for two: 3 turns, then 3 turns for the third alone.
+    assert (counts.tokens, counts.slot_steps) == (9, 18)
+    # With 10 there is room for two: 3 decode_steps, then 3 decode_steps for the third alone.
     _, counts, _ = simulated({("p", draw): 3 for draw in range(3)}, pages=10, **sizes)
-    assert (counts.tokens, counts.slot_turns) == (9, 12)
+    assert (counts.tokens, counts.slot_steps) == (9, 12)
 
 
 def test_the_host_works_while_a_window_is_under_way():
-    # 12 tokens in windows of 4 turns: three windows, one more dispatched before the third was read, and the one that
+    # 12 tokens in windows of 4 steps: three windows, one more dispatched before the third was read, and the one that
     # gives the pages back. A host that takes 3 s is waited for at the first and at the last; one that takes 5 s is
     # slower than the device, and each of the five waits for it.
     lengths = {("p", 0): 12}
-    assert simulated(lengths, Cost(turn=1.0, host=3.0))[0].seconds == 3 + 12 + 3
-    assert simulated(lengths, Cost(turn=1.0, host=5.0))[0].seconds == 5 * 5
+    assert simulated(lengths, Cost(decode_step=1.0, host=3.0))[0].seconds == 3 + 12 + 3
+    assert simulated(lengths, Cost(decode_step=1.0, host=5.0))[0].seconds == 5 * 5
 
 
 def test_a_limit_cuts_and_a_shorter_response_is_no_truncation():
@@ -149,7 +149,7 @@ def test_the_real_engine_counts_the_same():
     )  # fmt: skip
     for strategy, barrier in ((strategies.fixed(13), False), (in_rounds, False), (in_rounds, True)):
         expected = counts_of(real, lengths, strategy, barrier=barrier)
-        assert expected["tokens"] < expected["slot_turns"]
+        assert expected["tokens"] < expected["slot_steps"]
         assert counts_of(model, lengths, strategy, barrier=barrier) == expected
 
 

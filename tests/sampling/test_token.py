@@ -19,7 +19,7 @@ def sample(logits, keys, positions, temperature, *, top_k=0, top_p=1.0):
     """`token.sample` with the same sampling for every row."""
     rows = len(logits)
     sampling = Sampling(
-        limit=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
+        max_tokens=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
         top_k=np.full(rows, top_k, np.int32), top_p=np.full(rows, top_p, np.float32),
     )  # fmt: skip
     return _sample(logits, keys, positions, sampling)
@@ -156,7 +156,7 @@ def test_each_row_has_its_own_sampling():
     logits = jnp.tile(np.log(PROBABILITIES), (MANY, 1))
     rows = np.arange(MANY) % 3
     sampling = Sampling(
-        limit=np.ones(MANY, np.int32), temperature=np.where(rows == 0, 0.0, 1.0).astype(np.float32),
+        max_tokens=np.ones(MANY, np.int32), temperature=np.where(rows == 0, 0.0, 1.0).astype(np.float32),
         top_k=np.where(rows == 1, 2, 0).astype(np.int32), top_p=np.ones(MANY, np.float32),
     )  # fmt: skip
     tokens, _ = _sample(logits, keys_of(), jnp.zeros(MANY, int), sampling)

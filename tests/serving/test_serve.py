@@ -446,7 +446,7 @@ def test_settings_reach_the_engine():
     assert (options.slots, options.max_prompt_tokens, options.max_response_tokens) == (5, 9, 20)
     assert (options.page_size, options.dtype, options.seed, options.stop_ids) == (4, "float32", 7, (2,))
     assert options.pages > 5 * 8  # 29 tokens in pages of 4, for every slot at once
-    assert settings.sampling == SamplingParams(limit=20, temperature=0.5, top_k=3, top_p=0.9)
+    assert settings.sampling == SamplingParams(max_tokens=20, temperature=0.5, top_k=3, top_p=0.9)
     assert engine._served == settings.sampling
     assert dataclasses.replace(settings, greedy=True, temperature=1.0).sampling.temperature == 0
 
