@@ -52,7 +52,7 @@ def case(request, tmp_path_factory):
             ]
         except ValueError:
             continue
-        options = components.engine_options(published.run_config(max(LENGTHS), LIMIT), pair.architecture.eos_ids)
+        options = components_lib.engine_options(published.run_config(max(LENGTHS), LIMIT), pair.architecture.eos_ids)
         engine = Engine(pair.architecture, options, mesh=make_mesh())
         return request.param, pair, prompts, continuations, Rollouts(engine)
     raise ValueError("no seed of 20 gives greedy tokens that are more than 1e-3 likelier than the next")
