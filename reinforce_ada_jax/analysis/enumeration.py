@@ -1,9 +1,9 @@
-"""What a strategy comes to for a prompt of known pass rate, exactly: draws, groups, and the gradient they give.
+"""Exact expectations of a collection strategy at given pass rates: draws, groups, and the gradient that they give.
 
-No sampling. A strategy that decides by counts alone ends each prompt in one of a few hundred states (rounds, draws,
-correct ones); their probabilities follow from binomial rounds. Rewards are 0 and 1, and all responses are fresh.
-The policy is the simplest there is: one logit, correct with chance p, so that a response's score is r - p. Its noise
-is a lower bound: responses with the same verdict have scores of their own in a real one.
+Nothing is sampled. A strategy that decides by counts alone ends each prompt in one of a few hundred states (rounds,
+draws, correct draws), whose probabilities follow from binomial rounds. Rewards are 0 and 1, and all responses are
+fresh. The policy is the simplest there is: one logit per prompt, so the score of a response with reward r is r - p. Its
+noise is a lower bound, because responses with the same verdict have different scores in a real policy.
 """
 
 import dataclasses
@@ -14,15 +14,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from reinforce_ada_jax.collection import objectives, strategies
-from reinforce_ada_jax.collection.advantages import Group, make_group
+from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
-# A strategy without a limit is followed until less than this is still under way.
+# A strategy without a limit is followed until less than this probability is left,
 NEGLIGIBLE = 1e-12
-# And no further than this, whatever is: retries with a chance of 0.95 are negligible after 540 rounds.
+# for at most this many rounds: retries with a probability of 0.95 are negligible after 540.
 MAX_ROUNDS = 20_000
-# Pass rates followed side by side: bounds the memory that a set of 100,000 distinct ones takes.
+# Pass rates followed together; bounds the memory that 100,000 distinct ones take.
 BLOCK = 512
 
 PROMPT = Prompt("simulated", problem="", answer="", tokens=np.zeros(1, np.int32))
@@ -32,74 +32,80 @@ _WRONG, _CORRECT = Verdict(correct=False, reward=0.0), Verdict(correct=True, rew
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcomes:
-    """How a prompt may end.
+    """Final states of a prompt and their probabilities at P pass rates.
 
     Attributes:
-      rounds: int[S] of each final state,
-      drawn: int[S],
-      correct: int[S].
-      probability: float64[S, P], at each pass rate; a column sums to 1 less what is cut.
-      cut: the most probability left out at any pass rate; 0 for strategies with a limit.
+      rounds: rounds in each of the S final states.
+      drawn: draws in each.
+      correct: correct draws in each.
+      probability: of each state at each pass rate; a column sums to 1 minus the part that was cut.
+      cut: the largest probability left out at any pass rate; 0 for strategies with a limit.
     """
 
-    rounds: np.ndarray
-    drawn: np.ndarray
-    correct: np.ndarray
-    probability: np.ndarray
+    rounds: Int[np.ndarray, " S"]
+    drawn: Int[np.ndarray, " S"]
+    correct: Int[np.ndarray, " S"]
+    probability: Float[np.ndarray, "S P"]
     cut: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Expectations:
-    """What a strategy comes to at P pass rates.
+    """Expected results of a strategy at P pass rates.
 
     Attributes:
-      pass_rates: float[P].
-      draws: expected responses; draws_std: their standard deviation from prompt to prompt.
+      pass_rates: the pass rates p.
+      draws: expected responses per prompt.
+      draws_std: their standard deviation between prompts.
       rounds: expected rounds.
-      unmet: chance that the stopping rule is not met.
-      zero_signal: chance that every advantage is 0, or that nothing is kept.
-      zero_variance: chance that the whole pool is correct, or all of it wrong.
-      kept_correct: expected correct responses that reach the update; kept_wrong: wrong ones.
+      unmet: probability that the stopping rule is not met.
+      zero_signal: probability that every advantage is 0, or that nothing is kept.
+      zero_variance: probability that the whole pool is correct, or all of it wrong.
+      kept_correct: expected correct responses that reach the update.
+      kept_wrong: expected wrong responses that reach the update.
       pool_mean: expected mean of the pool, which the stopping rule biases.
-      signal: E[g] / (w(p) p (1 - p)), the gradient as a multiple of the exact one of E[f(p)]; nan at p = 0 and 1.
-      variance: Var(g) / E[g]^2, noise to signal of one prompt; inf or nan where E[g] = 0.
-      variance_draws: `variance` * `draws`: the noise to signal that one draw's worth of prompts has. Two strategies
-        of equal `variance_draws` learn as much from equal numbers of draws, however many prompts these are spent on.
-      rows: mean number of kept responses over the pass rates; what g is divided by (see `expectations`).
+      signal: expected weight of grad p in the update (see `expectations`); nan at p = 0 and 1.
+      relative_signal: signal / f'(p) of the objective E[f(p)]; 1 where the update is unbiased.
+      variance: Var(g) / E[g]^2, the noise-to-signal ratio of one prompt; inf or nan where E[g] = 0.
+      variance_draws: `variance` * `draws`. Two strategies with equal values learn equally much from equal numbers of
+        draws, whatever the number of prompts.
+      rows: mean number of kept responses over the P prompts.
     """
 
-    pass_rates: np.ndarray
-    draws: np.ndarray
-    draws_std: np.ndarray
-    rounds: np.ndarray
-    unmet: np.ndarray
-    zero_signal: np.ndarray
-    zero_variance: np.ndarray
-    kept_correct: np.ndarray
-    kept_wrong: np.ndarray
-    pool_mean: np.ndarray
-    signal: np.ndarray
-    variance: np.ndarray
-    variance_draws: np.ndarray
+    pass_rates: Float[np.ndarray, " P"]
+    draws: Float[np.ndarray, " P"]
+    draws_std: Float[np.ndarray, " P"]
+    rounds: Float[np.ndarray, " P"]
+    unmet: Float[np.ndarray, " P"]
+    zero_signal: Float[np.ndarray, " P"]
+    zero_variance: Float[np.ndarray, " P"]
+    kept_correct: Float[np.ndarray, " P"]
+    kept_wrong: Float[np.ndarray, " P"]
+    pool_mean: Float[np.ndarray, " P"]
+    signal: Float[np.ndarray, " P"]
+    relative_signal: Float[np.ndarray, " P"]
+    variance: Float[np.ndarray, " P"]
+    variance_draws: Float[np.ndarray, " P"]
     rows: float
 
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(Expectations) if field.name not in ("pass_rates", "rows"))
 
 
-# ---- where a prompt ends ---------------------------------------------------------------------------------------------
+# ---- final states ----------------------------------------------------------------------------------------------------
 
 
 def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
-    """Chances of 0 to `size` correct ones among `size` draws, built up draw by draw: nothing overflows or cancels."""
-    p = np.asarray(p, np.float64)
-    chances = np.zeros((size + 1, len(p)))
-    chances[0] = 1.0
+    """Returns the probabilities of 0 to `size` correct draws out of `size`.
+
+    They are built draw by draw, so that nothing overflows or cancels.
+    """
+    probability = np.zeros((size + 1, len(p)))
+    probability[0] = 1.0
     for _ in range(size):
-        chances[1:] = chances[1:] * (1.0 - p) + chances[:-1] * p
-        chances[0] *= 1.0 - p
-    return chances
+        probability[1:] = probability[1:] * (1.0 - p) + probability[:-1] * p
+        probability[0] *= 1.0 - p
+    return probability
 
 
 def outcomes(
@@ -109,123 +115,113 @@ def outcomes(
     estimate: float | None = None,
     planned: int | None = None,
 ) -> Outcomes:
-    """The distribution of (rounds, draws, correct ones) with which a prompt of each pass rate ends.
+    """Returns the distribution of (rounds, draws, correct draws) with which a prompt of each pass rate ends.
 
-    From state to state by `next_draws`, `chance` and binomial rounds, as collect.py goes. A strategy without
-    `max_draws` is cut where less than 1e-12 is still under way at every pass rate.
+    It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. A
+    strategy without `max_draws` is cut where less than 1e-12 is left at every pass rate.
 
     Args:
       strategy: decides by the counts in a PromptProgress, and by nothing else.
       pass_rates: in [0, 1].
-      estimate: `PromptProgress.estimate` of all of them, where the strategy plans.
+      estimate: `PromptProgress.estimate` of all prompts, where the strategy plans.
       planned: `PromptProgress.planned`.
 
     Raises:
-      ValueError: the strategy breaks its own bounds, or goes on for ever.
+      ValueError: the strategy breaks its own bounds, or never ends.
     """
-    pass_rates = np.asarray(pass_rates, np.float64)
     by_size: dict[int, np.ndarray] = {}
-    under_way = {(0, 0): np.ones(len(pass_rates))}
+    in_flight = {(0, 0): np.ones(len(pass_rates))}
     states, probabilities, rounds, cut = [], [], 0, 0.0
-    while under_way:
+    while in_flight:
         following: dict[tuple[int, int], np.ndarray] = {}
-        for (drawn, correct), probability in under_way.items():
-            record = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
-            size = strategies.asked_for(strategy, record)
-            goes_on = 0.0 if size == 0 else (strategy.continue_probability(record) if rounds else 1.0)
+        for (drawn, correct), probability in in_flight.items():
+            progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
+            size = strategies.asked_for(strategy, progress)
+            goes_on = 0.0 if size == 0 else (strategy.continue_probability(progress) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct))
                 probabilities.append((1.0 - goes_on) * probability)
             if goes_on > 0.0:
                 if size not in by_size:
                     by_size[size] = binomial(size, pass_rates)
-                for more, chances in enumerate(by_size[size]):
+                for more, share in enumerate(by_size[size]):
                     state = drawn + size, correct + more
-                    following[state] = following.get(state, 0.0) + goes_on * probability * chances
-        under_way, rounds = following, rounds + 1
-        if under_way and strategy.max_draws is None:
-            left = float(np.max(sum(under_way.values()), initial=0.0))
+                    following[state] = following.get(state, 0.0) + goes_on * probability * share
+        in_flight, rounds = following, rounds + 1
+        if in_flight and strategy.max_draws is None:
+            left = float(np.max(np.sum(list(in_flight.values()), axis=0), initial=0.0))
             if left < NEGLIGIBLE:
-                under_way, cut = {}, left
+                in_flight, cut = {}, left
             elif rounds == MAX_ROUNDS:
                 raise ValueError(
-                    f"After {rounds:,} rounds {left:.1e} of all prompts are still under way: give the strategy a limit "
-                    "(max_draws), or a lower chance of going on."
+                    f"After {rounds:,} rounds {left:.1e} of all prompts are still being drawn. Set a limit "
+                    "(max_draws), or a lower probability of another round."
                 )
-    return Outcomes(*np.array(states).T, np.array(probabilities), cut)
+    ended = np.array(states)
+    return Outcomes(ended[:, 0], ended[:, 1], ended[:, 2], np.array(probabilities), cut)
 
 
 def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> Int[np.ndarray, " P"] | None:
-    """What a strategy that plans allots to prompts whose estimates are exact; None where it does not plan."""
+    """Returns the draws that a strategy plans for prompts whose estimates are exact; None where it does not plan."""
     if strategy.plan is None:
         return None
     width = len(str(len(pass_rates)))
-    names = [f"{place:0{width}}" for place in range(len(pass_rates))]
-    return np.asarray(strategy.plan(np.asarray(pass_rates, np.float64), names))
+    return np.asarray(strategy.plan(pass_rates, [f"{index:0{width}}" for index in range(len(pass_rates))]))
 
 
-# ---- what its group is worth -----------------------------------------------------------------------------------------
+# ---- their groups ----------------------------------------------------------------------------------------------------
 
 
-def canonical_group(strategy: Strategy, drawn: int, correct: int) -> Group:
-    """The group of a pool of these counts with its correct responses first.
+def group_terms(strategy: Strategy, drawn: int, correct: int) -> tuple[int, int, float, float, bool]:
+    """Returns the terms of the group of a pool with these counts, its correct responses first.
 
-    The built-in `keep` rules keep as many correct and wrong ones whatever the order; for one that looks at the order,
-    this is its answer to this order, and only draws through the loop (collection/simulate.py) are exact.
+    The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
+    looks at the order, these are its terms for this order.
+
+    Returns:
+      (correct rows, wrong rows, sum of their advantages, sum of those of the wrong rows, every advantage is 0).
     """
     verdicts = (_CORRECT,) * correct + (_WRONG,) * (drawn - correct)
-    return make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds=1, met=True), strategy)
+    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds=1, met=True), strategy)
+    right = group.pool.correct[group.kept]
+    advantages = group.advantages
+    sums = float(advantages[right].sum()), float(advantages[~right].sum())
+    return int(right.sum()), int((~right).sum()), *sums, not advantages.any()
 
 
-def group_terms(group: Group) -> tuple[int, int, float, float, bool]:
-    """(correct rows, wrong rows, sum of advantages of the first, of the second, all advantages are 0)."""
-    correct = group.pool.correct[group.kept]
-    return (
-        int(correct.sum()),
-        int((~correct).sum()),
-        float(group.advantages[correct].sum()),
-        float(group.advantages[~correct].sum()),
-        not group.advantages.any(),
-    )
+def _terms(strategy: Strategy, ends: Outcomes) -> Float[np.ndarray, "5 S"]:
+    """Returns `group_terms` of each final state; each pair of counts is computed once."""
+    pairs, index = np.unique(np.stack([ends.drawn, ends.correct]), axis=1, return_inverse=True)
+    found = [group_terms(strategy, *pair) for pair in pairs.T.tolist()]
+    return np.array(found, np.float64).reshape(-1, 5).T[:, index.reshape(-1)]
 
 
-def terms_table(
-    strategy: Strategy, drawn: Int[np.ndarray, " S"], correct: Int[np.ndarray, " S"]
-) -> Float[np.ndarray, "5 S"]:
-    """`group_terms` of canonical pools, as float64 columns; each pair of counts is worked out once."""
-    pairs, places = np.unique(np.stack([drawn, correct]), axis=1, return_inverse=True)
-    found = [group_terms(canonical_group(strategy, *pair)) for pair in pairs.T.tolist()]
-    return np.array(found, np.float64).reshape(-1, 5).T[:, places.reshape(-1)]
-
-
-def _mean(ends: Outcomes, values: np.ndarray) -> np.ndarray:
-    """At each pass rate, of a number in each state."""
-    # Measured from the first, so that what is the same in all states keeps its own value to the last bit.
+def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
+    """Returns the mean of a number per state at each pass rate."""
+    # Measured from the first, so that a number that is equal in all states is its mean to the last bit.
     values = np.asarray(values, np.float64)
     return values[0] + (values - values[0]) @ ends.probability
 
 
 def _block(
-    strategy: Strategy, pass_rates: np.ndarray, estimate: float | None, planned: int | None
-) -> dict[str, np.ndarray]:
-    """The means at some pass rates, with the mean and the variance of the sum of A_i (r_i - p) over kept responses."""
+    strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None, planned: int | None
+) -> dict[str, Float[np.ndarray, " P"]]:
+    """Returns the columns at some pass rates, and mean and variance of the sum of A_i (r_i - p) over kept responses."""
     ends = outcomes(strategy, pass_rates, estimate=estimate, planned=planned)
-    kept_correct, kept_wrong, of_correct, of_wrong, zero = terms_table(strategy, ends.drawn, ends.correct)
-    records = (
+    kept_correct, kept_wrong, sum_correct, sum_wrong, zero = _terms(strategy, ends)
+    final = (
         PromptProgress(PROMPT, *state, estimate=estimate, planned=planned)
         for state in zip(ends.rounds.tolist(), ends.drawn.tolist(), ends.correct.tolist(), strict=True)
     )
-    unmet = np.array([not strategy.met(record) for record in records], np.float64)
-
     mean = functools.partial(_mean, ends)
-    total = of_correct[:, None] * (1.0 - pass_rates) - of_wrong[:, None] * pass_rates
+    total = sum_correct[:, None] * (1.0 - pass_rates) - sum_wrong[:, None] * pass_rates
     gradient = (total * ends.probability).sum(0)
     draws = mean(ends.drawn)
     return {
         "draws": draws,
         "draws_std": np.sqrt((np.square(ends.drawn[:, None] - draws) * ends.probability).sum(0)),
         "rounds": mean(ends.rounds),
-        "unmet": mean(unmet),
+        "unmet": mean(np.array([not strategy.met(progress) for progress in final])),
         "zero_signal": mean(zero),
         "zero_variance": mean((ends.correct == 0) | (ends.correct == ends.drawn)),
         "kept_correct": mean(kept_correct),
@@ -236,60 +232,65 @@ def _block(
     }
 
 
-def exact_gradient(config: StrategyConfig, pass_rates: Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
-    """d f(p) / d logit = w(p) p (1 - p), of the objective that `config` names, without its epsilon; nan at 0 and 1."""
-    config = strategies.with_defaults(config)
-    pass_rates = np.asarray(pass_rates, np.float64)
-    inside = np.where((pass_rates > 0.0) & (pass_rates < 1.0), pass_rates, np.nan)
-    return objectives.weight(config.objective, inside, alpha=config.objective_alpha) * inside * (1.0 - inside)
-
-
 def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Expectations:
-    """What a strategy comes to for prompts of the given pass rates.
+    """Computes the expected results of a strategy for prompts of the given pass rates.
 
-    The gradient of a prompt is what it adds to a token-mean over a large minibatch of responses of equal lengths:
+    A prompt adds g = sum of a_i s_i over its kept responses to the update, with the score s_i of response i and the
+    weight a_i = A_i / rows. `rows` is the mean number of kept responses of all P prompts: a token-mean over a large
+    minibatch of responses of equal lengths, in which a prompt that keeps more rows counts for more. For any stopping
+    rule that sees outcomes only,
 
-        g = sum over kept responses of A_i (r_i - p), divided by `rows`
+        E[g] = signal(p) grad p,    signal(p) = E[A+] / p - E[A-] / (1 - p)
 
-    with `rows` the mean number of kept responses of all P prompts. So a prompt that keeps more rows counts for more,
-    as it does in the update; where all keep n it is the mean over the group. `variance` does not depend on it.
-    Where the strategy plans, the draws of all P prompts are allotted together, as if the estimates were exact.
+    with A+ and A- the sums of a_i over correct and over wrong responses. The update climbs E[f(p)] where signal = f'.
+    A fixed number n of draws, all kept, with their mean as baseline, has (n - 1) / n. `variance` does not depend on
+    `rows`. Where the strategy plans, the draws of all P prompts are planned together, as if the estimates were exact.
 
     Args:
-      config: the `collection` section of a configuration; strategies.py says what it must have.
-      pass_rates: of P prompts, in [0, 1], repeated where several prompts have the same.
+      config: the `collection` section of a configuration, or any object with the attributes of `StrategyConfig`.
+      pass_rates: of P prompts, in [0, 1]; several prompts may have the same.
 
     Raises:
-      ValueError: the settings break a rule, or a pass rate is none.
+      ValueError: the settings break a rule, or a pass rate is not in [0, 1].
     """
     strategy, pass_rates = strategies.build(config), check_pass_rates(pass_rates)
     planned = planned_draws(strategy, pass_rates)
     keys = pass_rates[None] if planned is None else np.stack([pass_rates, planned])
-    distinct, places = np.unique(keys, axis=1, return_inverse=True)
+    distinct, index = np.unique(keys, axis=1, return_inverse=True)
     if planned is None:
         starts = range(0, distinct.shape[1], BLOCK)
         blocks = [_block(strategy, distinct[0, start : start + BLOCK], None, None) for start in starts]
     else:
         blocks = [_block(strategy, np.array([rate]), rate, int(size)) for rate, size in distinct.T.tolist()]
-    joined = {name: np.concatenate([block[name] for block in blocks])[places.reshape(-1)] for name in blocks[0]}
-    gradient, spread = joined.pop("gradient"), joined.pop("gradient_variance")
-    rows = float((joined["kept_correct"] + joined["kept_wrong"]).mean())
+    columns = {name: np.concatenate([block[name] for block in blocks])[index.reshape(-1)] for name in blocks[0]}
+    gradient, gradient_variance = columns.pop("gradient"), columns.pop("gradient_variance")
+    rows = float((columns["kept_correct"] + columns["kept_wrong"]).mean())
+    section = strategies.with_defaults(config)
+    inside = np.where((pass_rates > 0.0) & (pass_rates < 1.0), pass_rates, np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        variance = spread / np.square(gradient)
-        signal = gradient / rows / exact_gradient(config, pass_rates)
+        signal = gradient / rows / (inside * (1.0 - inside))
+        variance = gradient_variance / np.square(gradient)
     return Expectations(
-        pass_rates, signal=signal, variance=variance, variance_draws=variance * joined["draws"], rows=rows, **joined
+        pass_rates,
+        signal=signal,
+        relative_signal=signal / objectives.weight(section.objective, inside, alpha=section.objective_alpha),
+        variance=variance,
+        variance_draws=variance * columns["draws"],
+        rows=rows,
+        **columns,
     )
 
 
-def expected_draws(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> np.ndarray:
-    """float[P]: `expectations(...).draws` alone, of a strategy that doesn't plan.
+def expected_draws(
+    config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]
+) -> Float[np.ndarray, " P"]:
+    """Computes `expectations(...).draws` alone, of a strategy that does not plan.
 
-    Nothing is kept and no group made: where a pool may have thousands of draws, that is what takes the time (`ngu`
-    without a limit and a retry_probability of 0.99: 0.07 s in place of 13 s).
+    No group is made, which takes most of the time where a pool may have thousands of draws (`ngu` without a limit and
+    a retry_probability of 0.99: 0.07 s instead of 13 s).
 
     Raises:
-      ValueError: the settings break a rule, a pass rate is none, or the strategy goes on for ever.
+      ValueError: the settings break a rule, a pass rate is not in [0, 1], or the strategy never ends.
     """
     strategy, pass_rates = strategies.build(config), check_pass_rates(pass_rates)
     ends = [outcomes(strategy, pass_rates[start : start + BLOCK]) for start in range(0, len(pass_rates), BLOCK)]
@@ -297,10 +298,10 @@ def expected_draws(config: StrategyConfig, pass_rates: Sequence[float] | Float[n
 
 
 def check_pass_rates(pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
-    """`pass_rates` as an array.
+    """Returns `pass_rates` as an array.
 
     Raises:
-      ValueError: there is none, or one is outside of [0, 1].
+      ValueError: there is none, or one is outside [0, 1].
     """
     pass_rates = np.asarray(pass_rates, np.float64)
     if pass_rates.ndim != 1 or not pass_rates.size or not ((pass_rates >= 0) & (pass_rates <= 1)).all():

@@ -1,53 +1,89 @@
-"""Three questions that the paper leaves open, in numbers; how they are shown is in simulate.py, the command.
+"""Studies of the command `simulate`: numbers, tables and a figure for questions that the paper leaves open.
 
-zero_variance   how often does a group of n have no signal, and how often a strategy's pool?
-epsilon         where does the least pass rate of w(p) bias the log objective, and what noise does it save?
-learning        who learns fastest for each draw, rather than for each update?
+zero_variance   how often a group of n has no signal, and how often a strategy's pool has none
+epsilon         where the least pass rate of w(p) biases the log objective, and how much noise it saves
+learning        which strategy learns fastest per draw, and which per update
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from reinforce_ada_jax.analysis.enumeration import PROMPT, canonical_group, expectations, group_terms
+from reinforce_ada_jax.analysis.enumeration import expectations
+from reinforce_ada_jax.analysis.inputs import Inputs
+from reinforce_ada_jax.analysis.learning_curves import average, learn, population
+from reinforce_ada_jax.analysis.tables import Panel, number, rate_panel, rate_table, table, write
 from reinforce_ada_jax.collection import objectives, strategies
-from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
-from reinforce_ada_jax.config import EstimatorConfig
+from reinforce_ada_jax.collection.strategies import StrategyConfig
 
-# Stands for an epsilon of 0, at which w(0) is infinite: an all-wrong pool has advantages of 0 whatever their factor,
-# and every other one a pass rate so far above this that it changes nothing.
+GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+EPSILONS = (0.0, 1e-4, 1e-3, 1e-2, 3e-2, 0.1)
+# Used for an epsilon of 0, at which w(0) is infinite. An all-wrong pool has advantages of 0 for any weight, and the
+# pass rates of all other pools are so far above this value that it changes nothing.
 NO_EPSILON = 1e-12
+# The study `learning`: a quarter of the population per update, as in the published runs. A logit moves by LEARNING_RATE
+# times the gradient, or by LENGTH in root mean square where gradients have equal lengths.
+POPULATION, PROMPTS_PER_UPDATE, LEARNING_RATE, LENGTH = 512, 128, 1.0, 0.1
+UPDATES, DRAWS, SEEDS = (25, 50, 100, 200, 400), (25_000, 50_000, 100_000, 200_000, 400_000), 4
 
 
-# ---- zero variance ---------------------------------------------------------------------------------------------------
-
-
-def zero_variance(group_sizes: Sequence[int], pass_rates: Float[np.ndarray, " P"]) -> Float[np.ndarray, "N P"]:
-    """p^n + (1 - p)^n, the chance that n independent responses are all correct or all wrong."""
+def zero_variance_probability(
+    group_sizes: Sequence[int], pass_rates: Float[np.ndarray, " P"]
+) -> Float[np.ndarray, "N P"]:
+    """Computes p^n + (1 - p)^n, the probability that n independent responses are all correct or all wrong."""
     sizes = np.asarray(group_sizes, np.float64)[:, None]
     return pass_rates**sizes + (1.0 - pass_rates) ** sizes
 
 
-# ---- epsilon ---------------------------------------------------------------------------------------------------------
+def zero_variance(inputs: Inputs) -> None:
+    """Reports how often a group of n is all correct or all wrong, and how often the pool of a strategy is."""
+    rates = inputs.pass_rates
+    found = {entry: expectations(section, rates) for entry, section in inputs.sections.items()}
+    groups = zero_variance_probability(GROUP_SIZES, rates)
+    lines = {f"n={n}": row for n, row in zip(GROUP_SIZES, groups, strict=True)}
+    pools = {f"{entry} pool": exact.zero_variance for entry, exact in found.items()}
+    columns = dict(lines)
+    for entry, exact in found.items():
+        columns |= {f"{entry} pool": exact.zero_variance, f"{entry} draws": exact.draws}
+    print("Probability that n responses, or the pool of a strategy, are all correct or all wrong.\n")
+    print(rate_table(rates, columns))
+    result: dict[str, Any] = {"pass_rates": rates, "group_sizes": GROUP_SIZES, "groups": groups, "exact": found}
+    inside = np.flatnonzero((rates > 0) & (rates < 1))
+    for entry, exact in found.items() if inside.size else ():
+        worst = int(inside[exact.zero_variance[inside].argmax()])
+        share, rate = exact.zero_variance[worst], rates[worst]
+        # One of the two terms of p^n + (1 - p)^n decides where the probability is largest.
+        needed = np.ceil(np.log(max(share, 1e-300)) / np.log(max(rate, 1 - rate)) - 1e-9)
+        print(
+            f"\n{entry} loses at most {share:.1%} of its pools, at p = {rate:.4f}, with {exact.draws[worst]:.1f} "
+            f"draws there and {exact.draws.mean():.1f} on average over these pass rates; groups of one size that lose "
+            f"no more have n = {needed:.0f}, everywhere."
+        )
+    if inputs.prompts is not None:
+        result["prompt_set"] = mean = zero_variance_probability(GROUP_SIZES, inputs.prompts).mean(axis=1)
+        print(f"\nMean over {len(inputs.prompts):,} prompts, those of rates 0 and 1 included:")
+        print(table([f"n={n}" for n in GROUP_SIZES], [[number(x) for x in mean]]))
+    panel = rate_panel("probability of zero variance", rates, lines | pools)
+    write(inputs.output, "zero_variance", [panel], result)
 
 
 def epsilon_effect(
     config: StrategyConfig, pass_rates: Float[np.ndarray, " P"], epsilon: float
 ) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
-    """(bias factor, noise to signal) of the log objective with one `objective_epsilon`; 0 is allowed here.
+    """Computes (bias factor, noise to signal) of the log objective with one `objective_epsilon`; 0 is allowed here.
 
     The bias factor is E[g] over the exact gradient (1 / p) p (1 - p), the noise Var(g) / E[g]^2. Draws that pay a share
     of the weight pay it relative to the other prompts' (N_x / mean N), so `estimate` is measured in units of the mean
-    of w_sample: 1 is an unbiased gradient up to one factor for all prompts. Its shares are whole draws: where one is 4
-    or 5, the rounding alone moves the gradient by a tenth.
+    of w_sample: 1 is an unbiased gradient up to one factor for all prompts. Its shares are whole draws; at 4 or 5 draws
+    the rounding alone moves the gradient by a tenth.
 
     Args:
-      config: of the strategy; its objective is taken to be "log".
+      config: settings of the strategy; the objective is taken to be "log".
       pass_rates: above 0 and below 1.
+      epsilon: at least 0.
     """
     config = dataclasses.replace(
         strategies.with_defaults(config), objective="log", objective_epsilon=max(epsilon, NO_EPSILON)
@@ -56,163 +92,89 @@ def epsilon_effect(
     if strategies.build(config).plan is not None:
         shares = objectives.sample_weight(config.allocation, "log", pass_rates, epsilon=config.objective_epsilon)
         unit = shares.mean()
-    return found.signal * unit, found.variance
+    return found.relative_signal * unit, found.variance
 
 
 def where_epsilon_binds(
     pass_rates: Float[np.ndarray, " P"], without: Float[np.ndarray, " P"], bias: Float[np.ndarray, " P"]
 ) -> Float[np.ndarray, " B"]:
-    """The pass rates whose bias factor differs by more than a tenth from the one without epsilon."""
+    """Returns the pass rates whose bias factor differs by more than a tenth from the one without epsilon."""
     return pass_rates[np.abs(bias / without - 1.0) > 0.1]
 
 
-# ---- learning --------------------------------------------------------------------------------------------------------
+def epsilon(inputs: Inputs) -> None:
+    """Reports which epsilon binds where under the log objective."""
+    rates = inputs.pass_rates
+    if not ((rates > 0) & (rates < 1)).all():
+        raise ValueError("--study=epsilon needs pass rates above 0 and below 1, where log p has a slope.")
+    panels, result = [], {"pass_rates": rates, "epsilons": EPSILONS}
+    for entry, section in inputs.sections.items():
+        effects = {f"eps={value:g}": epsilon_effect(section, rates, value) for value in EPSILONS}
+        bias, noise = ({label: effect[part] for label, effect in effects.items()} for part in (0, 1))
+        print(f"{entry}, bias factor: E[g] / exact gradient of log p (1: unbiased)\n{rate_table(rates, bias)}\n")
+        print(f"{entry}, noise to signal: Var(g) / E[g]^2\n{rate_table(rates, noise)}\n")
+        without = bias["eps=0"]
+        binds = {value: where_epsilon_binds(rates, without, bias[f"eps={value:g}"]) for value in EPSILONS if value}
+        for value, binding in binds.items():
+            where = "at p = " + ", ".join(f"{rate:.4f}" for rate in binding) if binding.size else "nowhere"
+            print(f"{entry}, eps = {value:g}: moves the gradient by more than a tenth {where}")
+        if strategies.build(section).plan is not None:
+            print("(shares of a budget are whole draws, so a share of few draws moves by a tenth or more at once)")
+        print(f"{entry}, eps = 0: the bias factor is between {without.min():.2f} and {without.max():.2f}.\n")
+        result[entry] = {"bias": bias, "variance": noise, "binds": binds}
+        panels += [rate_panel(f"{entry}: bias factor", rates, bias)]
+        panels += [rate_panel(f"{entry}: noise to signal", rates, noise, "log")]
+    write(inputs.output, "epsilon", panels, result)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Curve:
-    """How a population of prompts learns.
-
-    Attributes:
-      name: of the strategy.
-      draws: float[U + 1], responses drawn before each update and after the last.
-      pass_rate: float[U + 1], the population's mean.
-    """
-
-    name: str
-    draws: np.ndarray
-    pass_rate: np.ndarray
-
-
-def population(size: int, a: float = 0.6, b: float = 1.2) -> Float[np.ndarray, " P"]:
-    """Pass rates of `size` prompts: quantiles of Beta(a, b) at (i + 1/2) / size; many hard, a few solved.
-
-    With u = p^a the density p^(a - 1) (1 - p)^(b - 1) has no pole at 0, and a trapezoid sum serves. b is at least 1.
-    """
-    u = np.linspace(0.0, 1.0, 200_001)
-    p = u ** (1.0 / a)
-    density = (1.0 - p) ** (b - 1.0)
-    cumulated = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return np.interp((np.arange(size) + 0.5) / size, cumulated / cumulated[-1], p)
-
-
-def draw_counts(
-    strategy: Strategy,
-    pass_rates: Float[np.ndarray, " P"],
-    rng: np.random.Generator,
-    *,
-    estimates: Float[np.ndarray, " P"] | None = None,
-    planned: Int[np.ndarray, " P"] | None = None,
-) -> tuple[Int[np.ndarray, " P"], Int[np.ndarray, " P"]]:
-    """(drawn, correct) of one prompt of each pass rate: the outcomes of enumeration.py, sampled round by round.
-
-    The counts alone, for all prompts together, hundreds of times as fast as the loop over responses.
-    """
-    count = len(pass_rates)
-    plans = [(None, None)] * count
-    if planned is not None:
-        plans = list(zip(estimates.tolist(), planned.tolist(), strict=True))
-
-    @functools.cache
-    def decide(rounds: int, drawn: int, correct: int, plan: tuple[float | None, int | None]) -> tuple[int, float]:
-        record = PromptProgress(PROMPT, rounds, drawn, correct, *plan)
-        size = strategy.next_draws(record)
-        return size, strategy.continue_probability(record) if size and rounds else 1.0
-
-    drawn, correct = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    under_way, rounds = np.arange(count), 0
-    while under_way.size:
-        states = zip(under_way.tolist(), drawn[under_way].tolist(), correct[under_way].tolist(), strict=True)
-        sizes, chances = np.array([decide(rounds, n, k, plans[place]) for place, n, k in states]).T
-        goes_on = (sizes > 0) & (rng.random(len(sizes)) < chances)
-        under_way, sizes = under_way[goes_on], sizes[goes_on].astype(np.int64)
-        drawn[under_way] += sizes
-        correct[under_way] += rng.binomial(sizes, pass_rates[under_way])
-        rounds += 1
-    return drawn, correct
+def learning(inputs: Inputs) -> None:
+    """Reports which strategy learns fastest per update, and which per draw."""
+    start = population(POPULATION) if inputs.prompts is None else inputs.prompts
+    size = min(PROMPTS_PER_UPDATE, len(start))
+    print(f"{len(start):,} prompts of mean pass rate {start.mean():.3f}, {size} per update, {SEEDS} seeds.")
+    print("Prompts do not help each other here; analysis/learning_curves.py says what else this model leaves out.")
+    panels: list[Panel] = []
+    result: dict[str, Any] = {"start": start}
+    for equal, rate, title in (
+        (False, LEARNING_RATE, "gradients as they are"),
+        (True, LENGTH, "gradients of equal lengths, as Adam makes them"),
+    ):
+        rows, lines, by_draw, results = [], {}, {}, {}
+        for entry, section in inputs.sections.items():
+            curves = [
+                learn(
+                    section, start, updates=UPDATES[-1], draws=DRAWS[-1], prompts_per_update=size,
+                    learning_rate=rate, equal_lengths=equal, seed=inputs.seed + run,
+                )
+                for run in range(SEEDS)
+            ]  # fmt: skip
+            updates, draws, error = average(curves, UPDATES, DRAWS)
+            spent = float(np.mean([curve.draws[UPDATES[-1]] for curve in curves])) / UPDATES[-1] / size
+            rows.append([entry, *(f"{x:.3f}" for x in (*updates, *draws)), f"{spent:.1f}", f"{error:.3f}"])
+            lines[entry] = np.arange(UPDATES[-1] + 1), curves[0].pass_rate[: UPDATES[-1] + 1]
+            drawn = curves[0].draws <= DRAWS[-1]
+            by_draw[entry] = curves[0].draws[drawn], curves[0].pass_rate[drawn]
+            results[entry] = {"by_update": updates, "by_draws": draws, "standard_error": error}
+        header = [f"{x} up." for x in UPDATES] + [f"{x // 1000}k dr." for x in DRAWS]
+        print(f"\nMean pass rate after updates, and after draws; {title}")
+        print(table(["", *header, "draws a prompt", "+-"], rows))
+        ends = {name: {entry: each[name][-1] for entry, each in results.items()} for name in ("by_update", "by_draws")}
+        first = {name: max(values, key=values.__getitem__) for name, values in ends.items()}
+        print(
+            f"Farthest after {UPDATES[-1]} updates: {first['by_update']}, {max(ends['by_update'].values()):.3f}; after "
+            f"{DRAWS[-1]:,} draws: {first['by_draws']}, {max(ends['by_draws'].values()):.3f}."
+        )
+        panels += [
+            Panel(f"mean pass rate, {'equal lengths' if equal else 'as they are'}", label, values)
+            for label, values in (("updates", lines), ("draws", by_draw))
+        ]
+        result[title] = results
+    write(inputs.output, "learning", panels, result | {"updates": UPDATES, "draws": DRAWS})
 
 
-def learn(
-    name: str,
-    config: StrategyConfig,
-    pass_rates: Float[np.ndarray, " P"],
-    *,
-    updates: int,
-    draws: int,
-    prompts_per_update: int,
-    learning_rate: float,
-    equal_lengths: bool = False,
-    seed: int = 0,
-) -> Curve:
-    """Gradient ascent on the logits of independent prompts, with the groups that a strategy makes.
-
-        theta_x <- theta_x + learning_rate * B * sum of A_i (r_i - p_x) / (rows of the update)
-
-    for each of the B prompts of an update: the token-mean gradient of responses of equal lengths, times B so that the
-    size of an update does not depend on how many prompts it has. Prompts take turns; `dapo` puts the next ones in the
-    place of those it drops. `estimate` plans each update's draws with the estimator `ema` at its defaults.
-
-    What the model leaves out: prompts do not help each other (no generalisation, and nothing for a held-out set to
-    show), a prompt's responses differ in nothing but their verdict, there is no clipping, no momentum, and nothing
-    off-policy. So it says how far the choice and the number of draws carry, and not what a run will reach.
-
-    Args:
-      name: of the curve.
-      config: the strategy's.
-      pass_rates: of the population before the first update; 0 and 1 stay there.
-      updates: at least so many,
-      draws: and until so many responses are drawn.
-      prompts_per_update: B, at most P.
-      learning_rate: in logits.
-      equal_lengths: divide each update's gradient by its root mean square over the B prompts: strategies then differ
-        in the direction of their updates, not in their size, which an optimiser such as Adam takes out too.
-      seed: of all draws.
-    """
-    strategy, rng = strategies.build(config), np.random.default_rng(seed)
-    count = len(pass_rates)
-    with np.errstate(divide="ignore"):
-        logits = np.log(pass_rates) - np.log1p(-pass_rates)
-    settings = EstimatorConfig()
-    ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
-    candidates = min(count, prompts_per_update * (1 + strategy.extra_batches))
-    terms = functools.cache(lambda drawn, correct: group_terms(canonical_group(strategy, drawn, correct)))
-    names = [f"{place:06d}" for place in range(count)]
-    spent, means, cursor = [0.0], [float(np.mean(pass_rates))], 0
-    while len(spent) <= updates or spent[-1] < draws:
-        batch = np.arange(cursor, cursor + candidates) % count
-        p = 1.0 / (1.0 + np.exp(-logits[batch]))
-        expected = planned = None
-        if strategy.plan is not None:
-            ids = [names[place] for place in batch]
-            expected = ema.estimate_ids(ids)
-            planned = np.asarray(strategy.plan(expected, ids))
-        drawn, correct = draw_counts(strategy, p, rng, estimates=expected, planned=planned)
-        found = np.array([terms(*pair) for pair in zip(drawn.tolist(), correct.tolist(), strict=True)], np.float64)
-        rows = found[:, 0] + found[:, 1]
-        # Candidates are opened in turn until enough are kept; the others were never drawn.
-        opened = min(candidates, 1 + int(np.searchsorted(np.cumsum(rows > 0), prompts_per_update)))
-        if not strategy.extra_batches:
-            opened = prompts_per_update
-        batch, p, found, rows = batch[:opened], p[:opened], found[:opened], rows[:opened]
-        if strategy.plan is not None:
-            for place, *counts in zip(batch.tolist(), drawn.tolist(), correct.tolist(), strict=False):
-                ema.observe_counts(names[place], *counts)
-        total = found[:, 2] * (1.0 - p) - found[:, 3] * p
-        gradient = prompts_per_update * total / max(rows.sum(), 1.0)
-        if equal_lengths:
-            gradient = gradient / max(np.sqrt(np.square(gradient).sum() / prompts_per_update), 1e-12)
-        logits[batch] += learning_rate * gradient
-        cursor = (cursor + opened) % count
-        spent.append(spent[-1] + float(drawn[:opened].sum()))
-        means.append(float(np.mean(1.0 / (1.0 + np.exp(-logits)))))
-    return Curve(name, np.array(spent), np.array(means))
-
-
-def average(
-    curves: Sequence[Curve], updates: Sequence[int], draws: Sequence[int]
-) -> tuple[Float[np.ndarray, " U"], Float[np.ndarray, " D"], float]:
-    """(mean pass rates after so many updates, after so many draws, largest standard error) of one strategy's seeds."""
-    by_update = np.array([curve.pass_rate[list(updates)] for curve in curves])
-    by_draws = np.array([np.interp(draws, curve.draws, curve.pass_rate) for curve in curves])
-    error = np.concatenate([by_update, by_draws], axis=1).std(axis=0).max() / np.sqrt(max(len(curves) - 1, 1))
-    return by_update.mean(axis=0), by_draws.mean(axis=0), float(error)
+STUDIES = {"zero_variance": zero_variance, "epsilon": epsilon, "learning": learning}
+# The strategies of a study where the user names none; of the others, the configuration's.
+STRATEGIES = {
+    "epsilon": ("balance", "estimate"),
+    "learning": ("grpo@4", "grpo@8", "grpo@16", "positive", "balance", "estimate+log", "dapo", "ngu"),
+}

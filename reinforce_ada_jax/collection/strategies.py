@@ -7,7 +7,7 @@ docs/strategies.md shows how to add one from outside of the package.
 import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.types import Prompt
 
 
+@runtime_checkable
 class StrategyConfig(Protocol):
     """Settings of a strategy. These four are required; any other of the `collection` section has its default."""
 

@@ -166,6 +166,8 @@ def test_every_sequence_through_the_loop(name, p):
         return float(np.dot(chance, np.asarray(values, np.float64)))
 
     rewards = [group.pool.rewards[group.kept] for group in groups]
+    sums = np.array([[group.advantages[r == outcome].sum() for group, r in zip(groups, rewards, strict=True)]
+                     for outcome in (1, 0)])  # fmt: skip
     gradients = np.array([np.dot(group.advantages, r - p) for group, r in zip(groups, rewards, strict=True)])
     draws = np.array([len(pool.verdicts) for pool in pools])
     rows = mean([len(group.kept) for group in groups])
@@ -181,7 +183,8 @@ def test_every_sequence_through_the_loop(name, p):
         "kept_correct": mean([r.sum() for r in rewards]),
         "kept_wrong": mean([(1 - r).sum() for r in rewards]),
         "pool_mean": mean([pool.rewards.mean() for pool in pools]),
-        "signal": mean(gradients) / rows / (weight * p * (1 - p)),
+        "signal": mean(sums[0]) / rows / p - mean(sums[1]) / rows / (1 - p),
+        "relative_signal": mean(gradients) / rows / (weight * p * (1 - p)),
         "variance": variance,
         "variance_draws": variance * mean(draws),
     }
@@ -294,7 +297,9 @@ def test_a_strategy_without_end(monkeypatch):
     monkeypatch.setattr(enumeration, "MAX_ROUNDS", 50)
     endless = strategies.build(config("ngu", retry_probability=0.9, max_draws=0))
     # 0.9^49 = 5.7e-3: the fiftieth round is drawn after 49 retries.
-    with pytest.raises(ValueError, match=r"After 50 rounds 5\.7e-03 of all prompts are still under way: .*max_draws"):
+    with pytest.raises(
+        ValueError, match=r"After 50 rounds 5\.7e-03 of all prompts are still being drawn.*max_draws"
+    ):
         enumeration.outcomes(endless, np.array([0.0]))
 
 

@@ -11,6 +11,7 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import cli, simulate
+from reinforce_ada_jax.analysis import studies
 from tests.running import ROOT, environment
 
 
@@ -215,7 +216,7 @@ def refused(capsys, arguments, parts) -> None:
         (["--strategy=ngu", "--max_draws=0", "--retry_probability=1"], ["for ever", "set a limit"]),
         (["--objective=log", "--objective_epsilon=0"], ["objective_epsilon is 0", "above 0"]),
         (["--objective=power", "--objective_alpha=0"], ["objective_alpha is 0", "above 0"]),
-        (["--question=epsilon", "--pass_rates=0,0.5"], ["--question=epsilon", "above 0 and below 1"]),
+        (["--study=epsilon", "--pass_rates=0,0.5"], ["--study=epsilon", "above 0 and below 1"]),
     ],
     ids=lambda value: " ".join(value[-1:]),
 )
@@ -224,18 +225,18 @@ def test_mistakes(capsys, arguments, parts):
 
 
 def test_a_mistake_at_the_terminal():
-    shown = run_command("--question=why")
+    shown = run_command("--study=why")
     assert shown.returncode == cli.BAD_INPUT and shown.stdout == ""
-    assert shown.stderr == "error: flag --question=why: value should be one of <zero_variance|epsilon|learning>\n"
+    assert shown.stderr == "error: flag --study=why: value should be one of <zero_variance|epsilon|learning>\n"
 
 
-# ---- questions -------------------------------------------------------------------------------------------------------
+# ---- studies ---------------------------------------------------------------------------------------------------------
 
 
 def test_zero_variance(prompt_file, tmp_path, capsys):
     folder = tmp_path / "out"
     flag = ("--pass_rates=0.1,0.5", f"--histogram={prompt_file}", f"--output={folder}")
-    run("--question=zero_variance", "--strategy=positive", *flag)
+    run("--study=zero_variance", "--strategy=positive", *flag)
     shown = capsys.readouterr().out
     found = result(folder, "zero_variance")
     groups = [[p**n + (1 - p) ** n for p in (0.1, 0.5)] for n in found["group_sizes"]]
@@ -250,7 +251,7 @@ def test_zero_variance(prompt_file, tmp_path, capsys):
 
 def test_epsilon(tmp_path, capsys):
     folder = tmp_path / "out"
-    run("--question=epsilon", "--pass_rates=0.02,0.1,0.5", f"--output={folder}")
+    run("--study=epsilon", "--pass_rates=0.02,0.1,0.5", f"--output={folder}")
     shown = capsys.readouterr().out
     found = result(folder, "epsilon")
     assert list(found["balance"]["bias"]) == [f"eps={eps:g}" for eps in (0, 1e-4, 1e-3, 1e-2, 3e-2, 0.1)]
@@ -266,16 +267,16 @@ def test_epsilon(tmp_path, capsys):
 
 
 def test_learning(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(simulate.study_reports, "UPDATES", (1, 4))
-    monkeypatch.setattr(simulate.study_reports, "DRAWS", (1000, 4000))
-    monkeypatch.setattr(simulate.study_reports, "POPULATION", 64)
+    monkeypatch.setattr(studies, "UPDATES", (1, 4))
+    monkeypatch.setattr(studies, "DRAWS", (1000, 4000))
+    monkeypatch.setattr(studies, "POPULATION", 64)
     folder = tmp_path / "out"
-    run("--question=learning", f"--output={folder}")
+    run("--study=learning", f"--output={folder}")
     shown = capsys.readouterr().out
     found = result(folder, "learning")
     assert len(found["start"]) == 64 and np.mean(found["start"]) == pytest.approx(1 / 3, abs=1e-3)
     for title in ("gradients as they are", "gradients of equal lengths, as Adam makes them"):
-        assert list(found[title]) == list(simulate.ASKED["learning"])
+        assert list(found[title]) == list(studies.STRATEGIES["learning"])
         assert all(1 / 3 < entry["by_update"][0] < entry["by_update"][1] < 1 for entry in found[title].values())
     # Uniform draws of 8 a prompt, whoever allots them; 64 prompts an update.
     cells = {row[0]: row for row in lines_after(shown, "1 up.")}

@@ -3,8 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.analysis import studies
+from reinforce_ada_jax.analysis import learning_curves, studies
 from reinforce_ada_jax.analysis.enumeration import expectations, planned_draws
+from reinforce_ada_jax.analysis.learning_curves import Curve, average, draw_counts, population
 from reinforce_ada_jax.collection import strategies
 
 
@@ -14,7 +15,7 @@ def config(strategy: str, **settings: object) -> SimpleNamespace:
 
 
 def test_zero_variance():
-    found = studies.zero_variance([2, 8], np.array([0.0, 0.1, 0.5]))
+    found = studies.zero_variance_probability([2, 8], np.array([0.0, 0.1, 0.5]))
     # 0.1^2 + 0.9^2 = 0.82; 0.9^8 + 0.1^8.
     np.testing.assert_allclose(found, [[1, 0.82, 0.5], [1, 0.43046722, 2 / 256]], rtol=1e-12)
 
@@ -54,10 +55,10 @@ def test_log_of_grpo():
 
 def test_population():
     u = (np.arange(100) + 0.5) / 100
-    np.testing.assert_allclose(studies.population(100, 1.0, 1.0), u, atol=1e-9)
-    np.testing.assert_allclose(studies.population(100, 0.5, 1.0), u**2, atol=1e-9)
-    np.testing.assert_allclose(studies.population(100, 1.0, 3.0), 1 - (1 - u) ** (1 / 3), atol=1e-6)
-    assert studies.population(512).mean() == pytest.approx(0.6 / 1.8, abs=1e-4)
+    np.testing.assert_allclose(population(100, 1.0, 1.0), u, atol=1e-9)
+    np.testing.assert_allclose(population(100, 0.5, 1.0), u**2, atol=1e-9)
+    np.testing.assert_allclose(population(100, 1.0, 3.0), 1 - (1 - u) ** (1 / 3), atol=1e-6)
+    assert population(512).mean() == pytest.approx(0.6 / 1.8, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["grpo", "balance", "estimate", "ngu"])
@@ -65,7 +66,7 @@ def test_counts_are_those_of_the_exact_distribution(name):
     settings = config(name, objective="log", retry_probability=0.5, max_draws=32)
     strategy, rates = strategies.build(settings), np.repeat([0.03, 0.2, 0.7], 4000)
     planned = planned_draws(strategy, rates)
-    drawn, correct = studies.draw_counts(
+    drawn, correct = draw_counts(
         strategy, rates, np.random.default_rng(0), estimates=rates, planned=planned
     )  # fmt: skip
     exact = expectations(settings, rates)
@@ -75,9 +76,9 @@ def test_counts_are_those_of_the_exact_distribution(name):
         assert (np.abs(difference.mean(axis=1)) <= 4 * error + 1e-12).all()
 
 
-def learn(settings: SimpleNamespace, rates: list[float], **changes: object) -> studies.Curve:
+def learn(settings: SimpleNamespace, rates: list[float], **changes: object) -> Curve:
     arguments = {"updates": 1, "draws": 0, "prompts_per_update": 2, "learning_rate": 1.0} | changes
-    return studies.learn("", settings, np.array(rates), **arguments)
+    return learning_curves.learn(settings, np.array(rates), **arguments)
 
 
 def sigmoid(x: float) -> float:
@@ -120,10 +121,10 @@ def test_nothing_is_learned_of_what_is_certain():
 
 def test_average():
     curves = [
-        studies.Curve("", np.array([0.0, 10.0, 20.0]), np.array([0.1, 0.2, 0.4])),
-        studies.Curve("", np.array([0.0, 20.0, 40.0]), np.array([0.1, 0.4, 0.6])),
+        Curve(np.array([0.0, 10.0, 20.0]), np.array([0.1, 0.2, 0.4])),
+        Curve(np.array([0.0, 20.0, 40.0]), np.array([0.1, 0.4, 0.6])),
     ]
-    by_update, by_draws, error = studies.average(curves, (1, 2), (5, 20))
+    by_update, by_draws, error = average(curves, (1, 2), (5, 20))
     np.testing.assert_allclose(by_update, [0.3, 0.5])
     np.testing.assert_allclose(by_draws, [(0.15 + 0.175) / 2, 0.4])
     assert error == pytest.approx(0.1)  # deviation 0.1 * sqrt(2) of two, over sqrt(2)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from reinforce_ada_jax import cli, prepare, simulate
+from reinforce_ada_jax import cli, prepare
+from reinforce_ada_jax.analysis.inputs import read_histogram
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.prepare import Band
@@ -176,7 +177,7 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
         if right[problem["id"]] == 1
     ]
     assert chosen == expected and len(stored) == 4 * 48
-    assert simulate.read_histogram(output)[0].tolist() == [0.25] * len(expected)
+    assert read_histogram(output)[0].tolist() == [0.25] * len(expected)
 
     # Another band needs no draws; one in which nothing lies says so and leaves the files as they are.
     monkeypatch.setattr(components_lib, "load_params", None)

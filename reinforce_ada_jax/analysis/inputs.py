@@ -1,0 +1,109 @@
+"""Inputs of an analysis: strategies by their short names, pass rates, and the pass rates of a prompt set."""
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+from reinforce_ada_jax.analysis import enumeration
+from reinforce_ada_jax.config import CollectionConfig, collection_rules
+
+NUM_RATES = 11
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """Inputs of one analysis.
+
+    Attributes:
+      sections: the `collection` section of each strategy, by the name that the user gave it.
+      pass_rates: pass rates to analyse.
+      prompts: pass rates of a prompt set, where there is one.
+      output: folder for the figure and its numbers; None: no files.
+      tokens_per_response: mean length of a response, where it is known.
+      seed: seed of random draws.
+    """
+
+    sections: Mapping[str, CollectionConfig]
+    pass_rates: Float[np.ndarray, " P"]
+    prompts: Float[np.ndarray, " N"] | None = None
+    output: str | None = None
+    tokens_per_response: int | None = None
+    seed: int = 0
+
+
+def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig:
+    """Returns `section` with the strategy, group size and objective of "NAME@n+objective", the last two optional.
+
+    Raises:
+      ValueError: a rule is broken (config/collection_rules.py).
+    """
+    match = re.fullmatch(r"(?s)(.*?)(?:@(\d+))?(?:\+(\w+))?", entry.strip())
+    assert match is not None  # the first part matches any text
+    name, size, objective = match.groups()
+    section = dataclasses.replace(
+        section,
+        strategy=name,
+        group_size=int(size) if size else section.group_size,
+        objective=objective or section.objective,
+    )
+    collection_rules.check_collection(section)
+    if not section.objective_alpha > 0:
+        raise ValueError(f"collection.objective_alpha is {section.objective_alpha}; it must be above 0.")
+    return section
+
+
+def parse_pass_rates(text: str) -> Float[np.ndarray, " P"]:
+    """Returns the pass rates of "LOW:HIGH", "LOW:HIGH:COUNT" (evenly spaced in logits) or "P,P,...".
+
+    Raises:
+      ValueError: the text has another form, or a number is out of range.
+    """
+    try:
+        numbers = [float(part) for part in re.split("[:,]", text)]
+    except ValueError:
+        numbers = []
+    if numbers and ":" not in text:
+        return enumeration.check_pass_rates(numbers)
+    low, high, count = [*numbers, NUM_RATES][:3] if len(numbers) in (2, 3) and "," not in text else (0, 0, 0)
+    if not (0 < low < high < 1 and count >= 2 and count == int(count)):
+        raise ValueError(
+            f"--pass_rates is {text!r}; it must be LOW:HIGH or LOW:HIGH:COUNT with 0 < LOW < HIGH < 1 and at least 2 "
+            "points, or a comma list of numbers in [0, 1], such as 0,0.1,0.5."
+        )
+    logits = np.linspace(np.log(low) - np.log1p(-low), np.log(high) - np.log1p(-high), int(count))
+    return 1.0 / (1.0 + np.exp(-logits))
+
+
+def read_histogram(file: pathlib.Path) -> tuple[Float[np.ndarray, " N"], list[int]]:
+    """Returns (pass rates of the lines of a prompt file, numbers of the lines that have none).
+
+    Raises:
+      ValueError: the file is missing, a line is not a JSON object, a pass rate is not in [0, 1], or no line has one.
+    """
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}: --histogram names a JSONL file of prompts with pass_rate.")
+    rates, lacking = [], []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: not valid JSON ({error}). One object a line.") from error
+        rate = row.get("pass_rate") if isinstance(row, dict) else None
+        if rate is None:
+            lacking.append(number)
+        elif isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise ValueError(f"{file}, line {number}: pass_rate is {rate!r}; it must be a number in [0, 1].")
+        else:
+            rates.append(float(rate))
+    if not rates:
+        raise ValueError(
+            f"none of the {len(lacking)} lines of {file} has a pass_rate: `prepare` adds it, from responses of a model."
+        )
+    return np.array(rates), lacking

@@ -1,0 +1,159 @@
+"""Learning curves of a population of independent prompts, one logit each, under a collection strategy.
+
+The model leaves out much: prompts do not help each other (no generalisation, and nothing for a held-out set to show),
+the responses of a prompt differ in nothing but their verdict, there is no clipping, no momentum, and nothing
+off-policy. It shows the effect of the choice and the number of draws, not what a run will reach.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from reinforce_ada_jax.analysis.enumeration import PROMPT, group_terms
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
+from reinforce_ada_jax.config import EstimatorConfig
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Curve:
+    """Learning curve of a population; index u is the state after u updates.
+
+    Attributes:
+      draws: responses drawn so far.
+      pass_rate: mean pass rate of the population.
+    """
+
+    draws: Float[np.ndarray, " U"]
+    pass_rate: Float[np.ndarray, " U"]
+
+
+def population(size: int, a: float = 0.6, b: float = 1.2) -> Float[np.ndarray, " P"]:
+    """Returns the pass rates of `size` prompts: quantiles of Beta(a, b) at (i + 1/2) / size; many hard, a few solved.
+
+    With u = p^a the density p^(a - 1) (1 - p)^(b - 1) has no pole at 0, so a trapezoid sum is enough. b is at least 1.
+    """
+    u = np.linspace(0.0, 1.0, 200_001)
+    p = u ** (1.0 / a)
+    density = (1.0 - p) ** (b - 1.0)
+    cumulated = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return np.interp((np.arange(size) + 0.5) / size, cumulated / cumulated[-1], p)
+
+
+def draw_counts(
+    strategy: Strategy,
+    pass_rates: Float[np.ndarray, " P"],
+    rng: np.random.Generator,
+    *,
+    estimates: Float[np.ndarray, " P"] | None = None,
+    planned: Int[np.ndarray, " P"] | None = None,
+) -> tuple[Int[np.ndarray, " P"], Int[np.ndarray, " P"]]:
+    """Samples (drawn, correct) of one prompt of each pass rate: `enumeration.outcomes`, round by round.
+
+    It samples only the counts, of all prompts together, hundreds of times as fast as the loop over responses.
+    """
+    count = len(pass_rates)
+    plans: list[tuple[float | None, int | None]] = [(None, None)] * count
+    if estimates is not None and planned is not None:
+        plans = list(zip(estimates.tolist(), planned.tolist(), strict=True))
+
+    @functools.cache
+    def decide(rounds: int, drawn: int, correct: int, plan: tuple[float | None, int | None]) -> tuple[int, float]:
+        progress = PromptProgress(PROMPT, rounds, drawn, correct, *plan)
+        size = strategy.next_draws(progress)
+        return size, strategy.continue_probability(progress) if size and rounds else 1.0
+
+    drawn, correct = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    in_flight, rounds = np.arange(count), 0
+    while in_flight.size:
+        states = zip(in_flight.tolist(), drawn[in_flight].tolist(), correct[in_flight].tolist(), strict=True)
+        sizes, probabilities = np.array([decide(rounds, n, k, plans[index]) for index, n, k in states]).T
+        goes_on = (sizes > 0) & (rng.random(len(sizes)) < probabilities)
+        in_flight, sizes = in_flight[goes_on], sizes[goes_on].astype(np.int64)
+        drawn[in_flight] += sizes
+        correct[in_flight] += rng.binomial(sizes, pass_rates[in_flight])
+        rounds += 1
+    return drawn, correct
+
+
+def learn(
+    config: StrategyConfig,
+    pass_rates: Float[np.ndarray, " P"],
+    *,
+    updates: int,
+    draws: int,
+    prompts_per_update: int,
+    learning_rate: float,
+    equal_lengths: bool = False,
+    seed: int = 0,
+) -> Curve:
+    """Computes gradient ascent on the logits of independent prompts, with the groups that a strategy makes.
+
+        theta_x <- theta_x + learning_rate * B * sum of A_i (r_i - p_x) / (rows of the update)
+
+    for each of the B prompts of an update: the token-mean gradient of responses of equal lengths, times B, so that the
+    size of an update does not depend on the number of prompts. Prompts take turns; with `dapo` the next ones replace
+    those that are dropped. `estimate` plans the draws of each update with the estimator `ema` at its defaults.
+
+    Args:
+      config: settings of the strategy.
+      pass_rates: of the population before the first update; 0 and 1 stay there.
+      updates: least number of updates; more follow until `draws` responses are drawn.
+      draws: least number of responses.
+      prompts_per_update: B, at most P.
+      learning_rate: in logits.
+      equal_lengths: divide the gradient of each update by its root mean square over the B prompts. Strategies then
+        differ in the direction of their updates, not in their size, which an optimiser such as Adam removes too.
+      seed: seed of all draws.
+    """
+    strategy, rng, settings = strategies.build(config), np.random.default_rng(seed), EstimatorConfig()
+    ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
+    names = [f"{index:06d}" for index in range(len(pass_rates))]
+    terms = functools.cache(lambda drawn, correct: group_terms(strategy, drawn, correct)[:4])
+    with np.errstate(divide="ignore"):
+        logits = np.log(pass_rates) - np.log1p(-pass_rates)
+    spent, means, cursor = [0.0], [float(np.mean(pass_rates))], 0
+    num_candidates = min(len(pass_rates), prompts_per_update * (1 + strategy.extra_batches))
+    while len(spent) <= updates or spent[-1] < draws:
+        batch = np.arange(cursor, cursor + num_candidates) % len(pass_rates)
+        p = 1.0 / (1.0 + np.exp(-logits[batch]))
+        estimates = planned = None
+        if strategy.plan is not None:
+            ids = [names[index] for index in batch]
+            estimates = ema.estimate_ids(ids)
+            planned = np.asarray(strategy.plan(estimates, ids))
+        drawn, correct = draw_counts(strategy, p, rng, estimates=estimates, planned=planned)
+        counts = list(zip(drawn.tolist(), correct.tolist(), strict=True))
+        found = np.array([terms(*pair) for pair in counts], np.float64)
+        rows = found[:, 0] + found[:, 1]
+        # Candidates are drawn in turn until enough are kept; the others were never drawn.
+        used = prompts_per_update
+        if strategy.extra_batches:
+            used = min(num_candidates, 1 + int(np.searchsorted(np.cumsum(rows > 0), prompts_per_update)))
+        batch, p, found, rows = batch[:used], p[:used], found[:used], rows[:used]
+        if strategy.plan is not None:
+            for index, pair in zip(batch.tolist(), counts[:used], strict=True):
+                ema.observe_counts(names[index], *pair)
+        total = found[:, 2] * (1.0 - p) - found[:, 3] * p
+        gradient = prompts_per_update * total / max(rows.sum(), 1.0)
+        if equal_lengths:
+            gradient = gradient / max(np.sqrt(np.square(gradient).sum() / prompts_per_update), 1e-12)
+        logits[batch] += learning_rate * gradient
+        cursor = (cursor + used) % len(pass_rates)
+        spent.append(spent[-1] + float(drawn[:used].sum()))
+        means.append(float(np.mean(1.0 / (1.0 + np.exp(-logits)))))
+    return Curve(np.array(spent), np.array(means))
+
+
+def average(
+    curves: Sequence[Curve], updates: Sequence[int], draws: Sequence[int]
+) -> tuple[Float[np.ndarray, " U"], Float[np.ndarray, " D"], float]:
+    """Returns (mean pass rates after these updates, after these draws, largest standard error) over seeds."""
+    by_update = np.array([curve.pass_rate[list(updates)] for curve in curves])
+    by_draws = np.array([np.interp(draws, curve.draws, curve.pass_rate) for curve in curves])
+    error = np.concatenate([by_update, by_draws], axis=1).std(axis=0).max() / np.sqrt(max(len(curves) - 1, 1))
+    return by_update.mean(axis=0), by_draws.mean(axis=0), float(error)
