@@ -112,9 +112,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_list("algorithms", [], "Of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list("variants", list(iteration_benchmark.VARIANTS), "What `iteration` compares.", flag_values=values)
     config_flags.DEFINE_config_file("config", None, "The configuration of `iteration`.", flag_values=values)
-    flags.DEFINE_list(
-        "cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values
-    )
+    flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
     flags.DEFINE_bool(
         "against_plain",
         False,

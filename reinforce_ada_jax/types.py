@@ -11,7 +11,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -136,6 +136,7 @@ class PartialRollouts:
     rounds: int
 
 
+@runtime_checkable
 class RequestQueue(Protocol):
     """What a sampler sees of the collection: requests to take, and prompts that need nothing more.
 

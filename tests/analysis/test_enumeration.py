@@ -100,6 +100,39 @@ def test_a_balanced_group_weighs_hard_prompts_more():
     assert 1.30 < found.signal[0] < 1.38
 
 
+HARD_TO_EASY = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
+
+
+@pytest.mark.parametrize(
+    ("settings", "relative"),
+    [
+        # To two digits, relative to p = 1/2: ALGORITHM.md section 7, found there by another program.
+        ({"strategy": "balance"}, [7.2, 5.9, 3.9, 1.6, 1.0, 1.6, 3.9]),
+        # Rounds of 4 while all are wrong, at most 8: a hard prompt keeps more rows, and 1 / p_hat counts them again.
+        ({"strategy": "ngu", "max_rounds": 8, "samples_per_round": 4, "objective": "log"}, [35, 21, 10, 2.6, 1.0]),
+    ],
+)
+def test_signal_by_pass_rate(settings, relative):
+    signal = expectations(config(**settings), HARD_TO_EASY).signal
+    np.testing.assert_allclose((signal / signal[4])[: len(relative)], relative, rtol=0.025)
+
+
+def test_signal_is_absolute():
+    # 1 - 1/n at every pass rate. With log, relative_signal is divided by f'(p) = 1 / p, and signal is not.
+    found = expectations(config("grpo", group_size=4, objective="log"), HARD_TO_EASY)
+    np.testing.assert_allclose(found.relative_signal, found.signal * HARD_TO_EASY, rtol=1e-12)
+    # n = 2: a pair is mixed with probability 2 p q; p_hat = 1/2 then, so A = +-1/2 * 2, and a_i = A / 2 rows. Hence
+    # signal = 2 p q * (1/2 / p + 1/2 / q) = 1, which is p times f'.
+    found = expectations(config("grpo", group_size=2, objective="log"), HARD_TO_EASY)
+    np.testing.assert_allclose(found.signal, 1.0, rtol=1e-12)
+    # balance with many rounds keeps n/2 and n/2, with the pool's mean as baseline: ((1 - p) / p + p / (1 - p)) / 2, up
+    # to the bias of a pool's mean, which is small where a round is long.
+    many = expectations(config("balance", samples_per_round=512), HARD_TO_EASY)
+    np.testing.assert_allclose(
+        many.signal, ((1 - HARD_TO_EASY) / HARD_TO_EASY + HARD_TO_EASY / (1 - HARD_TO_EASY)) / 2, rtol=1e-3
+    )
+
+
 @pytest.mark.parametrize("strategy", ["grpo", "positive", "balance", "dapo", "ngu"])
 def test_expected_draws_are_those_of_the_expectations(monkeypatch, strategy):
     settings, rates = config(strategy, retry_probability=0.9), [0.1, 0.5, 0.0, 1.0, 0.1]
@@ -297,9 +330,7 @@ def test_a_strategy_without_end(monkeypatch):
     monkeypatch.setattr(enumeration, "MAX_ROUNDS", 50)
     endless = strategies.build(config("ngu", retry_probability=0.9, max_draws=0))
     # 0.9^49 = 5.7e-3: the fiftieth round is drawn after 49 retries.
-    with pytest.raises(
-        ValueError, match=r"After 50 rounds 5\.7e-03 of all prompts are still being drawn.*max_draws"
-    ):
+    with pytest.raises(ValueError, match=r"After 50 rounds 5\.7e-03 of all prompts are still being drawn.*max_draws"):
         enumeration.outcomes(endless, np.array([0.0]))
 
 
