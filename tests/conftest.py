@@ -11,7 +11,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["JAX_PLATFORMS"] = "cpu"
 FLAGS = ("--xla_force_host_platform_device_count=8", compiling.QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
+# A folder for each worker, so that none reads what another is writing.
+os.environ |= compiling.keeping(os.environ.get("PYTEST_XDIST_WORKER", "main"))
 
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_unconfigure() -> None:
+    compiling.close_programs()

@@ -20,6 +20,7 @@ from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state
+from tests import compiling
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -38,21 +39,9 @@ def tiny(**changes: object) -> Config:
     return config_lib.replaced(config_lib.resolve(load(CONFIGS / "tiny.py").get_config()), changes)
 
 
-def programs_in(folder: pathlib.Path) -> dict[str, str]:
-    """The environment in which commands leave their compiled programs to each other in a folder."""
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-
-
-def environment(compiled: pathlib.Path | None = None) -> dict[str, str]:
-    """That of a user's command on one CPU device; `compiled` is where commands leave their programs to each other.
-
-    The flags of conftest.py are for this process alone: a run at optimisation level 0 would take longer.
-    """
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (programs_in(compiled) if compiled else {})
+def environment(xla_flags: str = compiling.COMMANDS) -> dict[str, str]:
+    """Environment of a user's command on one CPU device. All commands of a session share their compiled programs."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags} | compiling.keeping("commands")
 
 
 def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:

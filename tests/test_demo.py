@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
         flags = [f"--workdir={workdir}", f"--config.seed={seed}", RUNS[name]]
         subprocess.run(
             [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags],
-            cwd=ROOT, env=environment(folder / "compiled"), check=True, capture_output=True,
+            cwd=ROOT, env=environment(xla_flags=""), check=True, capture_output=True,
         )  # fmt: skip
     print("\n" + plot.table([plot.load(workdir) for workdir in workdirs.values()], "heldout"))
     return workdirs

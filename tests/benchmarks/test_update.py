@@ -11,7 +11,6 @@ from absl import flags
 from reinforce_ada_jax import benchmark
 from reinforce_ada_jax.benchmarks import update, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
-from tests.running import programs_in
 
 ARCHITECTURE = workloads.smallest()
 SIZES = ("--rows=6", "--micro_batches=2", "--prompt_tokens=3", "--response_tokens=13", "--repeat=2", "--layers=3")
@@ -39,15 +38,6 @@ def run(*arguments: str) -> dict:
     values = benchmark.define_flags(flags.FlagValues())
     name, *_ = values(["benchmark", *arguments])[1:]
     return benchmark.BENCHMARKS[name](values)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory):
-    """What the processes of one measurement compiled, those of the next find."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in programs_in(tmp_path_factory.mktemp("compiled")).items():
-            patch.setenv(name, value)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,8 @@ OF_ENGINES = {"collection/slot_utilisation", "collection/dispatches", "update/lo
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start():
     """start(workdir, processes, flags) -> the running processes, of four devices together, which share programs."""
-    folder = tmp_path_factory.mktemp("shared")
     started = []
 
     def start(workdir, count, *more, devices=4, own=list):
@@ -48,7 +47,7 @@ def start(tmp_path_factory):
         xla = f"--xla_force_host_platform_device_count={devices // count} {compiling.QUICKLY}"
         processes = []
         for index in range(count):
-            env = environment(folder / "compiled") | {"XLA_FLAGS": xla}
+            env = environment(xla)
             if count > 1:
                 address = {processes_lib.ADDRESS: f"127.0.0.1:{port}", processes_lib.COUNT: str(count)}
                 env |= address | {processes_lib.INDEX: str(index)}

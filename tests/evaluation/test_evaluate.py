@@ -257,7 +257,7 @@ def start(tmp_path_factory):
     def start(output, *more):
         return subprocess.Popen(
             [sys.executable, "-m", "reinforce_ada_jax.evaluate", *flags, f"--output={output}", *more],
-            cwd=ROOT, text=True, env=environment(folder / "compiled"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=ROOT, text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     return start

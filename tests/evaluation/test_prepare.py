@@ -117,7 +117,7 @@ def start(tmp_path_factory):
     def start(output):
         return subprocess.Popen(
             [sys.executable, "-m", "reinforce_ada_jax.prepare", *flags, f"--output={output}"],
-            cwd=ROOT, text=True, env=environment(folder / "compiled"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=ROOT, text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     return start

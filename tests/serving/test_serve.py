@@ -70,12 +70,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, errors: pathlib.Path, compiled: pathlib.Path, *flags: str):
+def running(folder: pathlib.Path, errors: pathlib.Path, *flags: str):
     """The command, as soon as it is ready; killed at the end if it is still there."""
     with errors.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "reinforce_ada_jax.serve", f"--model={folder}", *FLAGS, *flags],
-            cwd=ROOT, env=environment(compiled), stdout=subprocess.PIPE, stderr=file, text=True,
+            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=file, text=True,
         )  # fmt: skip
     # A server that hangs before it is ready ends here.
     watchdog = threading.Timer(60, process.kill)
@@ -99,15 +99,9 @@ def running(folder: pathlib.Path, errors: pathlib.Path, compiled: pathlib.Path, 
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Where the servers leave their programs to each other."""
-    return tmp_path_factory.mktemp("compiled")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory, compiled):
+def server(tmp_path_factory):
     flags = ("--slots=3", f"--max_response_tokens={LIMIT}")
-    with running(CIPHER, tmp_path_factory.mktemp("server") / "stderr", compiled, *flags) as started:
+    with running(CIPHER, tmp_path_factory.mktemp("server") / "stderr", *flags) as started:
         yield started
 
 
@@ -310,10 +304,10 @@ def test_an_interrupt_ends_an_idle_server(server):
 LONG = 4096  # about 7 s where this was written
 
 
-def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, compiled, tmp_path, questions):
+def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, tmp_path, questions):
     flags = ("--slots=2", f"--max_response_tokens={LONG}", "--grace_s=30")
     (text, _, first), (other, _, second), *_ = questions
-    with running(endless, tmp_path / "stderr", compiled, *flags) as server:
+    with running(endless, tmp_path / "stderr", *flags) as server:
         began = time.monotonic()
         for _ in range(6):
             server.stream(text_content=dict(text=text), max_tokens=LONG).cancel()
@@ -343,11 +337,11 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, comp
         assert "Traceback" not in errors
 
 
-def test_grace_ends_and_a_second_signal_ends_everything(endless, compiled, tmp_path, questions):
+def test_grace_ends_and_a_second_signal_ends_everything(endless, tmp_path, questions):
     text = questions[0][0]
     for grace_s, signals, code in ((0.5, [signal.SIGTERM], 0), (60, [signal.SIGTERM, signal.SIGINT], 128 + 2)):
         flags = ("--slots=2", f"--max_response_tokens={LONG}", f"--grace_s={grace_s}")
-        with running(endless, tmp_path / "stderr", compiled, *flags) as server:
+        with running(endless, tmp_path / "stderr", *flags) as server:
             call = server.stream(text_content=dict(text=text), max_tokens=LONG)
             began = time.monotonic()
             for number in signals:

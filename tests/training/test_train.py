@@ -68,7 +68,7 @@ def start(tmp_path_factory):
     def start(workdir, *more, how=("-m", "reinforce_ada_jax.train")):
         return subprocess.Popen(
             [sys.executable, *how, *flags, f"--workdir={workdir}", *more], cwd=ROOT, text=True,
-            env=environment(folder / "compiled"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     return start

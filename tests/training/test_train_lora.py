@@ -35,8 +35,6 @@ SETTINGS = {
     "sampling.slots": 32,
 }
 BASE = components_lib.model_folder("package:cipher")
-# Four iterations cost what they take to compile; and evaluations of this process then have the run's own bits.
-FLAGS = {"XLA_FLAGS": compiling.QUICKLY}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +49,8 @@ def start(tmp_path_factory):
     def start(workdir):
         result = subprocess.run(
             [sys.executable, "-m", "reinforce_ada_jax.train", *flags, f"--workdir={workdir}"], cwd=ROOT,
-            env=environment(folder / "compiled") | FLAGS, capture_output=True, text=True, check=False,
+            # Evaluations of this process then have the bits of the run.
+            env=environment(compiling.QUICKLY), capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         return result.stdout

@@ -47,15 +47,14 @@ SLOW = ("ema", "positive", "dapo")
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start():
     """start(workdir, overrides) -> stderr of a finished run."""
-    compiled = tmp_path_factory.mktemp("compiled")
 
     def start(workdir, overrides):
         flags = [f"--config.{key}={value}" for key, value in (FLAGS | overrides).items()]
         command = [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
         result = subprocess.run(
-            [*command, *flags], cwd=ROOT, env=environment(compiled), capture_output=True, text=True, check=False
+            [*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
         )
         assert result.returncode == 0, result.stderr
         return result.stderr
