@@ -25,7 +25,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli, evaluate
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.collection import prefetch, strategies
+from reinforce_ada_jax.collection import serialization, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
@@ -151,7 +151,7 @@ class Run:
         self.iteration, self.pending = saved["iteration"], saved["pending"]
         self.cursor = PromptCursor.from_json(saved["cursor"])
         self.updates.skipped_in_a_row = saved["skipped_in_a_row"]
-        self.partial = prefetch.from_json(saved["partial_rollouts"])
+        self.partial = serialization.partial_from_text(saved["partial_rollouts"])
         if self.estimator is not None:
             self.estimator.load_json(saved["estimator"])
         return state
@@ -163,7 +163,7 @@ class Run:
             "cursor": self.cursor.to_json(),
             "skipped_in_a_row": self.updates.skipped_in_a_row,
             "pending": self.pending,
-            "partial_rollouts": prefetch.to_json(self.partial),
+            "partial_rollouts": serialization.partial_to_text(self.partial),
             "estimator": None if self.estimator is None else self.estimator.to_json(),
             **self.identity,
         }

@@ -136,7 +136,7 @@ def outcomes(
         following: dict[tuple[int, int], np.ndarray] = {}
         for (drawn, correct), probability in in_flight.items():
             progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
-            size = strategies.asked_for(strategy, progress)
+            size = strategies.round_size(strategy, progress)
             goes_on = 0.0 if size == 0 else (strategy.continue_probability(progress) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct))

@@ -1,12 +1,13 @@
-"""Pools as bytes: what the processes of a run tell each other of their shares.
+"""Pools and partial rollouts as bytes: the one format for messages between processes and for checkpoints.
 
-A JSON header and two arrays, in NumPy's own format and read without pickle; float32 numbers survive unchanged.
+A JSON header and two arrays in NumPy's own format, read without pickle; float32 numbers come back unchanged.
 """
 
+import base64
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Ver
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CollectedShard:
-    """What came of one process's shard of the prompts.
+    """Results of one process.
 
     Attributes:
-      pools: of its prompts.
-      partial: of its prompts of the next collection, by id.
-      counts: of its sampler.
+      pools: one for each of its prompts.
+      partial: partial rollouts of prompts of the next collection, by prompt id.
+      counts: counters of its sampler.
     """
 
     pools: list[Pool]
@@ -29,30 +30,14 @@ class CollectedShard:
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def _draws(draws: Pool | PartialRollouts) -> dict[str, Any]:
-    return {
-        "rounds": draws.rounds,
-        "verdicts": [[verdict.correct, verdict.reward, verdict.reason] for verdict in draws.verdicts],
-        "responses": [
-            None
-            if response is None
-            else [response.draw, len(response.tokens), response.truncated, response.policy_version]
-            for response in draws.responses
-        ],
-    }
-
-
 def to_bytes(shard: CollectedShard) -> bytes:
-    """The shard without its prompts, which everybody has."""
+    """Returns the shard as bytes, with ids in place of prompts."""
     header = {
-        "pools": [
-            _draws(pool) | {"prompt": pool.prompt.id, "met": pool.met, "estimate": pool.estimate}
-            for pool in shard.pools
-        ],
-        "partial": [_draws(partial) | {"prompt": prompt_id} for prompt_id, partial in shard.partial.items()],
+        "pools": [_header(pool.prompt.id, pool) | {"met": pool.met, "estimate": pool.estimate} for pool in shard.pools],
+        "partial": [_header(prompt_id, rollouts) for prompt_id, rollouts in shard.partial.items()],
         "counts": shard.counts,
     }
-    responses = [r for draws in (*shard.pools, *shard.partial.values()) for r in draws.responses if r is not None]
+    responses = [r for rollouts in (*shard.pools, *shard.partial.values()) for r in rollouts.responses if r is not None]
     file = io.BytesIO()
     np.savez(
         file,
@@ -64,29 +49,53 @@ def to_bytes(shard: CollectedShard) -> bytes:
 
 
 def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
-    """What `to_bytes` told; `prompts` are those that its pools may be of."""
+    """Returns the shard that `to_bytes` wrote; `prompts` include those of its pools."""
     prompt_of = {prompt.id: prompt for prompt in prompts}
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         header, tokens, logprobs = json.loads(arrays["header"].tobytes()), arrays["tokens"], arrays["logprobs"]
-    read = 0
-
-    def draws(record: Mapping[str, Any]) -> tuple[tuple[Response | None, ...], tuple[Verdict, ...]]:
-        nonlocal read
-        responses: list[Response | None] = []
-        for told in record["responses"]:
-            if told is None:
-                responses.append(None)
-                continue
-            draw, length, truncated, policy_version = told
-            part = slice(read, read + length)
-            responses.append(Response(record["prompt"], draw, tokens[part], logprobs[part], truncated, policy_version))
-            read += length
-        return tuple(responses), tuple(Verdict(*verdict) for verdict in record["verdicts"])
-
-    # In the order in which they were written: the arrays have no other index.
+    lengths = [
+        entry[1] for part in ("pools", "partial") for record in header[part] for entry in record["responses"] if entry
+    ]
+    ends = np.cumsum(lengths, dtype=np.int64)[:-1]
+    arrays_of = zip(np.split(tokens, ends), np.split(logprobs, ends), strict=True)
+    # Pools first, then partial rollouts, as they were written: the arrays have no other index.
     pools = [
-        Pool(prompt_of[record["prompt"]], *draws(record), record["rounds"], record["met"], record["estimate"])
+        Pool(prompt_of[record["prompt"]], *_rollouts(record, arrays_of), record["met"], record["estimate"])
         for record in header["pools"]
     ]
-    partial = {record["prompt"]: PartialRollouts(*draws(record), record["rounds"]) for record in header["partial"]}
+    partial = {record["prompt"]: PartialRollouts(*_rollouts(record, arrays_of)) for record in header["partial"]}
     return CollectedShard(pools, partial, header["counts"])
+
+
+def partial_to_text(partial: Mapping[str, PartialRollouts]) -> str:
+    """Returns partial rollouts as text, for the JSON record of a checkpoint."""
+    return base64.b64encode(to_bytes(CollectedShard([], dict(partial)))).decode("ascii")
+
+
+def partial_from_text(text: str) -> dict[str, PartialRollouts]:
+    """Returns the partial rollouts that `partial_to_text` wrote."""
+    return from_bytes(base64.b64decode(text), ()).partial
+
+
+def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
+    return {
+        "prompt": prompt_id,
+        "rounds": rollouts.rounds,
+        "verdicts": [[v.correct, v.reward, v.reason] for v in rollouts.verdicts],
+        "responses": [
+            None if r is None else [r.draw, len(r.tokens), r.truncated, r.policy_version] for r in rollouts.responses
+        ],
+    }
+
+
+def _rollouts(record: Mapping[str, Any], arrays: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, Any, int]:
+    """Returns (responses, verdicts, rounds) of one record; takes the arrays of its responses from the iterator."""
+    responses = []
+    for entry in record["responses"]:
+        if entry is None:
+            responses.append(None)
+            continue
+        draw, _, truncated, policy_version = entry
+        tokens, logprobs = next(arrays)
+        responses.append(Response(record["prompt"], draw, tokens, logprobs, truncated, policy_version))
+    return tuple(responses), tuple(Verdict(*verdict) for verdict in record["verdicts"]), record["rounds"]

@@ -5,6 +5,7 @@ docs/strategies.md shows how to add one from outside of the package.
 """
 
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -103,21 +104,39 @@ class Strategy:
     max_age: int | None = None
 
 
-def asked_for(strategy: Strategy, record: PromptProgress) -> int:
-    """`next_draws`, held to the strategy's own bounds.
+def round_size(strategy: Strategy, progress: PromptProgress) -> int:
+    """Returns `next_draws`, checked against the strategy's own bounds.
 
     Raises:
       ValueError: it breaks them.
     """
-    size = strategy.next_draws(record)
-    too_many = strategy.max_draws is not None and record.drawn + size > strategy.max_draws
-    if size < 0 or (size == 0 and record.rounds == 0) or too_many:
+    size = strategy.next_draws(progress)
+    too_many = strategy.max_draws is not None and progress.drawn + size > strategy.max_draws
+    if size < 0 or (size == 0 and progress.rounds == 0) or too_many:
         raise ValueError(
-            f"The strategy asks for {size} more responses of prompt {record.prompt.id!r} after {record.rounds} rounds "
-            f"and {record.drawn} responses; its first round must have at least 1, and all at most max_draws = "
-            f"{strategy.max_draws}."
+            f"The strategy asks for {size} more responses of prompt {progress.prompt.id!r} after {progress.rounds} "
+            f"rounds and {progress.drawn} responses; its first round must have at least 1, and all rounds together at "
+            f"most max_draws = {strategy.max_draws}."
         )
     return size
+
+
+def uniform_at_address(seed: int, iteration: int, prompt_id: str, rounds: int) -> float:
+    """Returns a number in [0, 1) that follows from the address alone, for `next_round` after `rounds` rounds."""
+    address = f"{seed}/{iteration}/{rounds}/{prompt_id}".encode()
+    return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest()) / 2**64
+
+
+def next_round(strategy: Strategy, progress: PromptProgress, uniform: float) -> int:
+    """Returns how many responses the next round has; 0 closes the prompt.
+
+    Args:
+      strategy: its rule, and the probability that a prompt continues.
+      progress: counts of the finished rounds.
+      uniform: number in [0, 1); a further round is drawn where it is below the probability.
+    """
+    size = round_size(strategy, progress)
+    return 0 if size and progress.rounds and uniform >= strategy.continue_probability(progress) else size
 
 
 # ---- what strategies are made of -------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The collection loop under scripted samplers, which take and return in every order that a real one might."""
 
 import functools
-import json
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
@@ -9,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import prefetch as prefetch_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.prefetch import Prefetch
+from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 
@@ -396,7 +395,7 @@ def test_idle_slots_begin_the_next_collection_which_goes_on_from_there():
     assert sum(drawn.values()) == sum(is_prefetch for *_, is_prefetch in log) > 0
     assert all(is_prefetch == (id >= "p4") for id, _, is_prefetch in log)
     again = []
-    saved = prefetch_lib.from_json(json.loads(json.dumps(prefetch_lib.to_json(prefetch.partial))))
+    saved = partial_from_text(partial_to_text(prefetch.partial))
     then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, partial=saved)
     assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]

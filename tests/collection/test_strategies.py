@@ -11,9 +11,9 @@ import pytest
 from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.collect import collect, uniform_at_address
+from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.collection.strategies import PromptProgress
+from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
 from reinforce_ada_jax.config import collection_rules
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -255,7 +255,7 @@ def test_without_estimates_all_prompts_are_alike():
 
 @pytest.mark.parametrize("estimates", [{"p0": 0.5, "p1": 1.1}, {"p0": -0.1, "p1": 0.5}, {"p0": np.nan, "p1": 0.5}])
 def test_estimates_that_are_no_pass_rates_are_refused(estimates):
-    with pytest.raises(ValueError, match=r"must give 2 pass rates in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"must return 2 pass rates in \[0, 1\]"):
         draw(config("estimate", 4), {"p0": "0*", "p1": "0*"}, estimates=estimates)
 
 

@@ -17,6 +17,7 @@ import pytest
 import safetensors.numpy
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.collection.serialization import partial_from_text
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
@@ -159,7 +160,7 @@ def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
     flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
     finished(start(tmp_path / "two", 2, *flags))
     _, record = restored(tmp_path / "two", SMALL["iterations"] - 1)
-    assert record["partial_rollouts"], "the checkpoint holds what both drew ahead"
+    assert partial_from_text(record["partial_rollouts"]), "the checkpoint holds what both drew ahead"
     assert writers.read_metrics(tmp_path / "two")[-1]["collection/ahead"] > 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.prefetch import Prefetch
-from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
+from reinforce_ada_jax.collection.serialization import from_bytes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.training import sharded_collection
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
@@ -239,25 +239,3 @@ def test_what_enumeration_cannot_follow_is_expected_to_be_even(monkeypatch, tmp_
     (alone,) = Processes(1).run(lambda index: collect(prompts, sample, verify, strategies.build(settings)))
     monkeypatch.setattr(sharded_collection, "processes", processes)
     assert [described(pools) for pools in processes.run(program)] == [described(alone)] * 2
-
-
-def test_a_share_survives_the_way_there_and_back():
-    prompts = make_prompts(["p0", "p1"])
-    responses = tuple(drawn("p1", draw) for draw in range(3))
-    verdicts = tuple(verify([(prompts[1], response) for response in responses]))
-    empty = Pool(prompts[0], (), (), 0, False, 0.25)
-    share = CollectedShard(
-        [Pool(prompts[1], responses, verdicts, 2, True), empty],
-        {"n0": PartialRollouts((None, drawn("n0", 1)), (), 0), "n1": PartialRollouts((), (), 0)},
-        {"tokens": 3.0},
-    )
-    back = from_bytes(to_bytes(share), prompts)
-    assert described(back.pools) == described(share.pools)
-    assert back.pools[0].responses[0].tokens.dtype == np.int32
-    assert back.pools[0].responses[0].logprobs.dtype == np.float32
-    for name, partial in share.partial.items():
-        assert json.dumps(dataclasses.asdict(back.partial[name]), default=np.ndarray.tolist) == json.dumps(
-            dataclasses.asdict(partial), default=np.ndarray.tolist
-        )
-    assert back.counts == share.counts
-    assert from_bytes(to_bytes(CollectedShard([])), []).pools == []

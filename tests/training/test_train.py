@@ -19,6 +19,7 @@ import pytest
 
 from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection.serialization import partial_from_text
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.watchdog import RESTART
@@ -207,7 +208,7 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     # From the second iteration on some responses were there already, drawn with the weights before.
     ahead = [line["collection/ahead"] for line in writers.read_metrics(tmp_path / "run")]
     assert ahead[0] == 0 and min(ahead[1:]) > 0
-    assert restored(tmp_path / "run")[1]["partial_rollouts"]
+    assert partial_from_text(restored(tmp_path / "run")[1]["partial_rollouts"])
 
 
 def test_interrupt_and_resume(start, unbroken, tmp_path):

@@ -1,0 +1,183 @@
+"""Requests of one collection: which draw the sampler gets next, and which prompts need no more draws."""
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
+from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.collection.verification import VerificationQueue
+from reinforce_ada_jax.types import Prompt, Request, Response
+
+
+class _RequestsByRound:
+    """Requests that nobody has taken: those of prompts with the fewest finished rounds first.
+
+    The rounds of a prompt follow one another, so a prompt that has not started has the longest chain of rounds left.
+    Starting all prompts first keeps the slots full almost to the end; finishing the started ones first leaves the last
+    prompts to go through their rounds alone (docs/architecture.md has the numbers).
+    """
+
+    def __init__(self):
+        self._by_rounds: dict[int, collections.deque[Request]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_rounds.values()))
+
+    def put(self, rollouts: PromptRollouts) -> None:
+        self._by_rounds.setdefault(rollouts.rounds, collections.deque()).extend(rollouts.requests())
+
+    def pop(self) -> Request:
+        rounds = min(self._by_rounds)
+        requests = self._by_rounds[rounds]
+        request = requests.popleft()
+        if not requests:
+            del self._by_rounds[rounds]
+        return request
+
+
+class CollectionQueue:
+    """types.RequestQueue of one collection: the strategy turns verdicts into further requests, or closes prompts."""
+
+    def __init__(
+        self,
+        prompts: Sequence[PromptRollouts],
+        replacements: Sequence[Prompt],
+        strategy: Strategy,
+        verification: VerificationQueue,
+        *,
+        barrier: bool,
+        seed: int,
+        iteration: int,
+    ):
+        """Arguments as for `collect`; the prompts have distinct ids, and their index is their position."""
+        self._prompts = {rollouts.prompt.id: rollouts for rollouts in prompts}
+        self._replacements = collections.deque(replacements)
+        self._strategy, self._verification = strategy, verification
+        self._barrier, self._seed, self._iteration = barrier, seed, iteration
+        self._waiting, self._waiting_prefetch = _RequestsByRound(), _RequestsByRound()
+        self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
+        self._newly_closed: list[str] = []
+        for rollouts in prompts:
+            if rollouts.phase is Phase.SAMPLING:
+                self._put(rollouts)
+            elif rollouts.phase is Phase.WAITING:
+                self._advance([rollouts])
+        self._advance(verification.submit([rollouts for rollouts in prompts if rollouts.phase is Phase.VERIFYING]))
+
+    @property
+    def prompts(self) -> list[PromptRollouts]:
+        """The prompts in order, and after them the replacements that were opened."""
+        return list(self._prompts.values())
+
+    @property
+    def num_closed(self) -> int:
+        """Closed prompts of this collection."""
+        return sum(rollouts.phase is Phase.CLOSED and not rollouts.prefetch for rollouts in self._prompts.values())
+
+    # ---- for the sampler -----------------------------------------------------------------------------------------
+
+    def take(self, limit: int) -> list[Request]:
+        self._advance(self._verification.read())
+        while not (self._waiting or self._in_flight) and (self.wait() or self._release()):
+            pass
+        return self._take(self._waiting, limit)
+
+    def take_prefetch(self, limit: int) -> list[Request]:
+        done = all(rollouts.phase is Phase.CLOSED or rollouts.prefetch for rollouts in self._prompts.values())
+        return [] if done else self._take(self._waiting_prefetch, limit)
+
+    def _take(self, waiting: _RequestsByRound, limit: int) -> list[Request]:
+        taken = [waiting.pop() for _ in range(min(limit, len(waiting)))]
+        self._in_flight |= {(request.prompt.id, request.draw): None for request in taken}
+        return taken
+
+    def wait(self) -> bool:
+        finished = self._verification.read_next()
+        self._advance(finished)
+        return bool(finished)
+
+    def closed(self) -> list[str]:
+        closed, self._newly_closed = self._newly_closed, []
+        return closed
+
+    # ---- for the loop --------------------------------------------------------------------------------------------
+
+    def receive(self, responses: Iterable[Response]) -> None:
+        """Reads the verdicts that are due, then submits the rounds that `responses` complete.
+
+        Raises:
+          RuntimeError: a response was not asked for, or came before.
+        """
+        self._advance(self._verification.read(at_yield=True))
+        complete = []
+        for response in responses:
+            rollouts = self._prompts.get(response.prompt_id)
+            address = response.prompt_id, response.draw
+            if rollouts is None or address not in self._in_flight:
+                how = "twice" if rollouts is not None and rollouts.has_response(response.draw) else "unasked"
+                raise RuntimeError(f"The sampler returned draw {response.draw} of prompt {response.prompt_id!r} {how}.")
+            del self._in_flight[address]
+            rollouts.add(response)
+            if rollouts.phase is Phase.VERIFYING:
+                complete.append(rollouts)
+        self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
+
+    def finish(self) -> None:
+        """Reads the remaining verdicts.
+
+        Raises:
+          RuntimeError: a response that was asked for did not come.
+        """
+        while self.wait():
+            pass
+        held = sum(rollouts.num_missing for rollouts in self._prompts.values() if rollouts.phase is Phase.HELD)
+        waiting = len(self._waiting) + held
+        if self._in_flight or waiting:
+            lost = next(iter(self._in_flight), None)
+            first = f" (first: draw {lost[1]} of prompt {lost[0]!r})" if lost else ""
+            raise RuntimeError(
+                f"The sampler ended with {len(self._in_flight)} requests taken and not returned{first} and {waiting} "
+                "not taken."
+            )
+
+    # ---- from round to round -------------------------------------------------------------------------------------
+
+    def _advance(self, prompts: Iterable[PromptRollouts]) -> None:
+        """Starts the next round of each prompt, or closes it, as the strategy decides."""
+        for rollouts in prompts:
+            iteration = self._iteration + rollouts.prefetch
+            uniform = strategies.uniform_at_address(self._seed, iteration, rollouts.prompt.id, rollouts.rounds)
+            size = strategies.next_round(self._strategy, rollouts.progress(), uniform)
+            if size == 0:
+                self._close(rollouts)
+                continue
+            rollouts.start_round(size, hold=self._barrier and rollouts.rounds > 0)
+            if rollouts.phase is Phase.SAMPLING:
+                self._put(rollouts)
+
+    def _put(self, rollouts: PromptRollouts) -> None:
+        (self._waiting_prefetch if rollouts.prefetch else self._waiting).put(rollouts)
+
+    def _release(self) -> bool:
+        """Starts the rounds behind the barrier, in the order of the prompts; False where there are none."""
+        held = [rollouts for rollouts in self._prompts.values() if rollouts.phase is Phase.HELD]
+        for rollouts in held:
+            rollouts.release()
+            self._put(rollouts)
+        return bool(held)
+
+    def _close(self, rollouts: PromptRollouts) -> None:
+        """Closes a prompt, and opens the next replacement where nothing of it is kept.
+
+        So the number of opened prompts is the number asked for plus the number dropped: the shortest beginning of the
+        list that keeps enough, whatever finishes first.
+        """
+        rollouts.close()
+        self._newly_closed.append(rollouts.prompt.id)
+        if rollouts.prefetch or not self._replacements:
+            return
+        if not self._strategy.keep(rollouts.pool(self._strategy).correct).size:
+            opened = PromptRollouts(self._replacements.popleft(), len(self._prompts))
+            self._prompts[opened.prompt.id] = opened
+            self._advance([opened])

@@ -1,0 +1,56 @@
+"""Rounds at the verifier: submitted as they complete, and read in the order of submission."""
+
+import collections
+import itertools
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from reinforce_ada_jax.collection.prompt_rollouts import PromptRollouts
+from reinforce_ada_jax.types import Prompt, Response, Verdict
+
+VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list[Verdict]]]
+
+
+class VerificationQueue:
+    """Verifier calls in order. Verdicts are read at once, or later where the verifier returns a future."""
+
+    def __init__(self, verify_fn: VerifyFn, *, deterministic: bool):
+        """With `deterministic`, futures are read at the sampler's next yield, and not before."""
+        self._verify_fn, self._deterministic = verify_fn, deterministic
+        self._pending: collections.deque[tuple[list[PromptRollouts], Future[list[Verdict]]]] = collections.deque()
+
+    def submit(self, complete: list[PromptRollouts]) -> list[PromptRollouts]:
+        """Verifies the rounds of `complete`, all in one call; returns the prompts whose verdicts have arrived."""
+        if not complete:
+            return []
+        verdicts = self._verify_fn(
+            [(rollouts.prompt, response) for rollouts in complete for response in rollouts.unverified()]
+        )
+        if isinstance(verdicts, Future):
+            self._pending.append((complete, verdicts))
+            return []
+        return _finish_rounds(complete, verdicts)
+
+    def read(self, *, at_yield: bool = False) -> list[PromptRollouts]:
+        """Reads the verdicts that are due; returns the prompts whose rounds they finish."""
+        finished = []
+        while self._pending and (at_yield if self._deterministic else self._pending[0][1].done()):
+            finished += self.read_next()
+        return finished
+
+    def read_next(self) -> list[PromptRollouts]:
+        """Waits for the oldest call; returns the prompts whose rounds it finishes, none where no call is pending."""
+        if not self._pending:
+            return []
+        complete, verdicts = self._pending.popleft()
+        return _finish_rounds(complete, verdicts.result())
+
+
+def _finish_rounds(complete: list[PromptRollouts], verdicts: list[Verdict]) -> list[PromptRollouts]:
+    sizes = [len(rollouts.unverified()) for rollouts in complete]
+    if len(verdicts) != sum(sizes):
+        raise RuntimeError(f"The verifier returned {len(verdicts)} verdicts for {sum(sizes)} responses.")
+    remaining = iter(verdicts)
+    for rollouts, size in zip(complete, sizes, strict=True):
+        rollouts.finish_round(list(itertools.islice(remaining, size)))
+    return complete
