@@ -13,7 +13,6 @@ weights, or the newest checkpoint; say what will run. Ctrl-C ends the run after 
 import collections
 import dataclasses
 import functools
-import json
 import pathlib
 import re
 import time
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from reinforce_ada_jax import cli, evaluate
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import serialization, strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
@@ -36,6 +35,7 @@ from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_a
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.evaluation.evaluator import Benchmarks, Evaluator, load_benchmarks
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
@@ -65,7 +65,7 @@ class Run:
         workdir: pathlib.Path,
         components: Components,
         prompts: list[Prompt],
-        benchmarks: evaluate.Benchmarks,
+        benchmarks: Benchmarks,
         params: Params | None,
         *,
         quiet: bool = False,
@@ -297,12 +297,7 @@ class Run:
             progress.phase(text)
 
         begin = time.monotonic()
-        metrics = evaluate.evaluate(
-            self.benchmarks, self.policy(), self.rollouts, evaluate.verify_fns(self.components, verifiers, self.config),
-            self.config, self.iteration, report,
-        )  # fmt: skip
-        if processes.is_writer():
-            evaluate.save(self.workdir, self.iteration, metrics)
+        metrics = self.evaluator(verifiers)(self.policy(), self.iteration, report)
         averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
         progress.note(f"iteration {self.iteration}: avg@{self.config.evaluation.samples} {', '.join(averages)}")
         return metrics | {"time/evaluate_s": time.monotonic() - begin}
@@ -342,15 +337,14 @@ class Run:
         last = self.iteration == self.config.iterations
         return every > 0 and (self.iteration % every == 0 or last)
 
-    def evaluated_before(self) -> bool:
-        """Whether a run that ended in its first iteration has evaluated the weights that it began with."""
-        file = evaluate.file_of(self.workdir, 0)
-        there = json.loads(file.read_text()) if file.exists() else {}
-        return processes.any_of(all(f"evaluation/{name}/avg" in there for name in self.benchmarks))
+    def evaluator(self, verifiers: VerifierPool) -> Evaluator:
+        """Returns the evaluation function of this run."""
+        return Evaluator(self.components, self.config, self.workdir, self.benchmarks, self.rollouts, verifiers)
 
     def loop(self, verifiers: VerifierPool, progress: Progress) -> None:
         """All iterations that are left."""
-        if self.iteration == 0 and self.config.evaluation.every and self.benchmarks and not self.evaluated_before():
+        first = self.iteration == 0 and self.config.evaluation.every and self.benchmarks
+        if first and not self.evaluator(verifiers).is_done(0):
             before = self.evaluate(verifiers, progress)
             if self.metrics is not None:
                 self.metrics.plot(0, before)
@@ -433,7 +427,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
         prompts = components.prompts(config.data.prompts, config)
         next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
-        benchmarks = evaluate.load_benchmarks(components, config)
+        benchmarks = load_benchmarks(components, config)
         verifier_pool = components_lib.verifier_pool(config)
         # Whatever is wrong with the weights shows before the first file is written.
         params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)

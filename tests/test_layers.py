@@ -33,10 +33,8 @@ TIES = {
     for importer, target in (
         ("benchmarks.iteration", "train"),
         ("benchmarks.learning", "plot"),
-        ("evaluate", "export"),
         ("sampling.engine", "serving.jetstream"),
         ("sampling.engine", "serving.tokenizer.ServedTokenizer"),
-        ("train", "evaluate"),
     )
 }
 FOREIGN = {"torch", "tensorflow", "pickle", "dill", "cloudpickle", "joblib", "shelve"}

@@ -1,19 +1,23 @@
-"""The paper's figures, to be set beside one's own: avg@32 at temperature 1 and 4,096 tokens.
+"""Results of the paper, for comparison with one's own: avg@32 at temperature 1 and 4,096 tokens.
 
 Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677.
 """
 
 import dataclasses
+import json
+import pathlib
 
-# Column: problems, and how files of it are called.
+from reinforce_ada_jax.training import components as components_lib
+
+# Problems of each set, by the name of its benchmark file.
 SETS = {"math500": 500, "minerva_math": 272, "olympiadbench": 675, "aime_like": 230}
 WEIGHTED = "weighted average"
-# Problems of which the figure is an average.
+# Problems that each column is an average over.
 PROBLEMS = SETS | {WEIGHTED: sum(SETS.values())}
 SAMPLES, TEMPERATURE, MAX_RESPONSE_TOKENS = 32, 1.0, 4096
 
 # (model's folder, strategy, group size): MATH-500, Minerva Math, OlympiadBench, AIME-like, weighted, in percent.
-_FIGURES = {
+AVERAGES = {
     ("Qwen2.5-Math-1.5B", "grpo", 4): (74.2, 34.4, 38.4, 16.2, 45.3),
     ("Qwen2.5-Math-1.5B", "grpo", 8): (75.3, 34.3, 39.2, 17.3, 46.1),
     ("Qwen2.5-Math-1.5B", "grpo", 16): (76.9, 35.1, 40.4, 17.9, 47.3),
@@ -32,7 +36,7 @@ _FIGURES = {
     ("Qwen3-4B-Instruct-2507", "positive", 4): (91.6, 50.4, 66.3, 38.8, 67.4),
     ("Qwen3-4B-Instruct-2507", "balance", 4): (91.7, 53.0, 65.7, 38.8, 67.6),
 }
-_ON_HARD_PROMPTS = {
+ON_HARD_PROMPTS = {
     ("Qwen2.5-Math-1.5B", "grpo", 4): (71.0, 31.8, 34.3, 13.8, 41.9),
     ("Qwen2.5-Math-1.5B", "positive", 4): (73.9, 33.1, 36.4, 16.4, 44.6),
     ("Qwen2.5-Math-1.5B", "balance", 4): (74.7, 33.7, 38.7, 17.6, 45.5),
@@ -44,23 +48,33 @@ _ON_HARD_PROMPTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The figures of one published run, in [0, 1], by the names in `PROBLEMS`."""
+    """Averages of one run of the paper, in [0, 1], by the names in `PROBLEMS`."""
 
     name: str
-    figures: dict[str, float]
+    averages: dict[str, float]
 
 
 def rows(model: str, strategy: str, group_size: int) -> list[Row]:
-    """The published runs of a model (its folder's name) and an algorithm; none where there are none."""
-    tables = {"published": _FIGURES, "published, hard prompts": _ON_HARD_PROMPTS}
+    """Returns the paper's runs of a model (the name of its folder) and a strategy; often none."""
+    tables = {"paper": AVERAGES, "paper, hard prompts": ON_HARD_PROMPTS}
     found = {name: table.get((model, strategy, group_size)) for name, table in tables.items()}
     return [
-        Row(name, {column: percent / 100 for column, percent in zip(PROBLEMS, figures, strict=True)})
-        for name, figures in found.items()
-        if figures is not None
+        Row(name, {column: percent / 100 for column, percent in zip(PROBLEMS, percents, strict=True)})
+        for name, percents in found.items()
+        if percents is not None
     ]
 
 
+def rows_of_run(workdir: pathlib.Path) -> list[Row]:
+    """Returns the paper's runs with the model and strategy that a run's config.json names."""
+    file = workdir / "config.json"
+    if not file.exists():
+        return []
+    saved = json.loads(file.read_text())
+    name, collection = components_lib.model_folder(saved["model"]["path"]).name, saved["collection"]
+    return rows(name, collection["strategy"], collection["group_size"])
+
+
 def column(benchmark: str) -> str | None:
-    """The published column that a benchmark's name stands for; any `aime_like...` is of the AIME-like set."""
+    """Returns the column of a benchmark's name, or None; `aime_like...` is the AIME-like set."""
     return "aime_like" if benchmark.startswith("aime_like") else benchmark if benchmark in SETS else None

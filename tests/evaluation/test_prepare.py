@@ -11,10 +11,6 @@ from reinforce_ada_jax import cli, prepare
 from reinforce_ada_jax.analysis.inputs import read_histogram
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import load_problems
-from reinforce_ada_jax.prepare import Band
-from reinforce_ada_jax.rewards import math_answer
-from reinforce_ada_jax.rewards.shaping import Shaping
-from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from tests.evaluation.test_evaluate import REWARD, bad_files, four_answers
 from tests.running import ROOT, cipher_file, environment, killed_after, tiny
@@ -32,78 +28,6 @@ def refusal(capsys, *arguments, **options) -> str:
     err = capsys.readouterr().err
     assert "error: " in err and "Traceback" not in err
     return err
-
-
-# ---- rules -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_band_is_open_below_and_closed_above():
-    # The paper's sets of 16 draws: hard has 1 or 2 correct, easy 1 to 5.
-    for most, kept in ((0.125, [1, 2]), (0.313, [1, 2, 3, 4, 5])):
-        assert [number for number in range(17) if number / 16 in Band(0.0, most)] == kept
-    assert [number for number in range(5) if number / 4 in Band(0.25, 0.75)] == [2, 3]
-    assert 1.0 in Band(0.0, 1.0)
-
-
-@pytest.mark.parametrize("ends", [(0.5, 0.5), (0.6, 0.5), (-0.1, 0.5), (0.0, 1.1), (float("nan"), 0.5)])
-def test_bands_that_are_none(ends):
-    with pytest.raises(ValueError, match=r"--min_pass_rate is .* the first below the second"):
-        Band(*ends)
-
-
-def test_duplicates_are_found_by_their_normalised_text():
-    def problem(name, text):
-        return {"id": name, "problem": text, "answer": name}
-
-    problems = [
-        problem("a", "Find  $x$."),
-        problem("b", "Find $X$."),  # another letter
-        problem("c", " Find\n$x$. "),
-        problem("d", "caf\u00e9"),
-        problem("e", "cafe\u0301"),
-    ]
-    assert [one["id"] for one in prepare.first_of_each(problems)] == ["a", "b", "d"]
-
-
-def test_histogram():
-    assert prepare.histogram([0, 0, 0, 0, 1, 2, 2], 2, Band(0.0, 0.5)).splitlines() == [
-        "pass rate  problems",
-        "    0.000         4  ########################################",
-        "    0.500 *       1  ##########",
-        "    1.000         2  ####################",
-    ]
-
-
-class Recorded:
-    """A store and a progress line that remember."""
-
-    done = 0
-
-    def __init__(self):
-        self.added = []
-
-    def add(self, entries):
-        self.added += entries
-
-    def reach(self, done):
-        self.done = done
-
-
-def test_references_are_verified_in_a_box_or_as_they_are(monkeypatch):
-    monkeypatch.setattr(prepare, "VERIFIED_AT_ONCE", 2)
-    answers = {"number": r"\frac{1}{2}", "none": r"\text{}", "boxed": r"so \boxed{4}"}
-    problems = [{"id": name, "problem": name, "answer": answer} for name, answer in answers.items()]
-    prompts = [prepare.Prompt(problem["id"], "", problem["answer"], None) for problem in problems]
-    recorded = Recorded()
-    with VerifierPool(math_answer.grade, workers=0, time_limit_s=1.0) as verifiers:
-        prepare.verify_references(prompts, recorded, verifiers, Shaping(0.7), recorded)
-    found = {name: (text, graded.verdict.correct) for name, _, text, graded in recorded.added}
-    assert found["number"] == (r"\boxed{\frac{1}{2}}", True)
-    assert found["none"] == (r"\boxed{\text{}}", False)
-    assert recorded.done == 3
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +60,8 @@ def test_killed_twice_it_chooses_the_same_prompts(start, tmp_path):
     err = killed_after(process, stored, stored.read_bytes().count(b"\n") + 200, signal.SIGINT)
     assert process.returncode == cli.INTERRUPTED and "Traceback" not in err
     assert err.splitlines()[-1] == (
-        f"error: interrupted. What is graded is kept in {stored.parent}; the same command again goes on from there."
+        f"error: interrupted. Graded responses are stored in {stored.parent}; the same command again goes on from "
+        "there."
     )
     assert 300 <= stored.read_bytes().count(b"\n") < 192 * 8 and not broken.exists()
     out, err = start(broken).communicate(timeout=300)
@@ -228,7 +153,7 @@ def test_what_else_is_refused(tmp_path, capsys):
     cipher_file(source, 2)
     assert "--samples is 0" in refusal(capsys, source, output, samples=0)
     assert "--min_pass_rate is 0.5 and --max_pass_rate 0.2" in refusal(capsys, source, output, band=(0.5, 0.2))
-    assert "exists and is not of this command's making" in refusal(capsys, source, source)
+    assert "exists and was not written by this command" in refusal(capsys, source, source)
     assert "must end with .jsonl" in refusal(capsys, source, tmp_path / "prompts.json")
     unknown = refusal(capsys, source, output, **{"data.template": "fancy"})
     assert "data.template is 'fancy'; it must be one of plain, qwen_math, chat" in unknown

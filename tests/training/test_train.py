@@ -395,15 +395,6 @@ def test_what_a_run_must_find_as_it_was(tmp_path):
         resume.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
 
 
-def test_the_first_weights_are_evaluated_once(tmp_path):
-    run = SimpleNamespace(workdir=tmp_path, benchmarks={"heldout": [], "math500": []})
-    assert not train.Run.evaluated_before(run)
-    evaluate.save(tmp_path, 0, {"evaluation/heldout/avg": 0.5})
-    assert not train.Run.evaluated_before(run), "one of them is missing"
-    evaluate.save(tmp_path, 0, {"evaluation/math500/avg": 0.25})
-    assert train.Run.evaluated_before(run)
-
-
 def test_other_prompts_are_refused(start, unbroken, tmp_path):
     workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
     saved = config_lib.replaced(saved_config(workdir), {"data.prompts": others})

@@ -1,0 +1,123 @@
+"""Drawing and grading a fixed number of responses per prompt, each kept as soon as it is graded."""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
+from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.sharded_collection import draw_everywhere
+from reinforce_ada_jax.types import Prompt, Response, Verdict
+
+# Prompts are drawn in chunks of this many responses per slot. The token arrays of a chunk are held until its end, and
+# slots are idle only at the end of a chunk: about 1/64 of the work.
+RESPONSES_PER_SLOT = 64
+
+
+class _Recorder:
+    """Verification function that keeps verdicts as soon as they are there, in the order of the calls."""
+
+    def __init__(self, verify_fn: VerifyFn, keep: Callable[[list[tuple[Prompt, Response]], list[Verdict]], None]):
+        self._verify_fn, self._keep = verify_fn, keep
+        self._pending: collections.deque[
+            tuple[list[tuple[Prompt, Response]], list[Verdict] | Future[list[Verdict]]]
+        ] = collections.deque()
+
+    def verify(self, pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
+        verdicts = self._verify_fn(pairs)
+        self._pending.append((pairs, verdicts))
+        return verdicts
+
+    def settle(self) -> None:
+        """Keeps the verdicts that are there; later ones wait for earlier ones."""
+        while self._pending:
+            pairs, verdicts = self._pending[0]
+            if isinstance(verdicts, Future):
+                if not verdicts.done():
+                    return
+                verdicts = verdicts.result()
+            self._pending.popleft()
+            self._keep(pairs, verdicts)
+
+
+def draw(
+    prompts: Sequence[Prompt],
+    sample_fn: SampleFn,
+    verify_fn: VerifyFn,
+    samples: int,
+    *,
+    slots: int,
+    deterministic: bool,
+    store: ResponseStore | None = None,
+    decode: Callable[[np.ndarray], str] = str,
+    on_progress: Callable[[int, int], None],
+) -> GradedResponses:
+    """Returns `samples` graded responses of every prompt, in the order of the prompts.
+
+    Args:
+      prompts: with distinct ids.
+      sample_fn: as for `collect`; called once per chunk of prompts.
+      verify_fn: as for `collect`.
+      samples: responses per prompt.
+      slots: responses that are decoded at the same time.
+      deterministic: as for `collect`.
+      store: opened for writing; gets each response as soon as it is graded.
+      decode: tokens to the text that is stored.
+      on_progress: called with (prompts done, responses drawn) so far.
+    """
+    drawn: GradedResponses = {}
+
+    def keep(pairs: list[tuple[Prompt, Response]], verdicts: list[Verdict]) -> None:
+        if store is not None:
+            store.add(
+                (prompt.id, response.draw, decode(response.tokens), GradedResponse.of(response, verdict))
+                for (prompt, response), verdict in zip(pairs, verdicts, strict=True)
+            )
+
+    recorder = _Recorder(verify_fn, keep)
+    size = max(1, RESPONSES_PER_SLOT * slots // samples)
+    for first in range(0, len(prompts), size):
+
+        def report(closed: int, finished: int, first: int = first) -> None:
+            recorder.settle()
+            on_progress(first + closed, first * samples + finished)
+
+        collect_fn = functools.partial(
+            collect, sample_fn=sample_fn, verify_fn=recorder.verify, deterministic=deterministic, on_progress=report
+        )
+        for pool in draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_fn):
+            drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
+        recorder.settle()
+    return drawn
+
+
+def from_policy(
+    params: Params, rollouts: Rollouts, settings: SamplingConfig | EvaluationConfig, stream: int, config: Config
+) -> Callable[..., GradedResponses]:
+    """Returns `draw` from a policy: of its arguments prompts, verify_fn, samples, store and on_progress remain.
+
+    Args:
+      params: the weights, as the learner has them.
+      rollouts: engine and decode state.
+      settings: the section with temperature, top_k, top_p and the length limit.
+      stream: first word of the addresses of all samples (`sampling.token.stream`).
+      config: of the command.
+    """
+    limit, engine = settings.max_response_tokens, rollouts.engine
+    sampling = SamplingParams(limit, settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+    return functools.partial(
+        draw,
+        sample_fn=rollouts.sampler(params, stream=stream, sampling=sampling),
+        slots=engine.options.slots * engine.replicas,
+        deterministic=components_lib.deterministic(config),
+        decode=engine.tokenizer.decode,
+    )

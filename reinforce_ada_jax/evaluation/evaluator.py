@@ -1,0 +1,130 @@
+"""Evaluation of a policy on benchmarks while it trains: avg@k, pass@k and all-correct@k, without keeping responses.
+
+`stored_evaluation` is the command's, which keeps every response.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.prompts import benchmark_name
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation.scores import statistics
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.types import Prompt
+
+Benchmarks = dict[str, list[Prompt]]
+
+
+def by_name(sources: Sequence[str]) -> dict[str, str]:
+    """Returns the sources by the names of their benchmarks; ValueError if two have the same name."""
+    named: dict[str, str] = {}
+    for source in sources:
+        name = benchmark_name(source)
+        if name in named:
+            raise ValueError(f"two benchmarks are called {name!r}: rename one of the files.")
+        named[name] = source
+    return named
+
+
+def load_benchmarks(components: Components, config: Config) -> Benchmarks:
+    """Returns the tokenised prompts of the configured benchmarks by name.
+
+    Raises:
+      ValueError: two have the same name, `evaluation.graders` names a benchmark that is not configured, or a file
+        cannot be read.
+    """
+    components_lib.check_graders(config, config.evaluation.benchmarks)
+    return {name: components.prompts(source, config) for name, source in by_name(config.evaluation.benchmarks).items()}
+
+
+def verify_fns(components: Components, verifiers: VerifierPool, config: Config) -> dict[str, VerifyFn]:
+    """Returns the verification function of each benchmark. Rewards are not shaped: a response is right or wrong."""
+    shaping, graders = Shaping(config.reward.positive_threshold), components_lib.benchmark_graders(config)
+    names = map(benchmark_name, config.evaluation.benchmarks)
+    return {name: components.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
+
+
+def as_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Returns {"evaluation/BENCHMARK/KEY": value} of the statistics of each benchmark."""
+    return {f"evaluation/{name}/{key}": value for name, result in results.items() for key, value in result.items()}
+
+
+def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
+    """Path of the metrics of an iteration's evaluation."""
+    return workdir / "evaluations" / f"{iteration:06d}.json"
+
+
+def save_results(file: pathlib.Path, about: Mapping[str, int | str], metrics: Mapping[str, float]) -> None:
+    """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(file.read_text()) if file.exists() else about
+    now = {key.split("/")[1] for key in metrics}
+    others = {key: value for key, value in before.items() if "/" not in key or key.split("/")[1] not in now}
+    write_atomically(file, json.dumps({**others, **metrics}, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluator:
+    """Evaluation function of one training run, which `train` builds and hands to the loop.
+
+        evaluate = Evaluator(components, config, workdir, benchmarks, rollouts, verifiers)
+        metrics = evaluate(params, iteration, report)
+
+    Attributes:
+      components: tokenizer and grading.
+      config: of the run.
+      workdir: of the run.
+      benchmarks: from `load_benchmarks`, at start-up.
+      rollouts: engine and decode state of the run.
+      verifiers: entered before the first call.
+    """
+
+    components: Components
+    config: Config
+    workdir: pathlib.Path
+    benchmarks: Benchmarks
+    rollouts: Rollouts
+    verifiers: VerifierPool
+
+    def __call__(self, params: Params, iteration: int, report: Callable[[str], None]) -> dict[str, float]:
+        """Returns `evaluation/BENCHMARK/...` of a policy, and writes evaluations/<iteration>.json.
+
+        Args:
+          params: the policy's weights, as the learner has them.
+          iteration: finished iterations; part of the addresses of the samples.
+          report: called with a line about the progress; may raise to stop the evaluation.
+        """
+        evaluation = self.config.evaluation
+        address = stream(iteration, evaluation=True)
+        draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config)
+        verify = verify_fns(self.components, self.verifiers, self.config)
+        results = {}
+        for name, prompts in self.benchmarks.items():
+
+            def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
+                report(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
+
+            drawn = draw(prompts, verify_fn=verify[name], samples=evaluation.samples, on_progress=on_progress)
+            results[name] = statistics(drawn.values())
+        metrics = as_metrics(results)
+        if processes.is_writer():
+            save_results(results_file(self.workdir, iteration), {"iteration": iteration}, metrics)
+        return metrics
+
+    def is_done(self, iteration: int) -> bool:
+        """Returns True in every process if evaluations/<iteration>.json has all benchmarks."""
+        file = results_file(self.workdir, iteration)
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        return processes.any_of(all(f"evaluation/{name}/avg" in saved for name in self.benchmarks))

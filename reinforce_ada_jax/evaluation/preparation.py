@@ -1,0 +1,307 @@
+"""Preparation of prompts: problems chosen by how often a model solves them.
+
+The manifest says which problems were left out and why, and the folder of the draws keeps every response: the same
+command continues after a kill, and choosing by another band draws nothing again.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import pathlib
+import sys
+import unicodedata
+from collections.abc import Mapping, Sequence
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.problems import Problem, problems_hash
+from reinforce_ada_jax.data.prompts import load_problems, tokenize
+from reinforce_ada_jax.data.templates import chat_from_config
+from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation.response_store import (
+    GradedResponse,
+    GradedResponses,
+    ResponseStore,
+    drawn_with,
+    graded_by,
+    writing,
+)
+from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import summary
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.types import Prompt, Verdict
+
+# Reference answers that are graded, and then stored, at a time.
+VERIFIED_AT_ONCE = 256
+BAR_WIDTH = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """Pass rates that are chosen: above `least`, at most `most`."""
+
+    least: float
+    most: float
+
+    def __post_init__(self):
+        if not 0.0 <= self.least < self.most <= 1.0:
+            raise ValueError(
+                f"--min_pass_rate is {self.least:g} and --max_pass_rate {self.most:g}; both must be in [0, 1], the "
+                "first below the second: problems with a pass rate above the first and at most the second are kept."
+            )
+
+    def __contains__(self, pass_rate: float) -> bool:
+        return self.least < pass_rate <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.least:g} < pass rate <= {self.most:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputFiles:
+    """Files of the command: the prompts, their manifest, and the folder of the draws."""
+
+    output: pathlib.Path
+
+    @property
+    def manifest(self) -> pathlib.Path:
+        return self.output.with_suffix(".manifest.json")
+
+    @property
+    def draws(self) -> pathlib.Path:
+        return self.output.with_suffix(".draws")
+
+    def check(self, source: str) -> None:
+        """Raises ValueError if the output would overwrite a file that this command did not write."""
+        if self.output.suffix != ".jsonl":
+            raise ValueError(f"--output is {self.output}; it must end with .jsonl, because it gets one problem a line.")
+        if self.output.exists() and not self.manifest.exists():
+            raise ValueError(f"{self.output} exists and was not written by this command: give another --output.")
+        if pathlib.Path(source).exists() and self.output.resolve() == pathlib.Path(source).resolve():
+            raise ValueError(f"--input and --output are both {self.output}: give another --output.")
+
+
+# ---- without a model -------------------------------------------------------------------------------------------------
+
+
+def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
+    """Returns the problems without those whose text came before, whatever their answers.
+
+    Texts are compared in Unicode's composed form, with each run of white space as one space. Case counts.
+    """
+    firsts: dict[str, Problem] = {}
+    for problem in problems:
+        firsts.setdefault(" ".join(unicodedata.normalize("NFC", problem["problem"]).split()), problem)
+    return list(firsts.values())
+
+
+def _unique_and_short(
+    config: Config, components: Components, problems: Sequence[Problem]
+) -> tuple[list[Prompt], dict[str, int]]:
+    """Returns (prompts to verify, counts of problems read and left out so far)."""
+    unique = first_of_each(problems)
+    limit = config.data.max_prompt_tokens
+    prompts = tokenize(unique, components.tokenizer, config.data.template, sys.maxsize, chat_from_config(config))
+    short = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
+    if not short:
+        raise ValueError(f"none of {len(unique):,} prompts has at most {limit:,} tokens: raise data.max_prompt_tokens.")
+    duplicates = len(problems) - len(unique)
+    return short, {"read": len(problems), "duplicate": duplicates, "too_long": len(prompts) - len(short)}
+
+
+def verify_references(
+    prompts: Sequence[Prompt], verifiers: VerifierPool, shaping: Shaping
+) -> list[tuple[str, Verdict]]:
+    r"""Grades each reference answer against itself, in a box (`\boxed{72}`) or, if that fails, as it is (`72`).
+
+    Verifiers differ in which of the two they read; a reference that fails both ways can never be matched.
+
+    Returns:
+      (graded text, verdict) of each prompt.
+    """
+
+    def grade(texts: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, Verdict]]:
+        pairs = [(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)]
+        return list(zip(texts, shaping.all(verifiers.grade_all(pairs), [0] * len(pairs)), strict=True))
+
+    graded = grade([rf"\boxed{{{prompt.answer}}}" for prompt in prompts], prompts)
+    failed = [index for index, (_, verdict) in enumerate(graded) if not verdict.correct]
+    plain = grade([prompts[index].answer for index in failed], [prompts[index] for index in failed])
+    for index, (text, verdict) in zip(failed, plain, strict=True):
+        if verdict.correct:
+            graded[index] = text, verdict
+    return graded
+
+
+def _with_valid_reference(
+    config: Config, prompts: Sequence[Prompt], files: OutputFiles, verifiers: VerifierPool
+) -> list[Prompt]:
+    """Returns the prompts whose references pass. Verdicts are stored: a time limit may not be hit a second time."""
+    with cli.user_input():
+        header = {
+            "drawn": {"problems": problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
+            "graded": graded_by(config, "", (prompt.answer for prompt in prompts)),
+        }
+        store = ResponseStore(files.draws / "references.jsonl", header)
+    if missing := store.missing(prompts, 1):
+        shaping, done = Shaping(config.reward.positive_threshold), len(prompts) - len(missing)
+        with writing([store], len(prompts), done, "references") as progress:
+            for first in range(0, len(missing), VERIFIED_AT_ONCE):
+                chunk = missing[first : first + VERIFIED_AT_ONCE]
+                store.add(
+                    (prompt.id, 0, text, GradedResponse(0, False, verdict))
+                    for prompt, (text, verdict) in zip(chunk, verify_references(chunk, verifiers, shaping), strict=True)
+                )
+                progress.reach(progress.done + len(chunk))
+    correct = num_correct(store.complete((prompt.id for prompt in prompts), 1))
+    passed = [prompt for prompt in prompts if correct[prompt.id]]
+    if not passed:
+        cli.fail(
+            f"none of {len(prompts):,} reference answers passes its own verification by "
+            f"{config.reward.path or config.reward.kind!r}: choose the reward that fits them. The verdicts are in "
+            f"{store.file}."
+        )
+    return passed
+
+
+# ---- drawing and choosing --------------------------------------------------------------------------------------------
+
+
+def num_correct(drawn: GradedResponses) -> dict[str, int]:
+    """Returns the number of correct responses by problem id."""
+    return {name: sum(response.verdict.correct for response in draws) for name, draws in drawn.items()}
+
+
+def histogram(correct: Sequence[int], samples: int, band: Band) -> str:
+    """Returns problems by pass rate as lines of text; a star marks the pass rates in the band."""
+    counts = collections.Counter(correct)
+    most = max(counts.values())
+    lines = ["pass rate  problems"]
+    for number in range(samples + 1):
+        kept = "*" if number / samples in band else " "
+        bar = "#" * -(-counts[number] * BAR_WIDTH // most)
+        lines.append(f"{number / samples:9.3f} {kept} {counts[number]:7,}  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _line(problem: Problem, pass_rate: float) -> str:
+    row = {"id": problem["id"], "problem": problem["problem"], "answer": problem["answer"], "pass_rate": pass_rate}
+    return json.dumps(row | problem.get("labels", {}), ensure_ascii=False) + "\n"
+
+
+def _input_hash(source: str, problems: Sequence[Problem]) -> str:
+    """Returns the hash of a file's bytes, or of the problems of another source."""
+    file = pathlib.Path(source)
+    return _sha256(file.read_bytes() if file.is_file() else json.dumps(list(problems)).encode())
+
+
+def _write(
+    config: Config,
+    files: OutputFiles,
+    problems: Sequence[Problem],
+    correct: Mapping[str, int],
+    counts: dict[str, int],
+    band: Band,
+    store: ResponseStore,
+) -> None:
+    """Chooses the problems in the band, and writes the prompts and the manifest.
+
+    Args:
+      config: with the source of the problems as data.prompts.
+      files: to write.
+      problems: as read.
+      correct: number of correct responses of each problem that has draws, by id.
+      counts: problems read, and left out before drawing, by reason.
+      band: pass rates to choose.
+      store: of the responses.
+    """
+    drawn = store.header["drawn"]
+    samples, source = drawn["samples"], config.data.prompts
+    rates = {name: number / samples for name, number in correct.items()}
+    chosen = [problem for problem in problems if rates.get(problem["id"], -1.0) in band]
+    counts = counts | {
+        "pass_rate_too_low": sum(rate <= band.least for rate in rates.values()),
+        "pass_rate_too_high": sum(rate > band.most for rate in rates.values()),
+        "kept": len(chosen),
+    }
+    print(histogram(list(correct.values()), samples, band))
+    print(", ".join(f"{reason.replace('_', ' ')} {count:,}" for reason, count in counts.items()))
+    if not chosen:
+        cli.fail(
+            f"no prompt has {band}, so nothing is written. Move --min_pass_rate and --max_pass_rate to where the "
+            f"prompts are (the same command chooses again without drawing: {files.draws} has the responses)."
+        )
+    text = "".join(_line(problem, rates[problem["id"]]) for problem in chosen)
+    manifest = {
+        "input": {"source": source, "sha256": _input_hash(source, problems)},
+        "output": {"file": files.output.name, "sha256": _sha256(text.encode())},
+        "model": {"path": config.model.path, "fingerprint": drawn["model"]},
+        "seed": config.seed,
+        "samples": samples,
+        "min_pass_rate_exclusive": band.least,
+        "max_pass_rate_inclusive": band.most,
+        "counts": counts,
+        "histogram": [list(correct.values()).count(number) for number in range(samples + 1)],
+        "config": json.loads(config_lib.to_json(config)),
+    }
+    # The manifest first: `OutputFiles.check` refuses an output without one.
+    write_atomically(files.manifest, json.dumps(manifest, indent=2) + "\n")
+    write_atomically(files.output, text)
+    print(f"{len(chosen):,} prompts with {band} are in {files.output}, the manifest is {files.manifest}")
+
+
+def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[float, float], samples: int) -> None:
+    """Writes the problems of `source` whose pass rates are in (pass_rates[0], pass_rates[1]].
+
+    Problems are left out if they came before, are too long, or have a reference that fails its own verification. Of
+    the others `samples` responses are drawn, at addresses that no iteration of a training has.
+    """
+    with cli.user_input():
+        band = Band(*pass_rates)
+        if samples < 1:
+            raise ValueError(f"--samples is {samples}; it must be at least 1.")
+        files.check(source)
+        changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": ()}
+        config = config_lib.check(config_lib.replaced(config, changes))
+        problems = load_problems(source)
+        components = components_lib.build(config, components_lib.model_folder(config.model.path))
+        verifier_pool = components_lib.verifier_pool(config)
+        prompts, counts = _unique_and_short(config, components, problems)
+    with verifier_pool as verifiers:
+        passed = _with_valid_reference(config, prompts, files, verifiers)
+        counts["reference_fails"] = len(prompts) - len(passed)
+        with cli.user_input():
+            texts, stop_ids = ((prompt.id, prompt.problem) for prompt in passed), list(components.tokenizer.stop_ids)
+            fingerprint = adapter_files.fingerprint(components.folder)
+            drawn = drawn_with(config, fingerprint, config.sampling, samples, texts, stop_ids=stop_ids)
+            graded = graded_by(config, "", (prompt.answer for prompt in passed))
+            store = ResponseStore(files.draws / "responses.jsonl", {"drawn": drawn, "graded": graded})
+            missing = store.missing(passed, samples)
+            params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
+        sets, policy = {source: (len(passed), len(missing))}, str(components.folder)
+        print(summary.drawing(config, components, policy, sets, samples, config.sampling, files.output), flush=True)
+        if params is not None:
+            done = len(passed) - len(missing)
+            with writing([store], len(passed), done, "prompts") as progress:
+                draw = drawing.from_policy(params, Rollouts(components.engine), config.sampling, stream(0), config)
+                draw(
+                    missing,
+                    verify_fn=components.verify_fn(verifiers, Shaping(config.reward.positive_threshold)),
+                    samples=samples,
+                    store=store,
+                    on_progress=lambda closed, drawn: progress.reach(done + closed, f"{drawn:,} responses"),
+                )
+    correct = num_correct(store.complete((prompt.id for prompt in passed), samples))
+    _write(config, files, problems, correct, counts, band, store)

@@ -1,0 +1,126 @@
+"""Markdown tables of an evaluation's scores, with the paper's results where they can be compared."""
+
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from reinforce_ada_jax.evaluation import paper_results
+from reinforce_ada_jax.evaluation.scores import Labelled, Statistics, by_label, sizes, statistics, weighted
+from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table with aligned columns: the first one to the left, numbers to the right."""
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]  # a label may be anything
+    widths = [max(len(line[index]) for line in (header, *lines)) for index in range(len(header))]
+
+    def row(cells: Sequence[str]) -> str:
+        first, *others = (
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return f"| {' | '.join((first, *others))} |"
+
+    rule = ["-" * (width - 1) + ":" if index else "-" * width for index, width in enumerate(widths)]
+    return "\n".join([row(header), row(rule), *map(row, lines)])
+
+
+def _beside(row: paper_results.Row, name: str | None, problems: int) -> tuple[str, str]:
+    """Returns (cell, note) of a result of the paper; the note says why it cannot be compared."""
+    if name is None:
+        return "", ""
+    average, count = row.averages[name], paper_results.PROBLEMS[name]
+    if problems == count:
+        return f"{average:.3f}", ""
+    return f"({average:.3f})", f"({average:.3f}) is over {count:,} problems, here are {problems:,}: not comparable."
+
+
+def _settings_note(samples: int, temperature: float, max_response_tokens: int) -> str:
+    ours = (samples, temperature, max_response_tokens)
+    theirs = (paper_results.SAMPLES, paper_results.TEMPERATURE, paper_results.MAX_RESPONSE_TOKENS)
+    if ours == theirs:
+        return ""
+    values = [f"avg@{k} at temperature {t:g} and {length:,} tokens" for k, t, length in (theirs, ours)]
+    return f"The paper's results are {values[0]}, these {values[1]}: not comparable."
+
+
+def table(
+    results: Mapping[str, Statistics],
+    *,
+    samples: int,
+    temperature: float,
+    max_response_tokens: int,
+    labelled: Mapping[str, Labelled] | None = None,
+    rows: Sequence[paper_results.Row] = (),
+) -> str:
+    """Returns the tables of an evaluation: scores by benchmark, curves over k, averages by label.
+
+    Args:
+      results: `statistics` by benchmark.
+      samples: responses a problem, k of avg@k.
+      temperature: of the evaluation.
+      max_response_tokens: of the evaluation.
+      labelled: `by_label` of each benchmark.
+      rows: the paper's runs to compare with.
+    """
+    notes: dict[str, None] = {}
+
+    def line(
+        name: str, problems: int, average: float, error: float, cells: Sequence[str], column: str | None
+    ) -> list[str]:
+        beside = [_beside(row, column, problems) for row in rows]
+        notes.update(dict.fromkeys(note for _, note in beside if note))
+        return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *(cell for cell, _ in beside), *cells]
+
+    shares = ("truncated_share", "no_answer_share", "failure_share")
+    header = ["benchmark", "problems", f"avg@{samples}", *(row.name for row in rows)]
+    header += [f"pass@{samples}", f"all@{samples}", "truncated", "no answer", "failed", "tokens"]
+    lines = []
+    for name, result in results.items():
+        cells = [f"{result[key]:.3f}" for key in (f"pass_at_{samples}", f"all_correct_at_{samples}", *shares)]
+        lines.append(line(name, int(result["problems"]), result["avg"], result["avg_standard_error"],
+                          [*cells, f"{result['tokens_mean']:,.0f}"], paper_results.column(name)))  # fmt: skip
+    if len(results) > 1:
+        columns = [paper_results.column(name) for name in results]
+        all_four = sorted(filter(None, columns)) == sorted(paper_results.SETS) and None not in columns
+        column = paper_results.WEIGHTED if all_four else None
+        lines.append(line(paper_results.WEIGHTED, *weighted(results), [""] * (len(shares) + 3), column))
+    sections = [markdown(header, lines)]
+    if rows:
+        note = _settings_note(samples, temperature, max_response_tokens)
+        notes.update({note: None} if note else {})
+    if notes:
+        sections.append("\n".join(f"- {note}" for note in notes))
+    sections.append(_curves(results, samples))
+    sections += [
+        _by_label(name, label, values) for name, labels in (labelled or {}).items() for label, values in labels.items()
+    ]
+    return "\n\n".join(sections)
+
+
+def _curves(results: Mapping[str, Statistics], samples: int) -> str:
+    """Returns the table of pass@k and all-correct@k."""
+    counts = sizes(samples)
+    lines = [
+        [f"{name}, {shown}", *(f"{result[f'{key}_at_{k}']:.3f}" for k in counts)]
+        for name, result in results.items()
+        for key, shown in (("pass", "pass@k"), ("all_correct", "all@k"))
+    ]
+    return markdown(["k", *map(str, counts)], lines)
+
+
+def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) -> str:
+    lines = [[value, f"{problems:,}", f"{average:.3f}"] for value, (problems, average) in values.items()]
+    return markdown([f"{name}, {label}", "problems", "avg"], lines)
+
+
+def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, dict[str, float]], str]:
+    """Returns (statistics by benchmark, the tables); `workdir` is the evaluated run's, None for a model folder."""
+    results = {name: statistics(drawn.values()) for name, drawn in evaluation.responses.items()}
+    return results, table(
+        results,
+        samples=evaluation.drawn["samples"],
+        temperature=evaluation.drawn["temperature"],
+        max_response_tokens=evaluation.drawn["max_response_tokens"],
+        labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in evaluation.responses.items()},
+        rows=[] if workdir is None else paper_results.rows_of_run(workdir),
+    )

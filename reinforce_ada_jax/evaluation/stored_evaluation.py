@@ -1,0 +1,192 @@
+"""Evaluation by the command: every response is stored with its verdict, and can be graded again without a model."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.problems import problems_hash
+from reinforce_ada_jax.data.prompts import load_problems
+from reinforce_ada_jax.evaluation import drawing, evaluator
+from reinforce_ada_jax.evaluation.response_store import (
+    GradedResponses,
+    ResponseStore,
+    drawn_with,
+    graded_by,
+    read_header,
+    writing,
+)
+from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import checkpoint, summary, trained
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.types import Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicySource:
+    """Where the weights of an evaluated policy come from.
+
+    Attributes:
+      workdir: of a run; None for a model folder.
+      folder: the model folder; of a run, its `model.path`.
+    """
+
+    workdir: pathlib.Path | None
+    folder: pathlib.Path
+
+    def newest_iteration(self, config: Config) -> int:
+        """Iteration of the newest checkpoint; 0 for a model folder."""
+        return 0 if self.workdir is None else trained.newest_iteration(self.workdir, config)
+
+    def fingerprint(self, iteration: int) -> str:
+        """Hash that identifies the weights."""
+        if self.workdir is None:
+            return adapter_files.fingerprint(self.folder)
+        return checkpoint.fingerprint(self.workdir, iteration)
+
+    def load(self, config: Config, components: Components, iteration: int) -> Params:
+        """Weights of an iteration, in the precision they are computed with."""
+        if self.workdir is None:
+            return components_lib.load_params(config, components, config.model.compute_dtype)
+        return trained.read_policy(self.workdir, config, components, iteration, config.model.compute_dtype)[1]
+
+    def output(self, iteration: int) -> pathlib.Path:
+        """Default folder of the stored responses."""
+        if self.workdir is None:
+            return pathlib.Path("evaluations") / self.folder.resolve().name
+        return self.workdir / "evaluations" / f"{iteration:06d}"
+
+    def newest_output(self) -> pathlib.Path:
+        """Default folder with the newest stored responses."""
+        if self.workdir is None:
+            return self.output(0)
+        stored = [int(folder.name) for folder in (self.workdir / "evaluations").glob("[0-9]*") if folder.is_dir()]
+        if not stored:
+            raise ValueError(f"{self.workdir} holds no stored responses: evaluate without --regrade first.")
+        return self.output(max(stored))
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredEvaluation:
+    """All responses of an evaluation.
+
+    Attributes:
+      drawn: settings they were drawn with, from the header of a store.
+      output: the folder of the stores.
+      labels: of each problem, by benchmark and id.
+      responses: by benchmark.
+    """
+
+    drawn: Mapping[str, Any]
+    output: pathlib.Path
+    labels: Mapping[str, Mapping[str, Mapping[str, str]]]
+    responses: Mapping[str, GradedResponses]
+
+
+def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
+    """Draws and grades the responses that the stores lack.
+
+    Args:
+      config: of the command.
+      source: the policy.
+      output: the folder of the stores; None for the default.
+    """
+    settings = config.evaluation
+    with cli.user_input():
+        iteration = source.newest_iteration(config)
+        components = components_lib.build(config, source.folder)
+        benchmarks = evaluator.load_benchmarks(components, config)
+        output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
+        fingerprint, stop_ids = source.fingerprint(iteration), list(components.tokenizer.stop_ids)
+        stores, missing = {}, {}
+        for name, prompts in benchmarks.items():
+            problems = ((prompt.id, prompt.problem) for prompt in prompts)
+            drawn = drawn_with(
+                config, fingerprint, settings, settings.samples, problems, stop_ids=stop_ids, iteration=iteration
+            )
+            graded = graded_by(config, graders.get(name, ""), (prompt.answer for prompt in prompts))
+            stores[name] = ResponseStore(output / f"{name}.jsonl", {"drawn": drawn, "graded": graded})
+            missing[name] = stores[name].missing(prompts, settings.samples)
+        verifier_pool = components_lib.verifier_pool(config)
+        params = source.load(config, components, iteration) if any(missing.values()) else None
+    policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
+    counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
+    print(summary.drawing(config, components, policy, counts, settings.samples, settings, output), flush=True)
+    if params is not None:
+        total, lacking = (sum(map(len, sets.values())) for sets in (benchmarks, missing))
+        with writing(stores.values(), total, total - lacking, "problems") as progress, verifier_pool as verifiers:
+            address = stream(iteration, evaluation=True)
+            draw = drawing.from_policy(params, Rollouts(components.engine), settings, address, config)
+            verify = evaluator.verify_fns(components, verifiers, config)
+            for name, prompts in missing.items():
+
+                def report(closed: int, drawn: int, name: str = name, done: int = progress.done) -> None:
+                    progress.reach(done + closed, f"{name}: {drawn:,} responses")
+
+                draw(prompts, verify_fn=verify[name], samples=settings.samples, store=stores[name], on_progress=report)
+    return StoredEvaluation(
+        drawn,
+        output,
+        {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()},
+        {
+            name: stores[name].complete((prompt.id for prompt in prompts), settings.samples)
+            for name, prompts in benchmarks.items()
+        },
+    )
+
+
+def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
+    """Grades the stored responses again; reads no weights and builds no engine. Arguments as for `evaluate`."""
+    with cli.user_input():
+        output = output or source.newest_output()
+        benchmarks = {
+            name: load_problems(path) for name, path in evaluator.by_name(config.evaluation.benchmarks).items()
+        }
+        graders, stores = components_lib.benchmark_graders(config), {}
+        for name, problems in benchmarks.items():
+            file = output / f"{name}.jsonl"
+            drawn = read_header(file)["drawn"]
+            drawn["problems"] = problems_hash((problem["id"], problem["problem"]) for problem in problems)
+            graded = graded_by(config, graders.get(name, ""), (problem["answer"] for problem in problems))
+            stores[name] = ResponseStore(file, {"drawn": drawn, "graded": graded}, regrade=True)
+        if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
+            raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
+        verifier_pool = components_lib.verifier_pool(config)
+    shaping = Shaping(config.reward.positive_threshold)
+    total = sum(map(len, stores.values()))
+    with writing(stores.values(), total, 0, "responses") as progress, verifier_pool as verifiers:
+        for name, store in stores.items():
+
+            def grade(pairs, lengths, grader: str = graders.get(name, "")) -> list[Verdict]:
+                return shaping.all(verifiers.grade_all(pairs, grader), lengths)
+
+            begin, answers = progress.done, {problem["id"]: problem["answer"] for problem in benchmarks[name]}
+            for done in store.regrade(answers, grade):
+                progress.reach(begin + done, name)
+    responses = {
+        name: stores[name].complete((problem["id"] for problem in problems), drawn["samples"])
+        for name, problems in benchmarks.items()
+    }
+    unfinished = [
+        f"{name} {len(responses[name]):,} of {len(problems):,}"
+        for name, problems in benchmarks.items()
+        if len(responses[name]) < len(problems)
+    ]
+    if unfinished:
+        cli.fail(
+            f"the stored responses are graded again, but some problems lack responses ({', '.join(unfinished)}): the "
+            "same command without --regrade draws them.",
+            cli.STOPPED,
+        )
+    labels = {
+        name: {problem["id"]: problem.get("labels", {}) for problem in problems}
+        for name, problems in benchmarks.items()
+    }
+    return StoredEvaluation(drawn, output, labels, responses)

@@ -1,0 +1,70 @@
+import json
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
+from reinforce_ada_jax.types import Prompt, Response, Verdict
+from tests.evaluation.test_response_store import HEADER
+
+
+def prompts(count):
+    return [Prompt(str(i), "", str(i), np.zeros(1, np.int32)) for i in range(count)]
+
+
+def scripted(queue):
+    """Yields responses three at a time, the last first; the tokens say of what they are."""
+    while requests := queue.take(3):
+        yield [
+            Response(r.prompt.id, r.draw, np.array([int(r.prompt.id), r.draw]), np.zeros(2), r.draw == 1)
+            for r in reversed(requests)
+        ]
+
+
+def verify(pairs):
+    return [Verdict(response.draw == int(prompt.id) % 2, 1.0) for prompt, response in pairs]
+
+
+def verify_later(pairs):
+    future = Future()
+    future.set_result(verify(pairs))
+    return future
+
+
+@pytest.mark.parametrize("verify_fn", [verify, verify_later])
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_draw(tmp_path, monkeypatch, verify_fn, at_once):
+    monkeypatch.setattr(drawing, "RESPONSES_PER_SLOT", at_once)  # of 4 slots: 2 prompts at a time, or all
+    progress = []
+    with ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
+        drawn = drawing.draw(
+            prompts(5), scripted, verify_fn, 2, slots=4, deterministic=True, store=store,
+            decode=lambda tokens: "/".join(map(str, tokens)), on_progress=lambda *counts: progress.append(counts),
+        )  # fmt: skip
+    expected = {
+        str(i): [GradedResponse(2, draw == 1, Verdict(draw == i % 2, 1.0)) for draw in range(2)] for i in range(5)
+    }
+    assert drawn == expected and list(drawn) == list(expected)
+    assert ResponseStore(tmp_path / "set.jsonl", HEADER).complete(map(str, range(5)), 2) == expected
+    rows = [json.loads(line) for line in (tmp_path / "set.jsonl").read_text().splitlines()]
+    assert {(row["prompt"], row["draw"]): row["response"] for row in rows} == {
+        (str(i), draw): f"{i}/{draw}" for i in range(5) for draw in range(2)
+    }
+    assert progress == sorted(progress) and progress[-1][1] == 10
+
+
+def test_what_is_graded_is_stored_while_the_rest_is_drawn(tmp_path):
+    def dying(queue):
+        for number, finished in enumerate(scripted(queue)):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield finished
+
+    with pytest.raises(KeyboardInterrupt), ResponseStore(tmp_path / "set.jsonl", HEADER) as store:
+        drawing.draw(
+            prompts(5), dying, verify, 2, slots=4, deterministic=True, store=store, on_progress=lambda *_: None
+        )
+    # Six responses came back: those of three prompts.
+    assert list(ResponseStore(tmp_path / "set.jsonl", HEADER).complete(map(str, range(5)), 2)) == ["0", "1", "2"]

@@ -1,0 +1,65 @@
+import json
+import types
+
+import pytest
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.evaluation import evaluator
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
+from tests.running import tiny
+
+
+def test_other_benchmarks_stay_in_the_file(tmp_path):
+    file = evaluator.results_file(tmp_path, 7)
+    assert file == tmp_path / "evaluations" / "000007.json"
+    first = {"evaluation/a/avg": 0.1, "evaluation/a/pass_at_16": 0.9, "evaluation/b/avg": 0.2}
+    evaluator.save_results(file, {"iteration": 7}, first)
+    # With fewer samples there is no pass@16 any more: the old one must not stay with the new average.
+    evaluator.save_results(file, {"iteration": 7}, {"evaluation/a/avg": 0.3})
+    assert json.loads(file.read_text()) == {"iteration": 7, "evaluation/b/avg": 0.2, "evaluation/a/avg": 0.3}
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
+    made = evaluator.Evaluator(None, tiny(), tmp_path, {"heldout": [], "math500": []}, None, None)
+    assert not made.is_done(0)
+    file = evaluator.results_file(tmp_path, 0)
+    evaluator.save_results(file, {"iteration": 0}, {"evaluation/heldout/avg": 0.5})
+    assert not made.is_done(0), "one of them is missing"
+    evaluator.save_results(file, {"iteration": 0}, {"evaluation/math500/avg": 0.25})
+    assert made.is_done(0) and not made.is_done(1)
+
+
+def test_benchmarks_of_one_name_are_refused(monkeypatch):
+    monkeypatch.setattr(Components, "prompts", lambda self, source, config: [])
+    config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "y/aime.jsonl")})
+    with pytest.raises(ValueError, match="two benchmarks are called 'aime': rename"):
+        evaluator.load_benchmarks(object.__new__(Components), config)
+    config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "cipher:heldout")})
+    assert list(evaluator.load_benchmarks(object.__new__(Components), config)) == ["aime", "heldout"]
+
+
+def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it():
+    config = tiny(**{"evaluation.benchmarks": ("data/gsm8k_test.jsonl", "math500.jsonl")})
+    components = types.SimpleNamespace(verify_fn=lambda verifiers, shaping, grader: (shaping.overlong_tokens, grader))
+    assert evaluator.verify_fns(components, None, config) == {"gsm8k_test": (0, "gsm8k"), "math500": (0, "")}
+    # The pool has the graders that are named so, and a pair goes to the one that its benchmark has.
+    config = config_lib.replaced(config, {"reward.kind": "math", "reward.workers": 0})
+    with components_lib.verifier_pool(config) as verifiers:
+        pairs = [("The total is 1,200 apples.", "1200")]
+        assert [verifiers.grade_all(pairs, grader)[0].correct for grader in ("gsm8k", "")] == [True, False]
+
+
+def test_a_grader_that_names_no_benchmark_is_told():
+    # Those of config.py name files that needn't be there; anybody's own must.
+    sources = ("data/gsm8k_test.jsonl", "math500.jsonl")
+    components_lib.check_graders(Config(), sources)
+    mine = tiny(**{"evaluation.graders": ("math500=gsm8k", "gsm8k_test=gsm8k")})
+    components_lib.check_graders(mine, sources)
+    misspelt = tiny(**{"evaluation.graders": ("gms8k_test=gsm8k",)})
+    with pytest.raises(ValueError, match=r"'gms8k_test=gsm8k', but no benchmark is called .*did you mean 'gsm8k_test'"):
+        components_lib.check_graders(misspelt, sources)
+    with pytest.raises(ValueError, match=r"called 'gms8k_test'; there are none"):
+        components_lib.check_graders(misspelt, ())

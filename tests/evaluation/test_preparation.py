@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.evaluation import preparation
+from reinforce_ada_jax.evaluation.preparation import Band
+from reinforce_ada_jax.rewards import math_answer
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.types import Prompt, Verdict
+
+
+def exact(response, answer):
+    return Verdict(response == answer, float(response == answer))
+
+
+def test_the_band_is_open_below_and_closed_above():
+    # The paper's sets of 16 draws: hard has 1 or 2 correct, easy 1 to 5.
+    for most, kept in ((0.125, [1, 2]), (0.313, [1, 2, 3, 4, 5])):
+        assert [number for number in range(17) if number / 16 in Band(0.0, most)] == kept
+    assert [number for number in range(5) if number / 4 in Band(0.25, 0.75)] == [2, 3]
+    assert 1.0 in Band(0.0, 1.0)
+
+
+@pytest.mark.parametrize("ends", [(0.5, 0.5), (0.6, 0.5), (-0.1, 0.5), (0.0, 1.1), (float("nan"), 0.5)])
+def test_bands_that_are_none(ends):
+    with pytest.raises(ValueError, match=r"--min_pass_rate is .* the first below the second"):
+        Band(*ends)
+
+
+def test_duplicates_are_found_by_their_normalised_text():
+    def problem(name, text):
+        return {"id": name, "problem": text, "answer": name}
+
+    problems = [
+        problem("a", "Find  $x$."),
+        problem("b", "Find $X$."),  # another letter
+        problem("c", " Find\n$x$. "),
+        problem("d", "caf\u00e9"),
+        problem("e", "cafe\u0301"),
+    ]
+    assert [one["id"] for one in preparation.first_of_each(problems)] == ["a", "b", "d"]
+
+
+def test_histogram():
+    assert preparation.histogram([0, 0, 0, 0, 1, 2, 2], 2, Band(0.0, 0.5)).splitlines() == [
+        "pass rate  problems",
+        "    0.000         4  ########################################",
+        "    0.500 *       1  ##########",
+        "    1.000         2  ####################",
+    ]
+
+
+def test_references_are_verified_in_a_box_or_as_they_are():
+    answers = (r"\frac{1}{2}", r"\text{}")
+    prompts = [Prompt(str(index), "", answer, np.zeros(1, np.int32)) for index, answer in enumerate(answers)]
+    with VerifierPool(math_answer.grade, workers=0, time_limit_s=1.0) as verifiers:
+        graded = preparation.verify_references(prompts, verifiers, Shaping(0.7))
+    assert [(text, verdict.correct) for text, verdict in graded] == [
+        (r"\boxed{\frac{1}{2}}", True),
+        (r"\boxed{\text{}}", False),
+    ]
+    # A verifier that reads whole texts: in the box the answer is another one.
+    same = VerifierPool(exact, workers=0, time_limit_s=1.0)
+    with same as verifiers:
+        assert preparation.verify_references(prompts[:1], verifiers, Shaping(0.7)) == [
+            (r"\frac{1}{2}", Verdict(True, 1.0))
+        ]

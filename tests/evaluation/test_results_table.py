@@ -1,0 +1,68 @@
+from reinforce_ada_jax.evaluation import paper_results, results_table
+from reinforce_ada_jax.evaluation.scores import statistics
+from tests.evaluation.test_scores import problem
+
+
+def test_table():
+    results = {
+        "heldout": statistics([problem("0100"), problem("1101")]),
+        "b": statistics([problem("1111", truncated=2, reasons="nt")]),
+    }
+    labelled = {"b": {"level": {"2": (1, 1.0)}}}
+    shown = results_table.table(results, samples=4, temperature=1.0, max_response_tokens=8, labelled=labelled)
+    assert shown.splitlines() == [
+        "| benchmark        | problems |         avg@4 | pass@4 | all@4 | truncated | no answer | failed | tokens |",
+        "| ---------------- | -------: | ------------: | -----: | ----: | --------: | --------: | -----: | -----: |",
+        "| heldout          |        2 | 0.500 ± 0.250 |  1.000 | 0.000 |     0.000 |     0.000 |  0.000 |     25 |",
+        "| b                |        1 | 1.000 ± 0.000 |  1.000 | 1.000 |     0.500 |     0.250 |  0.250 |     25 |",
+        "| weighted average |        3 | 0.667 ± 0.167 |        |       |           |           |        |        |",
+        "",
+        "| k               |     1 |     2 |     4 |",
+        "| --------------- | ----: | ----: | ----: |",
+        "| heldout, pass@k | 0.500 | 0.750 | 1.000 |",
+        "| heldout, all@k  | 0.500 | 0.250 | 0.000 |",
+        "| b, pass@k       | 1.000 | 1.000 | 1.000 |",
+        "| b, all@k        | 1.000 | 1.000 | 1.000 |",
+        "",
+        "| b, level | problems |   avg |",
+        "| -------- | -------: | ----: |",
+        "| 2        |        1 | 1.000 |",
+    ]
+
+
+def test_a_bar_in_a_label_does_not_end_its_cell():
+    assert results_table.markdown(["x", "n"], [["|a|", "1"]]).splitlines()[2] == r"| \|a\| | 1 |"
+
+
+def full_size(**problems: int) -> dict[str, dict[str, float]]:
+    """Statistics of benchmarks with so many problems."""
+    return {name: statistics([problem("10")]) | {"problems": count} for name, count in problems.items()}
+
+
+def test_paper_results_are_shown_with_what_they_can_be_compared_with():
+    rows = paper_results.rows("Qwen2.5-Math-1.5B", "balance", 4)
+    assert [row.name for row in rows] == ["paper", "paper, hard prompts"]
+    settings = {"samples": 2, "temperature": 1.0, "max_response_tokens": 4096, "rows": rows}
+    results = full_size(math500=500, minerva_math=272, olympiadbench=675, aime_like_160=160, gsm8k_test=1319)
+    lines = results_table.table(results, **settings).splitlines()
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[4:6]] for line in lines[2:8]}
+    assert cells == {
+        "math500": ["0.774", "0.747"],
+        "minerva_math": ["0.365", "0.337"],
+        "olympiadbench": ["0.405", "0.387"],
+        "aime_like_160": ["(0.175)", "(0.176)"],
+        "gsm8k_test": ["", ""],
+        "weighted average": ["", ""],  # of five sets
+    }
+    assert "- (0.175) is over 230 problems, here are 160: not comparable." in lines
+    assert (
+        "- The paper's results are avg@32 at temperature 1 and 4,096 tokens, these avg@2 at temperature 1 and 4,096 "
+        "tokens: not comparable."
+    ) in lines
+    del results["gsm8k_test"]
+    lines = results_table.table(results, **settings).splitlines()
+    assert "| 0.500 ± 0.000 | (0.476) |" in lines[6]
+    assert "- (0.476) is over 1,677 problems, here are 1,607: not comparable." in lines
+    results = full_size(math500=500, minerva_math=272, olympiadbench=675, aime_like=230)
+    shown = results_table.table(results, **settings | {"rows": rows[:1]})
+    assert "| 0.476 |" in shown.splitlines()[6] and "is over" not in shown

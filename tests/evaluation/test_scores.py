@@ -1,0 +1,77 @@
+import itertools
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.evaluation import scores
+from reinforce_ada_jax.evaluation.response_store import GradedResponse
+from reinforce_ada_jax.types import Verdict
+
+
+def problem(correct: str, truncated: int = 0, reasons: str = "") -> list[GradedResponse]:
+    """A problem's responses from "1001": which are correct; the first few are truncated, and have these reasons."""
+    words = {"n": "no_answer", "t": "timeout", "l": "too_long"}
+    padded = reasons.ljust(len(correct))
+    return [
+        GradedResponse(10 * (draw + 1), draw < truncated, Verdict(digit == "1", float(digit), words.get(reason, "")))
+        for draw, (digit, reason) in enumerate(zip(correct, padded, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 5, 8])
+def test_any_and_all_of_k_are_shares_of_the_draws_of_k(num_samples):
+    for num_correct, k in itertools.product(range(num_samples + 1), range(1, num_samples + 1)):
+        correct = [index < num_correct for index in range(num_samples)]
+        draws = list(itertools.combinations(correct, k))
+        assert scores.pass_at_k(num_correct, num_samples, k) == pytest.approx(np.mean([any(x) for x in draws]))
+        assert scores.all_correct_at_k(num_correct, num_samples, k) == pytest.approx(np.mean([all(x) for x in draws]))
+
+
+def test_statistics_by_hand():
+    # One and three of four are correct: averages 1/4 and 3/4, standard deviation sqrt(1/8), error sqrt(1/8 / 2) = 1/4.
+    # Of the six pairs three hold the one correct response, and all six one of the three: (1/2 + 1) / 2 = 3/4. No pair
+    # is correct in the first, and three of six in the second: 1/4.
+    assert scores.statistics([problem("0100", truncated=3, reasons="nnlt"), problem("1101", reasons="n")]) == {
+        "problems": 2,
+        "avg": 0.5,
+        "avg_standard_error": pytest.approx(0.25),
+        "pass_at_1": 0.5,
+        "pass_at_2": 0.75,
+        "pass_at_4": 1.0,
+        "all_correct_at_1": 0.5,
+        "all_correct_at_2": 0.25,
+        "all_correct_at_4": 0.0,
+        "truncated_share": 3 / 8,
+        "no_answer_share": 3 / 8,
+        "failure_share": 1 / 8,
+        "tokens_mean": 25.0,
+    }
+
+
+def test_one_problem_has_no_error_and_the_samples_are_a_k_too():
+    result = scores.statistics([problem("010100")])
+    assert result["avg_standard_error"] == 0.0
+    assert [key for key in result if key.startswith("pass")] == ["pass_at_1", "pass_at_2", "pass_at_4", "pass_at_6"]
+
+
+def test_averages_by_label():
+    labels = {
+        "a": {"level": "5", "source": "x"},
+        "b": {"level": "2", "source": "x"},
+        "c": {"level": "5", "source": "x"},
+        "d": {},
+    }
+    drawn = {name: problem(correct) for name, correct in zip("abcd", ["01", "11", "00", "11"], strict=True)}
+    # A single source says nothing, and 17 values of a label are no table.
+    assert scores.by_label(labels, drawn) == {"level": {"2": (1, 1.0), "5": (2, 0.25)}}
+    many = {str(number): {"type": str(number)} for number in range(17)}
+    assert scores.by_label(many, {name: problem("1") for name in many}) == {}
+
+
+def test_the_weighted_average():
+    # (3 * 0.5 + 1 * 0.1) / 4 = 0.4; the error sqrt((3 * 0.1)^2 + (1 * 0.4)^2) / 4 = 0.125.
+    results = {
+        "a": {"problems": 3, "avg": 0.5, "avg_standard_error": 0.1},
+        "b": {"problems": 1, "avg": 0.1, "avg_standard_error": 0.4},
+    }
+    assert scores.weighted(results) == (4, pytest.approx(0.4), pytest.approx(0.125))
