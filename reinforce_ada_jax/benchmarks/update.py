@@ -151,14 +151,10 @@ def _gaps(ours: list[dict[str, float]], theirs: list[dict[str, float]], name: st
     return gaps
 
 
-def necessary_flops(architecture: Architecture, examples: list[dict[str, Any]]) -> float:
-    """What the update needs by the usual rule (`roofline.necessary_flops`), padding and recomputation aside."""
-    row = roofline.Rows(
-        micro_batches=1, rows=1, tokens=1, head_tokens=1, prompt_tokens=1, tile=(1, 1), kernels=False, remat="full",
-        block=None, row_shards=1, weight_shards=1, tensor=1, itemsize=4,
-    )  # fmt: skip
+def necessary_flops(architecture: Architecture, examples: list[dict[str, Any]]) -> int:
+    """FLOPs that the update needs by the usual rule, without padding and recomputation."""
     lengths = [len(example["prompt"]) + len(example["response"]) for example in examples]
-    return sum(roofline.necessary_flops(architecture, dataclasses.replace(row, tokens=length)) for length in lengths)
+    return sum(length * roofline.necessary_flops_per_token(architecture, length) for length in lengths)
 
 
 def _summary(runs: list[dict[str, float]], tokens: int, flops: float, device: str) -> dict[str, Any]:

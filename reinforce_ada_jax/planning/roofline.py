@@ -1,16 +1,16 @@
-"""What a run's programs do at least, and how fast a chip could do it. Arithmetic only; nothing is compiled here.
+"""FLOPs and bytes that a run's programs need at least, and the seconds that a chip needs for them.
 
-FLOPs are those of the matrix products, attention's among them, which XLA computes over the whole square before it
-masks, and splash attention over the blocks up to the diagonal. Bytes are weights, cache, gradients, optimiser state,
-the activations kept between layers and attention's scores, each as often as a program cannot do without; other
+Arithmetic only; nothing is compiled here. FLOPs are those of the matrix products, attention's among them: XLA computes
+the whole square before it masks, splash attention the blocks up to the diagonal. Bytes are weights, cache, gradients,
+optimiser state, the activations kept between layers and attention's scores, each as seldom as possible; other
 activations are not counted, so the least time is a lower bound.
-`cost_analysis` counts the body of a loop once and sees nothing inside Pallas kernels; `Work.once` is counted the same
-way, so that the two can be held against each other. What passes between chips is read from the compiled program.
+
+XLA's `cost_analysis` can't replace these counts: it counts the body of a loop once and sees nothing inside Pallas
+kernels. `ProgramCost.flops_loops_once` is counted the same way, so that the two can be compared.
 """
 
 import dataclasses
 import math
-import re
 
 import jax.numpy as jnp
 
@@ -26,10 +26,10 @@ class Chip:
     """One JAX device of a TPU slice, as the compiler sees it.
 
     Attributes:
-      hbm_bytes: what a program may use.
-      bandwidth: of HBM, bytes a second.
-      flops: peak in bfloat16, a second.
-      link: bytes a second over one link to a neighbour, one way.
+      hbm_bytes: memory that a program may use.
+      bandwidth: of HBM, bytes per second.
+      flops: peak in bfloat16, per second.
+      link: bytes per second over one link to a neighbour, one way.
     """
 
     hbm_bytes: int
@@ -53,60 +53,60 @@ CHIPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What one device does at least.
+class ProgramCost:
+    """Least work of one device.
 
     Attributes:
       flops: floating-point operations.
       bytes: read from or written to HBM.
-      once: FLOPs with the body of every loop counted once, as the compiler counts them; None: not to be compared.
+      flops_loops_once: FLOPs with the body of every loop counted once, as XLA counts them; None: not comparable.
     """
 
-    flops: float
-    bytes: float
-    once: float | None = None
+    flops: float | int
+    bytes: float | int
+    flops_loops_once: float | int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """The rows that an update or a scoring pass works on, and how the mesh splits them.
+class BatchLayout:
+    """Shape of the batch of an update or a scoring pass, and how the mesh splits it.
 
     Attributes:
-      micro_batches: how many.
-      rows: of one micro-batch, on all devices together.
-      tokens: positions of a row, to which every one is padded.
-      head_tokens: those of them that meet the output head.
+      micro_batches: number of micro-batches.
+      micro_rows: rows of one micro-batch, on all devices together.
+      row_tokens: positions of a row, padding included.
+      head_tokens: positions of a row that meet the output head.
       prompt_tokens: limit of a prompt.
-      tile: (response positions, words) of a block in which logits exist.
-      kernels: the head is met in Pallas kernels, which make the logits once more and which the compiler doesn't count.
-      remat: of `transformer.REMAT`, what is computed again backwards.
-      block: positions of a block of splash attention; None: attention of the whole square, by the compiler.
+      head_tile: (response positions, vocabulary entries) of a block in which logits exist.
+      head_kernels: the head runs in Pallas kernels, which recompute the logits and which XLA doesn't count.
+      remat: one of `transformer.REMAT`: what the backward pass recomputes.
+      attention_block: positions of a block of splash attention; None: XLA's attention of the whole square.
       row_shards: devices along `data` and `fsdp`.
       weight_shards: devices along `fsdp`.
-      tensor: devices along `tensor`.
+      tensor_shards: devices along `tensor`.
       itemsize: bytes of an activation.
-      adapters: weights of one layer's adapters, where they alone are trained; 0: all weights are.
+      adapter_weights: weights of one layer's adapters where only those are trained; 0: all weights are trained.
     """
 
     micro_batches: int
-    rows: int
-    tokens: int
+    micro_rows: int
+    row_tokens: int
     head_tokens: int
     prompt_tokens: int
-    tile: tuple[int, int]
-    kernels: bool
+    head_tile: tuple[int, int]
+    head_kernels: bool
     remat: str
-    block: int | None
+    attention_block: int | None
     row_shards: int
     weight_shards: int
-    tensor: int
+    tensor_shards: int
     itemsize: int
-    adapters: int = 0
+    adapter_weights: int = 0
 
     @property
     def devices(self) -> int:
-        """Over which the work is split."""
-        return self.row_shards * self.tensor
+        """Devices that share the work."""
+        return self.row_shards * self.tensor_shards
 
 
 def layer_weights(a: Architecture) -> int:
@@ -114,17 +114,21 @@ def layer_weights(a: Architecture) -> int:
     return a.hidden_size * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
 
 
-def token_bytes(a: Architecture, o: EngineOptions) -> int:
-    """Of one token's keys and values in the cache, all layers, with the columns that pages have for the kernel."""
-    columns = padded_head_dim(a.head_dim, o.attention)
-    return 2 * a.num_layers * a.num_kv_heads * columns * jnp.dtype(o.dtype).itemsize
+def kv_token_bytes(a: Architecture, dtype: str, attention: str = "jnp") -> int:
+    """Cached keys and values of one token in all layers, as wide as the attention backend's pages."""
+    return 2 * a.num_layers * a.num_kv_heads * padded_head_dim(a.head_dim, attention) * jnp.dtype(dtype).itemsize
+
+
+def decode_weight_bytes(a: Architecture, dtype: str) -> int:
+    """Weights that a decode step reads: all but an embedding that isn't also the output head (one row per slot)."""
+    return (a.num_parameters - (0 if a.tied_embedding else a.vocab_size * a.hidden_size)) * jnp.dtype(dtype).itemsize
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology's name.
+    """Returns the chip that a topology names.
 
     Raises:
-      ValueError: no such chip.
+      ValueError: the chip is not known.
     """
     generation, _, shape = topology.partition(":")
     if generation not in CHIPS or not shape:
@@ -138,264 +142,146 @@ def chip_of(topology: str) -> Chip:
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
-def decode_turn(a: Architecture, o: EngineOptions, tensor: int, mean_context: float) -> Work:
-    """One token for every slot, on each of `tensor` devices.
+def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int) -> ProgramCost:
+    """Cost of one token for every slot, on each of `tensor` devices.
 
-    2 FLOPs a weight and slot, 4 N H a layer for each token that a slot sees (q k and p v). Every weight is read once
-    (of an embedding that isn't also the output head only a row a slot, not counted), and the slots' live cache.
+    2 FLOPs per weight and slot, 4 N H per layer for each token that a slot sees (q k and p v). Every weight is read
+    once, and the slots' live cache.
     """
-    head = a.vocab_size * a.hidden_size
-    matrices = a.num_layers * layer_weights(a) + head
+    matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
-    weights = (a.num_parameters - (0 if a.tied_embedding else head)) * jnp.dtype(o.dtype).itemsize
-    cache = o.slots * mean_context * token_bytes(a, o)
-    return Work(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
+    cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention)
+    return ProgramCost(
+        o.slots * (2 * matrices + attention) / tensor, (decode_weight_bytes(a, o.dtype) + cache) / tensor
+    )
 
 
-def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) -> Work:
-    """`prefill_rows` prompts of a bucket of `tokens`, on each of `tensor` devices.
+def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) -> ProgramCost:
+    """Cost of `prefill_rows` prompts of a bucket of `tokens`, on each of `tensor` devices.
 
-    As `decode_turn`, without the head; attention over the whole square, which is what XLA computes before it masks.
+    As `decode_step`, without the head; attention over the whole square, which XLA computes before it masks.
     """
     matrices = a.num_layers * layer_weights(a)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * tokens
     positions = o.prefill_rows * tokens
-    bytes_ = matrices * jnp.dtype(o.dtype).itemsize + positions * token_bytes(a, o)
-    return Work(positions * (2 * matrices + attention) / tensor, bytes_ / tensor)
+    size = matrices * jnp.dtype(o.dtype).itemsize + positions * kv_token_bytes(a, o.dtype, o.attention)
+    return ProgramCost(positions * (2 * matrices + attention) / tensor, size / tensor)
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------
 
 
-def _flops(a: Architecture, r: Rows, passes: int) -> tuple[float, float]:
-    """FLOPs on each device, (in all, with every loop's body once), where a product is computed `passes` times over;
-    with weights once less where it is kept.
+def _flops(a: Architecture, b: BatchLayout, passes: int) -> tuple[float, float]:
+    """FLOPs of a device, (in all, with every loop's body once), where each product is computed `passes` times.
 
-    2 a weight and position, of the head for the positions that predict a response token; 4 N H T^2 a layer. The head's
-    kernels for the gradients of hidden states and of the head make the logits each for itself. Splash attention leaves
-    out blocks above the diagonal; of its 7 products backwards, 3 make scores and slopes that it has made already.
+    2 per weight and position, for the head only at the positions that predict a response token; 4 N H T^2 per layer.
+    A product with weights that remat keeps is computed once less. The head's two backward kernels each recompute the
+    logits. Splash attention leaves out blocks above the diagonal; of its 7 backward products 3 are recomputed.
 
-    Weights under adapters have no gradient: theirs and the head's products are computed once less, and no kernel makes
-    the logits for it. Of each adapter one half isn't split over `tensor`; it is counted as if it were.
+    Weights under adapters have no gradient: theirs and the head's products are computed once less, and no kernel
+    recomputes the logits for it. One half of each adapter isn't split over `tensor`; it is counted as if it were.
     """
-    kept = r.remat == "dots" and passes > 1
-    frozen = r.adapters > 0 and passes > 1
-    matrices = 2 * r.tokens * ((passes - kept - frozen) * layer_weights(a) + (passes - kept) * r.adapters)
-    square = 2 * a.num_heads * a.head_dim * r.tokens**2
-    if r.block is None:
+    kept = b.remat == "dots" and passes > 1
+    frozen = b.adapter_weights > 0 and passes > 1
+    matrices = 2 * b.row_tokens * ((passes - kept - frozen) * layer_weights(a) + (passes - kept) * b.adapter_weights)
+    square = 2 * a.num_heads * a.head_dim * b.row_tokens**2
+    if b.attention_block is None:
         attention = passes * 2 * square
-        seen = matrices + attention
+        visible = matrices + attention
     else:
-        blocks = math.ceil(r.tokens / r.block)
+        blocks = math.ceil(b.row_tokens / b.attention_block)
         attention = (2 if passes == 1 else 2 + 2 + 7) * square * (blocks + 1) / (2 * blocks)
-        seen = matrices
+        visible = matrices
     layer = matrices + attention
-    products = passes - 1 if frozen else passes + (r.kernels and passes > 1)
-    head = products * 2 * a.vocab_size * a.hidden_size * r.head_tokens
-    positions, words = r.rows * r.head_tokens / r.row_shards, a.vocab_size / r.tensor
-    block = 0 if r.kernels else products * 2 * a.hidden_size * min(positions, r.tile[0]) * min(words, r.tile[1])
-    each = r.rows / r.devices
-    return r.micro_batches * each * (a.num_layers * layer + head), each * seen + block
+    products = passes - 1 if frozen else passes + (b.head_kernels and passes > 1)
+    head = products * 2 * a.vocab_size * a.hidden_size * b.head_tokens
+    positions, vocab = b.micro_rows * b.head_tokens / b.row_shards, a.vocab_size / b.tensor_shards
+    tile = products * 2 * a.hidden_size * min(positions, b.head_tile[0]) * min(vocab, b.head_tile[1])
+    device_rows = b.micro_rows / b.devices
+    total = b.micro_batches * device_rows * (a.num_layers * layer + head)
+    return total, device_rows * visible + (0 if b.head_kernels else tile)
 
 
-def _micro_batch_bytes(a: Architecture, r: Rows, *, weight_reads: int, score_passes: int) -> float:
-    """Layers' weights as a device's products read them, whole along `fsdp`, and attention's scores [rows, N, T, T].
+def _layer_bytes(a: Architecture, b: BatchLayout, *, weight_reads: int, score_passes: int) -> float:
+    """Bytes of a micro-batch in the layers: their weights, whole along `fsdp`, and attention's scores [rows, N, T, T],
+    which splash attention keeps inside of its kernels."""
+    weights = weight_reads * a.num_layers * (layer_weights(a) + b.adapter_weights) * b.itemsize / b.tensor_shards
+    scores = score_passes * a.num_layers * a.num_heads * b.micro_rows * b.row_tokens**2 * b.itemsize / b.devices
+    return weights + (scores if b.attention_block is None else 0)
 
-    Splash attention has no scores outside of its kernels.
+
+def _head_bytes(a: Architecture, b: BatchLayout, *, backward: bool) -> float:
+    """Bytes that the sweeps over the vocabulary read, whole along `fsdp`.
+
+    Those for statistics and for the hidden states' gradient read the head once for each block of positions; the one for
+    the gradient of a head that is trained reads the hidden states once for each block of the vocabulary.
     """
-    weights = weight_reads * a.num_layers * (layer_weights(a) + r.adapters) * r.itemsize / r.tensor
-    scores = score_passes * a.num_layers * a.num_heads * r.rows * r.tokens**2 * r.itemsize / r.devices
-    return weights + (scores if r.block is None else 0)
-
-
-def _head_bytes(a: Architecture, r: Rows, *, backward: bool) -> float:
-    """What the sweeps over the vocabulary read, whole along `fsdp`.
-
-    Those for statistics and for the hidden states' gradient read the head once for each block of positions, that for
-    the head's own gradient, which a frozen one has not, reads the hidden states once for each block of words.
-    """
-    head = a.vocab_size * a.hidden_size * r.itemsize / r.tensor
-    positions = r.rows * r.head_tokens / r.row_shards
-    blocks = math.ceil(positions / r.tile[0])
+    head = a.vocab_size * a.hidden_size * b.itemsize / b.tensor_shards
+    positions = b.micro_rows * b.head_tokens / b.row_shards
+    blocks = math.ceil(positions / b.head_tile[0])
     if not backward:
         return blocks * head
-    if r.adapters:
+    if b.adapter_weights:
         return 2 * blocks * head
-    return (2 * blocks + 1) * head + a.vocab_size / r.tensor / r.tile[1] * positions * a.hidden_size * r.itemsize
+    hidden = a.vocab_size / b.tensor_shards / b.head_tile[1] * positions * a.hidden_size * b.itemsize
+    return (2 * blocks + 1) * head + hidden
 
 
-def score_call(a: Architecture, r: Rows) -> Work:
-    """The old policy's log-probabilities of a minibatch, on each device: one forward pass."""
-    flops, once = _flops(a, r, 1)
-    bytes_ = _micro_batch_bytes(a, r, weight_reads=1, score_passes=2) + _head_bytes(a, r, backward=False)
-    return Work(flops, r.micro_batches * bytes_, once)
+def score_call(a: Architecture, b: BatchLayout) -> ProgramCost:
+    """Cost of the old policy's log-probabilities of a minibatch, on each device: one forward pass."""
+    flops, once = _flops(a, b, 1)
+    size = _layer_bytes(a, b, weight_reads=1, score_passes=2) + _head_bytes(a, b, backward=False)
+    return ProgramCost(flops, b.micro_batches * size, once)
 
 
-def update_call(a: Architecture, r: Rows, master_itemsize: int) -> Work:
-    """One optimiser step on a minibatch, on each device.
+def update_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> ProgramCost:
+    """Cost of one update on a minibatch, on each device.
 
     Every product is computed forwards, once more where the backward pass recomputes its layer, and twice backwards:
-    8 FLOPs a weight and position where 6 are necessary; under adapters 6 where 4 are. The layers' inputs are written
-    and read, and what products with weights gave where it is kept; sums of gradients are read and written for every
-    micro-batch; the step reads and writes weights and both moments, all three of adapters where those are trained.
+    8 FLOPs per weight and position where 6 are necessary; under adapters 6 where 4 are. The layers' inputs are written
+    and read, and kept results of products with weights; sums of gradients are read and written for every micro-batch;
+    the optimiser reads and writes weights and both moments, of adapters only where those are trained.
     """
-    flops, once = _flops(a, r, 4)
-    trained = a.num_layers * r.adapters or a.num_parameters
-    shard = trained * master_itemsize / (r.weight_shards * r.tensor)
-    kept = r.remat == "dots"
-    width = a.hidden_size / r.row_shards
+    flops, once = _flops(a, b, 4)
+    trained = a.num_layers * b.adapter_weights or a.num_parameters
+    shard = trained * master_itemsize / (b.weight_shards * b.tensor_shards)
+    kept = b.remat == "dots"
+    width = a.hidden_size / b.row_shards
     if kept:
-        width += (a.head_dim * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / r.devices
-    inputs = 2 * a.num_layers * r.rows * r.tokens * width * r.itemsize
-    each = _micro_batch_bytes(a, r, weight_reads=3 - kept, score_passes=8) + _head_bytes(a, r, backward=True)
-    each += inputs + 2 * shard
-    bytes_ = r.micro_batches * each + 7 * shard
-    return Work(flops, bytes_, once)
+        width += (a.head_dim * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / b.devices
+    activations = 2 * a.num_layers * b.micro_rows * b.row_tokens * width * b.itemsize
+    size = _layer_bytes(a, b, weight_reads=3 - kept, score_passes=8) + _head_bytes(a, b, backward=True)
+    return ProgramCost(flops, b.micro_batches * (size + activations + 2 * shard) + 7 * shard, once)
 
 
-def necessary_flops(a: Architecture, r: Rows) -> float:
-    """What an update needs by the usual rule, on each device: 6 N a position, and 12 N_heads H T a layer.
+def necessary_flops_per_token(a: Architecture, row_tokens: int, adapter_weights: int = 0) -> int:
+    """FLOPs that an update needs per position of a row of T tokens, by the usual rule.
 
-    Where adapters are trained, 4 N and 6 a weight of theirs in place of 6 N.
+    6 per weight and 12 N H T per layer; under adapters 4 per weight and 6 per weight of theirs.
     """
-    weights = 4 * a.num_parameters + 6 * a.num_layers * r.adapters if r.adapters else 6 * a.num_parameters
-    position = weights + 12 * a.num_layers * a.num_heads * a.head_dim * r.tokens
-    return r.micro_batches * r.rows * r.tokens * position / r.devices
+    all_adapters = a.num_layers * adapter_weights
+    weights = 4 * a.num_parameters + 6 * all_adapters if all_adapters else 6 * a.num_parameters
+    return weights + 12 * a.num_layers * a.num_heads * a.head_dim * row_tokens
 
 
-def features_call(a: Architecture, r: Rows) -> Work:
-    """The value head's hidden states of one chunk of prompts, on each device."""
-    matrices = layer_weights(a) + r.adapters
-    layer = r.rows * r.prompt_tokens * (2 * matrices + 4 * a.num_heads * a.head_dim * r.prompt_tokens)
-    weights = a.num_layers * matrices * r.itemsize / r.tensor
-    return Work(a.num_layers * layer / r.devices, weights, layer / r.devices)
+def necessary_flops(a: Architecture, b: BatchLayout) -> float:
+    """`necessary_flops_per_token` for a minibatch, on each device."""
+    tokens = b.micro_batches * b.micro_rows * b.row_tokens
+    return tokens * necessary_flops_per_token(a, b.row_tokens, b.adapter_weights) / b.devices
 
 
-# ---- between chips -----------------------------------------------------------------------------------------------
+def features_call(a: Architecture, b: BatchLayout) -> ProgramCost:
+    """Cost of the value head's hidden states of one chunk of prompts, on each device."""
+    matrices = layer_weights(a) + b.adapter_weights
+    layer = b.micro_rows * b.prompt_tokens * (2 * matrices + 4 * a.num_heads * a.head_dim * b.prompt_tokens)
+    weights = a.num_layers * matrices * b.itemsize / b.tensor_shards
+    return ProgramCost(a.num_layers * layer / b.devices, weights, layer / b.devices)
 
 
-def learner_sent(a: Architecture, r: Rows, *, update: bool) -> float:
-    """What a device sends in an update, or in a scoring pass, counted by hand: for targets that don't show their HLO.
-
-    Along `fsdp` a layer's weights are gathered, in an update once more where it is recomputed, and its gradient is
-    scattered; the head's weights go the same way, and their gradient in the masters' precision, twice as wide. Along
-    `tensor` the outputs of attention and feed-forward are summed, with the inputs' gradients and once recomputed.
-    Weights under adapters have no gradient to scatter, nor has the head; the adapters' own count as layers' weights do.
-    The inputs' gradients are 5 sums in place of 2: those of queries, keys and values are not added before they are
-    summed over devices, nor those of gate and up.
-    Seven compiled updates of all weights, 1.5B to 7B on v5e, send between 16 % less and 9 % more.
-    """
-    f, t = r.weight_shards, r.tensor
-    gather = (f - 1) / f * r.itemsize / t
-    frozen = r.adapters > 0
-    of_layer, of_adapters, of_head = (3 - frozen, 3, 2 if frozen else 4) if update else (1, 1, 1)
-    weights = a.num_layers * (of_layer * layer_weights(a) + of_adapters * r.adapters) * gather
-    head = of_head * a.vocab_size * a.hidden_size * gather
-    stream = r.rows / r.row_shards * r.tokens * a.hidden_size * r.itemsize
-    sums = (5 + 3 * frozen if update else 2) * a.num_layers * 2 * (t - 1) / t * stream
-    return r.micro_batches * (weights + head + sums)
-
-
-_SIZES = dict(pred=1, s8=1, u8=1, bf16=2, f16=2, s16=2, u16=2, f32=4, s32=4, u32=4, f64=8, s64=8, u64=8)
-_COLLECTIVE = re.compile(
-    r"= (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
-    r".*?channel_id=(?P<channel>\d+)"
-)
-_GROUPS = re.compile(
-    r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<listed>[\d,]+)\}|mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\})"
-)
-_CALLED = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
-
-def _arrays(type_: str) -> list[float]:
-    sizes = []
-    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", type_):
-        size = _SIZES.get(dtype, 4)
-        for axis in filter(None, shape.split(",")):
-            size *= int(axis)
-        sizes.append(float(size))
-    return sizes
-
-
-def _group_size(line: str) -> int:
-    found = _GROUPS.search(line)
-    if found is None:
-        return 1
-    if found["size"]:
-        return int(found["size"])
-    if found["listed"]:
-        return len(found["listed"].split(","))
-    sizes, product = dict(re.findall(r"'(\w+)'=(\d+)", found["mesh"])), 1
-    for axis in re.findall(r"'(\w+)'", found["axes"]):
-        product *= int(sizes[axis])
-    return product
-
-
-def _sent(found: re.Match, line: str) -> float:
-    """Bytes over the busiest link of a collective, on a line of chips: what the last one must hear, or tell."""
-    arrays, n = _arrays(found["type"]), _group_size(line)
-    kind = found["kind"]
-    if kind == "collective-permute":
-        return arrays[0]
-    # A started one names what goes in beside what comes out.
-    size = max(arrays) if found["start"] and kind == "all-gather" else sum(arrays)
-    share = {"all-gather": (n - 1) / n, "all-to-all": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
-    return size * share.get(kind, n - 1)  # of reduce-scatter, what comes out is one of n parts
-
-
-def sent_bytes(text: str, turns: int | None) -> tuple[float, dict[str, int]]:
-    """What a device sends in one call of a compiled program, (bytes, number of collectives by kind).
-
-    Loops are followed by the constant that their condition compares with. Each collective counts once, however many
-    fusions the compiler has spread it over.
-
-    Args:
-      text: the compiled HLO.
-      turns: of the outermost loop, of which the busiest counts, where the program ends it by data; None: the constant.
-    """
-    computations, entry, name = {}, "", ""
-    for line in text.splitlines():
-        begins = re.match(r"^(ENTRY )?%?([\w.-]+) \(.*\{$", line)
-        if begins:
-            name = begins[2]
-            computations[name] = []
-            entry = name if begins[1] else entry
-        elif name:
-            computations[name].append(line)
-    seen: set[str] = set()
-    kinds: dict[str, int] = {}
-
-    def loop_turns(condition: str) -> int:
-        constants = [
-            int(x) for line in computations[condition] for x in re.findall(r"s32\[\]\S* constant\((\d+)\)", line)
-        ]
-        return max(constants, default=1)
-
-    def total(name: str, outermost: bool) -> float:
-        here, loops = 0.0, [0.0]
-        for line in computations.get(name, ()):
-            found = _COLLECTIVE.search(line)
-            if found and found["channel"] not in seen:
-                seen.add(found["channel"])
-                kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
-                here += _sent(found, line)
-            loop = re.search(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)", line)
-            if loop and outermost and turns is not None:
-                loops.append(turns * total(loop[2], outermost=False))
-            elif loop:
-                here += loop_turns(loop[1]) * total(loop[2], outermost=False)
-            else:
-                for called in _CALLED.findall(line) + _BRANCHES.findall(line):
-                    for callee in called.split(","):
-                        here += total(callee.strip(" %"), outermost)
-        return here + max(loops)
-
-    return total(entry, outermost=True), kinds
-
-
-def roofline(work: Work, chip: Chip, sent: float = 0.0) -> tuple[float, str]:
-    """(least seconds, which takes them: "bandwidth", "compute" or "links"), all three going on side by side."""
-    by = {"bandwidth": work.bytes / chip.bandwidth, "compute": work.flops / chip.flops, "links": sent / chip.link}
-    bound = max(by, key=lambda name: by[name])
-    return by[bound], bound
+def roofline(cost: ProgramCost, chip: Chip, sent_bytes: float | int = 0.0) -> tuple[float, str]:
+    """Returns (least seconds, their bound: "bandwidth", "compute" or "links"), with all three fully overlapped."""
+    seconds = {
+        "bandwidth": cost.bytes / chip.bandwidth, "compute": cost.flops / chip.flops, "links": sent_bytes / chip.link,
+    }  # fmt: skip
+    bound = max(seconds, key=lambda name: seconds[name])
+    return seconds[bound], bound

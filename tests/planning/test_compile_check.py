@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 from reinforce_ada_jax import cli, compile_check
-from reinforce_ada_jax.compile_check import Lengths
 from reinforce_ada_jax.distributed.mesh import make_mesh, shard_bytes
 from reinforce_ada_jax.learning.batch import make_batch
+from reinforce_ada_jax.planning import compilation, report
 from reinforce_ada_jax.planning import programs as programs_lib
-from reinforce_ada_jax.planning.programs import Abstract, Program
-from reinforce_ada_jax.planning.roofline import CHIPS, GIB, Work
+from reinforce_ada_jax.planning.programs import AbstractRun, Program
+from reinforce_ada_jax.planning.roofline import CHIPS, GIB, ProgramCost
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
@@ -57,7 +57,7 @@ def test_every_configuration_names_a_model_whose_sizes_are_known():
     paths = [load(file).get_config().model.path for file in files]
     assert len(paths) >= 5
     for path in paths:
-        compile_check.find_architecture(path, None)
+        report.find_architecture(path, None)
 
 
 # ---- programs ----------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def shapes(tree):
 ARCHITECTURE = from_hf(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True})
 
 
-def abstract(dtype="float32", axes=None, **changes) -> Abstract:
+def abstract(dtype="float32", axes=None, **changes) -> AbstractRun:
     options = dataclasses.replace(OPTIONS, dtype=dtype)
     mesh = make_mesh(**(axes or dict(data=2, fsdp=2, tensor=2)))
     return programs_lib.abstract_run(tiny(**changes), ARCHITECTURE, options, mesh)
@@ -131,11 +131,11 @@ def test_state_bytes():
 ])  # fmt: skip
 def test_what_stands_beside_decoding(axes, dtype, copies):
     run = abstract(dtype, axes)
-    assert run.shared is (copies == 2)
+    assert run.shares_weights is (copies == 2)
     weights = shard_bytes(run.state.params)
     assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {copies * weights + 12}
     names = [program.name for program in programs_lib.learner_programs(run)]
-    assert names == (["score", "update"] if run.shared else ["reshard", "score", "update"])
+    assert names == (["score", "update"] if run.shares_weights else ["reshard", "score", "update"])
 
 
 def test_what_stands_beside_the_learner():
@@ -183,7 +183,7 @@ def test_what_stands_beside_programs_of_adapters():
     params, moments = 248, 2 * 248 + 12
     assert (shard_bytes(run.state.params), shard_bytes(run.state)) == (params, params + moments)
     base = 200  # bfloat16; 400 in float32, see test_state_bytes
-    assert (run.learner_bytes, run.reference_bytes, run.shared) == (params + moments + base, 0, False)
+    assert (run.learner_bytes, run.reference_bytes, run.shares_weights) == (params + moments + base, 0, False)
     assert run.learner_bytes < shard_bytes(abstract().state)
     # The reference is the base itself.
     assert run.resident_bytes == run.learner_bytes + run.cache_bytes
@@ -210,9 +210,9 @@ def test_every_program_of_adapters_compiles():
 
 def test_what_is_there_throughout():
     run = abstract()
-    assert compile_check.resident_result(run, CHIPS["v5e"])["fits"]
-    result = compile_check.resident_result(run, dataclasses.replace(CHIPS["v5e"], hbm_bytes=2000))
-    assert (result["fits"], result["hbm_peak_bytes"], result["over_bytes"]) == (False, 1212 + 1152, 364)
+    assert compilation.resident_result(run, CHIPS["v5e"]).fits
+    result = compilation.resident_result(run, dataclasses.replace(CHIPS["v5e"], hbm_bytes=2000))
+    assert (result.fits, result.hbm_peak_bytes, result.over_bytes) == (False, 1212 + 1152, 364)
 
 
 @pytest.mark.parametrize("kind", ["ema", "value"])
@@ -235,8 +235,8 @@ def program_that(outcome):
         )
         return types.SimpleNamespace(compile=lambda: compiled)
 
-    work = Work(flops=197e12, bytes=819e9 * 2, once=2.0)
-    return Program("decode", lower, work, "turn", beside_bytes=2 * GIB, necessary=197e12 / 1.25)
+    cost = ProgramCost(flops=197e12, bytes=819e9 * 2, flops_loops_once=2.0)
+    return Program("decode", lower, cost, "step", beside_bytes=2 * GIB, necessary_flops=197e12 / 1.25)
 
 
 HLO = """\
@@ -265,36 +265,36 @@ SMEM = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Allocation (size=1064960)
     ids=["fits", "just fits", "too big beside the learner", "HBM", "another memory"],
 )
 def test_compile_program(outcome, peak, over, fits):
-    result = compile_check.compile_program(program_that(outcome), CHIPS["v5e"])
-    assert result["fits"] is fits
-    assert result["hbm_limit_bytes"] == 15.75 * GIB and result["hbm_beside_bytes"] == 2 * GIB
-    assert result["hbm_peak_bytes"] == (None if peak is None else int(peak * GIB))
-    assert result["over_bytes"] == pytest.approx(over * GIB, abs=2)
-    assert (result["least_seconds"], result["bound"]) == (2.0, "bandwidth")
+    result = compilation.compile_program(program_that(outcome), CHIPS["v5e"])
+    assert result.fits is fits
+    assert result.hbm_limit_bytes == 15.75 * GIB and result.hbm_beside_bytes == 2 * GIB
+    assert result.hbm_peak_bytes == (None if peak is None else int(peak * GIB))
+    assert result.over_bytes == pytest.approx(over * GIB, abs=2)
+    assert (result.least_seconds, result.bound) == (2.0, "bandwidth")
     if outcome not in (OOM, SMEM):
-        assert (result["sent_bytes"], result["collectives"]) == (9e7, {"all-reduce": 1})
-        assert result["link_seconds"] == pytest.approx(2e-3)
-        remarks = compile_check.remarks(result)
+        assert (result.sent_bytes, result.collectives) == (9e7, {"all-reduce": 1})
+        assert result.link_seconds == pytest.approx(2e-3)
+        remarks = report.remarks(result)
         assert remarks[0] == "1 all-reduce: 2.00 ms over links" and remarks[1].startswith("1.25 times the FLOPs")
         assert "1.50 times the work" in remarks[2]
-    line = compile_check.row(result)
+    line = report.table_row(result)
     assert ("yes" in line) is fits and ("NO" in line) is not fits
     if over:
         assert f"NO: {over:.2f} GiB over" in line
-    json.dumps(result)
+    json.dumps(dataclasses.asdict(result))
 
 
 def test_a_target_that_does_not_show_its_program(monkeypatch):
-    monkeypatch.setattr(compile_check, "compiled_text", lambda _: None)
-    program = dataclasses.replace(program_that((8, 1, 9)), sent=9e7)
-    result = compile_check.compile_program(program, CHIPS["v5e"])
-    assert (result["sent_bytes"], result["collectives"]) == (9e7, {})
-    assert compile_check.remarks(result)[0].startswith("counted by hand, for want of the compiled program: 2.00 ms")
+    monkeypatch.setattr(compilation, "compiled_text", lambda _: None)
+    program = dataclasses.replace(program_that((8, 1, 9)), sent_bytes=9e7)
+    result = compilation.compile_program(program, CHIPS["v5e"])
+    assert (result.sent_bytes, result.collectives) == (9e7, {})
+    assert report.remarks(result)[0].startswith("counted by hand, for want of the compiled program: 2.00 ms")
 
 
 def test_an_error_of_another_kind_is_no_lack_of_memory():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_check.compile_program(program_that(jax.errors.JaxRuntimeError("INTERNAL: a bug")), CHIPS["v5e"])
+        compilation.compile_program(program_that(jax.errors.JaxRuntimeError("INTERNAL: a bug")), CHIPS["v5e"])
 
 
 # ---- input -------------------------------------------------------------------------------------------------------
@@ -308,8 +308,8 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
         (dict(model="no/such/folder"), ["no/such/folder", "not a folder"]),
         (dict(path="models/Other-9B"), ["models/Other-9B", "'Other-9B'", "Qwen2.5-Math-1.5B", "--model=DIR"]),
         (dict(attention="pallas_gpu"), ["sampling.attention", "pallas_gpu", "auto, pallas_tpu or jnp"]),
-        (dict(lengths=Lengths(response_tokens=9)), ["--mean_response_tokens is 9", "1 to 8"]),
-        (dict(lengths=Lengths(draws=0.0)), ["--mean_draws is 0.0", "above 0"]),
+        (dict(response_tokens=9), ["--mean_response_tokens is 9", "1 to 8"]),
+        (dict(draws=0.0), ["--mean_draws is 0.0", "above 0"]),
         (dict(slots=0), ["sampling.slots is 0"]),
         (dict(file="no/such/folder/results.json"), ["--json=no/such/folder/results.json", "does not exist"]),
         (dict(), ["needs its compiler", "pip install libtpu"]),
@@ -321,10 +321,9 @@ def test_bad_input(capsys, monkeypatch, arguments, parts):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else found(name))
     keys = {"path": "model.path", "attention": "sampling.attention", "slots": "sampling.slots"}
     config = tiny(**{keys[name]: value for name, value in arguments.items() if name in keys})
-    defaults = dict(topology="v5e:2x4", model=None, lengths=Lengths(), file=None)
-    rest = defaults | {name: value for name, value in arguments.items() if name in defaults}
+    rest = {name: value for name, value in arguments.items() if name not in keys}
     with pytest.raises(SystemExit) as ended:
-        compile_check.main(config, **rest)
+        compile_check.main(config, **{"topology": "v5e:2x4", "model": None, "file": None} | rest)
     assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("error: ")
@@ -383,7 +382,7 @@ def test_adapters_fit_where_all_weights_do(tmp_path):
         assert small["hbm_beside_bytes"] <= full["hbm_beside_bytes"] and small["sent_bytes"] > 0
     # The last is the update.
     assert small["hbm_argument_bytes"] < full["hbm_argument_bytes"]
-    assert small["compiled_over_counted_flops"] < compile_check.REPEATED_WORK
+    assert small["compiled_over_counted_flops"] < report.REPEATED_WORK
 
 
 @needs_libtpu
@@ -434,7 +433,7 @@ def test_published_runs_fit(tmp_path, topology, name, changes):
     update = outcomes[-1]
     assert update["flops"] <= 1.4 * update["necessary_flops"]
     assert update["link_seconds"] < update["compute_seconds"]
-    assert update["compiled_over_counted_flops"] < compile_check.REPEATED_WORK
+    assert update["compiled_over_counted_flops"] < report.REPEATED_WORK
 
 
 @needs_libtpu

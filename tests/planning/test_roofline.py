@@ -6,9 +6,10 @@ import pytest
 
 from reinforce_ada_jax.config import replaced, resolve
 from reinforce_ada_jax.distributed.mesh import make_mesh
-from reinforce_ada_jax.planning import plan, programs, roofline
-from reinforce_ada_jax.planning.plan import Statistics
-from reinforce_ada_jax.planning.roofline import CHIPS, GIB, Chip, Rows, Work
+from reinforce_ada_jax.planning import collectives, plan, programs, roofline
+from reinforce_ada_jax.planning.compilation import ProgramResult
+from reinforce_ada_jax.planning.plan import Deployment, Statistics
+from reinforce_ada_jax.planning.roofline import CHIPS, GIB, BatchLayout, Chip, ProgramCost
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.sampling.state import EngineOptions
@@ -24,9 +25,9 @@ OPTIONS = EngineOptions(
     stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
 )  # fmt: skip
 # Two micro-batches of 4 rows of 3 + 5 tokens, logits of 4 positions and 2 words at a time. 2 x 2 devices.
-ROWS = Rows(
-    micro_batches=2, rows=4, tokens=8, head_tokens=5, prompt_tokens=3, tile=(4, 2), kernels=False, remat="full",
-    block=None,     row_shards=2, weight_shards=2, tensor=2, itemsize=2,
+LAYOUT = BatchLayout(
+    micro_batches=2, micro_rows=4, row_tokens=8, head_tokens=5, prompt_tokens=3, head_tile=(4, 2), head_kernels=False,
+    remat="full", attention_block=None, row_shards=2, weight_shards=2, tensor_shards=2, itemsize=2,
 )  # fmt: skip
 
 
@@ -34,28 +35,27 @@ ROWS = Rows(
 
 
 def test_token_bytes():
-    assert roofline.token_bytes(TIED, OPTIONS) == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
-    wide = dataclasses.replace(OPTIONS, attention="pallas_tpu")
-    assert roofline.token_bytes(TIED, wide) == 2 * 2 * 1 * 128 * 2
-    assert roofline.token_bytes(TIED, dataclasses.replace(wide, dtype="float32")) == 2 * 2 * 1 * 128 * 4
+    assert roofline.kv_token_bytes(TIED, "bfloat16") == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
+    assert roofline.kv_token_bytes(TIED, "bfloat16", "pallas_tpu") == 2 * 2 * 1 * 128 * 2
+    assert roofline.kv_token_bytes(TIED, "float32", "pallas_tpu") == 2 * 2 * 1 * 128 * 4
 
 
 # A layer's matrices: query and output 4 * 4 each, key and value 4 * 2 each, three of 4 * 6: 120 weights. Head: 40.
 # Beside them a layer has 8 biases and two norms of 4, and there is a last norm of 4: 316 weights, 356 where untied.
 @pytest.mark.parametrize("architecture, weights", [(TIED, 316), (UNTIED, 356)])
-def test_decode_turn(architecture, weights):
+def test_decode_step(architecture, weights):
     assert architecture.num_parameters == weights
     flops = 3 * (2 * (2 * 120 + 40) + 4 * 5 * 4 * 2)  # slots; matrices; 5 tokens, 4 columns of queries, 2 layers
     bytes_ = 316 * 2 + 3 * 5 * 16  # weights (an untied embedding is looked up, not read), the tokens of three slots
-    assert roofline.decode_turn(architecture, OPTIONS, 1, 5) == Work(flops, bytes_) == Work(2160, 872)
-    assert roofline.decode_turn(architecture, OPTIONS, 2, 5) == Work(1080, 436)
+    assert roofline.decode_step(architecture, OPTIONS, 1, 5) == ProgramCost(flops, bytes_) == ProgramCost(2160, 872)
+    assert roofline.decode_step(architecture, OPTIONS, 2, 5) == ProgramCost(1080, 436)
 
 
 def test_prefill_call():
     flops = 2 * 8 * (2 * 2 * 120 + 4 * 8 * 4 * 2)  # 2 rows of 8 tokens, each of which meets 8
     bytes_ = 2 * 120 * 2 + 2 * 8 * 16  # no head, no embedding
-    assert roofline.prefill_call(TIED, OPTIONS, 1, 8) == Work(flops, bytes_) == Work(11776, 736)
-    assert roofline.prefill_call(UNTIED, OPTIONS, 2, 8) == Work(5888, 368)
+    assert roofline.prefill_call(TIED, OPTIONS, 1, 8) == ProgramCost(flops, bytes_) == ProgramCost(11776, 736)
+    assert roofline.prefill_call(UNTIED, OPTIONS, 2, 8) == ProgramCost(5888, 368)
 
 
 def test_score_call():
@@ -64,9 +64,9 @@ def test_score_call():
     # Bytes of a micro-batch: 2 * 120 layer weights and the head for each of 3 blocks of 10 positions, 2 B, halved by
     # `tensor`; scores of 2 layers, 2 heads, 4 rows, 8 x 8, 2 B, written and read, a quarter each.
     bytes_ = (2 * 120 + 3 * 40) * 2 / 2 + 2 * 2 * 2 * 4 * 64 * 2 / 4
-    assert roofline.score_call(TIED, ROWS) == Work(2 * 6288 + 0.0, 2 * bytes_, 2944 + 64)
-    kernels = dataclasses.replace(ROWS, kernels=True)
-    assert roofline.score_call(TIED, kernels) == Work(2 * 6288 + 0.0, 2 * bytes_, 2944)
+    assert roofline.score_call(TIED, LAYOUT) == ProgramCost(2 * 6288 + 0.0, 2 * bytes_, 2944 + 64)
+    kernels = dataclasses.replace(LAYOUT, head_kernels=True)
+    assert roofline.score_call(TIED, kernels) == ProgramCost(2 * 6288 + 0.0, 2 * bytes_, 2944)
 
 
 def test_update_call():
@@ -76,22 +76,22 @@ def test_update_call():
     # 4 B on 4 devices.
     head = 7 * 40 * 2 / 2 + 2.5 * 10 * 4 * 2
     bytes_ = 3 * 240 + head + 8 * 2 * 2 * 4 * 64 * 2 / 4 + 2 * 2 * 4 * 8 * 4 * 2 / 2 + 2 * 316
-    assert roofline.update_call(TIED, ROWS, 4) == Work(8 * 6288, 2 * bytes_ + 7 * 316, 4 * (2944 + 64))
+    assert roofline.update_call(TIED, LAYOUT, 4) == ProgramCost(8 * 6288, 2 * bytes_ + 7 * 316, 4 * (2944 + 64))
     # The kernels make the logits of 5 positions once more.
-    work = roofline.update_call(TIED, dataclasses.replace(ROWS, kernels=True), 4)
-    assert work == Work(8 * 6288 + 2 * 400, 2 * bytes_ + 7 * 316, 4 * 2944)
+    work = roofline.update_call(TIED, dataclasses.replace(LAYOUT, head_kernels=True), 4)
+    assert work == ProgramCost(8 * 6288 + 2 * 400, 2 * bytes_ + 7 * 316, 4 * 2944)
     # 6 * 316 a position and 12 * 2 layers * 4 columns * 8 tokens, 8 rows of 8 positions on 4 devices.
-    assert roofline.necessary_flops(TIED, ROWS) == (6 * 316 + 12 * 2 * 4 * 8) * 64 / 4
+    assert roofline.necessary_flops(TIED, LAYOUT) == (6 * 316 + 12 * 2 * 4 * 8) * 64 / 4
 
 
-# As `ROWS`, with adapters of 10 weights a layer.
-ADAPTED = dataclasses.replace(ROWS, adapters=10)
+# As `LAYOUT`, with adapters of 10 weights a layer.
+ADAPTED = dataclasses.replace(LAYOUT, adapter_weights=10)
 
 
 def test_score_call_of_adapters():
     # A row has 2 layers of 2 * 8 * 10 more than without, a layer's weights are 130, and nothing else differs.
-    plain, work = (roofline.score_call(TIED, rows) for rows in (ROWS, ADAPTED))
-    assert work == Work(plain.flops + 2 * 320, plain.bytes + 2 * 2 * 10 * 2 / 2, plain.once + 160)
+    plain, work = (roofline.score_call(TIED, rows) for rows in (LAYOUT, ADAPTED))
+    assert work == ProgramCost(plain.flops + 2 * 320, plain.bytes + 2 * 2 * 10 * 2 / 2, plain.flops_loops_once + 160)
 
 
 def test_update_call_of_adapters():
@@ -101,15 +101,15 @@ def test_update_call_of_adapters():
     once = 3 * 1920 + 4 * 160 + 4 * 1024
     # The head for each of 3 blocks in two sweeps. Gradients and steps are of 20 weights of 4 B on 4 devices.
     bytes_ = 3 * 260 + 6 * 40 * 2 / 2 + 8 * 2 * 2 * 4 * 64 * 2 / 4 + 2 * 2 * 4 * 8 * 4 * 2 / 2 + 2 * 20
-    assert roofline.update_call(TIED, ADAPTED, 4) == Work(2 * row, 2 * bytes_ + 7 * 20, once + 3 * 64)
+    assert roofline.update_call(TIED, ADAPTED, 4) == ProgramCost(2 * row, 2 * bytes_ + 7 * 20, once + 3 * 64)
     # No kernel for the head's gradient makes the logits once more.
-    work = roofline.update_call(TIED, dataclasses.replace(ADAPTED, kernels=True), 4)
-    assert work == Work(2 * row, 2 * bytes_ + 7 * 20, once)
+    work = roofline.update_call(TIED, dataclasses.replace(ADAPTED, head_kernels=True), 4)
+    assert work == ProgramCost(2 * row, 2 * bytes_ + 7 * 20, once)
     # What products with weights gave is kept: 3,840 and 320 a row less. Written and read: of queries, keys, values,
     # output, gate and up 4 + 2 + 2 + 4 + 2 * 6 columns for 32 positions in two layers on 4 devices; weights once less.
     kept = roofline.update_call(TIED, dataclasses.replace(ADAPTED, remat="dots"), 4)
     more = 2 * 2 * 32 * 24 * 2 / 4 - 260
-    assert kept == Work(2 * (row - 4160), 2 * (bytes_ + more) + 7 * 20, once - 2080 + 3 * 64)
+    assert kept == ProgramCost(2 * (row - 4160), 2 * (bytes_ + more) + 7 * 20, once - 2080 + 3 * 64)
     # 4 * 316 a position and 6 * 20, 12 * 2 layers * 4 columns * 8 tokens, 8 rows of 8 positions on 4 devices.
     assert roofline.necessary_flops(TIED, ADAPTED) == (4 * 316 + 6 * 20 + 12 * 2 * 4 * 8) * 64 / 4
 
@@ -117,28 +117,29 @@ def test_update_call_of_adapters():
 def test_splash_attention_leaves_out_half_of_the_square():
     # Two blocks of 4 positions: 3 of 4. A product is 2 * 4 columns * 64; forwards 2, again 2, backwards 7; two layers.
     score, update = (
-        (call(TIED, dataclasses.replace(ROWS, block=4), *more), call(TIED, ROWS, *more))
+        (call(TIED, dataclasses.replace(LAYOUT, attention_block=4), *more), call(TIED, LAYOUT, *more))
         for call, more in ((roofline.score_call, ()), (roofline.update_call, (4,)))
     )
     assert score[1].flops - score[0].flops == 2 * 2 * (2 - 2 * 3 / 4) * 512
     assert update[1].flops - update[0].flops == 2 * 2 * (8 - 11 * 3 / 4) * 512
     # No scores, and nothing of it is seen from outside.
     assert update[1].bytes - update[0].bytes == 2 * 8 * 2 * 2 * 4 * 64 * 2 / 4
-    assert update[1].once - update[0].once == 4 * 2 * 512
+    assert update[1].flops_loops_once - update[0].flops_loops_once == 4 * 2 * 512
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_an_update_does_little_more_than_is_necessary(name):
-    rows = Rows(
-        micro_batches=64, rows=8, tokens=3072, head_tokens=2048, prompt_tokens=1024, tile=(512, 512), kernels=True,
-        remat="full", block=512, row_shards=4, weight_shards=4, tensor=2, itemsize=2,
+    rows = BatchLayout(
+        micro_batches=64, micro_rows=8, row_tokens=3072, head_tokens=2048, prompt_tokens=1024, head_tile=(512, 512),
+        head_kernels=True, remat="full", attention_block=512, row_shards=4, weight_shards=4, tensor_shards=2,
+        itemsize=2,
     )  # fmt: skip
     architecture = from_hf(PUBLISHED[name])
     ratio = roofline.update_call(architecture, rows, 4).flops / roofline.necessary_flops(architecture, rows)
     kept = dataclasses.replace(rows, remat="dots")
     less = ratio - roofline.update_call(architecture, kept, 4).flops / roofline.necessary_flops(architecture, rows)
     assert less == pytest.approx(1 / 3, abs=0.1)
-    # 4/3 for what is computed anew, 5/3 of the head, less prompts' positions, which don't meet the head.
+    # 4/3 for what is recomputed, 5/3 of the head, less prompts' positions, which don't meet the head.
     assert 1.2 < ratio < 1.35
 
 
@@ -155,24 +156,24 @@ def test_a_compiler_counts_the_same(axes, remat, rank):
     })  # fmt: skip
     run = programs.abstract_run(config, from_hf(sizes), OPTIONS, make_mesh(**axes))
     for program in programs.learner_programs(run):
-        if program.work.once:  # score and update
+        if program.cost.flops_loops_once:  # score and update
             flops = program.lower().compile().cost_analysis()["flops"]
-            assert flops == pytest.approx(program.work.once, rel=0.1)
+            assert flops == pytest.approx(program.cost.flops_loops_once, rel=0.1)
 
 
 def test_roofline():
     chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=100.0, link=2.0)
-    assert roofline.roofline(Work(flops=100, bytes=20), chip) == (2.0, "bandwidth")
-    assert roofline.roofline(Work(flops=300, bytes=20), chip) == (3.0, "compute")
-    assert roofline.roofline(Work(flops=300, bytes=20), chip, sent=8) == (4.0, "links")
+    assert roofline.roofline(ProgramCost(flops=100, bytes=20), chip) == (2.0, "bandwidth")
+    assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip) == (3.0, "compute")
+    assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, sent_bytes=8) == (4.0, "links")
 
 
 def test_the_roofline_of_the_1p5b_model_on_one_v5e_chip():
     # shared/PLATFORM.md: weights 3.09 GB (3.8 ms) and 28,672 B a token (2.3 ms at 64 * 1,024): about 10.5k tokens/s.
     architecture = from_hf(PUBLISHED["Qwen2.5-Math-1.5B"])
     options = dataclasses.replace(OPTIONS, slots=64, attention="pallas_tpu")
-    assert roofline.token_bytes(architecture, options) == 28_672
-    work = roofline.decode_turn(architecture, options, 1, 1024)
+    assert roofline.kv_token_bytes(architecture, options.dtype, options.attention) == 28_672
+    work = roofline.decode_step(architecture, options, 1, 1024)
     assert work.bytes == 3_087_428_608 + 1_879_048_192
     seconds, bound = roofline.roofline(work, CHIPS["v5e"])
     assert bound == "bandwidth" and 64 / seconds == pytest.approx(10_554, rel=1e-3)
@@ -223,32 +224,31 @@ ENTRY %main (p: s32[]) -> s32[] {
 def test_learner_sent():
     # Two micro-batches. Half of 240 layer weights and of the head's 40 pass a link, 2 B, halved by `tensor`.
     # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
-    assert roofline.learner_sent(TIED, ROWS, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
-    assert roofline.learner_sent(TIED, ROWS, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
+    assert collectives.learner_sent_bytes(TIED, LAYOUT, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
+    assert collectives.learner_sent_bytes(TIED, LAYOUT, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
     # 10 of 20 adapters' weights thrice, their gradients among them; of weights and head there are none. 3 sums more.
-    assert roofline.learner_sent(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
-    assert roofline.learner_sent(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
+    assert collectives.learner_sent_bytes(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
+    assert collectives.learner_sent_bytes(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
 
 
 def test_sent_bytes():
     # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; thrice 44. With 28 B summed over 4,
     # twice 21: 174 a turn. Outside: 12 B come out of each of 8, so that 84 pass.
-    sent, kinds = roofline.sent_bytes(HLO, turns=5)
+    sent, kinds = collectives.sent_bytes(HLO, trip_count=5)
     assert sent == 5 * (3 * 44 + 42) + 84 == 954
     assert kinds == {"all-gather": 1, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1}
-    assert roofline.sent_bytes(HLO, turns=None)[0] == 174 + 84
-    assert roofline.sent_bytes("", turns=1) == (0.0, {})
+    assert collectives.sent_bytes(HLO, trip_count=None)[0] == 174 + 84
+    assert collectives.sent_bytes("", trip_count=1) == (0.0, {})
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------------
 
 
 def result(name, peak, beside, seconds=1.0):
-    limit = 10 * GIB
-    return {
-        "program": name, "hbm_peak_bytes": int(peak * GIB), "hbm_beside_bytes": int(beside * GIB),
-        "hbm_limit_bytes": limit, "fits": peak + beside <= 10, "least_seconds": seconds, "sent_bytes": 0.0,
-    }  # fmt: skip
+    return ProgramResult(
+        program=name, hbm_peak_bytes=int(peak * GIB), hbm_beside_bytes=int(beside * GIB), hbm_limit_bytes=10 * GIB,
+        flops=0.0, bytes=0.0, fits=peak + beside <= 10, over_bytes=0, least_seconds=seconds, sent_bytes=0.0,
+    )  # fmt: skip
 
 
 RESULTS = [result("decode window of 4", 5, 2), result("score", 1, 3, 0.5), result("update", 4, 4, 2.0)]
@@ -257,7 +257,7 @@ RESULTS = [result("decode window of 4", 5, 2), result("score", 1, 3, 0.5), resul
 def test_what_fits_beside_everything():
     # The update is fullest: 2 GiB are left, of a page of 4 tokens of 16 B on one device.
     assert plan.spare_bytes(RESULTS) == 2 * GIB
-    assert plan.pages_that_fit(TIED, OPTIONS, 1, 2 * GIB) == 9 + 2 * GIB // 64
+    assert plan.pages_that_fit(Deployment(tiny(), TIED, OPTIONS, CHIPS["v5e"]), 2 * GIB) == 9 + 2 * GIB // 64
     # table 4 pages (16 tokens), a prompt 2: 4 + 2.5 a slot; 65 pages and the one that is never handed out: 10 slots.
     assert (OPTIONS.table_width, OPTIONS.prompt_width) == (4, 2)
     assert plan.slots_that_fit(OPTIONS, 66) == 10
@@ -265,10 +265,11 @@ def test_what_fits_beside_everything():
 
 
 def test_phases():
-    config = tiny(**{"collection.prompts_per_iteration": 64, "learning.prompts_per_update": 32})
+    config = tiny(**{
+        "collection.prompts_per_iteration": 64, "learning.prompts_per_update": 32, "mesh.fsdp": 2,
+    })  # fmt: skip
     chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
-    shape = {"data": 1, "fsdp": 2, "tensor": 1}
-    seconds = plan.phases(config, TIED, OPTIONS, shape, chip, RESULTS, Statistics(4, 2, 3.0))
+    seconds = plan.phases(Deployment(config, TIED, OPTIONS, chip), RESULTS, Statistics(4, 2, 3.0))
     # 64 * 3 responses of 2 tokens in 6 slots, 93.6 % busy; a turn reads 632 B of weights and 3 * 5 tokens of 16 B.
     assert seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 87.2)
     # 64 prompts in 2 replicas, 2 a call, of a bucket of 16: 480 B of weights, 2 * 16 tokens of 16 B.
@@ -278,10 +279,10 @@ def test_phases():
 
 def test_packed_responses_take_a_part_of_the_time():
     # 4 + 2 of 16 positions: at best 6 / 16 of the rows, and with two to a row a half of them.
-    shape, chip = {"data": 1, "fsdp": 2, "tensor": 1}, Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
+    chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
     for per_row, share in ((1, 1.0), (2, 0.5), (16, 0.375)):
         config = tiny(**{"collection.prompts_per_iteration": 64, "learning.responses_per_row": per_row})
-        seconds = plan.phases(config, TIED, OPTIONS, shape, chip, RESULTS, Statistics(4, 2, 3.0))
+        seconds = plan.phases(Deployment(config, TIED, OPTIONS, chip), RESULTS, Statistics(4, 2, 3.0))
         assert (seconds["score"], seconds["update"]) == (2 * 0.5 * share, 2 * 2.0 * share)
 
 
@@ -292,27 +293,31 @@ def test_expected_draws():
     assert plan.expected_draws(collection, (0.6, 1.2)) == pytest.approx(17.5, abs=0.5)  # docs/performance.md: 8,944
 
 
+def deployed(config, options=OPTIONS) -> Deployment:
+    return Deployment(config, TIED, options, CHIPS["v5e"])
+
+
 def test_remedies():
     config = resolve(load(CONFIGS / "qwen_1p5b.py").get_config())
-    assert plan.remedies(config, TIED, OPTIONS, RESULTS, GIB) == []
+    assert plan.remedies(deployed(config), RESULTS, GIB) == []
     too_big = [*RESULTS[:2], result("update", 7, 4)]
-    lines = plan.remedies(config, TIED, OPTIONS, too_big, 3 * GIB)
+    lines = plan.remedies(deployed(config), too_big, 3 * GIB)
     assert any("learning.micro_batches = 128 (now 64)" in line for line in lines)
     assert "mesh.fsdp = 8 (now 4)" in lines[-1] and "3.00 of 10.00 GiB" in lines[-1]
     config = replaced(config, {"learning.micro_batches": 128})  # a row a device
-    assert not any("micro_batches" in line for line in plan.remedies(config, TIED, OPTIONS, too_big, 3 * GIB))
+    assert not any("micro_batches" in line for line in plan.remedies(deployed(config), too_big, 3 * GIB))
     many = dataclasses.replace(OPTIONS, pages=2**26, slots=2**20)  # of 32 B on each of two devices
-    lines = plan.remedies(config, TIED, many, [result("decode window of 4", 9, 2)], GIB)
+    lines = plan.remedies(deployed(config, many), [result("decode window of 4", 9, 2)], GIB)
     pages, fit = 2**26 - 2**25, (2**25 - 1) * 2 // 13
     assert lines[0].startswith(f"sampling.slots = {fit} (now 1048576) with sampling.pages = {pages:,}")
 
 
 def test_features_call():
-    rows = dataclasses.replace(ROWS, micro_batches=1)
+    rows = dataclasses.replace(LAYOUT, micro_batches=1)
     # 4 rows of 3 prompt tokens: 2 * 120 a token and 4 * 4 * 3 a token, 2 layers, 4 devices.
-    assert roofline.features_call(TIED, rows) == Work(2 * 4 * 3 * (240 + 48) / 4, 240 * 2 / 2, 12 * 288 / 4)
-    adapted = dataclasses.replace(rows, adapters=10)  # 2 * 130
-    assert roofline.features_call(TIED, adapted) == Work(2 * 4 * 3 * (260 + 48) / 4, 260 * 2 / 2, 12 * 308 / 4)
+    assert roofline.features_call(TIED, rows) == ProgramCost(2 * 4 * 3 * (240 + 48) / 4, 240 * 2 / 2, 12 * 288 / 4)
+    adapted = dataclasses.replace(rows, adapter_weights=10)  # 2 * 130
+    assert roofline.features_call(TIED, adapted) == ProgramCost(2 * 4 * 3 * (260 + 48) / 4, 260 * 2 / 2, 12 * 308 / 4)
 
 
 def test_chips_are_named():

@@ -1,0 +1,133 @@
+"""Bytes that a device sends to others: read from a compiled program, or counted by hand where a target shows none."""
+
+import re
+from collections.abc import Iterator
+
+from reinforce_ada_jax.planning.roofline import BatchLayout, layer_weights
+from reinforce_ada_jax.policy.architecture import Architecture
+
+_SIZES = dict(pred=1, s8=1, u8=1, bf16=2, f16=2, s16=2, u16=2, f32=4, s32=4, u32=4, f64=8, s64=8, u64=8)
+_COLLECTIVE = re.compile(
+    r"= (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?P<start>-start)?\("
+    r".*?channel_id=(?P<channel>\d+)"
+)
+_GROUPS = re.compile(
+    r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<listed>[\d,]+)\}|mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\})"
+)
+_LOOP = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+def learner_sent_bytes(a: Architecture, layout: BatchLayout, *, update: bool) -> float:
+    """Bytes that a device sends in an update or in a scoring pass, counted by hand.
+
+    Along `fsdp` a layer's weights are gathered, in an update once more where it is recomputed, and its gradient is
+    scattered; the same for the head, whose gradient has the masters' precision, twice as wide. Along `tensor` the
+    outputs of attention and MLP are summed, with the inputs' gradients and once recomputed. Weights under adapters and
+    the head have no gradient to scatter then; the inputs' gradients are 5 sums in place of 2, because those of queries,
+    keys and values, and those of gate and up, are summed over devices one by one.
+    Seven compiled updates of all weights, 1.5B to 7B on v5e, send between 16 % less and 9 % more.
+    """
+    fsdp, tensor = layout.weight_shards, layout.tensor_shards
+    gathered = (fsdp - 1) / fsdp * layout.itemsize / tensor
+    frozen = layout.adapter_weights > 0
+    layer_passes, adapter_passes, head_passes = (3 - frozen, 3, 2 if frozen else 4) if update else (1, 1, 1)
+    weights = a.num_layers * (layer_passes * layer_weights(a) + adapter_passes * layout.adapter_weights) * gathered
+    head = head_passes * a.vocab_size * a.hidden_size * gathered
+    activations = layout.micro_rows / layout.row_shards * layout.row_tokens * a.hidden_size * layout.itemsize
+    sums = (5 + 3 * frozen if update else 2) * a.num_layers * 2 * (tensor - 1) / tensor * activations
+    return layout.micro_batches * (weights + head + sums)
+
+
+def _array_bytes(hlo_type: str) -> list[float]:
+    sizes = []
+    for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", hlo_type):
+        size = _SIZES.get(dtype, 4)
+        for axis in filter(None, shape.split(",")):
+            size *= int(axis)
+        sizes.append(float(size))
+    return sizes
+
+
+def _group_size(line: str) -> int:
+    found = _GROUPS.search(line)
+    if found is None:
+        return 1
+    if found["size"]:
+        return int(found["size"])
+    if found["listed"]:
+        return len(found["listed"].split(","))
+    sizes, product = dict(re.findall(r"'(\w+)'=(\d+)", found["mesh"])), 1
+    for axis in re.findall(r"'(\w+)'", found["axes"]):
+        product *= int(sizes[axis])
+    return product
+
+
+def _collective_bytes(found: re.Match[str], line: str) -> float:
+    """Bytes over the busiest link of a collective on a line of chips."""
+    arrays, n, kind = _array_bytes(found["type"]), _group_size(line), found["kind"]
+    if kind == "collective-permute":
+        return arrays[0]
+    # An asynchronous all-gather names its operand beside its result.
+    size = max(arrays) if found["start"] and kind == "all-gather" else sum(arrays)
+    factor = {"all-gather": (n - 1) / n, "all-to-all": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
+    return size * factor.get(kind, n - 1)  # a reduce-scatter's result is one of n parts
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """(lines of each computation, name of the entry)."""
+    computations: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in hlo.splitlines():
+        begins = re.match(r"^(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if begins:
+            name = begins[2]
+            computations[name] = []
+            entry = name if begins[1] else entry
+        elif name:
+            computations[name].append(line)
+    return computations, entry
+
+
+def _callees(line: str) -> Iterator[str]:
+    for called in _CALLED.findall(line) + _BRANCHES.findall(line):
+        yield from (name.strip(" %") for name in called.split(","))
+
+
+def sent_bytes(hlo: str, trip_count: int | None) -> tuple[float, dict[str, int]]:
+    """Returns what a device sends in one call of a compiled program: (bytes, number of collectives by kind).
+
+    Loops are followed by the constant that their condition compares with. Each collective counts once, however many
+    fusions the compiler has spread it over.
+
+    Args:
+      hlo: text of the compiled program.
+      trip_count: of the outermost loop where data ends it; the one that sends most counts. None: the constant.
+    """
+    computations, entry = _computations(hlo)
+    seen: set[str] = set()
+    kinds: dict[str, int] = {}
+
+    def constant_trip_count(condition: str) -> int:
+        constant = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+        return max((int(x) for line in computations[condition] for x in constant.findall(line)), default=1)
+
+    def total(name: str, outermost: bool) -> float:
+        size, loops = 0.0, [0.0]
+        for line in computations.get(name, ()):
+            found = _COLLECTIVE.search(line)
+            if found and found["channel"] not in seen:
+                seen.add(found["channel"])
+                kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
+                size += _collective_bytes(found, line)
+            loop = _LOOP.search(line)
+            if loop and outermost and trip_count is not None:
+                loops.append(trip_count * total(loop[2], outermost=False))
+            elif loop:
+                size += constant_trip_count(loop[1]) * total(loop[2], outermost=False)
+            else:
+                size += sum(total(callee, outermost) for callee in _callees(line))
+        return size + max(loops)
+
+    return total(entry, outermost=True), kinds

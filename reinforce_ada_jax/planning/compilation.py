@@ -1,0 +1,157 @@
+"""Compiling a run's programs for the devices of a TPU slice that need not exist."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import time
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from reinforce_ada_jax.planning import collectives, roofline
+from reinforce_ada_jax.planning.programs import AbstractRun, Program
+from reinforce_ada_jax.planning.roofline import Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramResult:
+    """Memory and least time of a compiled program; sizes and work per device.
+
+    Attributes:
+      program: its name.
+      hbm_peak_bytes: of the program alone, arguments included; None where it needs too much of another memory.
+      hbm_beside_bytes: memory that a run keeps on the device meanwhile.
+      hbm_limit_bytes: memory of the device.
+      flops, bytes: of one unit, counted in `roofline.py`.
+      fits: the peak and the memory beside it are within the limit.
+      over_bytes: by how much they are not.
+      unit: "call", or "step" of the loop inside.
+      compile_seconds: time that compiling took.
+      hbm_argument_bytes, hbm_temporary_bytes: None where the program doesn't fit by itself.
+      reason: the compiler's message in that case.
+      sent_bytes: to other devices, from the compiled program; counted by hand, or None, where the target shows none.
+      collectives: their number by kind; empty where the target shows none.
+      compute_seconds, link_seconds, least_seconds: by rooflines.
+      bound: the roofline that gives the least time.
+      necessary_flops: by the usual rule; None where there is none.
+      compiled_over_counted_flops: XLA's count over ours, each loop's body once; None where they don't compare.
+    """
+
+    program: str
+    hbm_peak_bytes: int | None
+    hbm_beside_bytes: int
+    hbm_limit_bytes: int
+    flops: float | int
+    bytes: float | int
+    fits: bool
+    over_bytes: int
+    unit: str = "call"
+    compile_seconds: float = 0.0
+    hbm_argument_bytes: int | None = None
+    hbm_temporary_bytes: int | None = None
+    reason: str | None = None
+    sent_bytes: float | None = None
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    compute_seconds: float = 0.0
+    link_seconds: float | None = None
+    least_seconds: float = 0.0
+    bound: str = ""
+    necessary_flops: float | None = None
+    compiled_over_counted_flops: float | None = None
+
+
+def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
+    """Returns the devices of a slice, which need not exist.
+
+    Raises:
+      ValueError: no TPU compiler is installed, or there is no such slice.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("compiling for a TPU needs its compiler, which any machine can run: pip install libtpu.")
+    # The compiler asks where it runs: first a metadata server, which hangs outside Google's cloud, and then these, of
+    # which it complains where they are missing. What they say changes nothing: the topology is named.
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # No chip is touched: several may compile at a time, and beside a run that has the chips.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    jax.config.update("jax_platforms", "cpu")  # leave a TPU of this machine to its users
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"--topology={topology}: {error}") from error
+
+
+def compile_program(program: Program, chip: Chip) -> ProgramResult:
+    """Compiles a program; a lack of memory is a result, any other error of the compiler is raised."""
+    begin = time.monotonic()
+    arguments = temporaries = peak = reason = sent = compiled_over_counted = None
+    kinds: dict[str, int] = {}
+    cost = program.cost
+    try:
+        compiled = program.lower().compile()
+        memory = compiled.memory_analysis()
+        if memory is not None:
+            arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+            peak = memory.peak_memory_in_bytes
+        compiler_flops = (compiled.cost_analysis() or {}).get("flops")
+        if cost.flops_loops_once and compiler_flops:
+            compiled_over_counted = compiler_flops / cost.flops_loops_once
+        hlo = compiled_text(compiled)
+        if hlo is None:
+            sent = program.sent_bytes
+        else:
+            sent, kinds = collectives.sent_bytes(hlo, program.trip_count)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        peak = _needed_bytes(reason)
+    seconds, bound = roofline.roofline(cost, chip, sent or 0.0)
+    over = 0 if peak is None else max(0, peak + program.beside_bytes - chip.hbm_bytes)
+    return ProgramResult(
+        program=program.name,
+        hbm_peak_bytes=peak,
+        hbm_beside_bytes=program.beside_bytes,
+        hbm_limit_bytes=chip.hbm_bytes,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        fits=reason is None and not over,
+        over_bytes=over,
+        unit=program.unit,
+        compile_seconds=round(time.monotonic() - begin, 1),
+        hbm_argument_bytes=arguments,
+        hbm_temporary_bytes=temporaries,
+        reason=reason,
+        sent_bytes=sent,
+        collectives=kinds,
+        compute_seconds=cost.flops / chip.flops,
+        link_seconds=None if sent is None else sent / chip.link,
+        least_seconds=seconds,
+        bound=bound,
+        necessary_flops=program.necessary_flops,
+        compiled_over_counted_flops=compiled_over_counted,
+    )
+
+
+def resident_result(run: AbstractRun, chip: Chip) -> ProgramResult:
+    """Returns the memory that a run never frees as a result: where it doesn't fit, no program does."""
+    size = run.resident_bytes
+    over = max(0, size - chip.hbm_bytes)
+    return ProgramResult("learner state and cache", size, 0, chip.hbm_bytes, 0.0, 0.0, fits=not over, over_bytes=over)
+
+
+def compiled_text(compiled: Any) -> str | None:
+    """Returns the compiled program as text; None where the target doesn't show it (v5p)."""
+    try:
+        return compiled.as_text()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):
+        return None
+
+
+def _needed_bytes(message: str) -> int | None:
+    """The HBM that a CompileTimeHbmOom message names: "... (27.14G) exceeds available HBM (15.75G)"."""
+    found = re.search(r"\(([\d.]+)([KMG])\) exceeds available HBM", message)
+    return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[found[2]]) if found else None

@@ -1,0 +1,177 @@
+"""`compile_check` after its flags: what is compiled for which devices, and the table and plan that are printed."""
+
+import dataclasses
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.planning import plan as plan_lib
+from reinforce_ada_jax.planning.compilation import ProgramResult, compile_program, resident_result, topology_devices
+from reinforce_ada_jax.planning.plan import Deployment, Statistics
+from reinforce_ada_jax.planning.programs import AbstractRun, abstract_run, engine_programs, learner_programs
+from reinforce_ada_jax.planning.roofline import GIB, chip_of
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.architecture import Architecture, from_hf
+from reinforce_ada_jax.policy.huggingface import read_config
+from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
+from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training import components as components_lib
+
+# A compiled program that computes this much more than is counted repeats work on several devices: the compiler has
+# split an array otherwise than was meant. (Counts of whole programs agree to 3 %.)
+REPEATED_WORK = 1.1
+
+HEADER = (
+    f"{'program':22}{'compile':>9}{'arguments':>11}{'temporaries':>13}{'peak':>7}{'beside':>8}{'limit':>8}"
+    f"{'GFLOP':>14}{'GB':>10}{'GB sent':>9}{'at least':>11}"
+)
+
+
+def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
+    """Returns (architecture, its source): the --model folder, the configuration's folder, or the published sizes.
+
+    Raises:
+      ValueError: none of them is there.
+    """
+    if model is not None:
+        return read_config(model), model
+    folder = components_lib.model_folder(path)
+    if folder.is_dir():
+        return read_config(folder), str(folder)
+    if folder.name in PUBLISHED:
+        return from_hf(PUBLISHED[folder.name]), f"the published sizes of {folder.name}"
+    raise ValueError(
+        f"{folder} is not a folder, and the sizes of {folder.name!r} aren't known here (only of "
+        f"{', '.join(PUBLISHED)}): --model=DIR with a config.json is enough."
+    )
+
+
+def engine_options(config: Config, architecture: Architecture) -> EngineOptions:
+    """Returns the options of the run's engine on a TPU.
+
+    Raises:
+      ValueError: sampling.attention is a GPU's.
+    """
+    # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
+    options = components_lib.engine_options(config, architecture.eos_ids or (0,))
+    attention = FOR_PLATFORM["tpu"] if config.sampling.attention == "auto" else config.sampling.attention
+    if attention == "pallas_gpu":
+        raise ValueError("sampling.attention is 'pallas_gpu': a TPU takes auto, pallas_tpu or jnp.")
+    return dataclasses.replace(options, attention=attention)
+
+
+def table_row(result: ProgramResult) -> str:
+    """Returns a program's line of the table."""
+    fits = "yes" if result.fits else f"NO: {_gib(result.over_bytes)} GiB over" if result.over_bytes else "NO"
+    sent = "-" if result.sent_bytes is None else f"{result.sent_bytes / 1e9:.2f}"
+    return (
+        f"{result.program:22}{result.compile_seconds:7.1f} s{_gib(result.hbm_argument_bytes):>11}"
+        f"{_gib(result.hbm_temporary_bytes):>13}{_gib(result.hbm_peak_bytes):>7}"
+        f"{_gib(result.hbm_beside_bytes):>8}{_gib(result.hbm_limit_bytes):>8}"
+        f"{result.flops / 1e9:14,.0f}{result.bytes / 1e9:10,.2f}{sent:>9}"
+        f"{1e3 * result.least_seconds:11,.2f} ms a {result.unit}, {result.bound:9}  {fits}"
+    )
+
+
+def _gib(size: int | None) -> str:
+    return "-" if size is None else f"{size / GIB:.2f}"
+
+
+def remarks(result: ProgramResult) -> list[str]:
+    """Returns the lines that follow a program's line of the table."""
+    lines = [result.reason] if result.reason else []
+    if result.link_seconds and result.collectives:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.collectives.items()))
+        lines.append(f"{kinds}: {1e3 * result.link_seconds:,.2f} ms over links")
+    elif result.link_seconds:
+        lines.append(
+            f"counted by hand, for want of the compiled program: {1e3 * result.link_seconds:,.2f} ms over links"
+        )
+    if result.necessary_flops:
+        lines.append(
+            f"{result.flops / result.necessary_flops:.2f} times the FLOPs of 6 N D + attention (4 N D under "
+            f"adapters); compute {1e3 * result.compute_seconds:,.0f} ms"
+        )
+    if (result.compiled_over_counted_flops or 0.0) > REPEATED_WORK:
+        lines.append(
+            f"WARNING: the compiled program does {result.compiled_over_counted_flops:.2f} times the work that is "
+            "counted (each loop's body once): devices repeat each other's, and the least time is that much too low."
+        )
+    return lines
+
+
+def _introduction(topology: str, deployment: Deployment, source: str, run: AbstractRun, means: Statistics) -> str:
+    architecture, options, mesh = deployment.architecture, deployment.options, run.learner.mesh
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    adapters = ""
+    if run.learner.lora is not None:
+        adapters = (
+            f"; {lora.num_parameters(architecture, run.learner.lora):,} weights of adapters are trained, those under "
+            f"them stay in {deployment.config.model.compute_dtype}"
+        )
+    return (
+        f"slice    {topology}, {mesh.size} devices of {_gib(deployment.chip.hbm_bytes)} GiB; mesh {axes}\n"
+        f"model    {architecture.family}, {architecture.num_parameters:,} weights, from {source}\n"
+        f"engine   {run.engine.replicas} replicas, each of {options.slots} slots, {options.pages:,} pages of "
+        f"{options.page_size} tokens, {options.attention}, "
+        f"{options.dtype}; slots see {means.context:,.0f} tokens in the mean\n"
+        f"learner  {run.batch.tokens.shape[0]} micro-batches of {run.learner.micro_rows} rows of "
+        f"{run.batch.tokens.shape[2]:,} tokens{adapters}\n\n"
+        f"Per device; memory in GiB; `beside` is what else a training run keeps there meanwhile.\n{HEADER}"
+    )
+
+
+def _mesh_over(topology: str, config: Config) -> Mesh:
+    devices = topology_devices(topology)
+    mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+    if mesh.size < len(devices):
+        raise ValueError(
+            f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.tensor only "
+            f"{mesh.size}: set --config.mesh.fsdp={len(devices) // (config.mesh.data * config.mesh.tensor)}, or "
+            "name a smaller slice."
+        )
+    return mesh
+
+
+def check_slice(
+    config: Config, topology: str, model: str | None, means: Statistics, log: Callable[[str], None]
+) -> list[ProgramResult]:
+    """Compiles one program after the other for a slice, and prints the table and the plan.
+
+    Args:
+      config: a run's configuration, checked.
+      topology: of the slice, such as v5e:2x4.
+      model: a folder with a config.json, in place of the configured one.
+      means: lengths and draws that the plan assumes.
+      log: receives the text.
+
+    Returns:
+      The programs' results; only `resident_result` where that alone is too much.
+
+    Raises:
+      ValueError: the slice, the model or the mesh is impossible.
+    """
+    chip = chip_of(topology)
+    architecture, source = find_architecture(config.model.path, model)
+    deployment = Deployment(config, architecture, engine_options(config, architecture), chip)
+    run = abstract_run(config, architecture, deployment.options, _mesh_over(topology, config))
+    programs = engine_programs(run, means.context) + learner_programs(run)
+    log(_introduction(topology, deployment, source, run, means))
+    resident = resident_result(run, chip)
+    if not resident.fits:
+        too_much = (
+            f"nothing is compiled: learner state ({_gib(run.learner_bytes)}) and cache ({_gib(run.cache_bytes)}) "
+            f"are {_gib(resident.over_bytes)} GiB over"
+        )
+        log("\nchange   ".join([too_much, *plan_lib.remedies(deployment, [resident], run.learner_bytes)]))
+        return [resident]
+    results = []
+    for program in programs:
+        results.append(compile_program(program, chip))
+        log("\n    ".join([table_row(results[-1]), *remarks(results[-1])]))
+    plan = plan_lib.plan_text(deployment, results, means, run.learner_bytes)
+    log(f"\nA plan from rooflines, not a measurement:\n{plan}")
+    return results
