@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import plot
 from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.reporting.comparison import compare
+from reinforce_ada_jax.reporting.history import load
 from tests.running import ROOT, environment
 
 SEEDS = (0, 1, 2)
@@ -27,7 +28,7 @@ def runs(tmp_path_factory):
             [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags],
             cwd=ROOT, env=environment(xla_flags=""), check=True, capture_output=True,
         )  # fmt: skip
-    print("\n" + plot.table([plot.load(workdir) for workdir in workdirs.values()], "heldout"))
+    print("\n" + compare([load(workdir) for workdir in workdirs.values()], "heldout").text())
     return workdirs
 
 

@@ -32,7 +32,6 @@ TIES = {
     (f"{PACKAGE}.{importer}", f"{PACKAGE}.{target}")
     for importer, target in (
         ("benchmarks.iteration", "train"),
-        ("benchmarks.learning", "plot"),
         ("sampling.engine", "serving.jetstream"),
         ("sampling.engine", "serving.tokenizer.ServedTokenizer"),
     )

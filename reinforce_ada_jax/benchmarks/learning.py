@@ -16,7 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 
-from reinforce_ada_jax import plot
+from reinforce_ada_jax.reporting.history import History, at_tokens, load
 
 mpl.use("agg")
 
@@ -78,15 +78,15 @@ def train(entry: Entry, seed: int, workdir: pathlib.Path) -> None:
 
 def train_all(
     entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int, say: Callable[[str], None]
-) -> dict[str, list[plot.History]]:
+) -> dict[str, list[History]]:
     """Every entry with every seed, `jobs` at a time; their histories by name of the entry."""
     runs = [(entry, seed) for seed in seeds for entry in entries]
 
-    def one(run: tuple[Entry, int]) -> plot.History:
+    def one(run: tuple[Entry, int]) -> History:
         entry, seed = run
         workdir = folder / f"{entry.name}-{seed}"
         train(entry, seed, workdir)
-        history = plot.load(workdir)
+        history = load(workdir)
         average = history.evaluations[BENCHMARK][2][-1]
         say(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}")
         return history
@@ -99,13 +99,13 @@ def train_all(
     }
 
 
-def at_updates(history: plot.History, updates: float) -> tuple[float, float]:
+def at_updates(history: History, updates: float) -> tuple[float, float]:
     """(average, tokens spent) after so many updates."""
     evaluated, tokens, average, _ = history.evaluations[BENCHMARK]
     return float(np.interp(updates, evaluated, average)), float(np.interp(updates, evaluated, tokens))
 
 
-def summary(histories: dict[str, list[plot.History]], budgets: Sequence[float]) -> dict[str, Any]:
+def summary(histories: dict[str, list[History]], budgets: Sequence[float]) -> dict[str, Any]:
     """Means and standard deviations over seeds: the average after `UPDATES` updates, and at each token budget.
 
     A budget that a run did not reach gives no number (None), never an extrapolated one.
@@ -123,7 +123,7 @@ def summary(histories: dict[str, list[plot.History]], budgets: Sequence[float]) 
             f"tokens_at_{UPDATES}_updates": spread([tokens for _, tokens in reached]),
             "zero_signal_1_25": spread(early),
             "avg_at_tokens": {
-                f"{budget:.0f}": spread([plot.at_tokens(run, BENCHMARK, budget) for run in runs])
+                f"{budget:.0f}": spread([at_tokens(run, BENCHMARK, budget) for run in runs])
                 if all(run.tokens[-1] >= budget for run in runs)
                 else None
                 for budget in budgets
@@ -150,7 +150,7 @@ def table(result: dict[str, Any], budgets: Sequence[float]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def figure(histories: dict[str, list[plot.History]], file: pathlib.Path) -> None:
+def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Held-out accuracy against updates and against tokens: mean over seeds, and from the worst to the best of them."""
     canvas, panels = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained", sharey=True)
     markers, lines = "osv^D*PXh", ("-", "--", ":", "-.")

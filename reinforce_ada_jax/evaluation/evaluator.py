@@ -66,7 +66,7 @@ def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
     return workdir / "evaluations" / f"{iteration:06d}.json"
 
 
-def save_results(file: pathlib.Path, about: Mapping[str, int | str], metrics: Mapping[str, float]) -> None:
+def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float]) -> None:
     """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(file.read_text()) if file.exists() else about

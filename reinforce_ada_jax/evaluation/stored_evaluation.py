@@ -78,7 +78,7 @@ class StoredEvaluation:
     """All responses of an evaluation.
 
     Attributes:
-      drawn: settings they were drawn with, from the header of a store.
+      drawn: settings they were drawn with, from the header of the first store.
       output: the folder of the stores.
       labels: of each problem, by benchmark and id.
       responses: by benchmark.
@@ -88,6 +88,10 @@ class StoredEvaluation:
     output: pathlib.Path
     labels: Mapping[str, Mapping[str, Mapping[str, str]]]
     responses: Mapping[str, GradedResponses]
+
+
+def _drawn_with(stores: Mapping[str, ResponseStore]) -> Mapping[str, Any]:
+    return next(iter(stores.values())).header["drawn"]
 
 
 def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
@@ -105,7 +109,8 @@ def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) 
         benchmarks = evaluator.load_benchmarks(components, config)
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
         fingerprint, stop_ids = source.fingerprint(iteration), list(components.tokenizer.stop_ids)
-        stores, missing = {}, {}
+        stores: dict[str, ResponseStore] = {}
+        missing: evaluator.Benchmarks = {}
         for name, prompts in benchmarks.items():
             problems = ((prompt.id, prompt.problem) for prompt in prompts)
             drawn = drawn_with(
@@ -132,7 +137,7 @@ def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) 
 
                 draw(prompts, verify_fn=verify[name], samples=settings.samples, store=stores[name], on_progress=report)
     return StoredEvaluation(
-        drawn,
+        _drawn_with(stores),
         output,
         {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()},
         {
@@ -149,7 +154,8 @@ def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -
         benchmarks = {
             name: load_problems(path) for name, path in evaluator.by_name(config.evaluation.benchmarks).items()
         }
-        graders, stores = components_lib.benchmark_graders(config), {}
+        graders = components_lib.benchmark_graders(config)
+        stores: dict[str, ResponseStore] = {}
         for name, problems in benchmarks.items():
             file = output / f"{name}.jsonl"
             drawn = read_header(file)["drawn"]
@@ -170,8 +176,9 @@ def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -
             begin, answers = progress.done, {problem["id"]: problem["answer"] for problem in benchmarks[name]}
             for done in store.regrade(answers, grade):
                 progress.reach(begin + done, name)
+    settings = _drawn_with(stores)
     responses = {
-        name: stores[name].complete((problem["id"] for problem in problems), drawn["samples"])
+        name: stores[name].complete((problem["id"] for problem in problems), settings["samples"])
         for name, problems in benchmarks.items()
     }
     unfinished = [
@@ -189,4 +196,4 @@ def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -
         name: {problem["id"]: problem.get("labels", {}) for problem in problems}
         for name, problems in benchmarks.items()
     }
-    return StoredEvaluation(drawn, output, labels, responses)
+    return StoredEvaluation(settings, output, labels, responses)

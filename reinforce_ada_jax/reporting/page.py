@@ -1,12 +1,11 @@
-"""index.html: the figures, the configurations and the sampled responses of runs on one page that needs no server.
+"""index.html: figures, configurations and sampled responses of runs on one page that needs no server.
 
-A response is hostile text: whatever a model writes must stay text. So the template escapes all it is given; responses
-travel as JSON in which `<`, `>`, `&` and line separators are written as escapes; the page's program puts them on the
-page as text, never as markup; and the page's content policy allows no program but that one, and no network.
+A response is hostile text and must stay text. The template escapes everything; responses are embedded as JSON with
+`<`, `>`, `&` and line separators as escapes; the page's program inserts them as text, never as markup; and the page's
+content policy allows no other program and no network.
 """
 
 import base64
-import dataclasses
 import hashlib
 import json
 import math
@@ -17,14 +16,15 @@ from typing import Any
 
 import jinja2
 
-from reinforce_ada_jax.reporting import samples
+from reinforce_ada_jax.config import flatten
+from reinforce_ada_jax.reporting.comparison import Comparison
 from reinforce_ada_jax.reporting.curves import Figure
 from reinforce_ada_jax.reporting.files import write_atomically
-from reinforce_ada_jax.reporting.history import History, flatten
-from reinforce_ada_jax.reporting.samples import Sampled
+from reinforce_ada_jax.reporting.history import History
+from reinforce_ada_jax.reporting.samples import SampledResponses, description
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
-# What could end the element that holds JSON, or is no character of UTF-8.
+# Characters that could end the element that holds the JSON, and surrogates, which UTF-8 lacks.
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 COLUMNS = (
     "run", "iteration", "problem", "draw", "response", "boxed", "correct", "reason", "reward", "advantage", "tokens",
@@ -32,28 +32,19 @@ COLUMNS = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """One benchmark's table (header first) and, of two runs, a sentence."""
-
-    benchmark: str
-    rows: Sequence[Sequence[str]]
-    sentence: str
-
-
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Returns None for NaN and infinity, which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def embedded(value: Any) -> str:
-    """JSON that can stand in a script element, whatever text is in it."""
+    """Returns JSON that is safe in a script element, whatever text is in it."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def response_data(names: Sequence[str], sampled: Sequence[Sampled]) -> dict[str, Any]:
-    """The responses as the page's program takes them: rows of `COLUMNS`, with runs and problems by number."""
+def response_data(names: Sequence[str], sampled: Sequence[SampledResponses]) -> dict[str, Any]:
+    """Returns the responses as the page's program reads them: rows of `COLUMNS`, runs and problems as indices."""
     problems: dict[tuple[str, str], int] = {}
     rows = []
     for run, found in enumerate(sampled):
@@ -65,7 +56,7 @@ def response_data(names: Sequence[str], sampled: Sequence[Sampled]) -> dict[str,
 
 
 def configuration_rows(histories: Sequence[History]) -> tuple[list[list[str]], list[list[str]]]:
-    """Lines [key, value of each run]: those in which runs differ, and the others."""
+    """Returns lines [key, value of each run]: those in which the runs differ, and the others."""
     leaves = [flatten(history.config) for history in histories]
     different, same = [], []
     for key in sorted({key for flat in leaves for key in flat}):
@@ -74,15 +65,13 @@ def configuration_rows(histories: Sequence[History]) -> tuple[list[list[str]], l
     return different, same
 
 
-def read_responses(histories: Sequence[History]) -> list[Sampled]:
-    """Each run's samples, as many as a page should hold."""
-    return samples.read_all([history.workdir for history in histories])
-
-
 def render(
-    histories: Sequence[History], summaries: Sequence[Summary], figures: Sequence[Figure], sampled: Sequence[Sampled]
+    histories: Sequence[History],
+    comparisons: Sequence[Comparison],
+    figures: Sequence[Figure],
+    sampled: Sequence[SampledResponses],
 ) -> str:
-    """The page."""
+    """Returns the page; `sampled` are the responses of each run."""
     program = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
     names = [history.name for history in histories]
@@ -94,11 +83,11 @@ def render(
     return environment.get_template("index.html").render(
         names=names,
         histories=histories,
-        summaries=summaries,
+        comparisons=comparisons,
         figures=figures,
         different=different,
         same=same,
-        shown=[samples.words(name, found) for name, found in zip(names, sampled, strict=True)],
+        shown=[description(name, found) for name, found in zip(names, sampled, strict=True)],
         any_responses=any(found.rows for found in sampled),
         data=embedded(response_data(names, sampled)),
         style=(ASSETS / "report.css").read_text(encoding="utf-8"),
@@ -110,14 +99,14 @@ def render(
 def write(
     output: pathlib.Path,
     histories: Sequence[History],
-    summaries: Sequence[Summary],
+    comparisons: Sequence[Comparison],
     figures: Sequence[Figure],
-    sampled: Sequence[Sampled],
+    sampled: Sequence[SampledResponses],
 ) -> pathlib.Path:
-    """Writes output/index.html, beside the figures that it shows."""
+    """Writes output/index.html, which shows the figures in the same folder."""
     output.mkdir(parents=True, exist_ok=True)
     file = output / "index.html"
-    page = render(histories, summaries, figures, sampled)
-    # Names of folders may hold what is no character.
+    page = render(histories, comparisons, figures, sampled)
+    # Names of folders may hold surrogates.
     write_atomically(file, page.encode("utf-8", "replace").decode("utf-8"))
     return file

@@ -1,6 +1,6 @@
-"""The responses in samples/, to be read by a person: how an iteration's are written, and which ones a report shows.
+"""Sampled responses of a run, in samples/: writing those of an iteration, and choosing those that a report shows.
 
-A report has as many iterations as fit, evenly spaced, the newest among them.
+A report shows as many iterations as fit, evenly spaced, including the newest.
 """
 
 import dataclasses
@@ -12,20 +12,22 @@ from typing import Any
 import numpy as np
 
 from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.reporting.files import read_records
 from reinforce_ada_jax.rewards.math_answer import last_boxed
 
-MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # of one page, shared by its runs
-LONGEST_TEXT = 20_000  # characters of one problem or response; the middle of a longer one is left out
+MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # per page
+LONGEST_TEXT = 20_000  # characters of a problem or response; the middle of a longer one is left out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sampled:
-    """What a report shows of one run.
+class SampledResponses:
+    """Responses of one run that a report shows.
 
     Attributes:
       rows: lines of samples/<iteration>.jsonl, each with its `iteration` and the `boxed` answer of its response.
-      shown, total: iterations that `rows` are of, and that have samples.
-      responses: in samples/ altogether.
+      shown: number of iterations in `rows`.
+      total: number of iterations that have samples.
+      responses: number of responses in samples/.
     """
 
     rows: list[dict[str, Any]]
@@ -35,7 +37,7 @@ class Sampled:
 
 
 def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndarray], str]) -> None:
-    """Every response of the groups, kept or not, one a line; `decode` makes text of tokens."""
+    """Writes every response of the groups, kept or not, one per line; `decode` turns tokens into text."""
     file.parent.mkdir(exist_ok=True)
     with file.open("w", encoding="utf-8") as lines:
         for group in groups:
@@ -52,68 +54,61 @@ def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndar
 
 
 def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` of 0, ..., count - 1: the last and, as far as they go, the first and others between."""
+    """Returns at most `most` of 0, ..., count - 1, evenly spaced, including the last."""
     if most >= count:
         return list(range(count))
     if most == 1:
         return [count - 1]
-    return sorted({int(place) for place in np.linspace(0, count - 1, most).round()})
+    return sorted({int(index) for index in np.linspace(0, count - 1, most).round()})
 
 
 def shortened(text: str) -> str:
-    """`text`, without its middle where it is too long."""
+    """Returns `text`, without its middle if it is too long."""
     if len(text) <= LONGEST_TEXT:
         return text
     half = LONGEST_TEXT // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters not shown ...]\n{text[-half:]}"
 
 
-def _rows(file: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of one file; what follows the last line break was never finished."""
-    rows = []
-    for number, text in enumerate(file.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            line = json.loads(text)
-            boxed = last_boxed(line["response"])
-            rows.append({
-                "iteration": int(file.stem), "problem": shortened(line["problem"]), "answer": shortened(line["answer"]),
-                "draw": line["draw"], "response": shortened(line["response"]), "boxed": boxed and shortened(boxed),
-                "correct": line["correct"], "reason": line["reason"], "reward": line["reward"],
-                "advantage": line["advantage"], "tokens": line["tokens"], "truncated": line["truncated"],
-            })  # fmt: skip
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{file}, line {number}: no sampled response ({error!r}). Remove the file.") from error
-    return rows
+def _row(line: dict[str, Any]) -> dict[str, Any]:
+    boxed = last_boxed(line["response"])
+    return {
+        "problem": shortened(line["problem"]), "answer": shortened(line["answer"]), "draw": line["draw"],
+        "response": shortened(line["response"]), "boxed": boxed and shortened(boxed), "correct": line["correct"],
+        "reason": line["reason"], "reward": line["reward"], "advantage": line["advantage"], "tokens": line["tokens"],
+        "truncated": line["truncated"],
+    }  # fmt: skip
 
 
-def read(workdir: pathlib.Path, most_rows: int, most_bytes: int) -> Sampled:
-    """Samples of a run, within the limits; where one iteration alone is beyond them, its first responses.
+def read(workdir: pathlib.Path, most_rows: int, most_bytes: int) -> SampledResponses:
+    """Reads samples of a run within the limits; of an iteration that exceeds them alone, its first responses.
 
     Raises:
-      ValueError: a finished line is no sampled response.
+      ValueError: a finished line is not a sampled response.
     """
     files = sorted(file for file in (workdir / "samples").glob("*.jsonl") if file.stem.isdecimal())
     counts = [file.read_bytes().count(b"\n") for file in files]
     files = [file for file, count in zip(files, counts, strict=True) if count]
     if not files:
-        return Sampled([], 0, 0, 0)
+        return SampledResponses([], 0, 0, 0)
     responses, size = sum(counts), sum(file.stat().st_size for file in files)
     most = min(len(files) * most_rows // responses, len(files) * most_bytes // size)
-    chosen = [files[place] for place in evenly_spaced(len(files), max(1, most))]
+    chosen = [files[index] for index in evenly_spaced(len(files), max(1, most))]
     rows: list[dict[str, Any]] = []
     shown = 0
-    # Iterations differ in size: the newest first, while there is room.
+    # Iterations differ in size: take the newest first, while there is room.
     for file in reversed(chosen):
-        found = _rows(file)
+        lines = read_records(file, _row, "a sampled response", "Remove the file.")
+        found = [{"iteration": int(file.stem), **line} for line in lines]
         if rows and len(rows) + len(found) > most_rows:
             break
         rows = found[:most_rows] + rows
         shown += 1
-    return Sampled(rows, shown, len(files), responses)
+    return SampledResponses(rows, shown, len(files), responses)
 
 
-def words(name: str, sampled: Sampled) -> str:
-    """What is shown of a run, in a sentence."""
+def description(name: str, sampled: SampledResponses) -> str:
+    """Returns a sentence on the responses that are shown of a run."""
     if not sampled.responses:
         return f"{name} has no sampled responses (logging.sampled_prompts)."
     if len(sampled.rows) == sampled.responses:
@@ -126,6 +121,6 @@ def words(name: str, sampled: Sampled) -> str:
     )
 
 
-def read_all(workdirs: Sequence[pathlib.Path]) -> list[Sampled]:
-    """Each run's samples, the page's limits shared equally."""
+def read_all(workdirs: Sequence[pathlib.Path]) -> list[SampledResponses]:
+    """Reads the samples of each run, with equal shares of a page's limits."""
     return [read(workdir, MOST_ROWS // len(workdirs), MOST_BYTES // len(workdirs)) for workdir in workdirs]

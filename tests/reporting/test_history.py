@@ -63,14 +63,14 @@ def test_pass_curves(tmp_path):
     }
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_of_one_name_get_unique_names(tmp_path):
     names = ("a/seed0/grpo", "a/seed1/grpo", "b/seed1/grpo")
     histories = [history_lib.load(make_run(tmp_path / name, [1], {})) for name in names]
-    assert [history.name for history in history_lib.told_apart(histories[:2])] == ["seed0/grpo", "seed1/grpo"]
-    assert [history.name for history in history_lib.told_apart(histories)] == list(names)
-    assert [history.name for history in history_lib.told_apart(histories[:1])] == ["grpo"]
+    assert [history.name for history in history_lib.with_unique_names(histories[:2])] == ["seed0/grpo", "seed1/grpo"]
+    assert [history.name for history in history_lib.with_unique_names(histories)] == list(names)
+    assert [history.name for history in history_lib.with_unique_names(histories[:1])] == ["grpo"]
     with pytest.raises(ValueError, match="named twice"):
-        history_lib.told_apart([histories[0], histories[0]])
+        history_lib.with_unique_names([histories[0], histories[0]])
 
 
 @pytest.mark.parametrize(

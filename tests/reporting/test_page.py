@@ -11,6 +11,7 @@ import pytest
 from reinforce_ada_jax.reporting import curves, samples
 from reinforce_ada_jax.reporting import history as history_lib
 from reinforce_ada_jax.reporting import page as page_lib
+from reinforce_ada_jax.reporting.comparison import Comparison
 from tests.plotted import make_run, sample, write_samples
 
 HOSTILE = (
@@ -43,9 +44,9 @@ class Page(html.parser.HTMLParser):
 
 
 def page(workdirs):
-    histories = history_lib.told_apart([history_lib.load(workdir) for workdir in workdirs])
-    summaries = [page_lib.Summary("heldout", [["heldout", "tokens"], [HOSTILE, "1"]], HOSTILE)]
-    return page_lib.render(histories, summaries, curves.figures(histories), page_lib.read_responses(histories))
+    histories = history_lib.with_unique_names([history_lib.load(workdir) for workdir in workdirs])
+    compared = [Comparison("heldout", HOSTILE, [2], ["tokens"], [(HOSTILE, ["0.5"], ["1"])], HOSTILE)]
+    return page_lib.render(histories, compared, curves.figures(histories), samples.read_all(workdirs))
 
 
 # ---- escaping --------------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def test_a_folder_whose_name_is_no_text_can_be_reported(tmp_path):
     # Only names are looked at: drawing has its own test.
     workdir = make_run(tmp_path / os.fsdecode(b"run-\xff"), [1, 1], {})
     history = history_lib.load(workdir)
-    written = page_lib.write(tmp_path / "out", [history], [], [], page_lib.read_responses([history]))
+    written = page_lib.write(tmp_path / "out", [history], [], [], samples.read_all([workdir]))
     assert "run-?" in written.read_text("utf-8")
 
 
@@ -138,13 +139,13 @@ def test_all_responses_where_there_is_room(tmp_path):
     found = samples.read(samples_of(tmp_path, [2, 0, 3]), 5, 10**6)
     assert [(row["iteration"], row["draw"]) for row in found.rows] == [(1, 0), (1, 1), (3, 0), (3, 1), (3, 2)]
     assert found.rows[0]["boxed"] == "2"
-    assert samples.words("run", found) == "run: all 5 responses of 2 iterations in samples/."
+    assert samples.description("run", found) == "run: all 5 responses of 2 iterations in samples/."
 
 
 def test_as_many_iterations_as_fit_evenly_spaced(tmp_path):
     found = samples.read(samples_of(tmp_path, [10] * 9), 35, 10**6)
     assert sorted({row["iteration"] for row in found.rows}) == [1, 5, 9]
-    assert samples.words("run", found) == (
+    assert samples.description("run", found) == (
         "run: 30 of 90 responses in samples/, of 3 of 9 iterations (the newest, and others evenly spaced); 60 are not "
         "shown."
     )
@@ -164,7 +165,7 @@ def test_iterations_of_many_sizes_stay_within_the_limit_newest_first(tmp_path):
     # One iteration beyond the limit is cut.
     found = samples.read(samples_of(tmp_path / "other", [40]), 24, 10**6)
     assert [row["draw"] for row in found.rows] == list(range(24))
-    assert "24 of 40 responses" in samples.words("run", found)
+    assert "24 of 40 responses" in samples.description("run", found)
 
 
 def test_a_hundred_thousand_responses_make_a_page_of_bounded_size(tmp_path):

@@ -1,0 +1,88 @@
+"""Comparison of runs: a table of each benchmark, and a sentence on two runs."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from reinforce_ada_jax.reporting.history import History, at_tokens
+
+EARLY_UPDATES = 25
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Runs compared on one benchmark.
+
+    Attributes:
+      benchmark: its name.
+      title: heading of the column with the names of the runs.
+      updates: after which an evaluation was made.
+      cost_names: headings of the last columns.
+      runs: (name, average after each of `updates` or "", costs) of each run.
+      sentence: on two runs; "" for other numbers.
+    """
+
+    benchmark: str
+    title: str
+    updates: Sequence[int]
+    cost_names: Sequence[str]
+    runs: Sequence[tuple[str, Sequence[str], Sequence[str]]]
+    sentence: str
+
+    def rows(self) -> list[list[str]]:
+        """Table for the page, header first."""
+        header = [self.title, *(f"{updates:,} updates" for updates in self.updates), *self.cost_names]
+        return [header, *([name, *averages, *costs] for name, averages, costs in self.runs)]
+
+    def text(self) -> str:
+        """Table for the terminal."""
+        header = [self.title, *map(str, self.updates), "updates", *self.cost_names]
+        rows = [header, *([name, *averages, "", *costs] for name, averages, costs in self.runs)]
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
+
+
+def _costs(history: History) -> list[str]:
+    """Returns the zero-signal share of the early updates, tokens, and tokens per update."""
+    early = history.metrics["collection/zero_signal_share"][history.updates <= EARLY_UPDATES]
+    tokens = history.tokens[-1]
+    share = f"{early.mean():.2f}" if early.size else ""
+    return [share, f"{tokens:,.0f}", f"{tokens / history.updates[-1]:,.0f}"]
+
+
+def _sentence(first: History, second: History, benchmark: str) -> str:
+    """Returns what the second run gained per update, and the tokens it used for that."""
+    accuracies = [history.evaluations[benchmark] for history in (first, second)]
+    last = min(accuracy.updates[-1] for accuracy in accuracies)
+    ends = [float(np.interp(last, accuracy.updates, accuracy.average)) for accuracy in accuracies]
+    spent = [float(np.interp(last, history.updates, history.tokens)) for history in (first, second)]
+    budget = min(spent)
+    level = [at_tokens(history, benchmark, budget) for history in (first, second)]
+    return (
+        f"After {last:.0f} updates {second.name} stands at {ends[1]:.3f} and {first.name} at {ends[0]:.3f}, and "
+        f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens to get there; when both have generated "
+        f"{budget:,.0f} tokens, {second.name} stands at {level[1]:.3f} and {first.name} at {level[0]:.3f}."
+    )
+
+
+def compare(histories: Sequence[History], benchmark: str) -> Comparison:
+    """Compares the runs that were evaluated on a benchmark."""
+    evaluated = [history for history in histories if benchmark in history.evaluations]
+    moments = sorted({int(update) for history in evaluated for update in history.evaluations[benchmark].updates})
+    runs = []
+    for history in evaluated:
+        accuracy = history.evaluations[benchmark]
+        by_update = dict(zip(accuracy.updates.astype(int), accuracy.average, strict=True))
+        averages = [f"{by_update[moment]:.3f}" if moment in by_update else "" for moment in moments]
+        runs.append((history.name, averages, _costs(history)))
+    title = f"{benchmark} avg@{histories[0].samples} after"
+    cost_names = (f"zero-signal 1-{EARLY_UPDATES}", "tokens", "tokens/update")
+    both = len(histories) == len(evaluated) == 2
+    sentence = _sentence(histories[0], histories[1], benchmark) if both else ""
+    return Comparison(benchmark, title, moments, cost_names, runs, sentence)
+
+
+def compare_all(histories: Sequence[History]) -> list[Comparison]:
+    """Compares the runs on each benchmark that one of them was evaluated on."""
+    return [compare(histories, name) for name in dict.fromkeys(name for run in histories for name in run.evaluations)]

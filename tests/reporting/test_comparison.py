@@ -1,0 +1,47 @@
+import pytest
+
+from reinforce_ada_jax.reporting.comparison import compare, compare_all
+from reinforce_ada_jax.reporting.history import load
+from tests.plotted import make_run
+
+
+@pytest.fixture
+def runs(tmp_path):
+    grpo = make_run(tmp_path / "grpo", tokens=[100, 100], averages={0: 0.2, 2: 0.6})
+    balance = make_run(tmp_path / "balance", tokens=[400, 400], averages={0: 0.2, 2: 0.8})
+    return [grpo, balance]
+
+
+def test_table(tmp_path, runs):
+    late = make_run(tmp_path / "late", tokens=[10_000, 20_000], averages={1: 0.3})
+    assert compare([load(workdir) for workdir in (*runs, late)], "heldout").text().splitlines() == [
+        "heldout avg@16 after      0      1      2  updates  zero-signal 1-25  tokens  tokens/update",
+        "grpo                  0.200         0.600                       0.38     200            100",
+        "balance               0.200         0.800                       0.38     800            400",
+        "late                         0.300                              0.38  30,000         15,000",
+    ]
+
+
+def test_sentence_on_two_runs(runs):
+    # balance spent 800 / 200 = 4 times the tokens. With 200 tokens it had gone a quarter of its way: 0.2 + 0.6 / 4.
+    assert compare(list(map(load, runs)), "heldout").sentence == (
+        "After 2 updates balance stands at 0.800 and grpo at 0.600, and balance generated 4.0 times the tokens to get "
+        "there; when both have generated 200 tokens, balance stands at 0.350 and grpo at 0.600."
+    )
+
+
+def test_sentence_compares_where_both_runs_have_been(tmp_path, runs):
+    # balance ended after 2 updates. By then the longer run was half way from 0.2 to 0.6 and had spent 200 tokens.
+    longer = make_run(tmp_path / "longer", tokens=[100] * 4, averages={0: 0.2, 4: 0.6})
+    sentence = compare([load(longer), load(runs[1])], "heldout").sentence
+    assert sentence.startswith("After 2 updates balance stands at 0.800 and longer at 0.400, and balance generated 4.0")
+
+
+def test_every_benchmark_has_its_comparison(tmp_path, runs):
+    file = runs[0] / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"evaluation/heldout/avg', '"evaluation/other/avg'))
+    compared = compare_all([load(workdir) for workdir in runs])
+    assert [(found.benchmark, len(found.rows())) for found in compared] == [("heldout", 3), ("other", 2)]
+    assert compared[0].rows()[0][:3] == ["heldout avg@16 after", "0 updates", "2 updates"]
+    # A sentence needs both runs: here both were evaluated on one of them, grpo before it began.
+    assert [bool(found.sentence) for found in compared] == [True, False]
