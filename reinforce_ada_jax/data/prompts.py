@@ -6,7 +6,6 @@ prompt is worth is not known here.
 
 import dataclasses
 import pathlib
-from typing import Self
 
 import numpy as np
 
@@ -97,7 +96,7 @@ class PromptCursor:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, state: dict[str, int]) -> Self:
+    def from_json(cls, state: dict[str, int]) -> "PromptCursor":
         """The cursor that `to_json` described."""
         return cls(**state)
 

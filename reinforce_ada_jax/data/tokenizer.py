@@ -7,7 +7,7 @@ custom one, and no code from the folder but its chat template, in a sandbox (`te
 
 import dataclasses
 import pathlib
-from typing import Any, Self
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -78,7 +78,7 @@ class Tokenizer:
     _tokenizer: tokenizers.Tokenizer | SentencePieceVocabulary
 
     @classmethod
-    def load(cls, folder: str | pathlib.Path) -> Self:
+    def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
         """The tokenizer of a Hugging Face folder; ValueError names what is missing, what for, and the remedy."""
         folder = pathlib.Path(folder)
         vocabulary_file(folder)  # without one it is no model's folder, and nothing else need be said

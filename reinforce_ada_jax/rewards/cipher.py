@@ -1,12 +1,12 @@
-"""The verifier of the built-in task: the response is the deciphered word, or it is wrong."""
+"""Verifier of the built-in task: the response must be the deciphered word."""
 
 from reinforce_ada_jax.types import Verdict
 
 
 def grade(response: str, answer: str) -> Verdict:
-    """Reward 1 for an exact match of the response's text (special tokens removed) with `answer`, 0 otherwise.
+    """Returns reward 1 where the text of the response, white space around it aside, is `answer`, else 0.
 
-    White space around the response is ignored. The comparison can neither hang nor crash: no workers are needed.
+    The comparison can neither hang nor crash, so it needs no workers.
     """
     correct = response.strip() == answer
     return Verdict(correct, float(correct))

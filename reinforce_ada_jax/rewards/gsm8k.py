@@ -1,4 +1,4 @@
-r"""The verifier for GSM8K: the final number of a response against the reference number, exactly."""
+r"""Verifier for GSM8K: the final number of a response must be exactly the reference number."""
 
 import re
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 from reinforce_ada_jax.rewards.math_answer import last_boxed
 from reinforce_ada_jax.types import Verdict
 
-# Longer than any answer in words; Python refuses to read 5,000 digits anyway.
+# Longer than any answer; Python refuses to read 5,000 digits.
 MAX_DIGITS = 100
 
 # A minus sign after a word, a number or a bracket is a hyphen or a difference: the last number of `10-15` is 15.
@@ -18,7 +18,7 @@ _MARK = "####"
 
 
 def _numbers(text: str) -> list[str]:
-    """The decimal numbers in `text`, in order, without thousands separators and currency signs."""
+    """Returns the decimal numbers in `text`, in order, without thousands separators and currency signs."""
     found = []
     for match in _NUMBER.finditer(text):
         if match["digits"] or match["rest"]:
@@ -28,10 +28,9 @@ def _numbers(text: str) -> list[str]:
 
 
 def final_number(response: str) -> str | None:
-    r"""The number that a response ends in: of the last box, else after the last `####`, else the last of all.
+    r"""Returns the number in the last box of a response, else after the last `####`, else the last of all.
 
-    A box or a mark with anything but one number after its last equals sign states no number: the 2 of
-    `\boxed{\frac{1}{2}}` is no answer.
+    None where a box or a mark has anything but one number after its last equals sign, as `\boxed{\frac{1}{2}}` has.
     """
     boxed = last_boxed(response)
     if boxed is not None:
@@ -45,13 +44,13 @@ def final_number(response: str) -> str | None:
 
 
 def grade(response: str, answer: str) -> Verdict:
-    r"""Whether the final number of `response` is the number `answer`: 72 is 72.00, and `\$1{,}450` is 1450.
+    r"""Returns reward 1 where the final number of `response` is `answer`, else 0: 72 is 72.00, `\$1{,}450` is 1450.
 
-    Source: the answers' own form, `#### 72`, in openai/grade-school-math, where the text after the mark is compared
-    without commas; models that are told to box the number are read as they are told.
+    Source: openai/grade-school-math, where the text after `####` is compared without commas; models that are asked to
+    box the number are read from the box.
 
     Returns:
-      Reward 1 or 0. Reasons: "no_answer" (no number), "too_long" (more than `MAX_DIGITS` characters of one).
+      A verdict. Reasons: "no_answer" (no number), "too_long" (more than `MAX_DIGITS` characters of one).
     """
     number = final_number(response)
     if number is None:

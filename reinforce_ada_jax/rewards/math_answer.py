@@ -1,8 +1,7 @@
-r"""The verifier for mathematics: the last `\boxed{...}` of a response against the reference answer.
+r"""Verifier for mathematics: the last `\boxed{...}` of a response against the reference answer.
 
-What counts as the answer and how two answers are compared lives here. Math-Verify does the comparing; where it misreads
-what people write, the text that it is fed is put into other words first (`_normalized`, `_decimals`). Time and memory
-limits do not live here: Math-Verify can run for hours on a tower of powers and die in C, so `grade` belongs in the
+Math-Verify compares the answers; text that it misreads is rewritten first (`_normalized`, `_decimals`). Time and memory
+limits do not live here: Math-Verify can run for hours on a tower of powers and crash in C, so `grade` belongs in the
 processes of `rewards.workers`.
 """
 
@@ -13,12 +12,13 @@ import os
 import re
 import types
 from collections.abc import Sequence
+from typing import Any
 
 from reinforce_ada_jax.types import Verdict
 
 # Longer than any reference answer, and short enough that a parse is not quadratic in a whole response.
 MAX_BOXED_LENGTH = 2048
-# Math-Verify's own: floats are compared after rounding to so many decimals.
+# Default of Math-Verify: floats are compared after rounding to this number of decimals.
 FLOAT_DECIMALS = 6
 # A decimal with fewer significant digits than these is a guess, not an approximation.
 MIN_ROUNDED_DIGITS = 4
@@ -40,13 +40,12 @@ _NUMBERS_ONLY = re.compile(r"(?:[-+\d.,;()\[\]{}$\s]|\\[{},; ]|\\(?:left|right|c
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{...}` that opens last among those that close, or None.
+    r"""Returns the content of the `\boxed{...}` that opens last among those that close, or None.
 
-    One pass, linear in the text, whatever the nesting. Braces outside a box need not balance. An escaped brace counts
-    like a plain one, as in the reference program: `\{1, 2\}` balances itself. `\boxed{\boxed{4}}` gives "4", and
-    `\boxed{1} ... \boxed{2` gives "1".
+    One pass, linear in the text. Braces outside a box need not balance. An escaped brace counts like a plain one, as in
+    the reference program. `\boxed{\boxed{4}}` gives "4", and `\boxed{1} ... \boxed{2` gives "1".
     """
-    open_braces: list[int | None] = []  # where the content of a box begins; None for a plain brace
+    open_braces: list[int | None] = []  # start of the content of a box; None for a plain brace
     begin, end = -1, -1
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -63,28 +62,28 @@ def last_boxed(text: str) -> str | None:
 
 @functools.cache
 def _math_verify() -> types.ModuleType:
-    """Math-Verify, imported at the first grading: sympy takes a second that the training process need not spend."""
+    """Returns Math-Verify, imported at the first grading: sympy takes a second, which the trainer need not spend."""
     # With gmpy2 some inputs hang in C or abort the process; sympy reads this once, when it is first imported.
     os.environ["SYMPY_GROUND_TYPES"] = "python"
     os.environ["MPMATH_NOGMPY"] = "1"
     import math_verify  # noqa: PLC0415  (the reason is above)
 
-    # It warns that its own time-outs are off. They are off on purpose: they need the main thread and cancel alarms.
+    # It warns that its time limits are off. They are off on purpose: they need the main thread and cancel alarms.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
 def warm_up() -> None:
-    """Imports and compiles what a grading needs, so that no item's time limit pays for it (see `rewards.worker`)."""
+    """Grades once, so that no time limit includes the imports (see `rewards.worker`)."""
     grade(r"\boxed{\frac{1}{2}}", "0.5")
 
 
 def _normalized(text: str) -> str:
-    r"""`text` in words that Math-Verify reads; the rules are general, and each mends something that it misreads.
+    r"""Returns `text` as Math-Verify reads it correctly. The rules are general; each fixes something that it misreads.
 
-    - What ends an answer without being part of it goes: white space, a control space's backslash, a tie, a full stop.
-      `185\ ` is 185, `5~` and `5.` are 5. An ellipsis and LaTeX's empty delimiter `\right.` stay.
-    - A word that serves as an index is a name, however it is set: `V_{\min }` and `V_{\text{min}}` are `V_{min}`.
+    - White space, the backslash of a control space, a tie and a full stop are removed at the end: `185\ ` is 185, `5~`
+      and `5.` are 5. An ellipsis and the empty delimiter `\right.` stay.
+    - A word used as an index is a name in any font: `V_{\min }` and `V_{\text{min}}` are `V_{min}`.
     - A letter with an index is a variable: `E_{1}` has nothing to do with Euler's number, nor `I_{0}` with the
       imaginary unit. Math-Verify drops such indices, or stops at the letter: `\frac{2}{3} E_{1}` is 2/3 to it.
     """
@@ -96,11 +95,11 @@ def _normalized(text: str) -> str:
 
 
 def _decimals(prediction: str, answer: str) -> int:
-    r"""The number of decimals to which floats are rounded before they are compared.
+    r"""Returns the number of decimals to which floats are rounded before they are compared.
 
-    A decimal stands for an exact reference that rounds to it: against `\frac{2}{3}`, 0.6667 is right, and 0.6666 and
-    0.66668 are not. It must have `MIN_ROUNDED_DIGITS` significant digits, all of the prediction must be
-    numbers (in `1.2346 \times 10^{-5}` the places say nothing), and a reference that has decimals itself is not exact.
+    A decimal stands for an exact reference that rounds to it: against `\frac{2}{3}`, 0.6667 is right, 0.6666 and
+    0.66668 are not. It must have `MIN_ROUNDED_DIGITS` significant digits, the prediction must be numbers only (the
+    decimals of `1.2346 \times 10^{-5}` say nothing), and a reference that has decimals is not exact.
     """
     rest = _ASSIGNED_TO.sub("", prediction)
     decimals = [match.group() for match in _DECIMAL.finditer(rest)]
@@ -113,29 +112,29 @@ def _decimals(prediction: str, answer: str) -> int:
 
 
 def _configs(names: Sequence[str]) -> list[object]:
-    """Math-Verify's extraction configurations: equal ones every time, as it caches the patterns (0.1 s) of one only."""
+    """Returns Math-Verify's extraction configurations, equal at every call: it caches the patterns (0.1 s) of one."""
     library = _math_verify()
     made = {"latex": library.LatexExtractionConfig(), "expression": library.ExprExtractionConfig()}
     return [made[name] for name in names]
 
 
-def _parse(text: str, names: Sequence[str]) -> list[object]:
-    """What Math-Verify finds in `text`: an expression, and the string itself as the last resort."""
+def _parse(text: str, names: Sequence[str]) -> list[Any]:
+    """Returns what Math-Verify finds in `text`: an expression, and the string itself as the last resort."""
     return _math_verify().parse(text, _configs(names), parsing_timeout=None, raise_on_error=True)
 
 
-def read(text: str, names: Sequence[str] = ("latex",)) -> list[object]:
-    """What Math-Verify makes of a bare answer."""
+def read(text: str, names: Sequence[str] = ("latex",)) -> list[Any]:
+    """Returns the expressions that Math-Verify reads in a bare answer."""
     text = _normalized(text)
     # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
     return _parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", names)
 
 
 def _verdict(golds: Sequence[object], predictions: Sequence[object], **options: object) -> Verdict:
-    """Whether any gold equals any prediction."""
+    """Returns reward 1 where any gold equals any prediction."""
     failed = False
     for gold, prediction in itertools.product(golds, predictions):
-        # sympy raises whatever it pleases on what a model may write; no narrower class would do.
+        # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
         try:
             if _math_verify().verify(gold, prediction, timeout_seconds=None, raise_on_error=True, **options):
                 return Verdict(True, 1.0)
@@ -152,18 +151,15 @@ def compare(
     strict: bool = True,
     sets_as_relations: bool = False,
 ) -> Verdict:
-    r"""Whether two texts state the same answer, wherever Math-Verify finds it in them; no box is needed.
-
-    For reference data and for measuring against other graders. Training does not use it: a response must say which of
-    its expressions is the answer, and that is what `grade` reads.
+    r"""Compares the answers that Math-Verify finds in two texts, without boxes: for comparisons with other graders.
 
     Args:
       prediction: a text with an answer in it.
       answer: a text with the reference answer in it.
       read_as: what to look for, "latex" (delimited mathematics) and "expression" (bare numbers and sums).
       decimals: to which floats are rounded; default: as in `grade`.
-      strict: whether names of variables matter, and sets differ from tuples.
-      sets_as_relations: whether an inequality may answer where a set is asked for.
+      strict: names of variables matter, and sets differ from tuples.
+      sets_as_relations: an inequality may answer where a set is asked for.
     """
     golds, predictions = _normalized(answer), _normalized(prediction)
     try:
@@ -179,7 +175,7 @@ def compare(
 
 
 def grade(response: str, answer: str) -> Verdict:
-    r"""Whether the last `\boxed{...}` of `response` equals `answer` in the sense of Math-Verify.
+    r"""Returns reward 1 where the last `\boxed{...}` of `response` equals `answer` in the sense of Math-Verify, else 0.
 
     The gold is parsed as LaTeX and the prediction as an expression or LaTeX; `x \in [1, 2]` equals `1 \le x \le 2`.
 
@@ -188,19 +184,17 @@ def grade(response: str, answer: str) -> Verdict:
       answer: the reference answer: bare LaTeX (`\frac{1}{2}`) or text with delimited mathematics (`$\frac{1}{2}$`).
 
     Returns:
-      Reward 1 or 0. Reasons: "no_answer" (no box, or a blank one), "too_long" (more than `MAX_BOXED_LENGTH`
-      characters in it), "error" (Math-Verify failed on every comparison that did not match).
+      A verdict. Reasons: "no_answer" (no box, or a blank one), "too_long" (more than `MAX_BOXED_LENGTH` characters in
+      it), "error" (Math-Verify failed on every comparison that did not match).
     """
     boxed = last_boxed(response)
     if boxed is None or not boxed.strip():
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    # sympy and ANTLR raise whatever they please on what a model may write (RecursionError, MemoryError, TypeError,
-    # AssertionError, ...), so no narrower class would do.
     try:
         golds, predictions = read(answer), read(boxed, ("expression", "latex"))
-    except Exception:
+    except Exception:  # as in `_verdict`
         return Verdict(False, 0.0, "error")
     decimals = _decimals(_normalized(boxed), _normalized(answer))
     return _verdict(golds, predictions, float_rounding=decimals, allow_set_relation_comp=True)

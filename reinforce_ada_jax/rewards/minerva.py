@@ -1,6 +1,6 @@
-r"""The verifier for Minerva Math (OCWCourses): numbers within a tolerance, everything else as in `math_answer`.
+r"""Verifier for Minerva Math (OCWCourses): numbers within a tolerance, everything else as in `math_answer`.
 
-The reference answers are of measured and computed quantities with two to five digits, written as programs write them
+The reference answers are measured and computed quantities with two to five digits, written as programs write them
 (`4.5e33`, `-1./3`), without units.
 """
 
@@ -16,10 +16,10 @@ TOLERANCE = 0.01
 warm_up = math_answer.warm_up
 
 _UNIT = re.compile(r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{[^{}]*\}(?:\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d))?")
-_UNIT_SIGNS = re.compile(r"(?:\\cdot|[/.,])+\Z")  # what stood between units, and what ends a sentence
+_UNIT_SIGNS = re.compile(r"(?:\\cdot|[/.,])+\Z")  # left over between units, and at the end of a sentence
 _SPACE = re.compile(r"\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\$|\s+")
 _APPROXIMATELY = re.compile(r"≈|\\(?:approx|simeq|sim)(?![A-Za-z])")
-# `v =`, `\rho_{0} =`, `x(t) =`: a name. What stands for more on the left makes it an equation, which is no number.
+# `v =`, `\rho_{0} =`, `x(t) =`: a name. With more than a name on its left it is an equation, not a number.
 _NAME = re.compile(r"\A\s*\\?[A-Za-z]+\s*(?:_(?:\w|\{[^{}]*\}))?\s*(?:\([A-Za-z]\))?\s*=")
 # A mantissa, a power of ten, or both; then perhaps a percent sign.
 _NUMBER = re.compile(
@@ -31,16 +31,16 @@ _NUMBER = re.compile(
 
 
 def _normalized(text: str) -> str:
-    r"""A program's numbers in LaTeX: `np.arcsin(10/13)`, `4.5e33` and `-1./3` (which Math-Verify misreads)."""
+    r"""Returns the numbers of a program in LaTeX: Math-Verify misreads `np.arcsin(10/13)`, `4.5e33` and `-1./3`."""
     text = re.sub(r"\bnp\.([a-z]+)", r"\\\1", text)
     text = re.sub(r"(?<=\d)[eE]([-+]?\d+)(?![\d.])", r" \\times 10^{\1}", text)
     return re.sub(r"(?<=\d)\.(?=[/*])", "", text)
 
 
 def number(text: str) -> float | None:
-    r"""The number that an answer states, or None: `v \approx 2.2 \times 10^{-3} \text{ m/s}` states 0.0022.
+    r"""Returns the number in an answer, or None: 0.0022 for `v \approx 2.2 \times 10^{-3} \text{ m/s}`.
 
-    Units and names are set aside. Exact expressions are numbers too: `\arcsin(10/13)` is 0.878.
+    Units and names are ignored. Exact expressions are numbers too: `\arcsin(10/13)` is 0.878.
     """
     text = _NAME.sub("", _UNIT.sub("", _APPROXIMATELY.split(text)[-1]))
     match = _NUMBER.fullmatch(_UNIT_SIGNS.sub("", _SPACE.sub("", text)))
@@ -56,7 +56,7 @@ def _evaluated(text: str) -> float | None:
     # A letter is a variable, or a unit that belongs to the answer: Math-Verify would drop the c of `\frac{1}{2}c`.
     if "=" in text or re.search(r"[A-Za-df-z]", re.sub(r"\\[A-Za-z]+", "", text)):
         return None
-    # sympy and ANTLR raise whatever they please; `math_answer.grade`, which comes next, says so in its verdict.
+    # sympy and ANTLR raise any exception; `math_answer.grade`, which comes next, reports it in its verdict.
     try:
         found = math_answer.read(text)
         value = math.nan if isinstance(found[0], str) else complex(found[0])
@@ -66,25 +66,24 @@ def _evaluated(text: str) -> float | None:
 
 
 def close(gold: float, prediction: float) -> bool:
-    """|gold - prediction| < 0.01 |gold + prediction| / 2: the two differ by less than 1 % of their mean.
+    """Returns |gold - prediction| < 0.01 |gold + prediction| / 2: the two differ by less than 1 % of their mean.
 
-    Source: `numeric_equality` with threshold 0.01 (Minerva, arXiv 2206.14858, appendix). There the threshold applies
-    around 0 only, without the absolute value, so that negative numbers never pass it, and elsewhere numpy's `isclose`
-    asks for 1e-5, more digits than the reference answers have. Here one rule holds for all numbers.
+    Source: `numeric_equality` with threshold 0.01 (Minerva, arXiv 2206.14858, appendix). That function applies it
+    around 0 only, without the absolute value, and numpy's `isclose` with 1e-5 elsewhere, more digits than the reference
+    answers have. Here one rule holds for all numbers.
     """
     return gold == prediction or abs(gold - prediction) < TOLERANCE * abs(gold + prediction) / 2
 
 
 def grade(response: str, answer: str) -> Verdict:
-    r"""Whether the last `\boxed{...}` of `response` is within 1 % of the number `answer`, or equals it in mathematics.
+    r"""Returns reward 1 where the last `\boxed{...}` of `response` is within 1 % of the number `answer`.
 
-    Returns:
-      As `math_answer.grade`, which decides wherever one of the two isn't a number, or the two aren't close.
+    `math_answer.grade` decides where one of the two is not a number, or the two are not close.
     """
     boxed = last_boxed(response)
     if boxed is not None and len(boxed.strip()) <= MAX_BOXED_LENGTH:
         gold = number(answer)
         prediction = None if gold is None else number(boxed)
-        if prediction is not None and close(gold, prediction):
+        if gold is not None and prediction is not None and close(gold, prediction):
             return Verdict(True, 1.0)
     return math_answer.grade(response, _normalized(answer))

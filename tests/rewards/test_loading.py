@@ -100,10 +100,10 @@ def test_the_parent_checks_a_file_without_running_it(tmp_path):
     file = tmp_path / "forms.py"
     file.write_text(FORMS)
     for name in ("imported", "renamed", "assigned", "conditional", "otherwise", "tried", "fallback", "Called", "outer"):
-        assert loading.file_address(f"{file}:{name}") == f"{file}:{name}"
+        assert loading.file_reference(f"{file}:{name}") == f"{file}:{name}"
     for name in ("inner", "method", "other", "absent"):
         with pytest.raises(ValueError, match=rf"defines no '{name}' \(it defines imported, renamed, assigned, "):
-            loading.file_address(f"{file}:{name}")
+            loading.file_reference(f"{file}:{name}")
 
 
 @pytest.mark.parametrize(
@@ -114,12 +114,12 @@ def test_the_parent_checks_a_file_without_running_it(tmp_path):
         ("null.py:grade", "null.py is not valid Python"),
         ("loose.py:grade", "loose.py is not valid Python: .*outside function"),
         ("empty.py:grade", r"empty.py defines no 'grade' \(it defines nothing\)"),
-        ("empty.py", "is named as file.py:function"),
-        ("empty.txt:grade", "is named as file.py:function"),
-        ("empty.py:a.b", "is named as file.py:function"),
+        ("empty.py", "in a file is named file.py:function"),
+        ("empty.txt:grade", "in a file is named file.py:function"),
+        ("empty.py:a.b", "in a file is named file.py:function"),
     ],
 )
-def test_what_can_be_mended_is_said_before_anything_starts(name, message, tmp_path, monkeypatch):
+def test_a_reference_that_is_wrong_is_an_error_before_anything_starts(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("x = 1\ndef grade(:\n")
     (tmp_path / "null.py").write_bytes(b"x = '\0'\n")

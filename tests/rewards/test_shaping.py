@@ -38,7 +38,7 @@ def test_later():
     assert shaped.result(timeout=0) == [Verdict(True, 0.5), Verdict(True, 0.0)]
 
 
-def test_a_failure_reaches_whoever_waits():
+def test_a_failure_reaches_the_reader_of_the_future():
     graded = Future()
     shaped = Shaping(0.7).later(graded, [1])
     graded.set_exception(RuntimeError("no worker starts"))
