@@ -131,7 +131,7 @@ class Engine(EngineInterface):
         by_replica, by_kv_head = (
             NamedSharding(mesh, PartitionSpec(*replica_axes, *axes)) for axes in ((), ("tensor",))
         )
-        new_state = functools.partial(empty_state, architecture, options)
+        new_state = functools.partial(empty_state, options, architecture)
         layout = jax.tree.map(lambda _: by_replica, jax.eval_shape(new_state))
         layout = layout.replace(key_pages=by_kv_head, value_pages=by_kv_head)
 

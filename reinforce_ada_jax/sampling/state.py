@@ -229,54 +229,62 @@ class EngineOptions:
         return pages_lib.num_pages(self.max_prompt_tokens, self.page_size)
 
 
-def empty_state(architecture: Architecture, o: EngineOptions) -> DecodeState:
-    """No prompt open, no slot active, every page free."""
-    pool = (architecture.num_kv_heads, architecture.num_layers * o.pages, o.page_size, o.padded_head_dim(architecture))
+def empty_state(o: EngineOptions, architecture: Architecture | None = None) -> DecodeState:
+    """Returns a state with no prompt open, no slot active, and every page free.
+
+    Without an architecture it is in numpy, without cache and outputs: the window model's.
+    """
+    xp = np if architecture is None else jnp
 
     def integers(*shape):
-        return jnp.zeros(shape, jnp.int32)
+        return xp.zeros(shape, xp.int32)
 
     def sampling(rows):
-        floats = dict(temperature=jnp.ones(rows, jnp.float32), top_p=jnp.ones(rows, jnp.float32))
+        floats = dict(temperature=xp.ones(rows, xp.float32), top_p=xp.ones(rows, xp.float32))
         return Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats)
 
+    slots, outputs, key_pages, value_pages = o.slots, None, None, None
+    if architecture is not None:
+        pages = (architecture.num_layers * o.pages, o.page_size, o.padded_head_dim(architecture))
+        key_pages, value_pages = (xp.zeros((architecture.num_kv_heads, *pages), xp.dtype(o.dtype)) for _ in range(2))
+        outputs = Outputs(
+            tokens=integers(o.output_rows, o.max_response_tokens),
+            logprobs=xp.zeros((o.output_rows, o.max_response_tokens), xp.float32),
+            length=integers(o.output_rows),
+            status=integers(o.output_rows),
+        )
     return DecodeState(
-        key_pages=jnp.zeros(pool, jnp.dtype(o.dtype)),
-        value_pages=jnp.zeros(pool, jnp.dtype(o.dtype)),
-        pool=pages_lib.make_pool(o.pages),
+        key_pages=key_pages,
+        value_pages=value_pages,
+        pool=pages_lib.make_pool(o.pages, xp),
         prompts=Prompts(
             table=integers(o.open_prompts, o.prompt_width),
-            length=jnp.ones(o.open_prompts, jnp.int32),
+            length=xp.ones(o.open_prompts, xp.int32),
             last_token=integers(o.open_prompts),
         ),
         queue=Queue(
             prompt_row=integers(o.output_rows),
             output_row=integers(o.output_rows),
-            key=jnp.zeros((o.output_rows, 2), jnp.uint32),
+            key=xp.zeros((o.output_rows, 2), xp.uint32),
             sampling=sampling(o.output_rows),
             head=integers(),
             end=integers(),
         ),
         slots=Slots(
-            active=jnp.zeros(o.slots, bool),
-            token=integers(o.slots),
-            position=integers(o.slots),
-            count=integers(o.slots),
-            sampling=sampling(o.slots),
-            key=jnp.zeros((o.slots, 2), jnp.uint32),
-            output_row=integers(o.slots),
-            table=integers(o.slots, o.table_width),
-            shared=integers(o.slots),
-            used=integers(o.slots),
+            active=xp.zeros(slots, bool),
+            token=integers(slots),
+            position=integers(slots),
+            count=integers(slots),
+            sampling=sampling(slots),
+            key=xp.zeros((slots, 2), xp.uint32),
+            output_row=integers(slots),
+            table=integers(slots, o.table_width),
+            shared=integers(slots),
+            used=integers(slots),
         ),
-        outputs=Outputs(
-            tokens=integers(o.output_rows, o.max_response_tokens),
-            logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
-            length=integers(o.output_rows),
-            status=integers(o.output_rows),
-        ),
-        seed=jnp.int32(o.seed),
-        stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
+        outputs=outputs,
+        seed=xp.int32(o.seed),
+        stop_ids=xp.asarray(o.stop_ids, xp.int32),
         busy=integers(),
         decode_steps=integers(),
     )

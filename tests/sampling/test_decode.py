@@ -6,7 +6,8 @@ import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import prefill_batches
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Sampling, WindowInputs
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
+from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
 from tests.sampling import tiny
 
 P1, P4, P5, P16, P17 = tiny.PROMPTS
@@ -28,16 +29,11 @@ def opened(engine, prompts, rows=None, state=None):
 
 def inputs(engine, *entries, first_output=0, closing=(), reserve=0):
     """Requests (prompt, draw, limit, prompt row), to be answered in output rows from `first_output` on."""
-    size = engine.options.output_rows
-    words, numbers = np.zeros((size, 4), np.uint32), np.zeros((3, size), np.int32)
-    for index, (prompt, draw, limit, row) in enumerate(entries):
-        words[index], numbers[:, index] = token_lib.address(0, prompt.id, draw), (row, first_output + index, limit)
-    ones = np.ones(size, np.float32)
-    return WindowInputs(
-        prompt_row=numbers[0], output_row=numbers[1], address=words,
-        sampling=Sampling(max_tokens=numbers[2], temperature=ones, top_k=np.zeros(size, np.int32), top_p=ones),
-        count=np.int32(len(entries)), closing=np.isin(np.arange(5), closing), reserve=np.int32(reserve),
-    )  # fmt: skip
+    queued = [
+        QueueEntry(row, first_output + index, token_lib.address(0, prompt.id, draw), SamplingParams(limit))
+        for index, (prompt, draw, limit, row) in enumerate(entries)
+    ]
+    return window_inputs(engine.options, queued, np.isin(np.arange(5), closing), reserve)
 
 
 def window(engine, state, *entries, **how):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import invariants
-from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling.invariants import BrokenInvariant
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, SamplingParams, WindowOutputs
 from reinforce_ada_jax.sampling.token import address
 from reinforce_ada_jax.types import Request
@@ -177,68 +177,70 @@ def test_the_compiled_engine_does_the_same_page_for_page(sizes, monkeypatch):
 
 
 def in_the_middle() -> tuple:
-    """A session's replica, the newest state with responses waiting and decoding, and the all_outputs not read."""
+    """A session's scheduler, the newest state with responses waiting and decoding, and the outputs not read."""
     options = dataclasses.replace(tiny.OPTIONS, pages=40, slots=3, open_prompts=4, window=2, check_invariants=True)
-    found = []
+    found, check = [], Scheduler.check
 
-    class Watching(rollouts_lib._Replica):
-        def check(self, state, unread):
-            super().check(state, unread)
-            if state.slots.active.sum() == 3 and state.queue.end - state.queue.head >= 2 and len(self.prompt_rows) > 1:
-                found.append((copy.deepcopy(self), copy.deepcopy(state), copy.deepcopy(unread)))
+    def watching(scheduler, state, unread):
+        check(scheduler, state, unread)
+        waiting = state.queue.end - state.queue.head
+        if state.slots.active.sum() == 3 and waiting >= 2 and len(scheduler.rows.prompts) > 1:
+            found.append(copy.deepcopy((scheduler, state, unread)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollouts_lib, "_Replica", Watching)
+        patch.setattr(Scheduler, "check", watching)
         rollouts = Rollouts(PageEngine(options))
         session(rollouts, RandomStream(np.random.default_rng(5), options, VOCABULARY))
     return found[-1]
 
 
-def lose_a_page(replica, state):
-    object.__setattr__(state.pool, "available", state.pool.available - 1)
+def lose_a_page(scheduler, state):
+    state.pool.available[...] -= 1
 
 
-def free_a_page_twice(replica, state):
+def free_a_page_twice(scheduler, state):
     state.pool.stack[0] = state.pool.stack[1]
 
 
-def free_a_page_in_use(replica, state):
+def free_a_page_in_use(scheduler, state):
     slot = int(np.flatnonzero(state.slots.active)[0])
     state.pool.stack[0] = state.slots.table[slot, state.slots.shared[slot]]
 
 
-def count_on_too_much(replica, state):
-    replica.guaranteed_free_pages = int(state.pool.available) + 1
+def count_on_too_much(scheduler, state):
+    scheduler.budget.guaranteed_free_pages = int(state.pool.available) + 1
 
 
-def forget_a_waiting_request(replica, state):
-    object.__setattr__(state.queue, "head", state.queue.head + 1)
+def forget_a_waiting_request(scheduler, state):
+    state.queue.head[...] += 1
 
 
-def decode_a_request_twice(replica, state):
+def decode_a_request_twice(scheduler, state):
     state.slots.output_row[:] = state.slots.output_row[0]
 
 
-def read_the_pages_of_another_prompt(replica, state):
+def read_the_pages_of_another_prompt(scheduler, state):
     state.prompts.table[:] = state.prompts.table[:, ::-1]
 
 
-def reserve_too_little(replica, state):
+def reserve_too_little(scheduler, state):
     state.slots.sampling.max_tokens[:] += 100
 
 
-def close_a_prompt_too_early(replica, state):
-    prompt_id = next(iter(replica.in_flight.values())).prompt.id
-    replica.free_prompt_rows.append(replica.prompt_rows.pop(prompt_id))
+def close_a_prompt_too_early(scheduler, state):
+    rows = scheduler.rows
+    prompt_id = next(iter(rows.in_flight.values())).prompt.id
+    rows.free_prompt_rows.append(rows.prompts.pop(prompt_id))
 
 
-def give_an_output_row_twice(replica, state):
-    replica.free_output_rows[0] = next(iter(replica.in_flight))
+def give_an_output_row_twice(scheduler, state):
+    scheduler.rows.free_output_rows[0] = next(iter(scheduler.rows.in_flight))
 
 
-def ask_twice(replica, state):
-    first, second, *_ = replica.in_flight
-    replica.in_flight[first] = replica.in_flight[second]
+def ask_twice(scheduler, state):
+    in_flight = scheduler.rows.in_flight
+    first, second, *_ = in_flight
+    in_flight[first] = in_flight[second]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def ask_twice(replica, state):
         (lose_a_page, r"pages \[\] twice, \[\] unknown, \[\d+\] lost"),
         (free_a_page_twice, r"pages \[\d+\] twice, \[\] unknown, \[\d+\] lost"),
         (free_a_page_in_use, r"pages \[\d+\] twice, \[\] unknown, \[\d+\] lost"),
-        (count_on_too_much, r"(\d+) pages are free, where the host counts on \d+"),
+        (count_on_too_much, r"(\d+) pages are free, and the host counts on \d+"),
         (forget_a_waiting_request, r"requests of output rows \[\d+\] lost, \[\] unknown, \[\] twice"),
         (decode_a_request_twice, r"requests of output rows \[\d+, \d+\] lost, \[\] unknown, \[\d+\] twice"),
         (read_the_pages_of_another_prompt, r"read other pages than their prompts'|pages .* lost"),
@@ -259,11 +261,11 @@ def ask_twice(replica, state):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_is_broken_is_named(damage, message):
-    replica, state, unread = in_the_middle()
-    replica.check(state, unread)
-    damage(replica, state)
+    scheduler, state, unread = in_the_middle()
+    scheduler.check(state, unread)
+    damage(scheduler, state)
     with pytest.raises(BrokenInvariant, match=message):
-        replica.check(state, unread)
+        scheduler.check(state, unread)
 
 
 def outputs_of(options, status, length):
@@ -281,7 +283,7 @@ def test_an_answer_that_nobody_waits_for():
     options = dataclasses.replace(tiny.OPTIONS, pages=40, check_invariants=True)
     request = Request(tiny.PROMPTS[0], 0)
     invariants.check_outputs(outputs_of(options, STOPPED, 3), {0: request})
-    with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended, and nothing was asked of them"):
+    with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended, and no request is in flight for them"):
         invariants.check_outputs(outputs_of(options, STOPPED, 3), {1: request})
     with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended without a token"):
         invariants.check_outputs(outputs_of(options, STOPPED, 0), {0: request})

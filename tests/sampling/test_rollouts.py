@@ -15,12 +15,12 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.sampling import rollouts as rollouts_lib
 from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.pages import num_pages
-from reinforce_ada_jax.sampling.rollouts import Rollouts, _Replica
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Prompt, Request, Verdict
@@ -69,15 +69,14 @@ def test_the_address_alone_decides(changes):
 def test_replicas_share_the_prompts():
     """Four replicas of 2 slots: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
     rollouts, expected = tiny.rollouts(fsdp=4, slots=2), tiny.drawn()
-    homes = {}
+    homes, add = {}, Scheduler.add
 
-    class Watching(_Replica):
-        def place(self, request):
-            homes.setdefault(request.prompt.id, set()).add(id(self))
-            super().place(request)
+    def watching(scheduler, request):
+        homes.setdefault(request.prompt.id, set()).add(id(scheduler))
+        add(scheduler, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollouts_lib, "_Replica", Watching)
+        patch.setattr(Scheduler, "add", watching)
         tiny.assert_same(expected, tiny.draw(rollouts))
     assert all(len(home) == 1 for home in homes.values()) and len(set().union(*homes.values())) == 4
     assert rollouts.counts.prefills == 5

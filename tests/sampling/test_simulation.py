@@ -9,6 +9,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.rewards import cipher
+from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
@@ -28,6 +29,7 @@ OPTIONS = dataclasses.replace(
     prefill_rows=2,
     max_response_tokens=20,
     stop_ids=(),
+    check_invariants=True,
 )
 COUNTED = ("tokens", "slot_steps", "windows", "prefills", "dispatches")
 
@@ -51,7 +53,8 @@ def simulated(lengths, cost=Cost(), strategy=None, tokens=1, limit=None, correct
         return [Verdict(correct((prompt.id, response.draw)), 0.0) for prompt, response in pairs]
 
     pools = collect(prompts, sample_fn, verify, strategy)
-    assert rollouts.state == type(rollouts.state)(OPTIONS.pages - 1 if "pages" not in changes else changes["pages"] - 1)
+    (state,) = engine.fetch(rollouts.state)
+    invariants.check_idle(engine.options, state)
     return engine, rollouts.counts, pools
 
 

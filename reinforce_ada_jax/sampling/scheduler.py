@@ -1,0 +1,144 @@
+"""The scheduler of one replica: which prompts are open, and which requests the next window starts.
+
+A request waits until its prompt is open, is ready for the next window, or is in flight. Slots are the device's.
+"""
+
+import collections
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from reinforce_ada_jax.sampling import invariants
+from reinforce_ada_jax.sampling.page_budget import PageBudget
+from reinforce_ada_jax.sampling.rows import Rows
+from reinforce_ada_jax.sampling.state import (
+    RUNNING,
+    TRUNCATED,
+    DecodeState,
+    EngineOptions,
+    SamplingParams,
+    WindowInputs,
+    WindowOutputs,
+)
+from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
+from reinforce_ada_jax.types import Prompt, Request, Response
+
+
+class Scheduler:
+    """Requests of one replica, over its page budget and its rows."""
+
+    def __init__(self, options: EngineOptions):
+        self.options = options
+        self.budget, self.rows = PageBudget(options), Rows(options)
+        self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
+        self._ready: collections.deque[Request] = collections.deque()  # of open prompts
+        self._opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts to prefill
+
+    @property
+    def busy(self) -> bool:
+        """True if a window has work: responses, or closing prompts for those that wait."""
+        return bool(self.rows.in_flight or self._ready or (self._unopened and self.rows.closing.any()))
+
+    @property
+    def load(self) -> int:
+        """Responses that are not finished."""
+        return len(self.rows.in_flight) + len(self._ready) + sum(map(len, self._unopened.values()))
+
+    @property
+    def capacity(self) -> int:
+        """Requests that the next window could start beside those that are ready."""
+        return max(0, len(self.rows.free_output_rows) - len(self._ready))
+
+    @property
+    def idle_slots(self) -> int:
+        """Slots for which no request is ready."""
+        return 0 if self._unopened else max(0, self.options.slots - len(self.rows.in_flight) - len(self._ready))
+
+    @property
+    def num_unopened(self) -> int:
+        """Prompts that wait for a row or for pages."""
+        return len(self._unopened)
+
+    def has(self, prompt_id: str) -> bool:
+        """Returns True if the prompt is open here, or waits to be."""
+        return prompt_id in self.rows.prompts or prompt_id in self._unopened
+
+    def add(self, request: Request) -> None:
+        """Adds a request; its prompt is opened if it is new and there is room."""
+        prompt = request.prompt
+        if prompt.id in self.rows.prompts or (not self._unopened and self._open(prompt)):
+            self._ready.append(request)
+        else:
+            self._unopened.setdefault(prompt.id, []).append(request)
+
+    def open_waiting(self) -> None:
+        """Opens prompts that wait, in order, until one finds no room."""
+        for prompt_id, requests in list(self._unopened.items()):
+            if not self.capacity or not self._open(requests[0].prompt):
+                break
+            self._ready.extend(self._unopened.pop(prompt_id))
+
+    def _open(self, prompt: Prompt) -> bool:
+        if not self.rows.free_prompt_rows or not self.budget.fits(prompt):
+            return False
+        self.budget.open_prompt(prompt)
+        self._opened.append((self.rows.open_prompt(prompt.id), prompt.tokens))
+        return True
+
+    def take_opened(self) -> list[tuple[int, np.ndarray]]:
+        """Returns (row, tokens) of the prompts opened since the last call, to prefill before the next window."""
+        opened, self._opened = self._opened, []
+        return opened
+
+    def close(self, prompt_ids: Sequence[str]) -> None:
+        """Closes those of the prompts that are open here, with the next window."""
+        for prompt_id in prompt_ids:
+            if prompt_id in self.rows.prompts:
+                self.rows.close_prompt(prompt_id)
+                self.budget.close_prompt(prompt_id)
+
+    def next_window(
+        self, address: Callable[[Request], np.ndarray], sampling: Callable[[Request], SamplingParams]
+    ) -> WindowInputs:
+        """Starts the requests that are ready: returns the inputs of the next window."""
+        waiting = itertools.islice(self._unopened.values(), self.options.prefill_rows)
+        reserve = self.budget.submit_window(requests[0].prompt for requests in waiting)
+        entries = []
+        while self._ready and self.rows.free_output_rows:
+            request = self._ready.popleft()
+            prompt_row, output_row = self.rows.prompts[request.prompt.id], self.rows.start(request)
+            entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request)))
+        return window_inputs(self.options, entries, self.rows.take_closing(), reserve)
+
+    def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
+        """Returns the responses that ended in the oldest window in flight, by output row.
+
+        Raises:
+          RuntimeError: requests wait, and the pool has no room for any of them.
+        """
+        if self.options.check_invariants:
+            invariants.check_outputs(outputs, self.rows.in_flight)
+        self.budget.read_window(int(outputs.free_pages))
+        if outputs.waiting and not outputs.decode_steps:
+            raise RuntimeError(
+                f"{outputs.waiting} requests wait and none can start: the pool of {self.options.pages} pages has no "
+                "room for one response beside the open prompts. Raise sampling.pages."
+            )
+        rows, responses = outputs.rows, []
+        for row in np.flatnonzero(rows.status != RUNNING).tolist():
+            request, length = self.rows.finish(row), rows.length[row]
+            responses.append(Response(
+                prompt_id=request.prompt.id,
+                draw=request.draw,
+                tokens=rows.tokens[row, :length].copy(),
+                logprobs=rows.logprobs[row, :length].copy(),
+                truncated=bool(rows.status[row] == TRUNCATED),
+                policy_version=policy_version,
+            ))  # fmt: skip
+        return responses
+
+    def check(self, state: DecodeState, unread: Sequence[WindowOutputs]) -> None:
+        """Raises BrokenInvariant where the scheduler and the state after the newest window do not agree."""
+        invariants.check_rows(self.options, self.rows)
+        invariants.check_state(self.options, state, self.rows, unread, self.budget.guaranteed_free_pages)

@@ -1,0 +1,54 @@
+"""The arrays that the host passes to a decode window, made of the requests that start with it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, UInt32
+
+from reinforce_ada_jax.sampling.state import ADDRESS_WORDS, EngineOptions, Sampling, SamplingParams, WindowInputs
+
+
+class QueueEntry(NamedTuple):
+    """One request as the device queues it."""
+
+    prompt_row: int
+    output_row: int
+    address: UInt32[np.ndarray, " 4"]
+    sampling: SamplingParams
+
+
+def window_inputs(
+    options: EngineOptions, entries: Sequence[QueueEntry], closing: Bool[np.ndarray, " R"], reserve: int
+) -> WindowInputs:
+    """Returns the inputs of one replica's window.
+
+    Args:
+      options: of the engine; there is room for `output_rows` entries.
+      entries: in the order in which slots take them.
+      closing: prompt rows to release.
+      reserve: pages that new responses must leave free.
+    """
+
+    def column(values: Sequence, dtype: type, empty: float = 0) -> np.ndarray:
+        array = np.full(options.output_rows, empty, dtype)
+        array[: len(entries)] = values
+        return array
+
+    address = np.zeros((options.output_rows, ADDRESS_WORDS), np.uint32)
+    for row, entry in zip(address, entries, strict=False):
+        row[:] = entry.address
+    return WindowInputs(
+        prompt_row=column([entry.prompt_row for entry in entries], np.int32),
+        output_row=column([entry.output_row for entry in entries], np.int32),
+        address=address,
+        sampling=Sampling(
+            max_tokens=column([entry.sampling.max_tokens for entry in entries], np.int32),
+            temperature=column([entry.sampling.temperature for entry in entries], np.float32, 1),
+            top_k=column([entry.sampling.top_k for entry in entries], np.int32),
+            top_p=column([entry.sampling.top_p for entry in entries], np.float32, 1),
+        ),
+        count=np.int32(len(entries)),
+        closing=closing,
+        reserve=np.int32(reserve),
+    )
