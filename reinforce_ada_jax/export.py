@@ -32,7 +32,7 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
         if math.prod(dataclasses.asdict(config.mesh).values()) > jax.device_count():
             config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
-        adapters = lora.from_settings(config.lora)
+        adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         if adapter:
             if adapters is None:
                 raise ValueError(f"{workdir} trained all weights (lora.rank is 0): export them without --adapter.")

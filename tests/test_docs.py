@@ -198,7 +198,7 @@ RUN_BY = {
     "benchmark adaptive": "tests/benchmarks/test_benchmark.py::test_adaptive",
     "benchmark update": "tests/benchmarks/test_update.py::test_the_report",
     "benchmark iteration": "tests/benchmarks/test_iteration.py::test_one_iteration_by_its_phases",
-    "benchmark loss": "tests/learning/test_fused_loss.py::test_the_benchmark",
+    "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
     "benchmark learning": "by hand: hours of two cores",
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",

@@ -165,7 +165,8 @@ def test_the_tokenizer(tmp_path):
     for text in ("½ 你好 🙂", problems[0].text, next(drawn)[1]):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     batch = next(EXAMPLE.batches(tokenizer, drawn))
-    assert batch.response_length.max() < limits[1] and batch.prompt_length.max() <= limits[0]
-    last = (batch.prompt_length + batch.response_length)[:, 0] - 1  # one response a row
+    first, length = batch.response_positions[:, 0], batch.response_length[:, 0]  # one response a row
+    assert length.max() < limits[1] and first.max() <= limits[0]
+    last = first + length - 1
     assert set(batch.tokens[np.arange(len(batch.tokens)), last]) == set(tokenizer.stop_ids)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"

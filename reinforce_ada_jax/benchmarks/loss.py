@@ -2,7 +2,7 @@
 
     naive      logits of all tokens, log_softmax, jax.grad
     chunked    logits of some positions of every row at a time, made anew backward by jax.checkpoint
-    fused      learning/fused_loss.py, by the scan
+    fused      learning/fused_logprobs.py, by the scan
 
 Each in a process of its own, so that memory is its own; repetitions are taken in turns, so that what else the machine
 does falls on all of them. The memory of a process is read from Linux.
@@ -23,7 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from reinforce_ada_jax.learning.fused_loss import head_statistics, policy_loss
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.loss import LossConfig, policy_loss
+from reinforce_ada_jax.learning.scan_logprobs import TILE, HeadConfig
 from reinforce_ada_jax.policy.logprobs import distribution
 
 TEMPERATURE = 1.0
@@ -57,19 +59,17 @@ def _baselines(chunk: int, tile: tuple[int, int] | None) -> dict[str, Callable[.
     return {
         "naive": _naive,
         "chunked": functools.partial(_chunked, chunk=chunk),
-        "fused": functools.partial(head_statistics, temperature=TEMPERATURE, tied=True, tile=tile),
+        "fused": functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=tile or TILE)),
     }
 
 
 def _loss(baseline, hidden, embedding, targets):
     """The whole loss, entropy bonus included, so that no slope is known to be 0."""
     logprobs, entropy = baseline(hidden, embedding, targets)
-    rows = jnp.arange(len(targets), dtype=jnp.float32)
-    constant = jax.lax.stop_gradient(logprobs)
+    advantages = jnp.broadcast_to((jnp.arange(len(targets)) % 2 - 0.5)[:, None], targets.shape)
     return policy_loss(
-        logprobs, entropy, old_logprobs=constant + 0.1, reward=rows % 2, baseline=rows * 0 + 0.5, weight=rows * 0 + 1,
-        mask=targets >= 0, clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean",
-        entropy_coefficient=1e-4,
+        LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean", entropy_coefficient=1e-4),
+        logprobs, entropy, old_logprobs=jax.lax.stop_gradient(logprobs) + 0.1, advantages=advantages, mask=targets >= 0,
     )[0]  # fmt: skip
 
 

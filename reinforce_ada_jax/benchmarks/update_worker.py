@@ -95,7 +95,7 @@ class Worker:
             "device": device.device_kind,
             "platform": device.platform,
             "devices": self.learner.mesh.size,
-            "attention": self.learner.attention,
+            "attention": self.learner.platform.attention,
             "micro_rows": self.learner.micro_rows,
             "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(self.params)),
         }

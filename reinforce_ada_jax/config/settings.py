@@ -283,6 +283,12 @@ class LoraConfig:
         (values.ALL_LINEAR,), "Projections with adapters, or all-linear.", values.TARGETS
     )
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections that `targets` names, in the order of `values.PROJECTIONS`."""
+        names = values.PROJECTIONS
+        return names if values.ALL_LINEAR in self.targets else tuple(name for name in names if name in self.targets)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:

@@ -17,7 +17,7 @@ REWARDS = ("cipher", "math", "minerva", "gsm8k")
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"
-LORA_TARGETS = (ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Characters that a Weights & Biases project name must not contain, and its maximum length.
 WANDB_FORBIDDEN, WANDB_LONGEST = "/\\#?%:", 128
 
@@ -75,8 +75,8 @@ WANDB_PROJECT = Allowed(
     lambda value: len(value) <= WANDB_LONGEST and not set(value) & set(WANDB_FORBIDDEN),
 )
 TARGETS = Allowed(
-    f"name one or more of {', '.join(LORA_TARGETS)}",
-    lambda value: bool(value) and all(target in LORA_TARGETS for target in value),
+    f"name one or more of {', '.join((ALL_LINEAR, *PROJECTIONS))}",
+    lambda value: bool(value) and all(target in (ALL_LINEAR, *PROJECTIONS) for target in value),
 )
 
 

@@ -1,12 +1,13 @@
-"""The learner: its state, the scoring pass and the update. Pure programs; the loop is in train.py.
+"""The learner: its state, the scoring pass and the update, as compiled programs. The loop is in `training`.
 
-A minibatch is worked through in micro-batches inside one compiled program. Every micro-batch divides by the token and
-row counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradient.
+A minibatch is computed in micro-batches inside one compiled program. Every micro-batch divides by the token and
+response counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradient.
 
 A minibatch has a fixed number of rows, of which any number may be padding at its end. The loop over micro-batches ends
-at the last one that has a token, so padding costs memory, not time, and how much of it there is compiles nothing anew.
+at the last one that has a token, so padding costs memory, not time, and any amount of it compiles nothing again.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -20,10 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning import batch as batch_lib
-from reinforce_ada_jax.learning import fused_loss
-from reinforce_ada_jax.learning.batch import Batch, response_mask
+from reinforce_ada_jax.learning import loss as loss_lib
+from reinforce_ada_jax.learning import platform as platform_lib
+from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import lora, splash_attention
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
@@ -40,7 +44,7 @@ from reinforce_ada_jax.policy.transformer import (
 
 @struct.dataclass
 class LearnerState:
-    """What an update reads and gives anew. `params` is what is trained: the policy's weights, or its adapters alone."""
+    """State of the learner between updates. `params` is what is trained: the policy's weights, or its adapters."""
 
     params: Params
     optimizer: optax.OptState
@@ -48,7 +52,7 @@ class LearnerState:
 
 
 class UpdateMetrics(NamedTuple):
-    """Of one update; token means, but for the loss, the norm and the verdict."""
+    """Metrics of one update: means over tokens, except loss, grad_norm and finite."""
 
     loss: Float[Array, ""]
     entropy: Float[Array, ""]
@@ -60,12 +64,12 @@ class UpdateMetrics(NamedTuple):
     finite: Bool[Array, ""]
 
 
-# What micro-batches add up to, in a pytree as `_loss` gives it.
+# Metrics that are summed over micro-batches.
 MEANS = tuple(name for name in UpdateMetrics._fields if name not in ("grad_norm", "finite"))
 
 
 def num_live(batch: Batch) -> Int[Array, ""]:
-    """How many micro-batches there are up to the last one with a token."""
+    """Counts the micro-batches up to the last one with a token."""
     live = (batch.response_length > 0).any(axis=(1, 2))
     return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
 
@@ -79,41 +83,40 @@ def response_logprobs(
     architecture: Architecture,
     params: Params,
     batch: Batch,
+    head: HeadConfig,
     *,
     dtype: DTypeLike,
-    temperature: float,
-    mesh: Mesh | None = None,
-    backend: str = "scan",
-    frozen_head: bool = False,
     attend: Attend = causal_attend,
     remat: str = "full",
     constrain: ShardingConstraint = unconstrained,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
-    """Log-probability of every response token, and the entropy where it was chosen; anything beyond the response.
+    """Computes the log-probability of every response token, and the entropy where it was chosen.
 
-    Only the hidden states that predict a response token meet the output head: R of T positions.
+    Beyond the responses both are arbitrary. Only the hidden states that predict a response token meet the output head:
+    R of T positions.
     """
     model = merge(architecture, params)
-    segments, positions, at = batch_lib.layout(batch)
-    packed = batch.response_length.shape[-1] > 1
     hidden = hidden_states(
-        model, batch.tokens, positions=positions, segment_ids=segments if packed else None,
+        model, batch.tokens, positions=batch.positions,
+        segment_ids=batch.segment_ids if batch.max_segments > 1 else None,
         attend=attend, dtype=dtype, remat=remat, constrain=constrain,
     )  # fmt: skip
-    targets = jnp.take_along_axis(batch.tokens, at, axis=1)
+    targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1)
     # A token is predicted one position earlier.
-    predicting = constrain(jnp.take_along_axis(hidden, (at - 1)[..., None], axis=1))
-    tied = architecture.tied_embedding
-    return fused_loss.head_statistics(
-        predicting, model.embedding[...] if tied else model.head[...], targets,
-        temperature=temperature, tied=tied, mesh=mesh, backend=backend, frozen_head=frozen_head,
-    )  # fmt: skip
+    predicting = constrain(jnp.take_along_axis(hidden, (batch.response_positions - 1)[..., None], axis=1))
+    return token_logprobs(head, predicting, model.embedding[...] if head.tied else model.head[...], targets)
 
 
-def importance_cap(config: Config) -> float | None:
-    """`learning.truncated_is_cap`; where responses may have been drawn with earlier weights, there is always one."""
-    cap = config.learning.truncated_is_cap
-    return 2.0 if cap is None and config.collection.overlap_iterations else cap
+def loss_config(config: Config) -> LossConfig:
+    """The loss that the configuration describes.
+
+    Where responses may have been drawn with earlier weights, the importance weight always has a cap.
+    """
+    names = [field.name for field in dataclasses.fields(LossConfig)]
+    loss = LossConfig(**{name: getattr(config.learning, name) for name in names})
+    if loss.truncated_is_cap is None and config.collection.overlap_iterations:
+        return dataclasses.replace(loss, truncated_is_cap=2.0)
+    return loss
 
 
 class Learner:
@@ -121,33 +124,30 @@ class Learner:
 
     def __init__(self, architecture: Architecture, config: Config, mesh: Mesh):
         self.architecture, self.mesh = architecture, mesh
-        self._optimizer = make_optimizer(config.learning)
-        self._learning = config.learning
         # Rows of a micro-batch: those of a minibatch of whole groups, divided.
         rows = config.learning.prompts_per_update * config.collection.group_size
         self.micro_rows = rows // config.learning.micro_batches
-        self._importance_cap = importance_cap(config)
+        self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         dtype = jnp.dtype(config.model.compute_dtype)
-        on_tpu = mesh.devices.flat[0].platform == "tpu"
-        self.head_backend = "pallas_tpu" if on_tpu else "scan"
-        self.attention = config.learning.attention
-        if self.attention == "auto":
-            self.attention = "splash" if on_tpu else "jnp"
-        self.remat = config.learning.remat
-        if self.remat == "auto":
-            self.remat = "dots" if mesh.devices.flat[0].platform == "cpu" else "full"
-        attend = functools.partial(splash_attention.attend, mesh=mesh, interpret=not on_tpu)
-        self.head_tile = fused_loss.default_tile(self.head_backend, architecture.hidden_size, dtype)
+        self.platform = platform_lib.resolve(
+            mesh.devices.flat[0].platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
+        )
+        self._loss_config = loss_config(config)
+        self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
         self._logprobs = functools.partial(
             response_logprobs,
             architecture,
+            head=HeadConfig(
+                temperature=config.sampling.temperature,
+                tied=architecture.tied_embedding,
+                mesh=mesh if mesh.size > 1 else None,
+                backend=self.platform.head_backend,
+                tile=self.platform.head_tile,
+                frozen_head=self.lora is not None,
+            ),
             dtype=dtype,
-            temperature=config.sampling.temperature,
-            mesh=mesh if mesh.size > 1 else None,
-            backend=self.head_backend,
-            frozen_head=config.lora.rank > 0,
-            attend=attend if self.attention == "splash" else causal_attend,
-            remat=self.remat,
+            attend=self._attend(),
+            remat=self.platform.remat,
             # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
             # them between devices in every product (8 times the traffic of gathering weights) and has every device
             # compute the attention of all rows.
@@ -155,7 +155,6 @@ class Learner:
                 jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
             ),
         )
-        self.lora = lora.from_settings(config.lora)
         self.param_shardings = (
             param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
         )
@@ -164,8 +163,13 @@ class Learner:
         # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self.update = jax.jit(self._update, donate_argnums=0)
 
+    def _attend(self) -> Attend:
+        if self.platform.attention == "jnp":
+            return causal_attend
+        return functools.partial(splash_attention.attend, mesh=self.mesh, interpret=self.platform.interpret)
+
     def shardings(self, params: Params) -> LearnerState:
-        """Where each part of the state lives, in the shape of the state."""
+        """The sharding of each part of the state, in the shape of the state."""
         return LearnerState(
             params=self.param_shardings,
             optimizer=state_shardings(self._optimizer, params, self.param_shardings, self.mesh),
@@ -179,21 +183,23 @@ class Learner:
         return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
     def policy(self, params: Params, base: Params | None) -> Params:
-        """The weights to score with and to decode from: what is trained, over the frozen base where that is adapters.
+        """The weights to score with and to decode from: the trained ones, over the frozen base where they are adapters.
 
         Raises:
           ValueError: adapters without a base, or a base without adapters.
         """
-        if (base is None) != (self.lora is None):
+        if self.lora is None and base is None:
+            return params
+        if self.lora is None or base is None:
             rank = 0 if self.lora is None else self.lora.rank
             raise ValueError(
                 f"lora.rank is {rank}, and the base is {'missing' if base is None else 'given'}: adapters are trained "
                 "over the weights that they adapt, and all weights over none."
             )
-        return params if self.lora is None else lora.adapted(base, params, self.lora)
+        return lora.adapted(base, params, self.lora)
 
     def put(self, batch: Batch) -> Batch:
-        """The batch on the devices, cut into micro-batches of consecutive rows, each split over `data` and `fsdp`.
+        """Places the batch on the devices, cut into micro-batches of consecutive rows, split over `data` and `fsdp`.
 
         Raises:
           ValueError: a number of rows that is no multiple of `micro_rows`, or 0.
@@ -206,47 +212,35 @@ class Learner:
                 "multiple of that (make_batch's num_rows)."
             )
 
-        def place(x):
+        def put(x):
             x = x.reshape(-1, self.micro_rows, *x.shape[1:])
             return mesh_lib.place(x, mesh_lib.sharding(self.mesh, (None, "rows", *[None] * (x.ndim - 2))))
 
-        return jax.tree.map(place, batch)
+        return jax.tree.map(put, batch)
 
     def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
-        """The learner's own log-probabilities of the sampled tokens; 0 beyond the response."""
+        """The learner's own log-probabilities of the sampled tokens; 0 beyond the responses."""
 
         def one(index, scored):
             logprobs, _ = self._logprobs(params, micro_batch(batch, index))
             return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
 
         zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
-        return jnp.where(response_mask(batch), jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
+        return jnp.where(batch.response_mask, jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
 
-    def _loss(self, params: Params, base: Params | None, micro: Batch, num_tokens, num_rows):
+    def _loss(self, params: Params, base: Params | None, micro: Batch, counts: loss_lib.Counts):
         logprobs, entropy = self._logprobs(self.policy(params, base), micro)
-        learning, owner = self._learning, batch_lib.owners(micro)
-        loss, means = fused_loss.policy_loss(
+        loss, means = loss_lib.policy_loss(
+            self._loss_config,
             logprobs,
             entropy,
             old_logprobs=micro.old_logprobs,
-            reward=batch_lib.of_tokens(micro.reward, owner),
-            baseline=batch_lib.of_tokens(micro.baseline, owner),
-            weight=batch_lib.of_tokens(micro.weight, owner),
-            mask=response_mask(micro),
-            members=batch_lib.members(micro),
-            clip_low=learning.clip_low,
-            clip_high=learning.clip_high,
-            dual_clip=learning.dual_clip,
-            aggregation=learning.aggregation,
-            ratio=learning.ratio,
+            advantages=micro.advantages,
+            mask=micro.response_mask,
             behaviour_logprobs=micro.behaviour_logprobs,
-            truncated_is_cap=self._importance_cap,
             reference_logprobs=micro.reference_logprobs,
-            kl_kind=learning.kl_kind,
-            kl_coefficient=learning.kl_coefficient,
-            entropy_coefficient=learning.entropy_coefficient,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
+            segment_one_hot=micro.segment_one_hot(),
+            counts=counts,
         )
         return loss, means | {"loss": loss}
 
@@ -263,18 +257,18 @@ class Learner:
         Raises:
           ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`; or see `policy`.
         """
-        if self._learning.kl_coefficient and batch.reference_logprobs is None:
+        kl_coefficient = self._loss_config.kl_coefficient
+        if kl_coefficient and batch.reference_logprobs is None:
             raise ValueError(
-                f"learning.kl_coefficient is {self._learning.kl_coefficient}, but the batch has no reference_logprobs: "
+                f"learning.kl_coefficient is {kl_coefficient}, but the batch has no reference_logprobs: "
                 "score it with the reference's weights first, or set the coefficient to 0."
             )
-        lengths = batch.response_length
-        num_tokens, num_rows = (jnp.maximum(x.sum(), 1).astype(jnp.float32) for x in (lengths, lengths > 0))
+        counts = loss_lib.make_counts(batch.response_length.sum(), (batch.response_length > 0).sum())
         gradient = jax.grad(self._loss, has_aux=True)
 
         def accumulate(index, sums):
             micro = micro_batch(batch, index)
-            return jax.tree.map(jnp.add, sums, gradient(state.params, base, micro, num_tokens, num_rows))
+            return jax.tree.map(jnp.add, sums, gradient(state.params, base, micro, counts))
 
         means = dict.fromkeys(MEANS, jnp.float32(0))
         zeros = (jax.tree.map(jnp.zeros_like, state.params), means)
@@ -286,6 +280,6 @@ class Learner:
             params=optax.apply_updates(state.params, changes), optimizer=optimizer, updates=state.updates + 1
         )
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
-        # The layout is named at the exit: a state that came back laid out otherwise would compile everything once more.
+        # The layout is named at the exit: a state in another layout would compile everything again.
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
         return new, UpdateMetrics(**means, grad_norm=grad_norm, finite=finite)

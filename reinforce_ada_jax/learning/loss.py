@@ -1,20 +1,60 @@
 """The policy loss and the KL estimates, per token and aggregated. Arrays in, arrays out; float32 inside.
 
-A minibatch may be computed in micro-batches: `policy_terms` on each, then `aggregate` with the `denominators` of the
-whole minibatch. The parts sum to the loss of the whole, and so do their gradients.
+A minibatch may be computed in micro-batches: `policy_loss` on each, with the `counts` of the whole minibatch. The
+parts sum to the loss of the whole, and so do their gradients.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-Mask = Bool[Array, "B T"] | Float[Array, "B T"]
+Tokens = Float[Array | np.ndarray, "B T"]
+Mask = Bool[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B T"]
+SegmentOneHot = Bool[Array | np.ndarray, "B T S"]
 
-# Of the reference program: bounds of a log ratio before it is exponentiated, and of k3.
+# Bounds of the reference program: of a log ratio before it is exponentiated, and of k3.
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """Settings of `policy_loss`; the fields of the configuration's `learning` section with the same names.
+
+    Attributes:
+      clip_low: the ratio is clipped at 1 - clip_low, in (0, 1).
+      clip_high: the ratio is clipped at 1 + clip_high, > 0.
+      dual_clip: bound of the loss at negative advantages, in units of |A|, > 1.
+      aggregation: as for `aggregate`.
+      ratio: "token" or "sequence". A sequence's ratio moves far less than a token's: it needs clips narrower by orders
+        of magnitude (GSPO's runs: 3e-4 and 4e-4).
+      truncated_is_cap: cap of the importance weight between sampler and learner, > 0; None: no such weight. Each token
+        has its own weight with either `ratio`.
+      kl_kind: as for `kl_estimate`.
+      kl_coefficient: weight of the KL term.
+      entropy_coefficient: weight of the entropy bonus.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    aggregation: str
+    ratio: str = "token"
+    truncated_is_cap: float | None = None
+    kl_kind: str = "k3"
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+
+
+class Counts(NamedTuple):
+    """Sizes of a whole minibatch, both at least 1."""
+
+    num_tokens: Float[Array, ""] | float
+    num_rows: Float[Array, ""] | float  # responses that have tokens
 
 
 class PolicyTerms(NamedTuple):
@@ -33,90 +73,80 @@ class PolicyTerms(NamedTuple):
     old_minus_new: Float[Array, "B T"]
 
 
-def _masked(values: Array, mask: Array) -> Array:
+def _masked(values: Array | np.ndarray, mask: Array | np.ndarray) -> Array:
     """Float32 values, 0 where the mask is: before any exp, so that nothing there reaches a value or a slope."""
     return jnp.where(mask.astype(bool), values.astype(jnp.float32), 0.0)
 
 
-def own_sums(values: Float[Array, "B T"], members: Bool[Array, "B T S"] | None) -> Float[Array, "B T"]:
-    """At each token, the sum over its own sequence's tokens.
+def segment_sums(values: Tokens, segment_one_hot: SegmentOneHot | None) -> Float[Array, "B T"]:
+    """Computes at each token the sum over its own response's tokens.
 
     Args:
       values: 0 under the mask.
-      members: True where the token belongs to its row's sequence s; None: a row is one sequence.
+      segment_one_hot: True where the token belongs to its row's response s; None: a row is one response.
     """
-    if members is None:
+    if segment_one_hot is None:
         return jnp.broadcast_to(values.sum(axis=-1, keepdims=True), values.shape)
-    sums = jnp.where(members, values[..., None], 0.0).sum(axis=-2, keepdims=True)
-    return jnp.where(members, sums, 0.0).sum(axis=-1)
+    sums = jnp.where(segment_one_hot, values[..., None], 0.0).sum(axis=-2, keepdims=True)
+    return jnp.where(segment_one_hot, sums, 0.0).sum(axis=-1)
 
 
 def policy_terms(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    config: LossConfig,
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
     mask: Mask,
     *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    behaviour_logprobs: Float[Array, "B T"] | None = None,
-    truncated_is_cap: float | None = None,
-    ratio: str = "token",
-    members: Bool[Array, "B T S"] | None = None,
+    behaviour_logprobs: Tokens | None = None,
+    segment_one_hot: SegmentOneHot | None = None,
 ) -> PolicyTerms:
-    """The clipped policy loss of every token.
+    """Computes the clipped policy loss of every token.
 
     rho = exp(clip(logp - logp_old, -20, 20))
     L   = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A),  and where A < 0 at most dual_clip |A|
     L  *= min(exp(logp_old - logp_behaviour), cap)                 when a cap is given
 
-    With ratio "sequence" all tokens of a sequence have one rho: that of the mean of logp - logp_old over them, the
+    With ratio "sequence" all tokens of a response have one rho: that of the mean of logp - logp_old over them, the
     geometric mean of the tokens' ratios. With the aggregation "seq-mean-token-mean" that is the objective of GSPO.
 
     Source: PPO (arXiv 1707.06347), clip-higher (DAPO, 2503.14476), dual clip (1912.09729), as the reference program
     of arXiv 2510.04996 puts them together; tests/golden/reference/policy_loss.jsonl. GSPO: 2507.18071, section 4.1.
 
-    Only `logprobs` is differentiated. What stands under the mask may be anything, nan and infinities included.
+    Only `logprobs` is differentiated. Values under the mask may be anything, nan and infinities included.
 
     Args:
+      config: clips, ratio and cap.
       logprobs: of the sampled tokens, under the policy being updated.
       old_logprobs: the same under the policy before the iteration's first update.
       advantages: of the response, at each of its tokens.
       mask: True or 1 at tokens of responses.
-      clip_low: how far the ratio may fall below 1, in (0, 1).
-      clip_high: how far it may rise above 1, > 0.
-      dual_clip: bound of the loss at negative advantages, in units of |A|, > 1.
-      behaviour_logprobs: under the distribution the tokens were sampled from.
-      truncated_is_cap: cap of the importance weight between sampler and learner, > 0. None: no such weight. It is each
-        token's own, whatever `ratio` is.
-      ratio: "token" or "sequence". A sequence's ratio moves far less than a token's: its clips are to be narrower by
-        orders of magnitude (GSPO's runs: 3e-4 and 4e-4).
-      members: which tokens are one sequence, where rows are packed; as for `own_sums`.
+      behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
+      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
 
     Raises:
       ValueError: a cap without behaviour_logprobs, or an unknown ratio.
     """
-    if ratio not in ("token", "sequence"):
-        raise ValueError(f"ratio is {ratio!r}; it must be one of token, sequence.")
+    if config.ratio not in ("token", "sequence"):
+        raise ValueError(f"ratio is {config.ratio!r}; it must be one of token, sequence.")
     logprobs = _masked(logprobs, mask)
     old_logprobs = jax.lax.stop_gradient(_masked(old_logprobs, mask))
     advantages = jax.lax.stop_gradient(_masked(advantages, mask))
     log_ratio = logprobs - old_logprobs
-    if ratio == "sequence":
-        own_tokens = jnp.maximum(own_sums(mask.astype(jnp.float32), members), 1.0)
-        log_ratio = own_sums(log_ratio, members) / own_tokens
+    if config.ratio == "sequence":
+        lengths = jnp.maximum(segment_sums(mask.astype(jnp.float32), segment_one_hot), 1.0)
+        log_ratio = segment_sums(log_ratio, segment_one_hot) / lengths
     rho = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     plain = -rho * advantages
-    clipped = -jnp.clip(rho, 1 - clip_low, 1 + clip_high) * advantages
+    clipped = -jnp.clip(rho, 1 - config.clip_low, 1 + config.clip_high) * advantages
     pessimistic = jnp.maximum(plain, clipped)
-    bound = -dual_clip * advantages
+    bound = -config.dual_clip * advantages
     loss = jnp.where(advantages < 0, jnp.minimum(pessimistic, bound), pessimistic)
-    if truncated_is_cap is not None:
+    if config.truncated_is_cap is not None:
         if behaviour_logprobs is None:
             raise ValueError("truncated_is_cap needs behaviour_logprobs.")
         weight = jnp.exp(old_logprobs - _masked(behaviour_logprobs, mask))
-        loss = loss * jax.lax.stop_gradient(jnp.minimum(weight, truncated_is_cap))
+        loss = loss * jax.lax.stop_gradient(jnp.minimum(weight, config.truncated_is_cap))
     return PolicyTerms(
         loss=loss,
         clipped=_masked(clipped > plain, mask),
@@ -125,41 +155,43 @@ def policy_terms(
     )
 
 
-def denominators(
-    mask: Bool[Array, "... T"] | Float[Array, "... T"], members: Bool[Array, "... T S"] | None = None
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The number of tokens of a minibatch and of sequences that have any, both at least 1.
+def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
+    """Counts the tokens of a minibatch and the responses that have any.
 
-    Rows without a token are padding and count nowhere, as if they were cut off. `members` is as for `own_sums`.
+    Rows without a token are padding and count nowhere, as if they were cut off.
     """
     mask = mask.astype(bool)
-    of_sequences = mask[..., None] if members is None else members & mask[..., None]
-    num_tokens, num_rows = mask.sum(), of_sequences.any(axis=-2).sum()
-    return jnp.maximum(num_tokens, 1).astype(jnp.float32), jnp.maximum(num_rows, 1).astype(jnp.float32)
+    of_responses = mask[..., None] if segment_one_hot is None else segment_one_hot & mask[..., None]
+    return make_counts(mask.sum(), of_responses.any(axis=-2).sum())
+
+
+def make_counts(num_tokens: Int[Array | np.ndarray, ""], num_rows: Int[Array | np.ndarray, ""]) -> Counts:
+    """Counts as floats, at least 1, to divide by."""
+    return Counts(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
 
 
 def aggregate(
-    per_token: Float[Array, "B T"],
+    per_token: Tokens,
     mask: Mask,
     aggregation: str,
     *,
     num_tokens: Float[Array, ""] | float,
     num_rows: Float[Array, ""] | float,
-    members: Bool[Array, "B T S"] | None = None,
+    segment_one_hot: SegmentOneHot | None = None,
 ) -> Float[Array, ""]:
-    """One number from per-token values.
+    """Computes one number from per-token values.
 
     token-mean           sum of all tokens / num_tokens: every token weighs the same (DAPO, arXiv 2503.14476)
     seq-mean-token-sum   sum of all tokens / num_rows (Dr.GRPO, 2503.20783, up to a constant)
-    seq-mean-token-mean  sum over sequences of their token means / num_rows (GRPO, 2402.03300)
+    seq-mean-token-mean  sum over responses of their token means / num_rows (GRPO, 2402.03300)
 
     Args:
       per_token: values; anything under the mask (though nan there would spoil a gradient: mask before computing).
       mask: True or 1 at tokens of responses.
       aggregation: one of the three names.
       num_tokens: tokens of the whole minibatch, of which these rows may be a part (`denominators`).
-      num_rows: its sequences that have tokens, each a row unless rows are packed.
-      members: which tokens are one sequence, where rows are packed; as for `own_sums`.
+      num_rows: its responses that have tokens, each a row unless rows are packed.
+      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
 
     Raises:
       ValueError: an unknown name.
@@ -170,60 +202,111 @@ def aggregate(
     if aggregation == "seq-mean-token-sum":
         return row_sums.sum() / num_rows
     if aggregation == "seq-mean-token-mean":
-        own_tokens = own_sums(mask.astype(jnp.float32), members)
-        return (_masked(per_token, mask) / jnp.maximum(own_tokens, 1.0)).sum() / num_rows
+        lengths = segment_sums(mask.astype(jnp.float32), segment_one_hot)
+        return (_masked(per_token, mask) / jnp.maximum(lengths, 1.0)).sum() / num_rows
     raise ValueError(
         f"aggregation is {aggregation!r}; it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean."
     )
 
 
+def policy_loss(
+    config: LossConfig,
+    logprobs: Tokens,
+    entropy: Tokens,
+    *,
+    old_logprobs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    behaviour_logprobs: Tokens | None = None,
+    reference_logprobs: Tokens | None = None,
+    segment_one_hot: SegmentOneHot | None = None,
+    counts: Counts | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Computes the policy loss of a minibatch, or its share of one.
+
+    loss = aggregate(L) - entropy_coefficient aggregate(H) + kl_coefficient aggregate(KL), with L of `policy_terms`, H
+    the entropy and KL of `kl_estimate`.
+
+    Values under the mask may be anything, nan included, and slopes are 0 there.
+
+    Args:
+      config: its settings.
+      logprobs: of the sampled tokens, under the policy being updated; differentiated, as is `entropy`.
+      entropy: of the policy where it chose them.
+      old_logprobs: as for `policy_terms`, like `advantages`, `mask`, `behaviour_logprobs` and `segment_one_hot`.
+      reference_logprobs: under the reference policy; without them the metric "kl" is 0.
+      counts: of the whole minibatch, of which these rows may be a part; None: these rows are all.
+
+    Returns:
+      The loss, and sums over tokens divided by `num_tokens`: "entropy", "clip_fraction", "dual_clip_fraction",
+      "approx_kl" and "kl".
+
+    Raises:
+      ValueError: as `policy_terms` and `aggregate` do, or a KL coefficient without `reference_logprobs`.
+    """
+    if config.kl_coefficient and reference_logprobs is None:
+        raise ValueError(f"kl_coefficient is {config.kl_coefficient}, which needs reference_logprobs.")
+    num_tokens, num_rows = denominators(mask, segment_one_hot) if counts is None else counts
+    terms = policy_terms(
+        config, logprobs, old_logprobs, advantages, mask,
+        behaviour_logprobs=behaviour_logprobs, segment_one_hot=segment_one_hot,
+    )  # fmt: skip
+
+    def mean(values, aggregation=config.aggregation):
+        return aggregate(
+            values, mask, aggregation, num_tokens=num_tokens, num_rows=num_rows, segment_one_hot=segment_one_hot
+        )
+
+    loss = mean(terms.loss)
+    if config.entropy_coefficient:
+        loss = loss - config.entropy_coefficient * mean(entropy)
+    kl = jnp.zeros_like(logprobs)
+    if reference_logprobs is not None:
+        # Masked before the difference: values under the mask must reach neither the loss nor its slope.
+        here, there = (jnp.where(mask.astype(bool), x, 0.0) for x in (logprobs, reference_logprobs))
+        kl = kl_estimate(here, there, config.kl_kind)
+    if config.kl_coefficient:
+        loss = loss + config.kl_coefficient * mean(kl)
+    per_token = {
+        "entropy": entropy,
+        "clip_fraction": terms.clipped,
+        "dual_clip_fraction": terms.dual_clipped,
+        "approx_kl": terms.old_minus_new,
+        "kl": kl,
+    }
+    return loss, {name: jax.lax.stop_gradient(mean(values, "token-mean")) for name, values in per_token.items()}
+
+
 def clipped_policy_loss(
-    logprobs: Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"],
-    advantages: Float[Array, "B T"],
+    logprobs: Tokens,
+    old_logprobs: Tokens,
+    advantages: Tokens,
     mask: Mask,
     *,
     clip_low: float,
     clip_high: float,
     dual_clip: float,
     aggregation: str,
-    behaviour_logprobs: Float[Array, "B T"] | None = None,
+    behaviour_logprobs: Tokens | None = None,
     truncated_is_cap: float | None = None,
     ratio: str = "token",
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """The clipped policy loss of a whole minibatch: `policy_terms`, then `aggregate`.
+    """Computes the clipped policy loss of a whole minibatch: `policy_loss` without entropy and KL terms.
 
     Returns:
       The loss, and the means over all tokens of the minibatch: "clip_fraction" and "dual_clip_fraction", where a clip
       decided, in [0, 1], and "approx_kl", of logp_old - logp.
     """
-    terms = policy_terms(
-        logprobs,
-        old_logprobs,
-        advantages,
-        mask,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
+    config = LossConfig(clip_low, clip_high, dual_clip, aggregation, ratio, truncated_is_cap)
+    loss, metrics = policy_loss(
+        config, logprobs, jnp.zeros_like(logprobs), old_logprobs=old_logprobs, advantages=advantages, mask=mask,
         behaviour_logprobs=behaviour_logprobs,
-        truncated_is_cap=truncated_is_cap,
-        ratio=ratio,
-    )
-    num_tokens, num_rows = denominators(mask)
-
-    def token_mean(per_token):
-        return aggregate(per_token, mask, "token-mean", num_tokens=num_tokens, num_rows=num_rows)
-
-    loss = aggregate(terms.loss, mask, aggregation, num_tokens=num_tokens, num_rows=num_rows)
-    return loss, {
-        "clip_fraction": token_mean(terms.clipped),
-        "dual_clip_fraction": token_mean(terms.dual_clipped),
-        "approx_kl": token_mean(terms.old_minus_new),
-    }
+    )  # fmt: skip
+    return loss, {name: metrics[name] for name in ("clip_fraction", "dual_clip_fraction", "approx_kl")}
 
 
 def kl_estimate(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."], kind: str) -> Float[Array, "..."]:
-    """Per-token estimates of KL(policy || reference) from tokens that the policy sampled.
+    """Computes per-token estimates of KL(policy || reference) from tokens that the policy sampled.
 
     With d = logp - logp_ref:  k1 = d;  k2 = d^2 / 2;  k3 = clip(exp(-d') - 1 + d', -10, 10), d' = clip(d, -20, 20).
     Source: http://joschu.net/blog/kl-approx.html; bounds of the reference program; tests/golden/reference/kl.jsonl.
@@ -234,7 +317,7 @@ def kl_estimate(logprobs: Float[Array, "..."], ref_logprobs: Float[Array, "..."]
         k2  d grad logp                the slope of KL(policy || reference)
         k3  (1 - exp(-d)) grad logp    the slope of KL(reference || policy), which is the same to first order in d
 
-    So k2 or k3 are the ones to train with; k1 is a figure to look at.
+    Train with k2 or k3; k1 is a metric.
 
     Args:
       logprobs: of the sampled tokens, under the policy; differentiated. No mask is taken: padding must be finite.

@@ -17,8 +17,8 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
     return schedule
 
 
-def make_optimizer(learning: LearningConfig) -> optax.GradientTransformation:
-    """The optimiser that the `learning` section describes."""
+def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = None) -> optax.GradientTransformation:
+    """The optimiser that the `learning` section describes; `first_moment_dtype` None: that of the weights."""
     return optax.chain(
         optax.clip_by_global_norm(learning.clip_norm),
         optax.adamw(
@@ -27,13 +27,13 @@ def make_optimizer(learning: LearningConfig) -> optax.GradientTransformation:
             b2=learning.b2,
             eps=learning.epsilon,
             weight_decay=learning.weight_decay,
-            mu_dtype=None if learning.first_moment_dtype == "auto" else learning.first_moment_dtype,
+            mu_dtype=first_moment_dtype,
         ),
     )
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):
-    """Moments live where their weights live; counts are replicated."""
+    """The sharding of the optimiser's state: moments as their weights, counts replicated."""
     shapes = jax.eval_shape(optimizer.init, params)
     replicated = NamedSharding(mesh, PartitionSpec())
     return optax.tree_utils.tree_map_params(

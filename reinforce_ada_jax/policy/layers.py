@@ -4,7 +4,7 @@ The layers of a decoder are *declared stacked*, with a leading "layers" axis on 
 time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without
 that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
 
-The matrix of a projection may be `Adapted`, as `lora.py` makes it; of the decoder only `product` knows.
+The matrix of a projection may be `Adapted`, as `lora.py` makes it; in the decoder only `project` knows.
 """
 
 import jax
@@ -52,27 +52,30 @@ class Adapted:
     scaling: float = struct.field(pytree_node=False)
 
 
-def product(equation: str, x: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
-    """einsum(equation, x, weight) in x.dtype; with an adapted weight, x W + scaling * (x A) B.
+def project(x: Array, weight: Array | Adapted, num_inputs: int = 1) -> Array:
+    """Contracts the last axes of x with the first of the weight, in x.dtype: x W, or x W + scaling * (x A) B.
 
-    Rows and positions, "BT" in the equation, are one axis to the product. Were they two, XLA would transpose the
-    activations for the weight's gradient within what computes them, which on CPUs takes as long as all products.
-    Neither A B nor a gradient of its size is ever made.
+    Rows and positions are one axis to the product. Were they two, XLA would transpose the activations for the weight's
+    gradient within what computes them, which on CPUs takes as long as all products. Neither A B nor a gradient of its
+    size is ever made.
+
+    Args:
+      x: [B, T, *in].
+      weight: [*in, *out].
+      num_inputs: axes of the weight that are contracted.
     """
-    operands, output = equation.replace("BT", "M").split("->")
-    inputs, axes = operands.split(",")
+
+    def contract(x: Array, weight: Array, num_inputs: int) -> Array:
+        # The innermost axis first, as einsum contracts: another order is another rounding.
+        last, first = [-1 - axis for axis in range(num_inputs)], list(reversed(range(num_inputs)))
+        return jnp.tensordot(x, weight.astype(x.dtype), axes=(last, first))
+
     merged = x.reshape(-1, *x.shape[2:])
-
-    def einsum(operands: str, *arrays: jax.Array) -> jax.Array:
-        return jnp.einsum(operands, *(array.astype(x.dtype) for array in arrays))
-
     if isinstance(weight, Adapted):
-        summed = "".join(axis for axis in axes if axis not in output)
-        low = einsum(f"{inputs},{summed}r->Mr", merged, weight.a)
-        high = einsum(f"Mr,r{axes.removeprefix(summed)}->{output}", low, weight.b)
-        result = einsum(f"{operands}->{output}", merged, weight.weight) + weight.scaling * high
+        low_rank = contract(contract(merged, weight.a, num_inputs), weight.b, 1)
+        result = contract(merged, weight.weight, num_inputs) + weight.scaling * low_rank
     else:
-        result = einsum(f"{operands}->{output}", merged, weight)
+        result = contract(merged, weight, num_inputs)
     return result.reshape(*x.shape[:2], *result.shape[1:])
 
 
@@ -140,9 +143,9 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of `x`, rotated to `positions`."""
         dtype = x.dtype
-        query = product("BTD,DNH->BTNH", x, self.query.get_value())
-        key = product("BTD,DKH->BTKH", x, self.key.get_value())
-        value = product("BTD,DKH->BTKH", x, self.value.get_value())
+        query = project(x, self.query.get_value())
+        key = project(x, self.key.get_value())
+        value = project(x, self.value.get_value())
         if self.architecture.qkv_bias:
             query = query + self.query_bias[...].astype(dtype)[None, None]
             key = key + self.key_bias[...].astype(dtype)[None, None]
@@ -155,7 +158,7 @@ class Attention(nnx.Module):
 
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
-        return product("BTNH,NHD->BTD", mixed, self.output.get_value())
+        return project(mixed, self.output.get_value(), num_inputs=2)
 
 
 class MLP(nnx.Module):
@@ -168,9 +171,9 @@ class MLP(nnx.Module):
         self.down = declare((f, d), ("mlp", "embed"), fan_in=f)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = product("BTD,DF->BTF", x, self.gate.get_value())
-        up = product("BTD,DF->BTF", x, self.up.get_value())
-        return product("BTF,FD->BTD", jax.nn.silu(gate) * up, self.down.get_value())
+        gate = project(x, self.gate.get_value())
+        up = project(x, self.up.get_value())
+        return project(jax.nn.silu(gate) * up, self.down.get_value())
 
 
 class Layer(nnx.Module):

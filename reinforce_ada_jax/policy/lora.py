@@ -7,6 +7,7 @@ decoded from or exported. The product inside a layer is in `layers.py`, files ar
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from reinforce_ada_jax.config import LoraConfig
-from reinforce_ada_jax.config.values import ALL_LINEAR
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Adapted
@@ -53,10 +52,9 @@ class Lora:
         return self.alpha / self.rank
 
 
-def from_settings(settings: LoraConfig) -> Lora | None:
-    """The adapters that the configuration's `lora` section describes; None where its rank is 0."""
-    chosen = tuple(name for name in TARGETS if ALL_LINEAR in settings.targets or name in settings.targets)
-    return Lora(settings.rank, settings.alpha, chosen) if settings.rank else None
+def make(rank: int, alpha: float, targets: Collection[str]) -> Lora | None:
+    """The adapters of rank `rank` on the projections `targets`; None where the rank is 0."""
+    return Lora(rank, alpha, tuple(name for name in TARGETS if name in targets)) if rank else None
 
 
 def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:

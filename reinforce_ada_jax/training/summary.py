@@ -62,7 +62,7 @@ def summary(config: Config, workdir: pathlib.Path, components: Components, num_p
     """What will run, on what, how much of it, and where the files go."""
     architecture, options = components.architecture, components.engine.options
     collection = config.collection
-    adapters = lora.from_settings(config.lora)
+    adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
     trained = architecture.num_parameters if adapters is None else lora.num_parameters(architecture, adapters)
     trained_bytes = 3 * trained * jnp.dtype(config.model.parameter_dtype).itemsize
     base_bytes = 0 if adapters is None else architecture.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize

@@ -62,7 +62,7 @@ def read_policy(
 ) -> tuple[int, Params]:
     """Returns (iteration, weights of the policy): as `read_trained`, adapters over their base, read in `base_dtype`."""
     iteration, params = read_trained(workdir, config, components, iteration)
-    adapters = lora.from_settings(config.lora)
+    adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
     if adapters is None:
         return iteration, params
     base = huggingface.load(components.folder, components.mesh, jnp.dtype(base_dtype))[1]

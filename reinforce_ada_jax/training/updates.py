@@ -15,7 +15,7 @@ from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, owners
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.files import write_atomically
@@ -25,7 +25,7 @@ from reinforce_ada_jax.reporting.files import write_atomically
 # second number is worth a word.
 FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
 # Of a batch, what the comparison of log-probabilities looks at.
-CHECKED = ("response_length", "policy_version", "behaviour_logprobs", "old_logprobs")
+CHECKED = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
 
 
 class TrainingStopped(Exception):
@@ -125,14 +125,12 @@ class Updates:
         for number, minibatch in enumerate(minibatches, start=1):
             batch = minibatch.batch
             batch = batch.replace(**{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
-            policy_version = np.append(batch.policy_version, np.full_like(batch.policy_version[..., :1], -1), axis=-1)
-            policy_version = np.take_along_axis(policy_version, owners(batch), axis=-1)
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
-            if not np.isfinite(gaps[policy_version >= 0]).all():
+            if not np.isfinite(gaps[batch.response_mask]).all():
                 self._not_finite(minibatch, iteration, number, len(minibatches), "a log-probability is not", say)
                 continue
             finite.append(minibatch)
-            fresh = policy_version == iteration - 1
+            fresh = batch.response_mask & (batch.policy_version == iteration - 1)
             total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
             num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)

@@ -1,9 +1,9 @@
-"""Makes the policy that the built-in task starts from: supervised learning on an unreliable demonstrator.
+"""Trains the policy that the built-in task starts from: supervised learning on an unreliable demonstrator.
 
     python -m reinforce_ada_jax.training.warm_start --config=configs/tiny.py [--output=DIR]
 
-The result ships in the package (`assets/cipher`), a Hugging Face folder like any other. Made again with the same seed
-it is the same, up to the rounding of the machine. It solves about a fifth of the words, most of them rarely: the
+The result ships in the package (`assets/cipher`), as a Hugging Face folder. The same seed gives the same weights, up
+to the rounding of the machine. It solves about a fifth of the words, most of them rarely: the
 regime in which a group of four is often all wrong.
 """
 
@@ -21,9 +21,10 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.learning.batch import Batch, Example, make_batch, response_mask
+from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import response_logprobs
 from reinforce_ada_jax.learning.optimizer import warmup_schedule
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, init
@@ -81,15 +82,16 @@ def demonstration_batch(
 def fit(
     architecture: Architecture, params: Params, batches: Iterator[Batch], *, updates: int, learning_rate: float
 ) -> Params:
-    """Supervised learning: the responses of `batches`, one of them for each update, become likelier."""
+    """Trains on the responses of `batches`, one batch an update, by supervised learning."""
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(warmup_schedule(learning_rate, WARMUP_UPDATES), b2=0.98)
     )
 
+    head = HeadConfig(temperature=1.0, tied=architecture.tied_embedding)
+
     def loss(params, batch):
-        logprobs, _ = response_logprobs(architecture, params, batch, dtype=jnp.float32, temperature=1.0)
-        mask = response_mask(batch)
-        return -jnp.sum(jnp.where(mask, logprobs, 0.0)) / jnp.sum(mask)
+        logprobs, _ = response_logprobs(architecture, params, batch, head, dtype=jnp.float32)
+        return -jnp.sum(jnp.where(batch.response_mask, logprobs, 0.0)) / jnp.sum(batch.response_mask)
 
     @jax.jit
     def update(params, state, batch):

@@ -6,8 +6,7 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.learning.batch import Example, make_batch, response_mask
-from reinforce_ada_jax.learning.fused_loss import advantage
+from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.training.updates import examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
@@ -26,20 +25,21 @@ def test_layout():
     batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
     # The response follows its own prompt at once; padding is on the right alone.
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 7, 8, 2, 0, 0], [5, 9, 9, 9, 2, 0, 0]])
-    np.testing.assert_array_equal(batch.prompt_length, [[3], [1]])
+    np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 0, 0], [0, 1, 2, 3, 4, 0, 0]])
+    np.testing.assert_array_equal(batch.segment_ids, [[0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1, 1]])
+    np.testing.assert_array_equal(batch.response_positions, [[3, 4, 1, 1], [1, 2, 3, 4]])
     np.testing.assert_array_equal(batch.response_length, [[2], [4]])
-    for name, values in (("reward", [[1], [0]]), ("baseline", [[0.25], [0.5]]), ("weight", [[2], [1.5]])):
-        np.testing.assert_array_equal(getattr(batch, name), np.float32(values))
+    # 2 * (1 - 1/4) and 1.5 * (0 - 1/2), at each token of the response.
+    np.testing.assert_array_equal(batch.advantages, np.float32([[1.5, 1.5, 0, 0], [-0.75] * 4]))
     np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[-1, -0.5, 0, 0], [-0.1, -0.2, -0.3, -0.4]]))
     np.testing.assert_array_equal(batch.old_logprobs, batch.behaviour_logprobs)
-    dtypes = {name: getattr(batch, name).dtype.name for name in ("tokens", "prompt_length", "response_length")}
-    assert set(dtypes.values()) == {"int32"}
-    assert {batch.reward.dtype.name, batch.behaviour_logprobs.dtype.name} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(batch)} == {"int32", "float32", "bool"}
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(batch))
 
 
 @pytest.mark.parametrize("baseline", ["group", "pool", "leave_one_out", "anchored"])
 @pytest.mark.parametrize("by_std", [False, True])
-def test_the_device_makes_the_hosts_advantages(baseline, by_std):
+def test_advantages_are_those_of_the_groups(baseline, by_std):
     # Two hits in eight draws, and one of the wrong ones has a shaped reward; the objective log p weighs by 1 / p.
     rewards = np.array([0.0, 1.0, 0.1, 0.0, 0.0, 0.0, 1.0, 0.0])
     responses = tuple(response([draw + 3, 2], [-1.0, -1.0]) for draw in range(8))
@@ -51,15 +51,13 @@ def test_the_device_makes_the_hosts_advantages(baseline, by_std):
     group = make_group(pool, strategy)
     assert group.advantages.any() and group.weight != 1
     batch = make_batch(examples(group), max_prompt_tokens=1, max_response_tokens=2)
-    on_device = advantage(*(jax.numpy.asarray(x[:, 0]) for x in (batch.reward, batch.baseline, batch.weight)))
-    np.testing.assert_allclose(on_device, group.advantages, rtol=1e-6)
+    np.testing.assert_allclose(batch.advantages, np.repeat(group.advantages[:, None], 2, axis=1), rtol=1e-6)
 
 
 def test_the_stop_token_is_trained():
     batch = make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4)
-    mask = response_mask(jax.tree.map(jax.numpy.asarray, batch))
     # Token 2 ends both responses and is inside both masks: two and four tokens, not one and three.
-    np.testing.assert_array_equal(mask, [[True, True, False, False], [True, True, True, True]])
+    np.testing.assert_array_equal(batch.response_mask, [[True, True, False, False], [True, True, True, True]])
 
 
 @pytest.mark.parametrize("limits", [(2, 4), (3, 3)])
@@ -75,10 +73,11 @@ def test_empty_rows_follow():
     assert few.reference_logprobs is None and padded.reference_logprobs is None
     for name in vars(few).keys() - {"reference_logprobs"}:
         np.testing.assert_array_equal(getattr(padded, name)[:2], getattr(few, name))
-        assert not getattr(padded, name)[2:].any()
+    assert not padded.tokens[2:].any() and not padded.response_mask[2:].any() and not padded.response_length[2:].any()
+    assert (padded.segment_ids[2:] == 1).all() and (padded.response_positions[2:] == 1).all()
     assert make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=2).tokens.shape == (2, 7)
 
 
 def test_no_row_is_dropped():
-    with pytest.raises(ValueError, match="2 rows are more than the 1 that the batch is to have"):
+    with pytest.raises(ValueError, match="2 rows are more than the 1 rows of the batch"):
         make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=1)

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import jax
@@ -66,7 +65,7 @@ def batch(max_prompt_tokens=5, max_response_tokens=8):
     scored = score(learner(), rows)
     noise = np.random.default_rng(1).normal(0, 0.3, (8, 8))
     old = np.zeros(scored.shape, np.float32)
-    old[:, :8] = scored[:, :8] + noise * (np.arange(8) < rows.response_length)
+    old[:, :8] = scored[:, :8] + noise * rows.response_mask[:, :8]
     return rows.replace(old_logprobs=old)
 
 
@@ -76,18 +75,13 @@ def score(of: Learner, rows, params=PARAMS):
 
 
 def with_empty_rows(rows, num_rows):
-    """The batch with rows behind it that have no token, and what must not be looked at in the other places."""
-    more = num_rows - len(rows.tokens)
-    beyond = {"reward": 7.0, "weight": 1.0, "behaviour_logprobs": -np.inf}
-    beyond |= {"old_logprobs": np.nan, "reference_logprobs": np.nan}
-
-    def longer(name):
-        x = getattr(rows, name)
-        if x is None:
-            return None
-        return np.pad(x, [(0, more)] + [(0, 0)] * (x.ndim - 1), constant_values=beyond.get(name, 0))
-
-    return type(rows)(**{field.name: longer(field.name) for field in dataclasses.fields(rows)})
+    """The batch with rows behind it that have no token, and numbers in them that must not be looked at."""
+    empty = make_batch([], max_prompt_tokens=5, max_response_tokens=8, num_rows=num_rows - len(rows.tokens))
+    spoiled = {"advantages": 7.0, "behaviour_logprobs": -np.inf, "old_logprobs": np.nan}
+    empty = empty.replace(**{name: np.full_like(empty.old_logprobs, value) for name, value in spoiled.items()})
+    if rows.reference_logprobs is not None:
+        empty = empty.replace(reference_logprobs=empty.old_logprobs)
+    return jax.tree.map(lambda *parts: np.concatenate(parts), rows, empty)
 
 
 def updated(of: Learner, rows=None, params=PARAMS, base=None):
@@ -105,10 +99,10 @@ def shifted(rows):
     names = ("old", "behaviour", "advantage", "mask", "reference")
     arrays = {name: np.zeros((size, length - 1), np.float32) for name in names}
     for row in range(size):
-        first, count = rows.prompt_length[row, 0] - 1, rows.response_length[row, 0]
+        first, count = PROMPT_LENGTHS[row] - 1, rows.response_length[row, 0]
         arrays["old"][row, first : first + count] = rows.old_logprobs[row, :count]
         arrays["behaviour"][row, first : first + count] = rows.behaviour_logprobs[row, :count]
-        arrays["advantage"][row, first : first + count] = (rows.weight * (rows.reward - rows.baseline))[row, 0]
+        arrays["advantage"][row, first : first + count] = rows.advantages[row, :count]
         arrays["mask"][row, first : first + count] = 1
         if rows.reference_logprobs is not None:
             arrays["reference"][row, first : first + count] = rows.reference_logprobs[row, :count]
@@ -240,10 +234,10 @@ def test_score_keeps_the_rows_in_order():
 
 def test_what_stands_in_the_padding_is_irrelevant():
     rows = batch()
-    total = rows.prompt_length + rows.response_length
-    beyond = np.arange(8) >= rows.response_length
+    beyond = ~rows.response_mask
     garbage = rows.replace(
-        tokens=np.where(np.arange(13) < total, rows.tokens, 95).astype(np.int32),
+        tokens=np.where(rows.segment_ids == 0, rows.tokens, 95).astype(np.int32),
+        advantages=np.where(beyond, np.float32(np.nan), rows.advantages),
         old_logprobs=np.where(beyond, np.float32(np.nan), rows.old_logprobs),
         behaviour_logprobs=np.where(beyond, np.float32(-np.inf), rows.behaviour_logprobs),
     )
@@ -341,7 +335,7 @@ def test_rows_are_split_over_data_and_fsdp():
 
 
 def test_no_advantage_no_change():
-    state, metrics = updated(learner(), batch().replace(baseline=batch().reward))
+    state, metrics = updated(learner(), batch().replace(advantages=np.zeros_like(batch().advantages)))
     assert metrics.grad_norm == 0 and metrics.loss == 0
     assert_trees_equal(state.params, PARAMS)
     assert state.updates == 1
@@ -349,9 +343,10 @@ def test_no_advantage_no_change():
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_advantage_that_is_not_finite_leaves_the_state_as_it_was(value):
-    reward = batch().reward.copy()
-    reward[3] = value
-    state, metrics = updated(learner(), batch().replace(reward=reward))
+    examples = list(responses())
+    examples[3] = examples[3]._replace(reward=value)
+    rows = make_batch(examples, max_prompt_tokens=5, max_response_tokens=8)
+    state, metrics = updated(learner(), batch().replace(advantages=rows.advantages))
     assert not metrics.finite
     assert_trees_equal(state, fresh_state(learner()))
     assert state.updates == 0
@@ -426,7 +421,7 @@ def test_without_a_coefficient_the_reference_plays_no_part():
     of = learner()
     inputs = [len(jax.make_jaxpr(of.update)(fresh_state(of), of.put(rows)).jaxpr.invars)
               for rows in (batch(), with_reference(batch()))]  # fmt: skip
-    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + 10
+    assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + len(jax.tree.leaves(batch())) + 1
 
 
 def test_a_policy_that_is_its_reference_pays_nothing():
@@ -439,7 +434,7 @@ def test_a_policy_that_is_its_reference_pays_nothing():
 
 def test_what_stands_in_the_padding_of_the_reference_is_irrelevant():
     rows = with_reference(batch())
-    beyond = np.arange(8) >= rows.response_length
+    beyond = ~rows.response_mask
     for garbage in (np.nan, -np.inf):
         dirty = rows.replace(reference_logprobs=np.where(beyond, np.float32(garbage), rows.reference_logprobs))
         assert_trees_equal(updated(learner(**KL), dirty), updated(learner(**KL), rows))

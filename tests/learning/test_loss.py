@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.config import values
-from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate, policy_terms
+from reinforce_ada_jax.learning.loss import (
+    LossConfig,
+    aggregate,
+    clipped_policy_loss,
+    denominators,
+    kl_estimate,
+    policy_terms,
+)
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference"
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0}
+SEQUENCE = LossConfig(**CLIPS, aggregation="seq-mean-token-mean", ratio="sequence")
 KINDS = ("k1", "k2", "k3")
 ARRAYS = ("logprobs", "old_logprobs", "advantages", "mask", "behaviour_logprobs")
 
@@ -37,7 +45,13 @@ def value_and_gradient(arrays, clips, aggregation, truncated_is_cap):
     return jax.value_and_grad(loss, has_aux=True)(arrays["logprobs"])
 
 
-jitted_value_and_gradient = jax.jit(value_and_gradient, static_argnums=(2, 3))
+def jitted_value_and_gradient(arrays, clips, aggregation, truncated_is_cap):
+    return _jitted(arrays, tuple(clips.items()), aggregation, truncated_is_cap)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _jitted(arrays, clips, *options):
+    return value_and_gradient(arrays, dict(clips), *options)
 
 
 def random_batch(seed: int, rows: int = 8, length: int = 7) -> dict[str, jax.Array]:
@@ -193,7 +207,7 @@ def test_sequence_ratio_by_hand():
     logprobs = old + jnp.log(jnp.array([[1.1, 1.21], [2.0, 0.5], [0.5, 1.0]]))
     advantages = jnp.broadcast_to(jnp.array([[1.0], [2.0], [-1.0]]), (3, 2))
     for jitted in (False, True):
-        function = functools.partial(policy_terms, ratio="sequence", **CLIPS)
+        function = functools.partial(policy_terms, SEQUENCE)
         terms = (jax.jit(function) if jitted else function)(logprobs, old, advantages, mask)
         expected = [[-1.153690, -1.153690], [-2.0, -2.0], [0.8, 0.0]]
         np.testing.assert_allclose(terms.loss, expected, rtol=0, atol=1e-5)
@@ -235,9 +249,9 @@ def test_sequence_ratio_jit_equals_eager():
 def test_a_sequence_ratio_is_bounded():
     # The mean log ratio is bounded, not each token's: exp(20) at A = -1, where the dual clip holds it at 10.
     ones = jnp.ones((1, 2))
-    terms = policy_terms(jnp.array([[100.0, 0.0]]), 0 * ones, -ones, ones, ratio="sequence", **CLIPS)
+    terms = policy_terms(SEQUENCE, jnp.array([[100.0, 0.0]]), 0 * ones, -ones, ones)
     np.testing.assert_array_equal(terms.loss, [[10.0, 10.0]])
-    terms = policy_terms(jnp.array([[-100.0, 0.0]]), 0 * ones, ones, ones, ratio="sequence", **CLIPS)
+    terms = policy_terms(SEQUENCE, jnp.array([[-100.0, 0.0]]), 0 * ones, ones, ones)
     np.testing.assert_allclose(terms.loss, -math.exp(-20) * ones, rtol=1e-5)
 
 
@@ -312,7 +326,8 @@ def test_micro_batches_sum_to_the_whole(aggregation):
     @jax.jit
     @jax.value_and_grad
     def part(logprobs, rest):
-        terms = policy_terms(logprobs, **rest, truncated_is_cap=2.0, **CLIPS)
+        config = LossConfig(**CLIPS, aggregation=aggregation, truncated_is_cap=2.0)
+        terms = policy_terms(config, logprobs, **rest)
         return aggregate(terms.loss, rest["mask"], aggregation, num_tokens=num_tokens, num_rows=num_rows)
 
     for rows in (4, 1):
@@ -355,7 +370,8 @@ def test_the_pieces_keep_garbage_out_by_themselves(garbage):
     batch = random_batch(3)
     mask = batch["mask"]
     dirty = {name: jnp.where(mask, values, garbage) for name, values in batch.items() if name != "mask"}
-    for term in policy_terms(**dirty, mask=mask, truncated_is_cap=2.0, **CLIPS):
+    config = LossConfig(**CLIPS, aggregation="token-mean", truncated_is_cap=2.0)
+    for term in policy_terms(config, **dirty, mask=mask):
         assert np.isfinite(term).all() and not term[~mask].any()
     # As an entropy comes from the policy: nan where there is no token.
     expected = aggregate(batch["logprobs"], mask, "token-mean", num_tokens=4.0, num_rows=2.0)
@@ -411,6 +427,6 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="aggregation is 'mean'; it must be one of token-mean"):
         clipped_policy_loss(one, one, one, one, aggregation="mean", **CLIPS)
     with pytest.raises(ValueError, match="ratio is 'row'; it must be one of token, sequence"):
-        policy_terms(one, one, one, one, ratio="row", **CLIPS)
+        clipped_policy_loss(one, one, one, one, aggregation="token-mean", ratio="row", **CLIPS)
     with pytest.raises(ValueError, match="kind is 'k4'; it must be one of k1, k2, k3"):
         kl_estimate(one, one, "k4")

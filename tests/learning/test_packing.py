@@ -2,14 +2,13 @@
 
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.config import defaults
 from reinforce_ada_jax.learning import loss as loss_lib
-from reinforce_ada_jax.learning.batch import Example, layout, make_batch, members, owners, pack, response_mask
+from reinforce_ada_jax.learning.batch import Example, make_batch, pack
 from reinforce_ada_jax.training.updates import Minibatch, Updates
 from reinforce_ada_jax.types import Response
 from tests.learning.test_learner import (
@@ -57,18 +56,16 @@ def test_the_layout_of_a_packed_row():
     packed = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=2, per_row=3)
     # The longer one first; the second row is padding.
     np.testing.assert_array_equal(packed.tokens, [[5, 9, 9, 2, 5, 6, 8, 0, 0], [0] * 9])
-    np.testing.assert_array_equal(packed.prompt_length, [[1, 2, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(packed.segment_ids, [[0, 0, 0, 0, 1, 1, 1, 3, 3], [3] * 9])
+    np.testing.assert_array_equal(packed.positions, [[0, 1, 2, 3, 0, 1, 2, 0, 0], [0] * 9])
+    np.testing.assert_array_equal(packed.response_positions, [[1, 2, 3, 6, 1, 1, 1, 1, 1], [1] * 9])
+    np.testing.assert_array_equal(packed.response_segment_ids, [[0, 0, 0, 1, 3, 3, 3, 3, 3], [3] * 9])
+    np.testing.assert_array_equal(packed.response_mask, [[True] * 4 + [False] * 5, [False] * 9])
     np.testing.assert_array_equal(packed.response_length, [[3, 1, 0], [0, 0, 0]])
-    np.testing.assert_array_equal(packed.policy_version, [[3, 4, 0], [0, 0, 0]])
-    np.testing.assert_array_equal(packed.reward, [[0, 1, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(packed.policy_version[0, :4], [3, 3, 3, 4])
+    # 1.5 * (0 - 1/2) for three tokens, 2 * (1 - 1/4) for one.
+    np.testing.assert_array_equal(packed.advantages[0], np.float32([-0.75, -0.75, -0.75, 1.5, 0, 0, 0, 0, 0]))
     np.testing.assert_array_equal(packed.behaviour_logprobs[0], np.float32([-0.1, -0.2, -0.3, -1, 0, 0, 0, 0, 0]))
-    np.testing.assert_array_equal(owners(packed), [[0, 0, 0, 1, 3, 3, 3, 3, 3], [3] * 9])
-    np.testing.assert_array_equal(response_mask(packed), [[True] * 4 + [False] * 5, [False] * 9])
-    segments, positions, at = layout(jax.tree.map(jnp.asarray, packed))
-    np.testing.assert_array_equal(segments, [[0, 0, 0, 0, 1, 1, 1, 3, 3], [3] * 9])
-    np.testing.assert_array_equal(positions[0, :7], [0, 1, 2, 3, 0, 1, 2])
-    np.testing.assert_array_equal(at[0, :4], [1, 2, 3, 6])
-    assert (at >= 1).all() and (at < 9).all()
 
 
 @pytest.mark.parametrize("per_row", [1, 3])
@@ -172,7 +169,7 @@ def test_packed_rows_on_eight_devices_are_those_of_one():
 def test_splash_attention_makes_the_same_update():
     # Interpreted; on a CPU the plain one is chosen.
     of = learner(2, attention="splash")
-    assert (of.attention, learner(2).attention) == ("splash", "jnp")
+    assert (of.platform.attention, learner(2).platform.attention) == ("splash", "jnp")
     rows = packed_from(batch())
     (plain, metrics), (ours, our_metrics) = updated(learner(2), rows), updated(of, rows)
     assert_trees_close(our_metrics, metrics, rtol=1e-5, atol=1e-5)
@@ -181,10 +178,10 @@ def test_splash_attention_makes_the_same_update():
 
 def test_counts_are_of_responses():
     rows = packed_from(batch())
-    mask, whose = response_mask(rows), members(rows)
-    assert [float(x) for x in loss_lib.denominators(mask, whose)] == [sum(RESPONSE_LENGTHS), 8]
+    mask, one_hot = rows.response_mask, rows.segment_one_hot()
+    assert [float(x) for x in loss_lib.denominators(mask, one_hot)] == [sum(RESPONSE_LENGTHS), 8]
     # A row for a sequence would make three of the eight.
     assert [float(x) for x in loss_lib.denominators(mask)] == [sum(RESPONSE_LENGTHS), 3]
-    own = loss_lib.own_sums(jnp.asarray(mask, jnp.float32), jnp.asarray(whose))
+    lengths = loss_lib.segment_sums(jnp.asarray(mask, jnp.float32), jnp.asarray(one_hot))
     wanted = np.concatenate([[RESPONSE_LENGTHS[number]] * RESPONSE_LENGTHS[number] for number in ROWS[2]])
-    np.testing.assert_array_equal(own[2, : len(wanted)], wanted)
+    np.testing.assert_array_equal(lengths[2, : len(wanted)], wanted)

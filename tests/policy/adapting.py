@@ -1,12 +1,11 @@
-"""Adapters that change something, as after some training, for the tests of whoever takes them."""
+"""Adapters that change something, as after some training, for tests."""
 
 import jax
 import jax.numpy as jnp
 
-from reinforce_ada_jax.config import LoraConfig
 from reinforce_ada_jax.policy import lora
 
-ALL = lora.from_settings(LoraConfig(rank=4, alpha=8.0))
+ALL = lora.Lora(4, 8.0, tuple(lora.TARGETS))
 
 
 def random_adapters(architecture, chosen=ALL, seed=0):

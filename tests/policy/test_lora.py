@@ -14,7 +14,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, LoraConfig, values
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
-from reinforce_ada_jax.policy.layers import Adapted, product
+from reinforce_ada_jax.policy.layers import Adapted, project
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
 
@@ -22,10 +22,10 @@ merged = jax.jit(lora.merged, static_argnames="dtype")
 
 
 @functools.cache
-def example(family="qwen2", targets=("all-linear",)):
+def example(family="qwen2", targets=tuple(lora.TARGETS)):
     """(architecture, base, adapters, what they are, tokens)"""
     architecture, base, recorded = recording.golden(family)
-    chosen = lora.from_settings(LoraConfig(rank=4, alpha=8.0, targets=tuple(targets)))
+    chosen = lora.Lora(4, 8.0, targets)
     return architecture, base, random_adapters(architecture, chosen), chosen, jnp.asarray(recorded["tokens"])
 
 
@@ -36,22 +36,21 @@ def test_the_product_by_hand():
     # x W = (1, 2); x A = 1 + 2 = 3, times B (30, 60), times 1/2 (15, 30).
     adapted = Adapted(jnp.eye(2), jnp.ones((2, 1)), jnp.array([[10.0, 20.0]]), scaling=0.5)
     x = jnp.array([[[1.0, 2.0]]])
-    np.testing.assert_array_equal(product("BTD,DF->BTF", x, adapted), [[[16.0, 32.0]]])
-    np.testing.assert_array_equal(product("BTD,DF->BTF", x, jnp.eye(2)), x)
+    np.testing.assert_array_equal(project(x, adapted), [[[16.0, 32.0]]])
+    np.testing.assert_array_equal(project(x, jnp.eye(2)), x)
 
 
-@pytest.mark.parametrize(
-    ("equation", "inputs", "outputs"),
-    [("BTD,DNH->BTNH", (5,), (2, 3)), ("BTNH,NHD->BTD", (2, 3), (5,)), ("BTF,FD->BTD", (5,), (6,))],
-)
-def test_the_product_is_that_of_the_merged_weight(equation, inputs, outputs):
+@pytest.mark.parametrize(("inputs", "outputs"), [((5,), (2, 3)), ((2, 3), (5,)), ((5,), (6,))])
+def test_the_product_is_that_of_the_merged_weight(inputs, outputs):
     rng = np.random.default_rng(0)
     x, w, a, b = (
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in ((7, 1, *inputs), (*inputs, *outputs), (*inputs, 4), (4, *outputs))
     )
     whole = w + 0.5 * jnp.tensordot(a, b, axes=1)
-    np.testing.assert_allclose(product(equation, x, Adapted(w, a, b, 0.5)), product(equation, x, whole), rtol=1e-4)
+    np.testing.assert_allclose(
+        project(x, Adapted(w, a, b, 0.5), len(inputs)), project(x, whole, len(inputs)), rtol=1e-4
+    )
 
 
 # ---- in the decoder ----------------------------------------------------------------------------------------------
@@ -105,17 +104,19 @@ def test_the_gradient_beside_the_weights_is_that_through_the_merged_ones():
 
 
 def test_targets_are_those_of_the_configuration_and_of_hugging_face():
-    assert values.LORA_TARGETS == ("all-linear", *lora.TARGETS)
+    assert values.PROJECTIONS == tuple(lora.TARGETS)
     for target, weight in lora.TARGETS.items():
         assert huggingface.TABLE[weight][1].endswith(f".{target}.weight")
 
 
 def test_settings():
-    assert lora.from_settings(LoraConfig(rank=0, alpha=32.0, targets=("all-linear",))) is None
-    assert lora.from_settings(LoraConfig(rank=8, alpha=32.0, targets=("all-linear",))) == lora.Lora(
-        8, 32.0, tuple(lora.TARGETS)
-    )
-    some = lora.from_settings(LoraConfig(rank=8, alpha=32.0, targets=("v_proj", "q_proj")))
+    def made(**settings):
+        settings = LoraConfig(alpha=32.0, **settings)
+        return lora.make(settings.rank, settings.alpha, settings.projections)
+
+    assert made(rank=0, targets=("all-linear",)) is None
+    assert made(rank=8, targets=("all-linear",)) == lora.Lora(8, 32.0, tuple(lora.TARGETS))
+    some = made(rank=8, targets=("v_proj", "q_proj"))
     assert some.targets == ("q_proj", "v_proj") and some.scaling == 4.0
 
 
@@ -134,7 +135,7 @@ def test_shapes_follow_the_weights():
 
 def test_initial_values():
     architecture = example()[0]
-    wide = lora.from_settings(LoraConfig(rank=64, alpha=1.0, targets=("all-linear",)))
+    wide = lora.Lora(64, 1.0, tuple(lora.TARGETS))
     flat = transformer.flatten(lora.init(architecture, wide, jax.random.key(0)))
     for name, x in flat.items():
         if name.endswith(".b"):

@@ -16,6 +16,7 @@ from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import response_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.logprobs import distribution
@@ -172,7 +173,9 @@ def assert_different(left: Samples, right: Samples) -> None:
 
 @functools.partial(jax.jit, static_argnames="temperature")
 def _logprobs(params, batch, temperature):
-    return response_logprobs(ARCHITECTURE, params, batch, dtype=jnp.float32, temperature=temperature)[0]
+    return response_logprobs(
+        ARCHITECTURE, params, batch, HeadConfig(temperature, ARCHITECTURE.tied_embedding), dtype=jnp.float32
+    )[0]
 
 
 def logprob_gaps(samples: Samples, temperature: float = 1.0) -> np.ndarray:
@@ -181,4 +184,4 @@ def logprob_gaps(samples: Samples, temperature: float = 1.0) -> np.ndarray:
     rows = [Example(prompt_of[response.prompt_id].tokens, response) for response in samples.values()]
     batch = make_batch(rows, max_prompt_tokens=OPTIONS.max_prompt_tokens, max_response_tokens=LIMIT)
     gaps = np.abs(_logprobs(params(), batch, temperature) - batch.behaviour_logprobs)
-    return np.asarray(gaps)[np.arange(LIMIT)[None] < batch.response_length]
+    return np.asarray(gaps)[batch.response_mask]

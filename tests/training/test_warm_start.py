@@ -40,10 +40,10 @@ def test_demonstrations_as_rows():
     again = warm_start.demonstration_batch(TOKENIZER, np.random.default_rng(0), 8, 8)
     jax.tree.map(np.testing.assert_array_equal, batch, again)
     assert batch.tokens.shape == (128, 16)
-    prompt_length, response_length = batch.prompt_length[:, 0], batch.response_length[:, 0]  # one response a row
-    assert set(prompt_length) == {8} and set(response_length) <= set(range(3, 8))
+    response_length = batch.response_length[:, 0]  # one response a row
+    assert set(batch.response_positions[:, 0]) == {8} and set(response_length) <= set(range(3, 8))
     (stop,) = TOKENIZER.stop_ids
-    last = prompt_length + response_length - 1
+    last = 8 + response_length - 1
     assert (batch.tokens[np.arange(128), last] == stop).all()
     assert TOKENIZER.decode(batch.tokens[0, 8 : last[0]]) == cipher.demonstrations(128, np.random.default_rng(0))[0][1]
 
@@ -60,7 +60,7 @@ def test_made_again_it_is_the_same(tmp_path):
     # As a user makes it: the test process compiles with other flags, and so with other rounding.
     arguments = ["--config=configs/tiny.py", f"--output={tmp_path / 'made'}"]
     subprocess.run(
-        [sys.executable, "-m", "reinforce_ada_jax.warm_start", *arguments],
+        [sys.executable, "-m", "reinforce_ada_jax.training.warm_start", *arguments],
         cwd=ROOT, env=environment(), check=True, capture_output=True,
     )  # fmt: skip
     assert {file.name for file in (tmp_path / "made").iterdir()} == {file.name for file in PACKAGED.iterdir()}

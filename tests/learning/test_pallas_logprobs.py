@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.distributed.mesh import make_mesh
-from reinforce_ada_jax.learning.fused_loss import head_statistics
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from tests.running import ROOT, environment
 
 
@@ -28,11 +29,8 @@ def both(hidden, head, targets, slopes, *, tied, backend, tile, mesh=None, froze
     """((logprob, entropy), (d_hidden, d_head)) of a sum of all outputs, each with a weight of its own."""
 
     def weighted(hidden, head):
-        outputs = head_statistics(
-            hidden, head, targets,
-            temperature=0.7, tied=tied, backend=backend, tile=tile, mesh=mesh, interpret=backend != "scan",
-            frozen_head=frozen_head,
-        )  # fmt: skip
+        config = HeadConfig(0.7, tied, mesh, backend, tile, interpret=backend != "scan", frozen_head=frozen_head)
+        outputs = token_logprobs(config, hidden, head, targets)
         return sum(jnp.vdot(slope, output) for slope, output in zip(slopes, outputs, strict=True)), outputs
 
     (_, outputs), gradients = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(hidden, head)
@@ -110,8 +108,9 @@ import os, sys
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
-from reinforce_ada_jax import mesh as mesh_lib
-from reinforce_ada_jax.learning.fused_loss import head_statistics
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning.fused_logprobs import default_tile, token_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 topology, tensor, tied, head_dtype = sys.argv[1:]
 columns, words, tied = 1536, 151_936, tied == "tied"
 devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -123,7 +122,8 @@ axes = ("vocab", "embed") if tied else ("embed", "vocab")
 head = shape((words, columns) if tied else (columns, words), head_dtype, *axes)
 targets = shape((4096,), jnp.int32, "rows")
 def total(hidden, head, targets):
-    outputs = head_statistics(hidden, head, targets, temperature=1.0, tied=tied, mesh=mesh, backend="pallas_tpu")
+    tile = default_tile("pallas_tpu", columns, jnp.bfloat16)
+    outputs = token_logprobs(HeadConfig(1.0, tied, mesh, "pallas_tpu", tile), hidden, head, targets)
     return sum(x.sum() for x in outputs)
 program = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), out_shardings=(None, (hidden.sharding, head.sharding)))
 print(program.lower(hidden, head, targets).compile().memory_analysis().temp_size_in_bytes)

@@ -1,5 +1,6 @@
 """Against the plain formulas over whole logits, in values and in gradients to hidden states and head."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -13,11 +14,13 @@ from reinforce_ada_jax.benchmarks import loss
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning import loss as loss_lib
-from reinforce_ada_jax.learning.fused_loss import advantage, fused_policy_loss, head_statistics
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 
-SETTINGS = dict(clip_low=0.2, clip_high=0.28, dual_clip=2.0, aggregation="token-mean", temperature=1.3)
-EVERYTHING = SETTINGS | dict(
-    aggregation="seq-mean-token-mean", truncated_is_cap=1.5, kl_kind="k3", kl_coefficient=0.1, entropy_coefficient=0.05
+TEMPERATURE = 1.3
+PLAIN = loss_lib.LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=2.0, aggregation="token-mean")
+EVERYTHING = dataclasses.replace(
+    PLAIN, aggregation="seq-mean-token-mean", truncated_is_cap=1.5, kl_coefficient=0.1, entropy_coefficient=0.05
 )
 
 
@@ -31,7 +34,7 @@ def make_case(rows, length, columns, num_words, *, tied=True, dtype=jnp.float32,
     hidden, head = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype)
     targets = jnp.asarray(rng.integers(num_words, size=(rows, length)), jnp.int32)
     logits = np.asarray(hidden, np.float32) @ (np.asarray(head, np.float32).T if tied else np.asarray(head, np.float32))
-    logits /= SETTINGS["temperature"]
+    logits /= TEMPERATURE
     picked = np.take_along_axis(logits, np.asarray(targets)[..., None], axis=-1)[..., 0]
     logprobs = jnp.asarray(picked - np.log(np.exp(logits).sum(axis=-1)))
     # Steps of 1/8 away from the clips' edges, so that rounding puts no token on the other side of one.
@@ -41,9 +44,7 @@ def make_case(rows, length, columns, num_words, *, tied=True, dtype=jnp.float32,
         old_logprobs=logprobs - gap,
         behaviour_logprobs=logprobs - gap - other,
         reference_logprobs=logprobs - reference,
-        reward=jnp.asarray(rng.integers(2, size=rows), jnp.float32),
-        baseline=jnp.asarray(rng.uniform(size=rows), jnp.float32),
-        weight=jnp.asarray(rng.uniform(0.5, 2, size=rows), jnp.float32),
+        advantages=jnp.asarray(np.repeat(rng.uniform(-1, 1, size=(rows, 1)), length, axis=1), jnp.float32),
         mask=jnp.asarray(mask),
     )  # fmt: skip
 
@@ -57,37 +58,36 @@ def plain_statistics(hidden, head, targets, *, temperature, tied):
     return picked, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
-def plain_loss(hidden, head, arrays, *, tied, **settings):
+def plain_loss(hidden, head, arrays, counts=None, *, config, tied):
     """The same loss from whole logits, each term by its tested formula."""
-    settings = EVERYTHING | dict(kl_coefficient=0.0, entropy_coefficient=0.0, truncated_is_cap=None) | settings
-    mask, aggregation = arrays["mask"], settings["aggregation"]
-    logprobs, entropy = plain_statistics(
-        hidden, head, arrays["targets"], temperature=settings["temperature"], tied=tied
-    )
-    advantages = arrays["weight"] * (arrays["reward"] - arrays["baseline"])
+    mask, aggregation = arrays["mask"], config.aggregation
+    logprobs, entropy = plain_statistics(hidden, head, arrays["targets"], temperature=TEMPERATURE, tied=tied)
     loss, metrics = loss_lib.clipped_policy_loss(
         logprobs,
         arrays["old_logprobs"],
-        jnp.broadcast_to(advantages[:, None], mask.shape),
+        arrays["advantages"],
         mask,
         behaviour_logprobs=arrays["behaviour_logprobs"],
         **{
-            name: settings[name]
+            name: getattr(config, name)
             for name in ("clip_low", "clip_high", "dual_clip", "aggregation", "truncated_is_cap", "ratio")
-            if name in settings
         },
     )
     num_tokens, num_rows = loss_lib.denominators(mask)
     mean = functools.partial(loss_lib.aggregate, mask=mask, num_tokens=num_tokens, num_rows=num_rows)
-    kl = loss_lib.kl_estimate(logprobs, arrays["reference_logprobs"], settings["kl_kind"])
-    loss = loss - settings["entropy_coefficient"] * mean(entropy, aggregation=aggregation)
-    loss = loss + settings["kl_coefficient"] * mean(kl, aggregation=aggregation)
+    kl = loss_lib.kl_estimate(logprobs, arrays["reference_logprobs"], config.kl_kind)
+    loss = loss - config.entropy_coefficient * mean(entropy, aggregation=aggregation)
+    loss = loss + config.kl_coefficient * mean(kl, aggregation=aggregation)
     metrics |= {"entropy": mean(entropy, aggregation="token-mean"), "kl": mean(kl, aggregation="token-mean")}
     return loss, metrics
 
 
-def fused_loss(hidden, head, arrays, **settings):
-    return fused_policy_loss(hidden, head, **arrays, **settings)
+def fused_loss(hidden, head, arrays, counts=None, *, config, **head_settings):
+    """As the learner computes it: log-probabilities without whole logits, then the loss."""
+    arrays = dict(arrays)
+    head_config = HeadConfig(TEMPERATURE, **head_settings)
+    logprobs, entropy = token_logprobs(head_config, hidden, head, arrays.pop("targets"))
+    return loss_lib.policy_loss(config, logprobs, entropy, counts=counts, **arrays)
 
 
 @functools.lru_cache
@@ -95,9 +95,9 @@ def compiled(loss, settings):
     return jax.jit(jax.value_and_grad(functools.partial(loss, **dict(settings)), argnums=(0, 1), has_aux=True))
 
 
-def with_gradients(loss, hidden, head, arrays, **settings):
+def with_gradients(loss, hidden, head, arrays, counts=None, *, config=EVERYTHING, **settings):
     """((loss, metrics), (d_hidden, d_head)), compiled once for the same settings and shapes."""
-    return compiled(loss, tuple(sorted(settings.items())))(hidden, head, arrays)
+    return compiled(loss, tuple(sorted((settings | {"config": config}).items())))(hidden, head, arrays, counts)
 
 
 def assert_near(ours, wanted, tolerance=1e-5):
@@ -119,7 +119,10 @@ def test_literal_statistics():
     # words, so that the second has one word and no maximum of its own.
     hidden, head = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0, 2.0, 1.0]]))
     target = jnp.array([1])
-    statistics = functools.partial(head_statistics, hidden, head, target, tied=False, tile=(1, 2))
+
+    def statistics(temperature):
+        return token_logprobs(HeadConfig(temperature, tied=False, tile=(1, 2)), hidden, head, target)
+
     np.testing.assert_allclose(statistics(temperature=1.0), [[np.log(0.5)], [1.5 * np.log(2)]], rtol=1e-6)
     halved = 2 / 6 * np.log(6) + 4 / 6 * np.log(1.5)
     np.testing.assert_allclose(statistics(temperature=0.5), [[np.log(4 / 6)], [halved]], rtol=1e-6)
@@ -131,7 +134,7 @@ def test_literal_gradients():
     hidden, head = jnp.ones((1, 1)), jnp.log(jnp.array([[1.0, 2.0, 1.0]]))
 
     def output(head, which):
-        return head_statistics(hidden, head, jnp.array([1]), temperature=1.0, tied=False, tile=(1, 2))[which][0]
+        return token_logprobs(HeadConfig(1.0, tied=False, tile=(1, 2)), hidden, head, jnp.array([1]))[which][0]
 
     np.testing.assert_allclose(jax.grad(output)(head, 0), [[-0.25, 0.5, -0.25]], atol=1e-6)
     np.testing.assert_allclose(jax.grad(output)(head, 1), np.log(2) * np.array([[0.125, -0.25, 0.125]]), atol=1e-6)
@@ -147,7 +150,9 @@ def test_tile_sizes_agree(tile, tied):
         logprob, entropy = function(hidden, head, arrays["targets"], temperature=0.7, tied=tied)
         return jnp.sum(weights[0] * logprob) + jnp.sum(weights[1] * entropy), (logprob, entropy)
 
-    tiled = functools.partial(head_statistics, tile=tile)
+    def tiled(hidden, head, targets, *, temperature, tied):
+        return token_logprobs(HeadConfig(temperature, tied, tile=tile), hidden, head, targets)
+
     ours, wanted = (
         jax.jit(jax.value_and_grad(functools.partial(weighted, function), argnums=(0, 1), has_aux=True))(hidden, head)
         for function in (tiled, plain_statistics)
@@ -160,7 +165,7 @@ def test_large_and_equal_logits_stay_finite():
     head = jnp.array([[1e4, 0.0, -1e4, 0.0], [0.0, 0.0, 0.0, 0.0]])
 
     def both(head):
-        return head_statistics(jnp.eye(2), head, jnp.array([0, 3]), temperature=1.0, tied=False, tile=(2, 3))
+        return token_logprobs(HeadConfig(1.0, tied=False, tile=(2, 3)), jnp.eye(2), head, jnp.array([0, 3]))
 
     np.testing.assert_allclose(both(head), [[0.0, -np.log(4)], [0.0, np.log(4)]], atol=1e-6)
     assert np.isfinite(jax.jacrev(both)(head)).all()
@@ -174,7 +179,7 @@ def test_a_float32_head_beside_bfloat16_states():
     def slopes(hidden, head, cast):
         def total(hidden, head):
             head = head.astype(jnp.bfloat16) if cast else head
-            outputs = head_statistics(hidden, head, arrays["targets"], temperature=1.0, tied=True, tile=(16, 96))
+            outputs = token_logprobs(HeadConfig(1.0, tied=True, tile=(16, 96)), hidden, head, arrays["targets"])
             return sum(x.sum() for x in outputs)
 
         return jax.grad(total, argnums=(0, 1))(hidden, head)
@@ -189,45 +194,40 @@ def test_a_float32_head_beside_bfloat16_states():
 # ---- the loss ----------------------------------------------------------------------------------------------------
 
 
-def test_advantage():
-    ours = advantage(jnp.array([1.0, 0.0]), jnp.array([0.25, 0.25]), jnp.array([2.0, 1.0]))
-    np.testing.assert_array_equal(ours, [1.5, -0.25])
-
-
-@pytest.mark.parametrize("settings, tied", [
-    (SETTINGS, False),
+@pytest.mark.parametrize("config, tied", [
+    (PLAIN, False),
     (EVERYTHING, True),
     (EVERYTHING, False),
-    (EVERYTHING | dict(aggregation="seq-mean-token-sum", ratio="sequence", kl_kind="k2"), True),
+    (dataclasses.replace(EVERYTHING, aggregation="seq-mean-token-sum", ratio="sequence", kl_kind="k2"), True),
 ], ids=["plain", "every term, tied", "every term", "by sequence"])  # fmt: skip
-def test_equals_the_naive_loss(settings, tied):
+def test_equals_the_naive_loss(config, tied):
     case = make_case(6, 20, 16, 512, tied=tied)
-    ours = with_gradients(fused_loss, *case, tied=tied, tile=(32, 200), **settings)
-    assert_near(ours, with_gradients(plain_loss, *case, tied=tied, **settings))
+    ours = with_gradients(fused_loss, *case, config=config, tied=tied, tile=(32, 200))
+    assert_near(ours, with_gradients(plain_loss, *case, config=config, tied=tied))
     assert 0 < ours[0][1]["clip_fraction"] < 1
 
 
 def test_in_bfloat16():
     case = make_case(6, 20, 16, 512, dtype=jnp.bfloat16)
-    ours = with_gradients(fused_loss, *case, tied=True, tile=(32, 200), **EVERYTHING)
+    ours = with_gradients(fused_loss, *case, tied=True, tile=(32, 200))
     assert ours[1][0].dtype == ours[1][1].dtype == jnp.bfloat16
     whole = jax.tree.map(lambda x: x.astype(jnp.float32), case[:2])
-    (loss, metrics), slopes = with_gradients(plain_loss, *whole, case[2], tied=True, **EVERYTHING)
+    (loss, metrics), slopes = with_gradients(plain_loss, *whole, case[2], tied=True)
     assert_near(ours, ((loss, metrics), jax.tree.map(lambda x: x.astype(jnp.bfloat16), slopes)), 2e-2)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)], ids=["float32", "bfloat16"])
 def test_the_whole_vocabulary_of_a_published_model(dtype, tolerance):
     case = make_case(3, 4, 8, 151_936, dtype=dtype)
-    ours = with_gradients(fused_loss, *case, tied=True, tile=(8, 50_000), **EVERYTHING)
-    assert_near(ours, with_gradients(plain_loss, *case, tied=True, **EVERYTHING), tolerance)
+    ours = with_gradients(fused_loss, *case, tied=True, tile=(8, 50_000))
+    assert_near(ours, with_gradients(plain_loss, *case, tied=True), tolerance)
 
 
 def test_jit_equals_eager():
     hidden, head, arrays = make_case(4, 6, 8, 64)
 
     def total(hidden, head):
-        outputs = head_statistics(hidden, head, arrays["targets"], temperature=1.3, tied=True, tile=(24, 40))
+        outputs = token_logprobs(HeadConfig(1.3, tied=True, tile=(24, 40)), hidden, head, arrays["targets"])
         return sum(x.sum() for x in outputs)
 
     slopes = jax.value_and_grad(total, argnums=(0, 1))
@@ -236,15 +236,14 @@ def test_jit_equals_eager():
 
 def test_micro_batches_sum_to_the_minibatch():
     case = make_case(4, 6, 8, 64)
-    whole = with_gradients(fused_loss, *case, tied=True, tile=(8, 40), **EVERYTHING)
-    num_tokens, num_rows = loss_lib.denominators(case[2]["mask"])
+    whole = with_gradients(fused_loss, *case, tied=True, tile=(8, 40))
+    counts = loss_lib.denominators(case[2]["mask"])
     parts = []
     for start in (0, 2):
         hidden, arrays = jax.tree.map(lambda x, start=start: x[start : start + 2], (case[0], case[2]))
         (loss, metrics), (d_hidden, d_head) = with_gradients(
-            fused_loss, hidden, case[1], arrays, tied=True, tile=(8, 40),
-            num_tokens=float(num_tokens), num_rows=float(num_rows), **EVERYTHING,
-        )  # fmt: skip
+            fused_loss, hidden, case[1], arrays, counts, tied=True, tile=(8, 40)
+        )
         parts.append(((loss, metrics), (d_hidden, d_head)))
     (loss, metrics), d_head = jax.tree.map(jnp.add, *((value, slopes[1]) for value, slopes in parts))
     assert_near(((loss, metrics), d_head), (whole[0], whole[1][1]))
@@ -253,13 +252,11 @@ def test_micro_batches_sum_to_the_minibatch():
 
 def test_nothing_under_the_mask_matters():
     hidden, head, arrays = make_case(4, 6, 8, 64)
-    per_token = ("old_logprobs", "behaviour_logprobs", "reference_logprobs")
+    per_token = ("old_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages")
     spoiled = arrays | {name: jnp.where(arrays["mask"], arrays[name], jnp.nan) for name in per_token}
     spoiled["targets"] = jnp.where(arrays["mask"], arrays["targets"], -1)
-    spoiled |= {name: arrays[name].at[-1].set(jnp.nan) for name in ("reward", "baseline", "weight")}  # of padding
     clean, ours = (
-        with_gradients(fused_loss, hidden, head, given, tied=True, tile=(8, 40), **EVERYTHING)
-        for given in (arrays, spoiled)
+        with_gradients(fused_loss, hidden, head, given, tied=True, tile=(8, 40)) for given in (arrays, spoiled)
     )
     jax.tree.map(np.testing.assert_array_equal, clean, ours)
     np.testing.assert_array_equal(ours[1][0][~np.asarray(arrays["mask"])], 0.0)
@@ -269,7 +266,7 @@ def test_nothing_under_the_mask_matters():
 def test_no_token_at_all_gives_zeros():
     hidden, head, arrays = make_case(4, 6, 8, 64)
     arrays["mask"] = jnp.zeros_like(arrays["mask"])
-    ours = with_gradients(fused_loss, hidden, head, arrays, tied=True, tile=(8, 40), **EVERYTHING)
+    ours = with_gradients(fused_loss, hidden, head, arrays, tied=True, tile=(8, 40))
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), ours)
 
 
@@ -278,7 +275,7 @@ def test_only_hidden_and_head_are_differentiated():
     floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
 
     def loss(floats):
-        return fused_policy_loss(hidden, head, **(arrays | floats), tied=True, tile=(8, 40), **EVERYTHING)[0]
+        return fused_loss(hidden, head, arrays | floats, config=EVERYTHING, tied=True, tile=(8, 40))[0]
 
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0.0), jax.jit(jax.grad(loss))(floats))
 
@@ -286,11 +283,8 @@ def test_only_hidden_and_head_are_differentiated():
 def test_packed_equals_unpacked():
     # Four rows one after the other, with rubbish between, in one row: each token brings its own response's numbers.
     hidden, head, arrays = make_case(4, 6, 8, 64)
-    settings = dict(tied=True, tile=(8, 40), **(EVERYTHING | dict(aggregation="token-mean")))
-    per_token = {
-        name: jnp.broadcast_to(x[:, None], arrays["mask"].shape) if x.ndim == 1 else x for name, x in arrays.items()
-    }
-    packed = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (hidden, per_token))
+    settings = dict(tied=True, tile=(8, 40), config=dataclasses.replace(EVERYTHING, aggregation="token-mean"))
+    packed = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (hidden, arrays))
     wanted, slopes = with_gradients(fused_loss, hidden, head, arrays, **settings)
     ours, (d_hidden, d_head) = with_gradients(fused_loss, packed[0], head, packed[1], **settings)
     assert_near((ours, (d_hidden.reshape(hidden.shape), d_head)), (wanted, slopes))
@@ -310,7 +304,7 @@ def test_one_device_equals_eight(axes, tied, num_words, dtype, tolerance):
     length, tile = (10, (8, 64)) if num_words == 512 else (2, (4, 19_000))
     hidden, head, arrays = make_case(4, length, 8, num_words, tied=tied)
     hidden = hidden.astype(dtype)  # beside a float32 head, which is gathered in bfloat16
-    wanted = with_gradients(fused_loss, hidden, head, arrays, tied=tied, tile=tile, **EVERYTHING)
+    wanted = with_gradients(fused_loss, hidden, head, arrays, tied=tied, tile=tile)
     mesh = make_mesh(**axes)
 
     def put(x, *names):
@@ -319,7 +313,7 @@ def test_one_device_equals_eight(axes, tied, num_words, dtype, tolerance):
     head_axes = ("vocab", "embed") if tied else ("embed", "vocab")  # as the learner's weights are laid out
     ours = with_gradients(
         fused_loss, put(hidden, "rows"), put(head, *head_axes), jax.tree.map(lambda x: put(x, "rows"), arrays),
-        tied=tied, mesh=mesh, tile=tile, **EVERYTHING,
+        tied=tied, mesh=mesh, tile=tile,
     )  # fmt: skip
     assert_near(ours, wanted, tolerance)
     assert ours[1][0].sharding.spec[0] == ("data", "fsdp")
@@ -331,7 +325,7 @@ def test_one_device_equals_eight(axes, tied, num_words, dtype, tolerance):
 
 def largest_array(loss, tied, dtype):
     hidden, head, arrays = make_case(4, 64, 16, 1024, tied=tied, dtype=dtype)
-    function = jax.jit(jax.grad(lambda *inputs: loss(*inputs, tied=tied, **EVERYTHING)[0], argnums=(0, 1)))
+    function = jax.jit(jax.grad(lambda *inputs: loss(*inputs, config=EVERYTHING, tied=tied)[0], argnums=(0, 1)))
     compiled = function.lower(hidden, head, arrays).compile()
     shapes = re.findall(r"(?:f32|bf16|s32|pred)\[([\d,]+)\]", compiled.as_text())
     return max(math.prod(map(int, shape.split(","))) for shape in shapes)
@@ -351,14 +345,15 @@ def test_what_the_compiler_plans_for_a_published_vocabulary(loss, least, most):
     tokens, words, columns = (16, 1024), 151_936, 256
     arrays = jax.eval_shape(lambda: make_shapes(tokens))
     hidden, head = (jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in ((*tokens, columns), (words, columns)))
-    program = compiled(loss, tuple(sorted((dict(tied=True) | EVERYTHING).items())))
-    assert least < program.lower(hidden, head, arrays).compile().memory_analysis().temp_size_in_bytes < most
+    program = compiled(loss, tuple(sorted(dict(tied=True, config=EVERYTHING).items())))
+    assert least < program.lower(hidden, head, arrays, None).compile().memory_analysis().temp_size_in_bytes < most
 
 
 def make_shapes(tokens):
-    per_token = dict.fromkeys(("old_logprobs", "behaviour_logprobs", "reference_logprobs"), jnp.zeros(tokens))
-    per_row = dict.fromkeys(("reward", "baseline", "weight"), jnp.zeros(tokens[0]))
-    return per_token | per_row | dict(targets=jnp.zeros(tokens, jnp.int32), mask=jnp.zeros(tokens, bool))
+    names = ("old_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages")
+    return dict.fromkeys(names, jnp.zeros(tokens)) | dict(
+        targets=jnp.zeros(tokens, jnp.int32), mask=jnp.zeros(tokens, bool)
+    )
 
 
 @pytest.mark.slow
@@ -376,18 +371,27 @@ def test_the_benchmark():
     (dict(backend="cuda"), ["'cuda'", "scan, pallas_tpu"]),
     (dict(temperature=0.0), ["temperature is 0.0", "above 0"]),
     (dict(tied=False), ["(64, 8)", "tied=False", "[D, V]"]),
-    (dict(reference_logprobs=None), ["kl_coefficient is 0.1", "reference_logprobs"]),
-    (dict(num_tokens=3.0), ["num_tokens and num_rows"]),
-    (dict(behaviour_logprobs=None), ["truncated_is_cap needs behaviour_logprobs"]),
-    (dict(mesh=dict(tensor=3)), ["64 words", "tensor = 3"]),
-    (dict(mesh=dict(fsdp=5)), ["8 columns", "fsdp = 5"]),
+    (dict(mesh=dict(tensor=3)), ["64 vocabulary entries", "tensor = 3"]),
+    (dict(mesh=dict(fsdp=5)), ["8 hidden dimensions", "fsdp = 5"]),
     (dict(mesh=dict(data=4)), ["10 rows", "data * fsdp = 4"]),
 ], ids=str)  # fmt: skip
-def test_bad_input(changes, parts):
+def test_bad_heads(changes, parts):
     hidden, head, arrays = make_case(2, 5, 8, 64)
     if "mesh" in changes:
         changes = {"mesh": make_mesh(**changes["mesh"])}
     with pytest.raises(ValueError) as raised:
-        fused_policy_loss(hidden, head, **(arrays | dict(tied=True) | EVERYTHING | changes))
+        token_logprobs(HeadConfig(**(dict(temperature=1.0, tied=True) | changes)), hidden, head, arrays["targets"])
+    for part in parts:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("name, parts", [
+    ("reference_logprobs", ["kl_coefficient is 0.1", "reference_logprobs"]),
+    ("behaviour_logprobs", ["truncated_is_cap needs behaviour_logprobs"]),
+])  # fmt: skip
+def test_missing_arrays(name, parts):
+    hidden, head, arrays = make_case(2, 5, 8, 64)
+    with pytest.raises(ValueError) as raised:
+        fused_loss(hidden, head, arrays | {name: None}, config=EVERYTHING, tied=True)
     for part in parts:
         assert part in str(raised.value)

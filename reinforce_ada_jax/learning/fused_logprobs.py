@@ -1,0 +1,158 @@
+"""Log-probabilities and entropies straight from hidden states and the output head: [B, T, V] exists at no time.
+
+Logits are computed tile by tile and dropped; the backward pass computes them again. The forward pass ends before any
+cotangent is known: the loss's slope at a token depends on its ratio, and so on its log-probability.
+
+This file makes one differentiable function, over one device or a mesh, of the passes in `scan_logprobs.py` (CPU, GPU)
+and `pallas_logprobs.py` (TPU). The loss is in `loss.py`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import pallas_logprobs, scan_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import Cotangents, HeadConfig
+
+BACKENDS = {"scan": scan_logprobs, "pallas_tpu": pallas_logprobs}
+
+
+def default_tile(backend: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
+    """(rows, vocab) whose logits exist at a time."""
+    return pallas_logprobs.default_tile(hidden_size, dtype) if backend == "pallas_tpu" else scan_logprobs.TILE
+
+
+def token_logprobs(
+    config: HeadConfig, hidden: Float[Array, "*B D"], head: Float[Array, "_ _"], targets: Int[Array, "*B"]
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+    """Computes log pi(target | hidden) and the entropy of pi, by an online log-sum-exp over tiles of the vocabulary.
+
+    With z = hidden . head / temperature:  logprob = z[target] - log sum exp z,  entropy = log sum exp z - sum p z.
+    Backward:  dz = g_logprob (1[target] - p) - g_entropy p (log p + entropy), tile by tile, from logits computed again.
+
+    Source: online softmax, arXiv 1805.02867; cut cross-entropy, 2411.09009, here with entropy and its slope.
+
+    Differentiated in `hidden` and `head`; both gradients have the dtype of their argument and are summed in float32
+    (d_head over data and fsdp: in its own dtype). Logits and statistics are float32. The products have the dtype of
+    `hidden`, to which the head is cast tile by tile: a float32 head beside bfloat16 states needs no copy.
+
+    On a mesh the rows, all axes of `targets` together, are split over data and fsdp, and the vocabulary over tensor:
+    four numbers a row cross it in the forward pass, and d_hidden in the backward one. The head is gathered over fsdp
+    in the products' dtype, in each pass, and its gradient is scattered over it.
+
+    Args:
+      config: temperature, layout of the head, and how to compute.
+      hidden: states that predict `targets`.
+      head: the output head [D, V], or with `config.tied` the embedding [V, D].
+      targets: ids in [0, V). The result of others is finite and without meaning.
+
+    Raises:
+      ValueError: an unknown backend, shapes that don't match, or sizes that the mesh doesn't divide.
+    """
+    _check(config, hidden, head, targets)
+    logprob, entropy = _token_logprobs(config, hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1))
+    return logprob.reshape(targets.shape), entropy.reshape(targets.shape)
+
+
+def _check(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> None:
+    if config.backend not in BACKENDS:
+        raise ValueError(f"backend is {config.backend!r}; it must be one of {', '.join(BACKENDS)}.")
+    if not config.temperature > 0:
+        raise ValueError(f"temperature is {config.temperature}; it must be above 0.")
+    vocab_size, hidden_size = head.shape if config.tied else head.shape[::-1]
+    if hidden_size != hidden.shape[-1] or hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"hidden {hidden.shape}, head {head.shape} and targets {targets.shape} don't match: with tied="
+            f"{config.tied} the head is {'[V, D]' if config.tied else '[D, V]'}, and each hidden state has one target."
+        )
+    if config.mesh is not None:
+        mesh = config.mesh.shape
+        sizes = (
+            (vocab_size, "vocabulary entries", "tensor", mesh["tensor"]),
+            (hidden_size, "hidden dimensions", "fsdp", mesh["fsdp"]),
+            (targets.size, "rows", "data * fsdp", mesh["data"] * mesh["fsdp"]),
+        )
+        for size, what, axes, parts in sizes:
+            if size % parts:
+                raise ValueError(f"{size:,} {what} can't be split over mesh {axes} = {parts}: choose a divisor.")
+
+
+def _specs(config: HeadConfig, gathered: bool) -> tuple[PartitionSpec, PartitionSpec]:
+    """Partitions of row arrays and of the head; `gathered`: the head along its vocabulary only, as a pass needs it."""
+    embed = None if gathered else "embed"
+    return mesh_lib.spec(("rows",)), mesh_lib.spec(("vocab", embed) if config.tied else (embed, "vocab"))
+
+
+def _first_entry(config: HeadConfig, head: Array) -> int | Array:
+    """Index of the first vocabulary entry in this device's part of the head."""
+    return 0 if config.mesh is None else jax.lax.axis_index("tensor") * head.shape[config.vocab_axis]
+
+
+def _to_gather(config: HeadConfig, head: Array, hidden: Array) -> Array:
+    """The head as a pass takes it: where it is gathered over fsdp, in the products' dtype, so that less is gathered."""
+    return head if config.mesh is None or config.mesh.shape["fsdp"] == 1 else head.astype(hidden.dtype)
+
+
+def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array, Array]:
+    """(logprob, entropy, log_sum_exp) of every row."""
+
+    def local(hidden, head, targets):
+        targets -= _first_entry(config, head)
+        max_logit, sum_exp, weighted, target_logit = BACKENDS[config.backend].statistics(config, hidden, head, targets)
+        if config.mesh is not None:
+            here = max_logit
+            max_logit = jax.lax.pmax(here, "tensor")
+            shrink = jnp.exp(here - max_logit)
+            weighted, sum_exp = shrink * (weighted + sum_exp * (here - max_logit)), shrink * sum_exp
+            sum_exp, weighted, target_logit = jax.lax.psum((sum_exp, weighted, target_logit), "tensor")
+        # sum p (z - max_logit) = weighted / sum_exp, and the entropy is log sum exp z less sum p z.
+        log = jnp.log(sum_exp)
+        return target_logit - (max_logit + log), log - weighted / sum_exp, max_logit + log
+
+    if config.mesh is not None:
+        rows, of_head = _specs(config, gathered=True)
+        # Sums over axes are written out; a kernel doesn't say along which axes its result varies.
+        specs = dict(in_specs=(rows, of_head, rows), out_specs=rows, check_vma=False)
+        local = jax.shard_map(local, mesh=config.mesh, **specs)
+    return local(hidden, _to_gather(config, head, hidden), targets)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_logprobs(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+    return _statistics(config, hidden, head, targets)[:2]
+
+
+def _forward(config, hidden, head, targets):
+    logprob, entropy, log_sum_exp = _statistics(config, hidden, head, targets)
+    return (logprob, entropy), (hidden, head, targets, log_sum_exp, entropy)
+
+
+def _backward(config, residuals, cotangents):
+    hidden, head, targets, log_sum_exp, entropy = residuals
+
+    def local(hidden, part, targets, *cotangents):
+        targets -= _first_entry(config, part)
+        gradients = BACKENDS[config.backend].gradients
+        d_hidden, d_head = gradients(config, hidden, part, targets, Cotangents(*cotangents), head.dtype)
+        if config.mesh is not None:
+            d_hidden = jax.lax.psum(d_hidden, "tensor")
+        if config.mesh is not None and not config.frozen_head:
+            d_head = jax.lax.psum_scatter(d_head, "fsdp", scatter_dimension=1 - config.vocab_axis, tiled=True)
+            d_head = jax.lax.psum(d_head, "data")
+        return d_hidden.astype(hidden.dtype), d_head
+
+    if config.mesh is not None:
+        rows, of_head = _specs(config, gathered=True)
+        of_d_head = None if config.frozen_head else _specs(config, gathered=False)[1]
+        in_specs, out_specs = (rows, of_head, *[rows] * 5), (rows, of_d_head)
+        local = jax.shard_map(local, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    d_hidden, d_head = local(hidden, _to_gather(config, head, hidden), targets, log_sum_exp, entropy, *cotangents)
+    return d_hidden, d_head, None
+
+
+_token_logprobs.defvjp(_forward, _backward)
