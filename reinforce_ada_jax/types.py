@@ -1,7 +1,7 @@
-"""The records that travel between the stages: prompts, requests, responses, verdicts, pools.
+"""Records that travel between the stages: prompts, requests, responses, verdicts, pools.
 
-Numpy and the standard library only, so that every stage (and every verifier process) may import them.
-What is computed from them lives with the stage that computes it.
+NumPy and the standard library only, so that every stage and every verifier process may import this module. The
+functions that compute something from a record live with the stage that computes it.
 
 Axis letters, used in every shape annotation and einsum of this project:
 
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,29 +23,29 @@ class Prompt:
 
     Attributes:
       id: stable name, unique in its data set; part of the address of every sample drawn for it.
-      problem: the text that a person would read.
-      answer: the reference answer that the verifier compares with.
-      tokens: int32[T], the rendered template, ready for the policy (BOS included where the model has one).
+      problem: the text of the problem, without the template.
+      answer: the reference answer for the verifier.
+      tokens: the rendered template, ready for the policy (with BOS where the model has one).
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
-      labels: what else its source says of it ("subject", "level", ...), for tables.
+      labels: further fields of its source ("subject", "level", ...), for tables.
     """
 
     id: str
     problem: str
     answer: str
-    tokens: np.ndarray
+    tokens: Int[np.ndarray, " T"]
     pass_rate: float | None = None
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """One response wanted.
+    """Request for one response.
 
     Attributes:
-      prompt: of which.
-      draw: its number, from 0, in the order of the pool.
-      prefetch: it belongs to the next iteration, and is asked for now because a slot would be idle.
+      prompt: the prompt to draw for.
+      draw: number of the response in the prompt's pool, from 0.
+      prefetch: the prompt belongs to the next iteration, and a slot would be idle without it.
     """
 
     prompt: Prompt
@@ -59,30 +60,30 @@ class Response:
     Attributes:
       prompt_id: `Prompt.id`.
       draw: `Request.draw`.
-      tokens: int32[T], T >= 1; a stop token that ended it is included (sampled, kept, scored, trained).
-      logprobs: float32[T], of each token under the distribution it was sampled from: the behaviour policy at the
-        sampling temperature, untruncated.
-      truncated: True when the length limit ended it, not a stop token.
-      policy_version: of the weights it was drawn with, from first token to last: iterations finished by then.
+      tokens: T >= 1; includes a stop token that ended the response (sampled, kept, scored, trained).
+      logprobs: of each token under the distribution that it was sampled from: the behaviour policy at the sampling
+        temperature, untruncated.
+      truncated: the length limit ended it, not a stop token.
+      policy_version: of the weights that drew all of its tokens: the number of iterations finished by then.
     """
 
     prompt_id: str
     draw: int
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    tokens: Int[np.ndarray, " T"]
+    logprobs: Float[np.ndarray, " T"]
     truncated: bool
     policy_version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What the verifier says of one response.
+    """Verifier's result for one response.
 
     Attributes:
-      correct: what stopping rules and pass rates look at.
-      reward: what advantages look at: any finite number, 0 and 1 where nothing shapes it.
-      reason: one word when something other than a comparison decided ("no_answer", "timeout", "crash", "error",
-        ...), empty otherwise.
+      correct: for stopping rules and pass rates.
+      reward: for advantages: any finite number, 0 and 1 where no shaping applies.
+      reason: one word where something other than a comparison decided ("no_answer", "timeout", "crash", "error",
+        ...), else empty.
     """
 
     correct: bool
@@ -95,12 +96,12 @@ class Pool:
     """Every response drawn for one prompt in one iteration, in draw order, with its verdicts.
 
     Attributes:
-      prompt: whose pool this is.
+      prompt: the prompt.
       responses: N responses, `responses[i].draw == i`.
       verdicts: N verdicts, aligned with `responses`.
-      rounds: how many rounds were drawn.
-      met: whether the strategy's stopping rule was met (False: the round limit ended it).
-      estimate: the pass rate expected before drawing, where the strategy plans with one; else None.
+      rounds: rounds drawn.
+      met: the strategy's stopping rule was met (False: the round limit ended the prompt).
+      estimate: pass rate expected before drawing, where the strategy plans; else None.
     """
 
     prompt: Prompt
@@ -111,23 +112,23 @@ class Pool:
     estimate: float | None = None
 
     @property
-    def rewards(self) -> np.ndarray:
-        """float64[N], rewards in draw order."""
+    def rewards(self) -> Float[np.ndarray, " N"]:
+        """Rewards in draw order, float64."""
         return np.array([verdict.reward for verdict in self.verdicts], np.float64)
 
     @property
-    def correct(self) -> np.ndarray:
-        """bool[N], verdicts in draw order."""
+    def correct(self) -> Bool[np.ndarray, " N"]:
+        """Correctness in draw order."""
         return np.array([verdict.correct for verdict in self.verdicts], bool)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRollouts:
-    """What one iteration drew of a prompt that belongs to the next (`Request.prefetch`).
+    """Rollouts that one iteration drew for a prompt of the next one (`Request.prefetch`).
 
     Attributes:
-      responses: one for each draw of the rounds begun, by draw; None where it was not drawn.
-      verdicts: of the finished rounds; as long as `responses`, or shorter by the round that isn't finished.
+      responses: one for each draw of the started rounds, by draw; None where it is missing.
+      verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished round.
       rounds: finished rounds.
     """
 
@@ -138,26 +139,30 @@ class PartialRollouts:
 
 @runtime_checkable
 class RequestQueue(Protocol):
-    """What a sampler sees of the collection: requests to take, and prompts that need nothing more.
+    """A sampler's view of the collection: requests to take, and prompts that need no more draws.
 
     A `sample_fn(queue)` is a generator: it takes requests, and yields lists of finished responses, in any order,
-    until `take` gives nothing while none of its own are in flight.
+    until `take` returns nothing while none of its requests are in flight.
     """
 
     def take(self, limit: int) -> list[Request]:
-        """Up to `limit` requests, most urgent first; empty when none is waiting now.
+        """Returns up to `limit` requests, most urgent first; none where no request is waiting.
 
-        Called while everything taken before has been yielded, it waits for verdicts that may still bring requests.
+        Where every request taken before has been answered, it waits for verdicts that may bring further requests.
         """
+        ...
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        """Up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
+        """Returns up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
+        ...
 
     def wait(self) -> bool:
-        """Waits for the next verdicts under way, which may close prompts or bring requests; False where none are.
+        """Waits for the next pending verdicts, which may close prompts or bring requests; False where none are pending.
 
-        For a sampler that can't begin what it has taken before some prompt closes.
+        For a sampler that can't start its requests before some prompt closes.
         """
+        ...
 
     def closed(self) -> list[str]:
-        """Ids of the prompts closed since the last call: no further request will name them."""
+        """Returns ids of the prompts closed since the last call: no further request will name them."""
+        ...

@@ -1,7 +1,7 @@
-"""A user's own Python file, named as "file.py:function": read and checked, and run.
+"""A user's own Python file, named as "file.py:function": parsed and run.
 
-`collection.strategy` and `reward.path` name such files. They are trusted (docs/security.md). What such a function must
-be, whoever asks for it says.
+`collection.strategy` and `reward.path` name such files. They are trusted (docs/security.md). The caller checks the
+function itself.
 """
 
 import ast
@@ -13,40 +13,41 @@ import warnings
 import zlib
 
 
-def parse(path: pathlib.Path, named: str) -> ast.Module:
-    """The file's syntax tree; nothing of it is run.
+def parse(path: pathlib.Path, setting: str) -> ast.Module:
+    """Returns the file's syntax tree, without running it.
 
     Args:
       path: the file.
-      named: who named it, for errors: "collection.strategy is 'mine.py:triple'".
+      setting: beginning of an error message: "collection.strategy is 'mine.py:triple'".
 
     Raises:
-      ValueError: there is no such file, its name doesn't end in .py, or it isn't Python.
+      ValueError: the file does not exist, its name doesn't end in .py, or it is not valid Python.
     """
     if not path.is_file():
-        raise ValueError(f"{named}, but there is no file {str(path)!r}.")
+        raise ValueError(f"{setting}, but there is no file {str(path)!r}.")
     if path.suffix != ".py":
-        raise ValueError(f"{named}, but {str(path)!r} is no Python file: its name must end in .py.")
+        raise ValueError(f"{setting}, but {str(path)!r} is no Python file: its name must end in .py.")
     try:
-        with warnings.catch_warnings(action="ignore"):  # shown when it is run
+        with warnings.catch_warnings(action="ignore"):  # `run` shows them
             tree = ast.parse(path.read_bytes(), filename=str(path))
-            compile(tree, str(path), "exec", dont_inherit=True)  # finds what parsing doesn't: a return in no function
+            compile(tree, str(path), "exec", dont_inherit=True)  # finds more than parsing: a return outside a function
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
-        raise ValueError(f"{named}, but {path} is not valid Python: {error}.") from error
+        raise ValueError(f"{setting}, but {path} is not valid Python: {error}.") from error
     return tree
 
 
 def run(path: pathlib.Path) -> types.ModuleType:
-    """Runs a file as a module, anew each time. It may import what lies beside it, as a script may.
+    """Runs a file as a module, at every call again; it may import files in its folder, as a script may.
 
-    Its name is its own, so it never stands in the place of a module that is called as the file is; and it is known by
-    it while it runs, which dataclasses ask for.
+    The module's name is unique, so it never replaces a module that has the file's name; it is registered while the
+    file runs, which dataclasses need.
     """
     path = path.resolve()
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: what lies there hides no module either
+        sys.path.append(str(path.parent))  # last, so that files there hide no module either
     name = f"{path.stem.replace('.', '_')}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

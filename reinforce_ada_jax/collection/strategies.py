@@ -1,7 +1,7 @@
-"""Collection strategies: how many responses to draw for a prompt, when to stop, which to keep, what they are worth.
+"""Collection strategies: how many responses to draw for a prompt, when to stop, which to keep, how to weigh them.
 
-A strategy is data made of plain functions over a prompt's record; the loop in collect.py knows none of them by name.
-docs/strategies.md shows how to add one from outside of the package.
+A strategy is a record of plain functions of a prompt's progress; the loop in collect.py knows none of them by name.
+docs/strategies.md shows how to write one outside of the package.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ class StrategyConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptProgress:
-    """What a stopping rule may look at: a prompt's counts after the rounds finished so far.
+    """Counts of one prompt after its finished rounds: everything that a stopping rule may look at.
 
     Attributes:
-      prompt: whose record this is.
+      prompt: the prompt.
       rounds: finished rounds; 0 before the first.
       drawn: responses in them.
-      correct: of these, the correct ones.
-      estimate: the pass rate expected before drawing, where the strategy plans; else None.
-      planned: draws planned for this prompt, where the strategy plans; else None.
+      correct: correct responses in them.
+      estimate: pass rate expected before drawing, where the strategy plans; else None.
+      planned: planned draws, where the strategy plans; else None.
     """
 
     prompt: Prompt
@@ -55,14 +55,14 @@ class PromptProgress:
     planned: int | None = None
 
 
-def always(record: PromptProgress) -> float:
-    """The common `continue_probability`: what a rule asks for is drawn."""
-    del record
+def always(progress: PromptProgress) -> float:
+    """The default `continue_probability`: every round that the rule asks for is drawn."""
+    del progress
     return 1.0
 
 
 def one(pass_rate: float) -> float:
-    """The common `weight`."""
+    """The default `weight`."""
     del pass_rate
     return 1.0
 
@@ -72,21 +72,20 @@ class Strategy:
     """A collection strategy.
 
     Attributes:
-      next_draws: how many more responses to draw for a prompt now; 0 closes it. Asked before the first round, where
-        it must be at least 1, and after every finished round, never in the middle of one.
-      met: whether the stopping rule is met; decides nothing, counted as `collection/unmet_share`.
-      keep: bool[N] verdicts of a pool -> int[n] draw indices kept for the update, ascending; none: the prompt is
-        dropped.
-      max_draws: the most that `next_draws` may add up to for one prompt; the loop refuses more. None: no limit.
-      max_kept: the most that `keep` keeps of one prompt; None: no limit.
-      baseline: what a reward is compared with: "group", "pool", "leave_one_out" or "anchored" (advantages.py).
+      next_draws: returns the size of a prompt's next round; 0 closes the prompt. Called before the first round, where
+        it must return at least 1, and after every finished round, never within one.
+      met: returns whether the stopping rule is met. Only counted, as `collection/unmet_share`.
+      keep: bool[N] verdicts of a pool -> int[n] draw indices for the update, ascending; none drops the prompt.
+      max_draws: limit of the draws for one prompt, which the loop enforces; None: no limit.
+      max_kept: limit of the draws that `keep` returns; None: no limit.
+      baseline: "group", "pool", "leave_one_out" or "anchored" (advantages.py).
       normalize_by_std: whether advantages are divided by the standard deviation.
-      weight: pass rate of a pool, in [0, 1] -> factor of its advantages, the share of w(p) that draws did not pay.
-      clips_below: pass rates below this have its weight; said in the metrics.
+      weight: pass rate of a pool -> factor of its advantages: the share of w(p) that the number of draws did not pay.
+      clips_below: pass rates below this have its weight; counted as `collection/weight_clipped_share`.
       continue_probability: probability in [0, 1] that a round after the first, which `next_draws` asks for, is drawn.
-      plan: (estimates of P prompts, their ids) -> draws planned for each, made once before the first round.
-      extra_batches: how often an iteration's prompts may be drawn anew to take the place of dropped ones.
-      max_age: updates since a response was drawn, beyond which it is not kept; None: no limit.
+      plan: (estimates of P prompts, their ids) -> planned draws of each; called once, before the first round.
+      extra_batches: limit of the prompts that replace dropped ones, in units of an iteration's prompts.
+      max_age: limit of the updates since a response was drawn; older ones are not kept. None: no limit.
     """
 
     next_draws: Callable[[PromptProgress], int]
@@ -145,35 +144,29 @@ def next_round(strategy: Strategy, progress: PromptProgress, uniform: float) -> 
 def until(
     met: Callable[[PromptProgress], bool], samples_per_round: int, max_rounds: int
 ) -> Callable[[PromptProgress], int]:
-    """The common `next_draws`: rounds of one size until the rule is met, at least one and at most `max_rounds`."""
+    """Returns a `next_draws`: rounds of one size until the rule is met, at least one and at most `max_rounds`."""
 
-    def next_draws(record: PromptProgress) -> int:
-        stop = record.rounds > 0 and (met(record) or record.rounds == max_rounds)
+    def next_draws(progress: PromptProgress) -> int:
+        stop = progress.rounds > 0 and (met(progress) or progress.rounds == max_rounds)
         return 0 if stop else samples_per_round
 
     return next_draws
 
 
-def one_round(record: PromptProgress) -> bool:
-    """The common `met` of strategies that have no rule: one round has been drawn."""
-    return record.rounds == 1
+def one_round(progress: PromptProgress) -> bool:
+    """The `met` of strategies without a rule: one round is finished."""
+    return progress.rounds == 1
 
 
 def keep_all(correct: np.ndarray) -> np.ndarray:
-    """The common `keep` of strategies that drop nothing."""
+    """The `keep` of strategies that drop nothing."""
     return np.arange(len(correct))
 
 
 def fixed(samples: int) -> Strategy:
-    """One round of `samples`, all of them kept: evaluation, and `grpo`."""
-    return Strategy(
-        until(one_round, samples, 1),
-        met=one_round,
-        keep=keep_all,
-        max_draws=samples,
-        max_kept=samples,
-        baseline="group",
-    )
+    """Returns the strategy of one round of `samples`, all kept: for evaluation and `grpo`."""
+    draws = until(one_round, samples, 1)
+    return Strategy(draws, one_round, keep_all, max_draws=samples, max_kept=samples, baseline="group")
 
 
 # ---- the published ones ----------------------------------------------------------------------------------------------
@@ -185,11 +178,11 @@ def grpo(config: CollectionConfig) -> Strategy:
 
 
 def _sequential(config: CollectionConfig) -> Strategy:
-    """Rounds of M until k_pos responses are correct and k_neg wrong; a balanced group of n."""
+    """Rounds of M until k_pos responses are correct and k_neg wrong; keeps a balanced group of n."""
     k_pos, k_neg = collection_rules.goals(config)
 
-    def met(record: PromptProgress) -> bool:
-        return record.correct >= k_pos and record.drawn - record.correct >= k_neg
+    def met(progress: PromptProgress) -> bool:
+        return progress.correct >= k_pos and progress.drawn - progress.correct >= k_neg
 
     return Strategy(
         next_draws=until(met, config.samples_per_round, config.max_rounds),
@@ -211,7 +204,7 @@ def balance(config: CollectionConfig) -> Strategy:
 
 
 def estimate(config: CollectionConfig) -> Strategy:
-    """Ada-Est: the draws of every prompt are fixed before the first one, out of one budget (2510.04996, section 3.2).
+    """Ada-Est: one budget is planned over all prompts before the first draw (2510.04996, section 3.2).
 
     N_x is proportional to w_sample at the estimated pass rate; advantages pay w / w_sample at the observed one.
     """
@@ -224,7 +217,7 @@ def estimate(config: CollectionConfig) -> Strategy:
         return allocate(objectives.sample_weight(*terms, estimates, **settings), total, config.min_draws, most, names)
 
     return Strategy(
-        next_draws=lambda record: 0 if record.rounds else record.planned,
+        next_draws=lambda progress: 0 if progress.rounds else (progress.planned or 0),
         met=one_round,
         keep=keep_all,
         max_draws=most,
@@ -235,10 +228,10 @@ def estimate(config: CollectionConfig) -> Strategy:
 
 
 def dapo(config: CollectionConfig) -> Strategy:
-    """Dynamic sampling: one round of n; a group all correct or all wrong gives its place to a new prompt (2503.14476).
+    """Dynamic sampling: one round of n; a prompt whose group is all correct or all wrong is replaced (2503.14476).
 
-    The prompts of an iteration are then the first ones in the order of the data of which enough are kept: which
-    finishes first decides nothing, and nothing that was drawn is thrown away for being too many.
+    The prompts of an iteration are the shortest sequence, in data order, of which enough are kept: completion order
+    decides nothing, and no surplus is thrown away.
     """
 
     def mixed(correct: np.ndarray) -> np.ndarray:
@@ -246,32 +239,32 @@ def dapo(config: CollectionConfig) -> Strategy:
 
     return dataclasses.replace(
         fixed(config.group_size),
-        met=lambda record: 0 < record.correct < record.drawn,
+        met=lambda progress: 0 < progress.correct < progress.drawn,
         keep=mixed,
         extra_batches=config.max_extra_batches,
     )
 
 
 def ngu(config: CollectionConfig) -> Strategy:
-    """Never giving up: rounds of n while all is wrong, each with chance p_retry; all-correct prompts are dropped.
+    """Never giving up: rounds of n while all are wrong, each with probability p_retry; drops all-correct prompts.
 
-    Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights; so responses have an age
-    only where `collection.overlap_iterations` began them under older ones.
+    Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights, so responses have an age
+    only where `collection.overlap_iterations` drew them under older weights.
     """
     most = collection_rules.max_draws(config)
 
-    def next_draws(record: PromptProgress) -> int:
-        full = most is not None and record.drawn + config.group_size > most
-        return 0 if record.rounds and (record.correct or full) else config.group_size
+    def next_draws(progress: PromptProgress) -> int:
+        full = most is not None and progress.drawn + config.group_size > most
+        return 0 if progress.rounds and (progress.correct or full) else config.group_size
 
     return Strategy(
         next_draws=next_draws,
-        met=lambda record: record.correct > 0,
+        met=lambda progress: progress.correct > 0,
         keep=lambda correct: np.arange(0 if correct.all() else len(correct)),
         max_draws=most,
         max_kept=most,
         baseline="anchored",
-        continue_probability=lambda record: config.retry_probability,
+        continue_probability=lambda progress: config.retry_probability,
         max_age=config.max_age,
     )
 
@@ -281,37 +274,37 @@ def ngu(config: CollectionConfig) -> Strategy:
 BUILT_IN = {function.__name__: function for function in (grpo, positive, balance, estimate, dapo, ngu)}
 
 
-def _load_function(reference: str) -> Callable[[Any], Strategy]:
-    """The function that "file.py:name" names: the user's own code, run as such.
+def _load_function(reference: str) -> Callable[[CollectionConfig], Strategy]:
+    """Returns the user's function that "file.py:name" names.
 
     Raises:
-      ValueError: there is no such file, it isn't Python, or it defines no such function.
+      ValueError: the file is missing or not valid Python, or defines no such function.
     """
     path_name, _, name = reference.rpartition(":")
-    path, named = pathlib.Path(path_name), f"collection.strategy is {reference!r}"
-    user_code.parse(path, named)
+    path, setting = pathlib.Path(path_name), f"collection.strategy is {reference!r}"
+    user_code.parse(path, setting)
     module = user_code.run(path)
     if not hasattr(module, name):
-        raise ValueError(f"{named}, but {path} defines no {name!r}.")
+        raise ValueError(f"{setting}, but {path} defines no {name!r}.")
     function = getattr(module, name)
     if not callable(function):
-        raise ValueError(f"{named}, which is {function!r}; it must be a function of the collection section.")
+        raise ValueError(f"{setting}, which is {function!r}; it must be a function of the collection section.")
     return function
 
 
 def with_defaults(config: StrategyConfig) -> CollectionConfig:
     """Returns the settings of `config`; each one that it lacks has its default."""
-    fields = dataclasses.fields(CollectionConfig)
-    return CollectionConfig(**{field.name: getattr(config, field.name, field.default) for field in fields})
+    names = [field.name for field in dataclasses.fields(CollectionConfig) if hasattr(config, field.name)]
+    return CollectionConfig(**{name: getattr(config, name) for name in names})
 
 
 def build(strategy_config: StrategyConfig) -> Strategy:
-    """The strategy that the `collection` section of a configuration describes.
+    """Returns the strategy that the `collection` section of a configuration describes.
 
-    `keep`, `baseline`, `normalize_by_std` and `objective` apply to every strategy; each has its own for the first two.
+    `normalize_by_std` and `objective` apply to every strategy; `keep` and `baseline`, where set, replace its own.
 
     Raises:
-      ValueError: the settings break a rule (config/collection_rules.py), or name a function that is not there.
+      ValueError: the settings break a rule (config/collection_rules.py), or name a function that is missing.
     """
     config = with_defaults(strategy_config)
     collection_rules.check_collection(config)
@@ -319,30 +312,29 @@ def build(strategy_config: StrategyConfig) -> Strategy:
     strategy = make(config)
     if not isinstance(strategy, Strategy):
         raise ValueError(
-            f"collection.strategy is {config.strategy!r}, which gave {strategy!r}; it must give a Strategy."
+            f"collection.strategy is {config.strategy!r}, which returned {strategy!r}; it must return a Strategy."
         )
-    strategy = dataclasses.replace(strategy, normalize_by_std=config.normalize_by_std)
-    if config.keep == "group":
-        strategy = dataclasses.replace(
-            strategy,
-            keep=lambda correct: balanced_group(correct, config.group_size),
-            max_kept=config.group_size,
-        )
-    if config.keep == "pool":
-        strategy = dataclasses.replace(strategy, keep=keep_all, max_kept=strategy.max_draws)
-    if config.baseline:
-        strategy = dataclasses.replace(strategy, baseline=config.baseline)
     if config.overlap_iterations and (strategy.plan or strategy.extra_batches):
         raise ValueError(
-            f"collection.overlap_iterations begins prompts before {config.strategy} can say what it asks of them (it "
-            "plans draws, or replaces prompts): set it to 0."
+            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} plans draws or "
+            "replaces prompts, so the next iteration's prompts can't start early: set it to 0."
         )
+    changes: dict[str, Any] = {"normalize_by_std": config.normalize_by_std}
+    if config.keep == "group":
+        changes |= {
+            "keep": lambda correct: balanced_group(correct, config.group_size),
+            "max_kept": config.group_size,
+        }
+    if config.keep == "pool":
+        changes |= {"keep": keep_all, "max_kept": strategy.max_draws}
+    if config.baseline:
+        changes["baseline"] = config.baseline
     if config.objective != "identity" and strategy.plan is None:
-        # Draws pay nothing here: a fixed number is kept, so advantages pay the whole weight.
+        # The number of kept responses is fixed, so advantages pay the whole weight.
         least = config.objective_epsilon
 
         def weight(pass_rate: float) -> float:
             return float(objectives.weight(config.objective, max(pass_rate, least), alpha=config.objective_alpha))
 
-        strategy = dataclasses.replace(strategy, weight=weight, clips_below=least)
-    return strategy
+        changes |= {"weight": weight, "clips_below": least}
+    return dataclasses.replace(strategy, **changes)

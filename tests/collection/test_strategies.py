@@ -379,7 +379,7 @@ def test_a_users_strategy_that_is_not_there(users_file):
     text.rename(users_file)
     with pytest.raises(ValueError, match="mine.py defines no 'treble'"):
         strategies.build(config(f"{users_file}:treble"))
-    with pytest.raises(ValueError, match="mine.py:nothing', which gave None; it must give a Strategy"):
+    with pytest.raises(ValueError, match="mine.py:nothing', which returned None; it must return a Strategy"):
         strategies.build(config(f"{users_file}:nothing"))
     with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or"):
         strategies.build(config("best"))
@@ -456,5 +456,5 @@ def test_a_strategy_of_ones_own_that_plans_does_not_overlap(tmp_path):
     )
     mine = {"strategy": f"{file}:mine", "group_size": 4}
     strategies.build(config(**mine))
-    with pytest.raises(ValueError, match="overlap_iterations begins prompts before .*mine can say.*set it to 0"):
+    with pytest.raises(ValueError, match="overlap_iterations is 1, but .*mine plans draws.*set it to 0"):
         strategies.build(config(**mine, overlap_iterations=1))
