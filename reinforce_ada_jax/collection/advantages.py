@@ -1,21 +1,22 @@
-"""What a response is worth: its reward against a baseline, and the group record that carries this to the update.
+"""Advantages: rewards compared with a baseline, and the group record that carries them to the update.
 
     group           r_i - mean(group)
     pool            r_i - mean(pool), the "global statistics" of the reference program
     leave_one_out   r_i - mean(the pool's other responses)
     anchored        correct ones r_i - mean(pool); wrong ones share the negative of their sum equally
 
-Each may be divided by the standard deviation of what its mean is taken of, and is multiplied by the prompt's weight.
+Each may be divided by the standard deviation of the rewards in its mean, and is multiplied by the prompt's weight.
 """
 
 import dataclasses
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Pool
 
-# Of the reference program: the least standard deviation, and what is added to it before dividing.
+# From the reference program: the smallest standard deviation, and the number added to it before dividing.
 MIN_STD = 1e-6
 STD_EPSILON = 1e-6
 
@@ -25,62 +26,56 @@ class Group:
     """The responses of one pool that reach the update.
 
     Attributes:
-      pool: where they come from.
-      kept: int[n], their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
-      advantages: float64[n], aligned with `kept`: weight * (reward - baseline).
-      baselines: float64[n], what each kept reward is compared with.
-      weight: factor of the differences: the prompt's weight, over the deviation where that divides them.
-      weight_clipped: the prompt's pass rate was below the least that its weight is computed at.
+      pool: the pool.
+      kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
+      advantages: aligned with `kept`: weight * (reward - baseline).
+      baselines: aligned with `kept`.
+      weight: factor of the differences: the prompt's weight, divided by the deviation where that is set.
+      weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
     """
 
     pool: Pool
-    kept: np.ndarray
-    advantages: np.ndarray
-    baselines: np.ndarray
+    kept: Int[np.ndarray, " n"]
+    advantages: Float[np.ndarray, " n"]
+    baselines: Float[np.ndarray, " n"]
     weight: float
     weight_clipped: bool = False
 
 
-def pool_statistics(rewards: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation of rewards.
+def pool_statistics(rewards: Float[np.ndarray, " N"]) -> tuple[float, float]:
+    """Returns mean and standard deviation of rewards.
 
-    The deviation is unbiased (divisor N - 1) and at least 1e-6. Of fewer than two rewards the mean is 0 and the
+    The deviation is unbiased (divisor N - 1) and at least 1e-6. With fewer than two rewards the mean is 0 and the
     deviation 1. Source: the reference program (arXiv 2510.04996).
-
-    Args:
-      rewards: float[N], in [0, 1].
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.size < 2:
         return 0.0, 1.0
-    # Measured from the first, so that equal rewards have exactly their own mean and an advantage of exactly 0; the
-    # plain mean of three times 0.8 is 0.8000000000000002.
+    # Relative to the first reward, so that equal rewards have an advantage of exactly 0: the plain mean of three times
+    # 0.8 is 0.8000000000000002.
     mean = rewards[0] + np.mean(rewards - rewards[0])
     return float(mean), max(float(np.std(rewards, ddof=1)), MIN_STD)
 
 
 def group_advantages(
-    rewards: np.ndarray,
+    rewards: Float[np.ndarray, " n"],
     *,
     pool_mean: float | None = None,
     pool_std: float | None = None,
     normalize_by_std: bool = False,
-) -> np.ndarray:
-    """The advantages of one group: r_i - mean, or (r_i - mean) / (std + 1e-6).
+) -> Float[np.ndarray, " n"]:
+    """Computes the advantages of one group: r_i - mean, or (r_i - mean) / (std + 1e-6).
 
     Source: the reference program (arXiv 2510.04996, section 3); tests/golden/reference/group_advantage.jsonl.
 
     Args:
-      rewards: float[n], rewards of the group, in [0, 1].
-      pool_mean: the baseline, of the prompt's whole pool (`pool_statistics`). None: the group's own statistics.
-      pool_std: the pool's standard deviation; read only with `normalize_by_std`.
+      rewards: rewards of the group, in [0, 1].
+      pool_mean: mean of the prompt's whole pool (`pool_statistics`). None: the group's own statistics.
+      pool_std: the pool's standard deviation; used with `normalize_by_std` only.
       normalize_by_std: divide by the deviation. Off by default: a pool of 512 with one hit would scale by 22.
 
-    Returns:
-      float64[n].
-
     Raises:
-      ValueError: one of the two pool statistics is given where both are needed.
+      ValueError: only one of the two pool statistics is given where both are needed.
     """
     rewards = np.asarray(rewards, np.float64)
     if pool_mean is None:
@@ -95,13 +90,10 @@ def group_advantages(
     return advantages / (pool_std + STD_EPSILON)
 
 
-def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
-    """r_i - mean of the others: the baseline that leaves the gradient unbiased (RLOO, arXiv 2402.14740).
+def leave_one_out_advantages(rewards: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+    """Computes r_i - mean of the others: the baseline that leaves the gradient unbiased (RLOO, arXiv 2402.14740).
 
     A pool of one has no others; its mean is 0.
-
-    Args:
-      rewards: float[N], in [0, 1].
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.size < 2:
@@ -109,23 +101,25 @@ def leave_one_out_advantages(rewards: np.ndarray) -> np.ndarray:
     return (rewards - pool_statistics(rewards)[0]) * (rewards.size / (rewards.size - 1))
 
 
-def anchored_advantages(rewards: np.ndarray, correct: np.ndarray, pool_mean: float) -> np.ndarray:
-    """Positives anchored at the pool, negatives so that the group sums to 0 (NGU, arXiv 2609.13443).
+def anchored_advantages(
+    rewards: Float[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], pool_mean: float
+) -> Float[np.ndarray, " n"]:
+    """Computes advantages of positives relative to the pool, and of negatives so that the sum is 0 (NGU, 2609.13443).
 
         correct: r_i - mean(pool);   wrong: -(sum of those) / n-,   for 0/1 rewards -(n+ / n-) (1 - mean(pool))
 
     Args:
-      rewards: float[n], of the kept responses.
-      correct: bool[n], their verdicts.
-      pool_mean: over every response ever drawn, those no longer kept included.
+      rewards: of the kept responses.
+      correct: of the kept responses.
+      pool_mean: over every response of the pool, kept or not.
     """
     advantages = np.where(correct, np.asarray(rewards, np.float64) - pool_mean, 0.0)
     num_wrong = int((~correct).sum())
     return np.where(correct, advantages, -advantages.sum() / max(num_wrong, 1))
 
 
-def _compared(pool: Pool, kept: np.ndarray, strategy: Strategy) -> tuple[np.ndarray, float]:
-    """(kept rewards less the strategy's baseline, what they are to be divided by), without the prompt's weight."""
+def _compared(pool: Pool, kept: Int[np.ndarray, " n"], strategy: Strategy) -> tuple[Float[np.ndarray, " n"], float]:
+    """Returns (kept rewards - baseline, divisor), without the prompt's weight."""
     rewards = pool.rewards
     mean, std = pool_statistics(rewards[kept] if strategy.baseline == "group" else rewards)
     if strategy.baseline in ("group", "pool"):
@@ -139,13 +133,13 @@ def _compared(pool: Pool, kept: np.ndarray, strategy: Strategy) -> tuple[np.ndar
     return differences, std + STD_EPSILON if strategy.normalize_by_std else 1.0
 
 
-def make_group(pool: Pool, strategy: Strategy, ages: np.ndarray | None = None) -> Group:
-    """The group that `strategy` keeps of `pool`, with its advantages.
+def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Group:
+    """Returns the group that `strategy` keeps of `pool`, with its advantages.
 
     Args:
       pool: every response of a prompt.
-      strategy: what it keeps, and what it compares with.
-      ages: int[N], updates since each response was drawn; None: all are fresh.
+      strategy: decides what is kept, the baseline and the weight.
+      ages: updates since each response was drawn; None: all are fresh.
     """
     kept = strategy.keep(pool.correct)
     if ages is not None and strategy.max_age is not None:

@@ -1,4 +1,4 @@
-"""How a budget of draws is shared out among prompts: water-filling on the bounds, then largest remainders."""
+"""Allocation of a budget of draws to prompts: water-filling within bounds, then largest remainders."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from jaxtyping import Float, Int
 
 
 def fill(weights: Float[np.ndarray, " P"], total: float, low: float, high: float) -> Float[np.ndarray, " P"]:
-    """Real numbers in [low, high] that sum to `total`, proportional to `weights` wherever no bound binds.
+    """Returns real numbers in [low, high] that sum to `total`, proportional to `weights` where no bound binds.
 
-    They are clip(level * weights, low, high) for the one level that gives the sum: a sum that grows with the level
-    in straight lines between the 2 P levels at which a prompt reaches a bound.
+    They are clip(level * weights, low, high) for the one level that gives the sum, which is piecewise linear in the
+    level, with 2 P corners where a prompt reaches a bound.
 
     Args:
       weights: positive and finite.
@@ -19,7 +19,7 @@ def fill(weights: Float[np.ndarray, " P"], total: float, low: float, high: float
       high: at least `low`.
 
     Raises:
-      ValueError: a total that the bounds can't give, or a weight that is not positive and finite.
+      ValueError: the bounds don't allow the total, or a weight is not positive and finite.
     """
     weights = np.asarray(weights, np.float64)
     count = len(weights)
@@ -40,27 +40,27 @@ def fill(weights: Float[np.ndarray, " P"], total: float, low: float, high: float
 def allocate(
     weights: Float[np.ndarray, " P"], total: int, low: int, high: int, names: Sequence[str]
 ) -> Int[np.ndarray, " P"]:
-    """Whole numbers of draws that sum to `total` exactly, as close to `fill` as whole numbers come.
+    """Returns integer numbers of draws that sum to `total` exactly, as close to `fill` as integers come.
 
-    Every prompt gets the whole part of its share; what is left goes, one each, to those with the largest remainders,
-    and among equals by name. So a prompt's share does not depend on its place in the list.
+    Every prompt gets the integer part of its share; the rest goes, one each, to the largest remainders, and among
+    equals by name. So a prompt's draws do not depend on its position in the list.
     Source: arXiv 2510.04996 (Ada-Est); the largest-remainder rule is Hamilton's.
 
     Args:
       weights: positive and finite.
       total: within [P * low, P * high].
       low: fewest draws for a prompt.
-      high: most.
+      high: most draws for a prompt.
       names: P distinct names.
 
     Raises:
-      ValueError: as `fill`.
+      ValueError: see `fill`.
     """
     weights = np.asarray(weights, np.float64)
-    # Sums depend on the order of their terms in the last bit: one order, whatever the order of the prompts.
+    # A sum's last bit depends on the order of its terms, so the order must not be that of the prompts.
     order = sorted(range(len(weights)), key=lambda index: (weights[index], names[index]))
-    shares = fill(weights[order], total, low, high)
-    # A share that rounding left just below a whole number has that number.
+    shares = fill(weights[order], float(total), float(low), float(high))
+    # A share that rounding left just below an integer counts as that integer.
     whole = np.floor(shares + 1e-9).astype(np.int64)
     left = total - int(whole.sum())
     by_remainder = np.argsort(-np.round(shares - whole, 9), kind="stable")

@@ -38,7 +38,7 @@ def test_a_short_side_is_filled_from_the_other(bits, expected):
 
 
 def test_too_small_a_pool_is_refused():
-    with pytest.raises(ValueError, match="group of 4 was asked of a pool of 3"):
+    with pytest.raises(ValueError, match="pool of 3 responses has no group of 4"):
         group("101", 4)
 
 
