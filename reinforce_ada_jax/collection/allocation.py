@@ -6,7 +6,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 
-def fill(weights: Float[np.ndarray, " P"], total: float, low: float, high: float) -> Float[np.ndarray, " P"]:
+def fill(
+    weights: Float[np.ndarray, " P"], total: float | int, low: float | int, high: float | int
+) -> Float[np.ndarray, " P"]:
     """Returns real numbers in [low, high] that sum to `total`, proportional to `weights` where no bound binds.
 
     They are clip(level * weights, low, high) for the one level that gives the sum, which is piecewise linear in the
@@ -59,7 +61,7 @@ def allocate(
     weights = np.asarray(weights, np.float64)
     # A sum's last bit depends on the order of its terms, so the order must not be that of the prompts.
     order = sorted(range(len(weights)), key=lambda index: (weights[index], names[index]))
-    shares = fill(weights[order], float(total), float(low), float(high))
+    shares = fill(weights[order], total, low, high)
     # A share that rounding left just below an integer counts as that integer.
     whole = np.floor(shares + 1e-9).astype(np.int64)
     left = total - int(whole.sum())

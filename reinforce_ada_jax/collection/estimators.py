@@ -1,7 +1,7 @@
-"""Estimates of pass rates made before drawing, for the strategy `estimate`, and how good they turned out to be.
+"""Estimates of pass rates before drawing, for the strategy `estimate`, and their calibration.
 
-The value head, which needs the policy's hidden states, is in learning/value_head.py; the collection loop knows either
-as a function from prompts to pass rates.
+The value head, which needs the policy's hidden states, is in learning/value_head.py; the collection loop calls either
+one as a function from prompts to pass rates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ RELIABILITY_BINS = 5
 
 
 class Ema:
-    """Each prompt's own pass rate, old draws counting less: a Beta posterior with decay.
+    """Exponential average of each prompt's own pass rate: a Beta posterior with decay.
 
         N <- decay * N + n,   K <- decay * K + k,   p = (K + a) / (N + a + b)
 
-    after every iteration that drew n responses of which k were correct. So p is never 0 and never 1.
+    after every iteration that drew n responses, k of them correct. So p is never 0 and never 1.
     Source: arXiv 2510.04996 (Ada-Est).
     """
 
@@ -51,22 +51,22 @@ class Ema:
         self._counts[prompt_id] = self._decay * old_drawn + drawn, self._decay * old_correct + correct
 
     def to_json(self) -> dict[str, Any]:
-        """For a checkpoint; float64 numbers survive the way there and back unchanged."""
+        """Returns the state for a checkpoint; float64 numbers come back unchanged."""
         return {"counts": {name: list(counts) for name, counts in self._counts.items()}}
 
     def load_json(self, saved: Mapping[str, Any]) -> None:
-        """Takes back what `to_json` saved."""
+        """Restores the state that `to_json` returned."""
         self._counts = {name: (drawn, correct) for name, (drawn, correct) in saved["counts"].items()}
 
 
 def calibration(pools: Sequence[Pool]) -> dict[str, float]:
-    """How the estimates that pools were drawn with compare with what was drawn.
+    """Compares the estimates that pools were drawn with, with the draws.
 
     Returns:
       `estimator/brier`, the mean over prompts of the mean squared difference between the estimate and each draw's
-      outcome (0 or 1); `estimator/calibration_error`, the mean over prompts of |estimate - outcome| after averaging
-      both within each of five equal bins of the estimate; and of each bin that has prompts
-      `estimator/bin_<i>_estimate`, `..._outcome` and `..._share`. Nothing where no pool has an estimate.
+      correctness; `estimator/calibration_error`, the mean over prompts of |estimate - outcome| after averaging both
+      within five equal bins of the estimate; and for each bin with prompts `estimator/bin_<i>_estimate`,
+      `..._outcome` and `..._share`. Nothing where no pool has an estimate.
     """
     known = [pool for pool in pools if pool.estimate is not None]
     if not known:

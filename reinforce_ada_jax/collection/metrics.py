@@ -1,4 +1,4 @@
-"""The numbers of one collection that need nothing but its groups (the `reward/` and `collection/` keys)."""
+"""Metrics of one collection that follow from its groups alone (the `reward/` and `collection/` keys)."""
 
 import collections
 from collections.abc import Sequence
@@ -7,27 +7,27 @@ import numpy as np
 
 from reinforce_ada_jax.collection.advantages import Group
 
-# Reasons of a verdict that say the verifier failed, not the response ("no_answer" or "too_long" is the response's).
+# Reasons of a verdict where the verifier failed; "no_answer" or "too_long" are failures of the response.
 FAILURES = ("timeout", "crash", "error")
-# Rounds that have a key of their own: a strategy without a limit may go on for hundreds.
-MOST_ROUNDS = 32
+# The last round with a metric of its own: a strategy without a limit may draw hundreds.
+MAX_ROUND_METRICS = 32
 
 
-def sampling_dynamics(groups: Sequence[Group], group_size: int) -> dict[str, float]:
-    """How the draws were spread over the prompts, and why rounds went on to their end.
+def sampling_dynamics(groups: Sequence[Group], group_size: int) -> dict[str, float | int]:
+    """Computes how draws are distributed over prompts, and why rules were not met.
 
     Returns:
       Under `collection/`: `active_round_<k>`, prompts that drew a k-th round, for k = 1 to the last round drawn
-      (at most 32); `draws_mean`, `draws_p10`, `draws_p50`, `draws_p90`, `draws_max`, of responses for a prompt;
-      `extra_samples`, responses beyond the first n of each prompt; of all prompts those whose rule was not met and
-      that have no correct response (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). What is left
-      of `unmet_share` has both, but too few of one.
+      (at most 32); `draws_mean`, `draws_p10`, `draws_p50`, `draws_p90`, `draws_max`, responses per prompt;
+      `extra_samples`, responses beyond the first n of each prompt; shares of all prompts whose rule was not met and
+      that have no correct response (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The rest of
+      `unmet_share` has both, but too few of one.
     """
     pools = [group.pool for group in groups]
     rounds = np.array([pool.rounds for pool in pools])
     draws = np.array([len(pool.responses) for pool in pools])
     unmet = [pool for pool in pools if not pool.met]
-    last = min(int(rounds.max()), MOST_ROUNDS)
+    last = min(int(rounds.max()), MAX_ROUND_METRICS)
     p10, p50, p90 = np.percentile(draws, (10, 50, 90)).tolist()
     return {
         **{f"collection/active_round_{number}": int((rounds >= number).sum()) for number in range(1, last + 1)},
@@ -42,25 +42,25 @@ def sampling_dynamics(groups: Sequence[Group], group_size: int) -> dict[str, flo
     }
 
 
-def collection_metrics(groups: Sequence[Group], group_size: int, num_prompts: int | None = None) -> dict[str, float]:
-    """What one iteration's collection gave and cost.
+def collection_metrics(
+    groups: Sequence[Group], group_size: int, num_prompts: int | None = None
+) -> dict[str, float | int]:
+    """Computes the metrics of one iteration's collection.
 
-    `reward/first_round` is the figure to compare between strategies: the mean over prompts of the mean reward of the
-    first min(n, N) draws, and `reward/first_round_correct` the same of outcomes: an unbiased pass rate. `reward/pool`,
+    `reward/first_round` is the one to compare strategies by: the mean over prompts of the mean reward of the first
+    min(n, N) draws. `reward/first_round_correct` is the same for correctness: an unbiased pass rate. `reward/pool`,
     the mean over all responses, is biased by the stopping rule.
 
     Args:
-      groups: one for each prompt of the iteration, at least one; those that took the place of dropped ones last.
+      groups: one for each prompt of the iteration, at least one; replacements last.
       group_size: n.
-      num_prompts: with how many prompts the iteration began, before any outcome was known: those that
-        `reward/first_round` is of. None: all.
+      num_prompts: number of prompts before any outcome was known, which `reward/first_round` covers. None: all.
 
     Returns:
-      The keys of metrics.jsonl that the groups decide: these, `sampling_dynamics`, and
-      `collection/verdict_<reason>`, counts of the verdicts that give a reason. Shares are in [0, 1]: of groups
-      (`zero_signal`: all advantages 0; `dropped`: nothing kept; `weight_clipped`: a pass rate below the least that
-      w(p) is computed at), of prompts (`unmet`), of responses (`truncated`). `kept` counts responses that reach the
-      update, `replacements` prompts beyond `num_prompts`.
+      The keys above, `sampling_dynamics`, and `collection/verdict_<reason>`, counts of verdicts with a reason. Shares
+      are in [0, 1]: of groups (`zero_signal`: all advantages 0; `dropped`: nothing kept; `weight_clipped`: a pass
+      rate below the smallest one that w(p) is computed at), of prompts (`unmet`), of responses (`truncated`). `kept`
+      counts responses that reach the update, `replacements` prompts beyond `num_prompts`.
     """
     pools = [group.pool for group in groups]
     first = pools[:num_prompts]

@@ -4,20 +4,22 @@
     log        f = log p      w = 1 / p
     power      f = p^alpha    w = alpha p^(alpha - 1)
 
-The weight may be paid by drawing more, by scaling advantages, or by both: w = w_sample * w_grad.
+The weight is paid by more draws, by scaled advantages, or by both: w = w_sample * w_grad.
 Source: arXiv 2510.04996, section 3.2 and appendix.
 """
 
 import numpy as np
 from jaxtyping import Float
 
+Numbers = Float[np.ndarray, "..."] | float
 
-def weight(objective: str, p: Float[np.ndarray, "..."] | float, *, alpha: float = 0.5) -> Float[np.ndarray, "..."]:
-    """w(p) = f'(p).
+
+def weight(objective: str, p: Numbers, *, alpha: float = 0.5) -> Numbers:
+    """Computes w(p) = f'(p).
 
     Args:
       objective: "identity", "log" or "power".
-      p: pass rates, above 0 where f' has a pole there; no clipping is done here.
+      p: pass rates, above 0 where f' has a pole there; not clipped here.
       alpha: exponent of "power".
 
     Raises:
@@ -33,22 +35,8 @@ def weight(objective: str, p: Float[np.ndarray, "..."] | float, *, alpha: float 
     raise ValueError(f"objective is {objective!r}; it must be one of identity, log, power.")
 
 
-def value(objective: str, p: Float[np.ndarray, "..."] | float, *, alpha: float = 0.5) -> Float[np.ndarray, "..."]:
-    """f(p), whose derivative `weight` is."""
-    p = np.asarray(p, np.float64)
-    if objective == "identity":
-        return p.copy()
-    if objective == "log":
-        return np.log(p)
-    if objective == "power":
-        return p**alpha
-    raise ValueError(f"objective is {objective!r}; it must be one of identity, log, power.")
-
-
-def sample_weight(
-    allocation: str, objective: str, p: Float[np.ndarray, "..."] | float, *, alpha: float = 0.5, epsilon: float = 0.0
-) -> Float[np.ndarray, "..."]:
-    """w_sample: what the number of draws N_x is proportional to under the strategy `estimate`.
+def sample_weight(allocation: str, objective: str, p: Numbers, *, alpha: float = 0.5, epsilon: float = 0.0) -> Numbers:
+    """Computes w_sample, which the number of draws N_x is proportional to under the strategy `estimate`.
 
     hybrid     sqrt(w(p + epsilon)): draws and advantages pay half each
     sampling   w(p + epsilon): draws pay everything
@@ -68,8 +56,8 @@ def sample_weight(
 
 
 def gradient_weight(
-    allocation: str, objective: str, p: Float[np.ndarray, "..."] | float, *, alpha: float = 0.5, epsilon: float = 0.0
-) -> Float[np.ndarray, "..."]:
-    """w_grad = w / w_sample: what advantages still have to pay where draws paid `sample_weight`."""
+    allocation: str, objective: str, p: Numbers, *, alpha: float = 0.5, epsilon: float = 0.0
+) -> Numbers:
+    """Computes w_grad = w / w_sample: the factor of advantages that draws did not pay."""
     full = weight(objective, np.asarray(p, np.float64) + epsilon, alpha=alpha)
     return full / sample_weight(allocation, objective, p, alpha=alpha, epsilon=epsilon)

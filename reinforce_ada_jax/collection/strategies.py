@@ -211,10 +211,12 @@ def estimate(config: CollectionConfig) -> Strategy:
     terms = (config.allocation, config.objective)
     settings = {"alpha": config.objective_alpha, "epsilon": config.objective_epsilon}
     most = collection_rules.max_draws(config)
+    assert most is not None  # only ngu may have no limit
 
     def plan(estimates: np.ndarray, names: Sequence[str]) -> np.ndarray:
         total = round(collection_rules.draw_budget(config) * len(names))
-        return allocate(objectives.sample_weight(*terms, estimates, **settings), total, config.min_draws, most, names)
+        weights = np.asarray(objectives.sample_weight(*terms, estimates, **settings))
+        return allocate(weights, total, config.min_draws, most, names)
 
     return Strategy(
         next_draws=lambda progress: 0 if progress.rounds else (progress.planned or 0),
@@ -274,7 +276,7 @@ def ngu(config: CollectionConfig) -> Strategy:
 BUILT_IN = {function.__name__: function for function in (grpo, positive, balance, estimate, dapo, ngu)}
 
 
-def _load_function(reference: str) -> Callable[[CollectionConfig], Strategy]:
+def _load_function(reference: str) -> Callable[[CollectionConfig], Any]:
     """Returns the user's function that "file.py:name" names.
 
     Raises:

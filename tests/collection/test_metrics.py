@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection.advantages import Group
-from reinforce_ada_jax.collection.metrics import MOST_ROUNDS, collection_metrics
+from reinforce_ada_jax.collection.metrics import MAX_ROUND_METRICS, collection_metrics
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 
@@ -113,4 +113,4 @@ def test_unmet_prompts_by_the_side_they_lack():
 def test_rounds_without_a_limit_do_not_make_keys_without_a_limit():
     group = make_group("hard", [0.0] * 50, [], rounds=50, met=False, lengths=[1] * 50)
     rounds = [key for key in collection_metrics([group], group_size=2) if "active_round" in key]
-    assert rounds == [f"collection/active_round_{number}" for number in range(1, MOST_ROUNDS + 1)]
+    assert rounds == [f"collection/active_round_{number}" for number in range(1, MAX_ROUND_METRICS + 1)]

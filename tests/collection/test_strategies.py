@@ -59,7 +59,7 @@ def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, *
 # ---- every strategy, by hand -----------------------------------------------------------------------------------------
 
 QUARTERS = {"group_size": 4, "samples_per_round": 4, "max_rounds": 2}
-SIX, RETRY = config("estimate", **QUARTERS, budget=6), config("ngu", **QUARTERS, retry_probability=1.0)
+SIX, RETRY = config("estimate", **QUARTERS, budget=6.0), config("ngu", **QUARTERS, retry_probability=1.0)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_keeping_the_pool_or_a_group_of_it():
     with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8"):
         strategies.build(config("positive", 16, keep="pool"))
 
-    section = config("estimate", **QUARTERS, keep="group", budget=8, min_draws=4)
+    section = config("estimate", **QUARTERS, keep="group", budget=8.0, min_draws=4)
     (pool,) = run_strategy(section, rewards)
     strategy = strategies.build(section)
     group = make_group(pool, strategy)
@@ -237,7 +237,7 @@ ESTIMATES = {"p0": 0.24, "p1": 0.03, "p2": 0.99}
         # (p + eps)^(-1/4): 1.4142 : 2.2361 : 1, so 7.299, 11.540 and 5.161.
         ({"objective": "power"}, [7, 12, 5]),
         ({"objective": "log", "min_draws": 4, "max_draws": 12}, [8, 12, 4]),  # 5 * 3 over the bound; 12 left at 2 : 1
-        ({"objective": "log", "budget": 4}, [3, 7, 2]),  # 12 in all: 3, 7.5, 1.5; at its bound of 2: 10 * 2/7 = 2.86
+        ({"objective": "log", "budget": 4.0}, [3, 7, 2]),  # 12 in all: 3, 7.5, 1.5; at its bound of 2: 10 * 2/7 = 2.86
     ],
 )
 def test_draws_fixed_beforehand(settings, draws):
