@@ -1,35 +1,44 @@
-"""Which figures runs have: from their histories to panels of curves, with the words that go with them.
+"""Figures of runs: panels of curves made from their histories, with captions.
 
-A run that did not write what a panel needs is left out of it, a panel without any run out of its figure, and a figure
-without any panel is not made; each time `missing` says so.
+A run that lacks the metrics of a panel is left out of it, a panel without runs is left out of its figure, and a figure
+without panels is not drawn; `Figure.missing` says so.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from reinforce_ada_jax.reporting.drawing import Curve, Panel
 from reinforce_ada_jax.reporting.history import EVALUATING, History, smooth
 
 SMOOTHED = 5  # iterations
+EARLY, LATE = slice(None, 25), slice(-25, None)
 RELIABILITY_BINS = 5  # of collection/estimators.py
-UPDATES, TOKENS, SECONDS = "updates", "generated tokens", "seconds of collecting and updating"
-
+UPDATES = "updates"
+# By the word in a title: label of the x axis, and its values at the end of each iteration.
+BUDGETS: dict[str, tuple[str, Callable[[History], Float[np.ndarray, " I"]]]] = {
+    "updates": (UPDATES, lambda history: history.updates),
+    "tokens": ("generated tokens", lambda history: history.tokens),
+    "time": ("seconds of collecting and updating", lambda history: history.seconds),
+}
 NEEDS_TIME = "evaluation or reward, or no time/*_s"
+# Curves of one run, from its index and history; none if it lacks the metrics.
+CurvesFn = Callable[[int, History], Sequence[Curve]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Figure:
-    """Panels under one heading.
+    """Panels with a title.
 
     Attributes:
       name: of its files.
       title: its heading.
-      caption: what is seen, and how it is read.
-      panels: what is drawn; empty: there is nothing to draw.
+      caption: what the panels show, and how to read them.
+      panels: empty if there is nothing to draw.
       columns: panels side by side.
-      missing: what can't be drawn, and why.
+      missing: sentences on what is not drawn, and why.
     """
 
     name: str
@@ -40,124 +49,108 @@ class Figure:
     missing: Sequence[str]
 
 
-class _Panels:
-    """The panels of a figure in the making, and what they lack."""
+class _Builder:
+    """Collects the panels of a figure, and sentences on what they lack."""
 
     def __init__(self, histories: Sequence[History]):
         self.histories = histories
-        self.made: list[Panel] = []
+        self.panels: list[Panel] = []
         self.missing: list[str] = []
 
-    def add(self, panel: Panel, curve: Callable[[int, History], Curve | None], needs: str) -> None:
-        """One curve a run; `curve` gives None for a run that lacks what it `needs`."""
-        curves = [curve(index, history) for index, history in enumerate(self.histories)]
-        drawn = [found for found in curves if found is not None and np.isfinite(found.x + found.y).any()]
-        names = {found.label for found in drawn}
+    def add(self, panel: Panel, curves_fn: CurvesFn, needs: str) -> None:
+        """Adds a panel with the curves of each run that has what it `needs`."""
+        curves = [curve for index, run in enumerate(self.histories) for curve in curves_fn(index, run)]
+        drawn = [curve for curve in curves if np.isfinite(curve.x + curve.y).any()]
+        names = {curve.label for curve in drawn}
         without = [history.name for history in self.histories if history.name not in names]
         if drawn:
-            self.made.append(dataclasses.replace(panel, curves=drawn))
+            self.panels.append(dataclasses.replace(panel, curves=drawn))
         if without:
             what = "is without " + ", ".join(without) if drawn else "is not drawn"
             self.missing.append(f"“{panel.title}” {what}: no {needs}.")
 
-    def figure(self, name: str, title: str, caption: str, columns: int) -> Figure:
-        return Figure(name, title, caption, self.made, columns, self.missing)
+    def metric(self, title: str, key: str, y_label: str, top: float | None = None) -> None:
+        """Adds a panel of one metric against updates."""
+        panel = Panel(title, UPDATES, y_label, limits=(0.0, top), counted=True)
+        self.add(panel, lambda index, run: _smoothed(index, run, run.updates, key), key)
+
+    def figure(self, name: str, title: str, caption: str, columns: int = 3) -> Figure:
+        return Figure(name, title, caption, self.panels, columns, self.missing)
 
 
-def _column(history: History, key: str) -> np.ndarray | None:
+def _column(history: History, key: str) -> Float[np.ndarray, " I"] | None:
     values = history.metrics.get(key)
     return None if values is None or np.isnan(values).all() else values
 
 
-def _smoothed(index: int, history: History, x: np.ndarray, key: str, scale: float = 1.0) -> Curve | None:
+def _smoothed(index: int, history: History, x: Float[np.ndarray, " I"], key: str) -> list[Curve]:
     values = _column(history, key)
     if values is None:
-        return None
+        return []
     known = np.isfinite(values)
-    return Curve(history.name, index, x[known], smooth(values[known] * scale, SMOOTHED))
+    return [Curve(history.name, index, x[known], smooth(values[known], SMOOTHED))]
 
 
 def learning(histories: Sequence[History]) -> Figure:
-    """Accuracy of every benchmark and the first-round reward against updates, tokens and time."""
-    panels = _Panels(histories)
-    budgets = {
-        UPDATES: lambda history: history.updates,
-        TOKENS: lambda history: history.tokens,
-        SECONDS: lambda history: history.seconds,
-    }
+    """Returns accuracy on every benchmark and first-round reward against updates, tokens and time."""
+    builder = _Builder(histories)
     benchmarks = list(dict.fromkeys(name for history in histories for name in history.evaluations))
     samples = "/".join(map(str, sorted({history.samples for history in histories})))
     for benchmark in benchmarks:
-        for label, budget in budgets.items():
+        for word, (label, budget) in BUDGETS.items():
 
-            def evaluated(index: int, history: History, benchmark=benchmark, budget=budget) -> Curve | None:
-                if benchmark not in history.evaluations:
-                    return None
-                updates, _, average, error = history.evaluations[benchmark]
-                return Curve(history.name, index, history.at(updates, budget(history)), average, error)
+            def accuracy(index: int, run: History, benchmark=benchmark, budget=budget) -> list[Curve]:
+                if benchmark not in run.evaluations:
+                    return []
+                found = run.evaluations[benchmark]
+                return [Curve(run.name, index, run.at(found.updates, budget(run)), found.average, found.error)]
 
-            title = f"{benchmark}: accuracy by {label.split()[-1] if label != SECONDS else 'time'}"
-            panel = Panel(title, label, f"avg@{samples}", limits=(0, None), counted=label == UPDATES)
-            panels.add(panel, evaluated, NEEDS_TIME if label == SECONDS else f"evaluation of {benchmark}")
+            title = f"{benchmark}: accuracy by {word}"
+            panel = Panel(title, label, f"avg@{samples}", limits=(0.0, None), counted=label == UPDATES)
+            builder.add(panel, accuracy, NEEDS_TIME if word == "time" else f"evaluation of {benchmark}")
     if not benchmarks:
-        panels.missing.append("Accuracy is not drawn: no run was evaluated.")
-    for label, budget in budgets.items():
-        title = f"Reward by {label.split()[-1] if label != SECONDS else 'time'}"
-        panel = Panel(title, label, "first-round reward", counted=label == UPDATES)
-        panels.add(
+        builder.missing.append("Accuracy is not drawn: no run was evaluated.")
+    for word, (label, budget) in BUDGETS.items():
+        panel = Panel(f"Reward by {word}", label, "first-round reward", counted=label == UPDATES)
+        builder.add(
             panel,
-            lambda index, history, budget=budget: _smoothed(index, history, budget(history), "reward/first_round"),
-            NEEDS_TIME if label == SECONDS else "reward/first_round",
+            lambda index, run, budget=budget: _smoothed(index, run, budget(run), "reward/first_round"),
+            NEEDS_TIME if word == "time" else "reward/first_round",
         )
     caption = (
-        "The same curves against what they cost. Seconds are those of collecting and updating, what is compiled in the "
-        "first iteration included, evaluation not. Bars are one standard error over problems. The first-round reward "
+        "The same curves against different costs. Seconds are those of collecting and updating, including compilation "
+        "in the first iteration, without evaluation. Bars are one standard error over problems. The first-round reward "
         "is the mean over the first draws of each prompt, which no stopping rule biases; here its mean over the last "
         f"{SMOOTHED} iterations."
     )
-    return panels.figure("learning", "Learning", caption, 3)
+    return builder.figure("learning", "Learning", caption)
 
 
 def signal(histories: Sequence[History]) -> Figure:
-    """Groups without a gradient, and entropy, alone and against reward."""
-    panels = _Panels(histories)
-    panels.add(
-        Panel("Groups without a signal", UPDATES, "share of groups", limits=(0, 1.04), counted=True),
-        lambda index, history: _smoothed(index, history, history.updates, "collection/zero_signal_share"),
-        "collection/zero_signal_share",
-    )
-    panels.add(
-        Panel("Entropy over training", UPDATES, "entropy, nats a token", limits=(0, None), counted=True),
-        lambda index, history: _smoothed(index, history, history.updates, "update/entropy"),
-        "update/entropy",
-    )
+    """Returns groups without a gradient, and entropy, alone and against reward."""
+    builder = _Builder(histories)
+    builder.metric("Groups without a signal", "collection/zero_signal_share", "share of groups", 1.04)
+    builder.metric("Entropy over training", "update/entropy", "entropy, nats a token")
 
-    def trade(index: int, history: History) -> Curve | None:
-        entropy, reward = (_column(history, key) for key in ("update/entropy", "reward/first_round"))
+    def trade(index: int, run: History) -> list[Curve]:
+        entropy, reward = _column(run, "update/entropy"), _column(run, "reward/first_round")
         if entropy is None or reward is None:
-            return None
+            return []
         known = np.isfinite(entropy) & np.isfinite(reward)
-        return Curve(history.name, index, smooth(entropy[known], SMOOTHED), smooth(reward[known], SMOOTHED))
+        return [Curve(run.name, index, smooth(entropy[known], SMOOTHED), smooth(reward[known], SMOOTHED))]
 
-    panels.add(
-        Panel("Reward for entropy spent", "entropy, nats a token", "first-round reward"),
-        trade,
-        "update/entropy and reward/first_round",
-    )
+    panel = Panel("Reward for entropy spent", "entropy, nats a token", "first-round reward")
+    builder.add(panel, trade, "update/entropy and reward/first_round")
     caption = (
-        "Left: the share of groups whose advantages are all 0, which move nothing. Right: reward at the entropy that "
-        "is left; each line's name stands where training has got to. "
+        "Left: the share of groups whose advantages are all 0, which change nothing. Right: reward against the "
+        "remaining entropy; the name of each line is at the newest iteration. "
         f"Means over the last {SMOOTHED} iterations."
     )
-    return panels.figure("signal", "Signal and entropy", caption, 3)
+    return builder.figure("signal", "Signal and entropy", caption)
 
 
-def _num_rounds(history: History) -> int:
-    return sum(key.startswith("collection/active_round_") for key in history.metrics)
-
-
-def _active(history: History, part: slice, num_rounds: int) -> np.ndarray | None:
-    """Share of prompts that drew each round, over the iterations in `part`. A round without a key had no prompt."""
+def _active(history: History, part: slice, num_rounds: int) -> Float[np.ndarray, " R"] | None:
+    """Computes the share of prompts that drew each round, over the iterations in `part`; no key means no prompt."""
     counts = [
         np.nansum(history.metrics.get(f"collection/active_round_{number}", np.zeros(1))[part])
         for number in range(1, num_rounds + 1)
@@ -166,46 +159,32 @@ def _active(history: History, part: slice, num_rounds: int) -> np.ndarray | None
 
 
 def sampling(histories: Sequence[History]) -> Figure:
-    """Draws per prompt, prompts that go on from round to round, and what ended unmet."""
-    panels = _Panels(histories)
+    """Returns draws per prompt, prompts that continue from round to round, and prompts that end unmet."""
+    builder = _Builder(histories)
 
-    def draws(index: int, history: History) -> Curve | None:
-        mean = _smoothed(index, history, history.updates, "collection/draws_mean")
-        ends = [_smoothed(index, history, history.updates, f"collection/draws_{end}") for end in ("p10", "p90")]
-        if mean is None or None in ends:
-            return None
-        return dataclasses.replace(mean, band=(ends[0].y, ends[1].y))
+    def draws(index: int, run: History) -> list[Curve]:
+        keys = [f"collection/draws_{name}" for name in ("mean", "p10", "p90")]
+        found = [curve for key in keys for curve in _smoothed(index, run, run.updates, key)]
+        if len(found) < len(keys):
+            return []
+        mean, low, high = found
+        return [dataclasses.replace(mean, band=(low.y, high.y))]
 
-    panels.add(
-        Panel("Draws for a prompt", UPDATES, "responses", limits=(0, None), counted=True),
-        draws,
-        "collection/draws_*",
-    )
-    num_rounds = max(map(_num_rounds, histories))
-    for title, part in (("early", slice(None, 25)), ("late", slice(-25, None))):
+    panel = Panel("Draws for a prompt", UPDATES, "responses", limits=(0.0, None), counted=True)
+    builder.add(panel, draws, "collection/draws_*")
+    num_rounds = max(sum(key.startswith("collection/active_round_") for key in run.metrics) for run in histories)
+    for title, part in (("early", EARLY), ("late", LATE)):
 
-        def active(index: int, history: History, part=part) -> Curve | None:
-            shares = _active(history, part, num_rounds)
-            if shares is None:
-                return None
-            return Curve(history.name, index, np.arange(1, len(shares) + 1), shares)
+        def active(index: int, run: History, part=part) -> list[Curve]:
+            shares = _active(run, part, num_rounds)
+            return [] if shares is None else [Curve(run.name, index, np.arange(1.0, len(shares) + 1), shares)]
 
         name = f"Prompts that draw a round, {title}"
-        panel = Panel(name, "round", "share of prompts", limits=(0, 1.05), counted=True)
-        panels.add(panel, active, "collection/active_round_1")
-    panels.add(
-        Panel("Extra samples", UPDATES, "responses beyond the first n", limits=(0, None), counted=True),
-        lambda index, history: _smoothed(index, history, history.updates, "collection/extra_samples"),
-        "collection/extra_samples",
-    )
+        panel = Panel(name, "round", "share of prompts", limits=(0.0, 1.05), counted=True)
+        builder.add(panel, active, "collection/active_round_1")
+    builder.metric("Extra samples", "collection/extra_samples", "responses beyond the first n")
     for side in ("correct", "wrong"):
-        panels.add(
-            Panel(f"Unmet, no {side} response", UPDATES, "share of prompts", limits=(0, None), counted=True),
-            lambda index, history, side=side: _smoothed(
-                index, history, history.updates, f"collection/unmet_no_{side}_share"
-            ),
-            f"collection/unmet_no_{side}_share",
-        )
+        builder.metric(f"Unmet, no {side} response", f"collection/unmet_no_{side}_share", "share of prompts")
     caption = (
         "Top: responses drawn for a prompt, the mean and, shaded, the range from the 10th to the 90th percentile; the "
         "share of prompts that draw a first, second, ... round, in the first and in the last 25 iterations. Bottom: "
@@ -213,47 +192,41 @@ def sampling(histories: Sequence[History]) -> Figure:
         "because none of the responses was correct, or none wrong. Where the axis is updates, means over the last "
         f"{SMOOTHED} iterations."
     )
-    return panels.figure("sampling", "Sampling dynamics", caption, 3)
+    return builder.figure("sampling", "Sampling dynamics", caption)
 
 
 def pass_at_k(histories: Sequence[History]) -> Figure:
-    """pass@k and all-correct@k before and after training."""
-    panels = _Panels(histories)
+    """Returns pass@k and all-correct@k before and after training."""
+    builder = _Builder(histories)
     benchmarks = list(dict.fromkeys(name for history in histories for name in history.curves))
     for benchmark in benchmarks:
         for kind, title, label in (
             ("pass", "at least one right", "pass@k"),
             ("all_correct", "all right", "all-correct@k"),
         ):
-            curves, without = [], []
-            for index, history in enumerate(histories):
-                by_updates = history.curves.get(benchmark, {}).get(kind, {})
-                if not by_updates:
-                    without.append(history.name)
-                    continue
-                for updates in sorted({min(by_updates), max(by_updates)}):
-                    ks, values = map(np.array, zip(*sorted(by_updates[updates].items()), strict=True))
-                    faint = updates < max(by_updates)
-                    curves.append(Curve(history.name, index, ks.astype(float), values, faint=faint))
+
+            def first_and_last(index: int, run: History, benchmark=benchmark, kind=kind) -> list[Curve]:
+                by_updates = run.curves.get(benchmark, {}).get(kind, {})
+                curves = []
+                for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
+                    ks, values = np.array(sorted(by_updates[updates].items()), float).T
+                    curves.append(Curve(run.name, index, ks, values, faint=updates < max(by_updates)))
+                return curves
+
             name = f"{benchmark}: {title} of k"
-            if curves:
-                panels.made.append(
-                    Panel(name, "k, samples for a problem", label, curves, limits=(0, 1.04), powers=True)
-                )
-            if without:
-                what = "is without " + ", ".join(without) if curves else "is not drawn"
-                panels.missing.append(f"“{name}” {what}: no {kind}_at_<k> in evaluations/.")
+            panel = Panel(name, "k, samples for a problem", label, limits=(0.0, 1.04), powers=True)
+            builder.add(panel, first_and_last, f"{kind}_at_<k> in evaluations/")
     if not benchmarks:
-        panels.missing.append("Nothing is drawn: no run was evaluated.")
+        builder.missing.append("Nothing is drawn: no run was evaluated.")
     caption = (
-        "The chance that at least one of k samples is right, and that all k are, estimated without bias from the "
+        "The probability that at least one of k samples is right, and that all k are, estimated without bias from the "
         "samples of each problem. Thick, filled: the last evaluation; thin, hollow: the first one."
     )
-    return panels.figure("pass_at_k", "pass@k", caption, 2)
+    return builder.figure("pass_at_k", "pass@k", caption, 2)
 
 
 def _phases(history: History) -> dict[str, float] | None:
-    """Seconds of an iteration by what they went into: medians, and evaluation spread over all iterations."""
+    """Computes the seconds of an iteration by phase: medians, and evaluation divided over all iterations."""
 
     def median(key: str) -> float:
         values = _column(history, key)
@@ -273,69 +246,55 @@ def _phases(history: History) -> dict[str, float] | None:
 
 
 def time(histories: Sequence[History]) -> Figure:
-    """What an iteration's seconds go into, and how they change."""
-    panels = _Panels(histories)
+    """Returns the seconds of an iteration by phase, and over training."""
+    builder = _Builder(histories)
     phases = {history.name: _phases(history) for history in histories}
     bars = {name: bar for name, bar in phases.items() if bar is not None}
     if bars:
-        panels.made.append(Panel("Where an iteration's time goes", "seconds", "", bars=bars))
+        builder.panels.append(Panel("Where an iteration's time goes", "seconds", "", bars=bars))
     if len(bars) < len(phases):
         names = ", ".join(name for name, bar in phases.items() if bar is None)
-        panels.missing.append(f"“Where an iteration's time goes” is without {names}: no time/collect_s.")
+        builder.missing.append(f"“Where an iteration's time goes” is without {names}: no time/collect_s.")
     for key, title in (("time/collect_s", "Collecting"), ("time/verify_s", "Grading, beside collecting")):
-        panels.add(
-            Panel(title, UPDATES, "seconds an iteration", limits=(0, None), counted=True),
-            lambda index, history, key=key: _smoothed(index, history, history.updates, key),
-            key,
-        )
+        builder.metric(title, key, "seconds an iteration")
     caption = (
-        "Left: medians over iterations, so that what is compiled in the first ones does not count; evaluation is its "
-        "total divided by the number of iterations. Grading runs beside decoding and is no part of the bars."
+        "Left: medians over iterations, so that compilation in the first ones does not count; evaluation is its total "
+        "divided by the number of iterations. Grading runs while responses are decoded and is no part of the bars."
     )
-    return panels.figure("time", "Time", caption, 3)
+    return builder.figure("time", "Time", caption)
 
 
 def calibration(histories: Sequence[History]) -> Figure:
-    """How the estimated pass rates that draws were planned with compare with what was drawn."""
-    panels = _Panels(histories)
+    """Returns the estimated pass rates that draws were planned with, compared with the outcomes."""
+    builder, title = _Builder(histories), "Calibration of estimates"
     others = [history.name for history in histories if _column(history, "estimator/brier") is None]
     if len(others) == len(histories):
-        panels.missing.append("Nothing is drawn: no run plans its draws with estimated pass rates.")
-        return panels.figure("calibration", "Calibration of estimates", "", 3)
+        builder.missing.append("Nothing is drawn: no run plans its draws with estimated pass rates.")
+        return builder.figure("calibration", title, "")
 
-    def reliability(index: int, history: History) -> Curve | None:
+    def reliability(index: int, run: History) -> list[Curve]:
         points = []
         for number in range(RELIABILITY_BINS):
-            share = _column(history, f"estimator/bin_{number}_share")
+            share = _column(run, f"estimator/bin_{number}_share")
             if share is not None:
-                of = (history.metrics[f"estimator/bin_{number}_{name}"] for name in ("estimate", "outcome"))
-                points.append([np.nansum(values * share) / np.nansum(share) for values in of])
-        return Curve(history.name, index, *map(np.array, zip(*points, strict=True))) if points else None
+                pair = (run.metrics[f"estimator/bin_{number}_{name}"] for name in ("estimate", "outcome"))
+                points.append([np.nansum(values * share) / np.nansum(share) for values in pair])
+        return [Curve(run.name, index, *np.array(points).T)] if points else []
 
-    panels.add(
-        Panel("Outcome at each estimate", "estimated pass rate", "share correct", diagonal=True),
-        reliability,
-        "estimator/bin_*",
-    )
-    for key, title, label in (
-        ("estimator/brier", "Squared error of estimates", "Brier score"),
-        ("estimator/calibration_error", "Calibration error", "mean |estimate - outcome|"),
-    ):
-        panels.add(
-            Panel(title, UPDATES, label, limits=(0, None), counted=True),
-            lambda index, history, key=key: _smoothed(index, history, history.updates, key),
-            key,
-        )
+    panel = Panel("Outcome at each estimate", "estimated pass rate", "share correct", diagonal=True)
+    builder.add(panel, reliability, "estimator/bin_*")
+    builder.metric("Squared error of estimates", "estimator/brier", "Brier score")
+    builder.metric("Calibration error", "estimator/calibration_error", "mean |estimate - outcome|")
     caption = (
         "Left: the share of correct draws among prompts by their estimate, over the whole run; on the dotted line "
         "estimates are right on average. The Brier score is the mean squared difference between estimate and outcome "
         "of a draw; the calibration error averages both within each of five bins of the estimate first."
     )
-    # Not each panel's lack, but what these runs do not do.
-    panels.missing = [f"Without {', '.join(others)}: no draws planned with estimates."] if others else []
-    return panels.figure("calibration", "Calibration of estimates", caption, 3)
+    # These runs do not plan: one sentence instead of one per panel.
+    builder.missing = [f"Without {', '.join(others)}: no draws planned with estimates."] if others else []
+    return builder.figure("calibration", title, caption)
 
 
 def figures(histories: Sequence[History]) -> list[Figure]:
-    """Every figure, in the order of a report."""
+    """Returns every figure, in the order of a report."""
     return [make(histories) for make in (learning, signal, sampling, pass_at_k, time, calibration)]

@@ -1,7 +1,7 @@
-"""Panels of curves and bars as PNG and SVG, on light paper and on dark.
+"""Drawing of panels with curves and bars as PNG and SVG, on light and on dark paper.
 
-What is drawn says nothing of runs: it comes as data (curves.py). Lines differ in colour, dashes and marker and are
-named where they end, and bars are hatched, so that a figure printed in grey says the same.
+Nothing here knows runs: `curves` makes the data. Lines differ in colour, dashes and marker and are named at their ends,
+and bars are hatched, so figures can be read in grey.
 """
 
 import dataclasses
@@ -10,15 +10,19 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
+from jaxtyping import Num
 
 mpl.use("agg")
 
 from matplotlib import pyplot, ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 LINES = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.2)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "os^DvP"
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
-# Of the two papers: background, ink, lines of the grid, and a colour for each line, of differing lightness.
+# The two papers: background, ink, grid, and a colour of its own lightness for each line.
 LIGHT = {
     "paper": "#ffffff", "ink": "#20242b", "grid": "#d5d8de",
     "colors": ("#0b4f9e", "#d9541e", "#2b8a4b", "#7a4fb5", "#9a7400", "#55606e"),
@@ -37,20 +41,21 @@ class Curve:
     """One line.
 
     Attributes:
-      label: what it is called.
-      style: lines of one number look alike.
-      x, y: float[N]; points that are not finite are left out.
-      error: float[N], half the length of error bars; None: no bars.
-      band: (lower[N], upper[N]) of a shaded range around it; None: none.
-      faint: drawn thin, as what the others are compared with.
+      label: its name.
+      style: index of colour, dashes and marker.
+      x: points that are not finite are left out.
+      y: as x.
+      error: half the length of error bars; None for no bars.
+      band: (lower, upper) ends of a shaded range; None for no range.
+      faint: drawn thin, as the baseline of the others.
     """
 
     label: str
     style: int
-    x: np.ndarray
-    y: np.ndarray
-    error: np.ndarray | None = None
-    band: tuple[np.ndarray, np.ndarray] | None = None
+    x: Num[np.ndarray, " N"]
+    y: Num[np.ndarray, " N"]
+    error: Num[np.ndarray, " N"] | None = None
+    band: tuple[Num[np.ndarray, " N"], Num[np.ndarray, " N"]] | None = None
     faint: bool = False
 
 
@@ -59,14 +64,15 @@ class Panel:
     """One plot of curves, or of bars.
 
     Attributes:
-      title: what is seen.
-      x_label, y_label: what is on the axes, with units.
+      title: its heading.
+      x_label: of the x axis, with units.
+      y_label: of the y axis, with units.
       curves: the lines.
       bars: {bar: {part: length}}, drawn from left to right, one below the other.
-      limits: of the y axis; None: what the curves need.
+      limits: of the y axis; None for those of the curves.
       powers: the x axis is logarithmic, base 2.
-      diagonal: with the line y = x to compare with.
-      counted: the x axis counts, so that its ticks are whole numbers.
+      diagonal: also draws the line y = x.
+      counted: the ticks of the x axis are whole numbers.
     """
 
     title: str
@@ -81,8 +87,7 @@ class Panel:
 
 
 def literal(text: str, longest: int = LONGEST_NAME) -> str:
-    """`text` as it is: a dollar begins no formula, what a font can't show is a box, not a warning, and what has no room
-    loses its middle."""
+    """Returns `text` as matplotlib shows it unchanged: no formulas, a box for characters that fonts lack, shortened."""
     if len(text) > longest:
         text = f"{text[: longest // 2]}…{text[-(longest // 2) :]}"
     shown = "".join(character if character.isprintable() and ord(character) < 0x2500 else "□" for character in text)
@@ -90,16 +95,14 @@ def literal(text: str, longest: int = LONGEST_NAME) -> str:
 
 
 def _finite(curve: Curve) -> Curve:
+    """Returns the curve without its points that are not finite."""
     kept = np.isfinite(curve.x) & np.isfinite(curve.y)
-
-    def of(values: np.ndarray | None) -> np.ndarray | None:
-        return None if values is None else np.asarray(values)[kept]
-
-    band = None if curve.band is None else (of(curve.band[0]), of(curve.band[1]))
-    return dataclasses.replace(curve, x=of(curve.x), y=of(curve.y), error=of(curve.error), band=band)
+    error = None if curve.error is None else curve.error[kept]
+    band = None if curve.band is None else (curve.band[0][kept], curve.band[1][kept])
+    return dataclasses.replace(curve, x=curve.x[kept], y=curve.y[kept], error=error, band=band)
 
 
-def _draw_curves(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
+def _draw_curves(axis: Axes, panel: Panel, theme: Mapping) -> None:
     for curve in map(_finite, panel.curves):
         color = theme["colors"][curve.style % len(theme["colors"])]
         marker, line = MARKERS[curve.style % len(MARKERS)], LINES[curve.style % len(LINES)]
@@ -121,19 +124,19 @@ def _draw_curves(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
         axis.minorticks_off()
 
 
-def _draw_bars(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
-    """Bars of parts, named within where there is room, else in the legend."""
+def _draw_bars(axis: Axes, panel: Panel, theme: Mapping) -> None:
+    """Draws bars of parts with a legend."""
     parts = list(dict.fromkeys(part for bar in panel.bars.values() for part in bar))
-    places = np.arange(len(panel.bars))[::-1]
+    positions = np.arange(len(panel.bars))[::-1]
     left = np.zeros(len(panel.bars))
     for index, part in enumerate(parts):
         lengths = np.array([bar.get(part, 0.0) for bar in panel.bars.values()])
         axis.barh(
-            places, lengths, 0.62, left, label=part, color=theme["colors"][index % len(theme["colors"])],
+            positions, lengths, 0.62, left, label=part, color=theme["colors"][index % len(theme["colors"])],
             hatch=HATCHES[index % len(HATCHES)], edgecolor=theme["paper"], linewidth=0.8,
         )  # fmt: skip
         left += lengths
-    axis.set_yticks(places, [literal(name) for name in panel.bars])
+    axis.set_yticks(positions, [literal(name) for name in panel.bars])
     axis.set_ylim(-0.6, len(panel.bars) - 0.4)
     axis.legend(
         frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, handlelength=2.2,
@@ -141,9 +144,9 @@ def _draw_bars(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
     )  # fmt: skip
 
 
-def _name_lines(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
-    """Each line's name where it ends, moved apart where two would meet."""
-    height, near = 11.0, 60.0  # points: of a line of text, and of two ends that are side by side
+def _name_lines(axis: Axes, panel: Panel, theme: Mapping) -> None:
+    """Writes the name of each line at its end, moved up where two would overlap."""
+    height, near = 11.0, 60.0  # points: height of a line of text, and distance of ends that may overlap
     to_points = 72 / axis.figure.dpi
     ends = []
     for curve in map(_finite, panel.curves):
@@ -162,7 +165,7 @@ def _name_lines(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
         )  # fmt: skip
 
 
-def _finish(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
+def _finish(axis: Axes, panel: Panel, theme: Mapping) -> None:
     axis.set_title(
         literal(panel.title, LONGEST_TITLE), loc="left", fontsize=10.5, fontweight="bold", color=theme["ink"]
     )
@@ -184,20 +187,20 @@ def _finish(axis: pyplot.Axes, panel: Panel, theme: Mapping) -> None:
             side.set_major_formatter(ticker.EngFormatter(sep=""))
 
 
-def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> pyplot.Figure:
+def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> Figure:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     width, height = PANEL_INCHES
     size = (width * (columns if columns > 1 else 1.4), height * rows)
-    canvas, axes = pyplot.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.06)
+    canvas, axes = pyplot.subplots(rows, columns, figsize=size, layout=layout, squeeze=False)
     canvas.set_facecolor(theme["paper"])
-    canvas.get_layout_engine().set(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.06)
     for panel, axis in zip(panels, axes.flat, strict=False):
         (_draw_bars if panel.bars else _draw_curves)(axis, panel, theme)
         _finish(axis, panel, theme)
     for axis in axes.flat[len(panels) :]:
         axis.remove()
-    canvas.draw_without_rendering()  # so that it is known where lines end
+    canvas.draw_without_rendering()  # to find the ends of the lines
     for panel, axis in zip(panels, axes.flat, strict=False):
         named = len({curve.label for curve in panel.curves})
         if 1 < named <= MOST_NAMED:
@@ -205,12 +208,12 @@ def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> pyplot.Fig
         elif named > MOST_NAMED:
             axis.legend(frameon=False, fontsize="x-small", labelcolor=theme["ink"])
     canvas.draw_without_rendering()
-    canvas.set_layout_engine("none")  # room for the names is made; saving need not look for it again
+    canvas.set_layout_engine("none")  # the layout has room for the names; saving need not compute it again
     return canvas
 
 
 def draw(panels: Sequence[Panel], file: pathlib.Path, columns: int = 3) -> None:
-    """Writes file.png and file.svg on light paper and file-dark.svg on dark; equal panels make equal bytes."""
+    """Writes file.png, file.svg and file-dark.svg; equal panels make equal bytes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": file.name, "hatch.linewidth": 0.6, "font.size": 9.5}):
         for theme, suffixes in ((LIGHT, (".png", ".svg")), (DARK, ("-dark.svg",))):

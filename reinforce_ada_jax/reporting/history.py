@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from reinforce_ada_jax.reporting.writers import read_metrics
+from reinforce_ada_jax.reporting.writers import Metrics, read_metrics
 
 # Seconds that are already counted: parts of collecting, and work done at the same time.
 WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
@@ -86,7 +86,7 @@ def _pass_curves(folder: pathlib.Path, per_iteration: int) -> dict[str, PassCurv
     return curves
 
 
-def _accuracies(points: Sequence[tuple[float, float, dict[str, float]]]) -> dict[str, Accuracy]:
+def _accuracies(points: Sequence[tuple[float, float, Metrics]]) -> dict[str, Accuracy]:
     """Returns the evaluations in (updates, tokens, metrics) by benchmark."""
     rows: dict[str, list[tuple[float, float, float, float]]] = {}
     for updates, tokens, metrics in points:

@@ -8,13 +8,15 @@ from typing import Any
 
 from reinforce_ada_jax.reporting.files import read_records, write_atomically
 
+Metrics = dict[str, int | float]
 
-def _metrics(line: Any) -> dict[str, float]:
+
+def _metrics(line: Any) -> Metrics:
     line["iteration"]
     return line
 
 
-def read_metrics(workdir: pathlib.Path) -> list[dict[str, float]]:
+def read_metrics(workdir: pathlib.Path) -> list[Metrics]:
     """Returns the finished lines of metrics.jsonl, one object per iteration.
 
     Raises:
@@ -45,13 +47,13 @@ class MetricsWriter:
         self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
         self._tensorboard = _open_tensorboard(workdir, last_iteration) if tensorboard else None
 
-    def write(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes one line, which is on disk when this returns, and the plots."""
         with self._file.open("a") as file:
             file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
         self.plot(iteration, metrics)
 
-    def plot(self, iteration: int, metrics: Mapping[str, float]) -> None:
+    def plot(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes to TensorBoard and Weights & Biases only."""
         if self._tensorboard is not None:
             for name, value in metrics.items():
@@ -82,7 +84,7 @@ def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
       ValueError: wandb is not installed, or cannot start the run (no login, no network).
     """
     try:
-        import wandb  # noqa: PLC0415  (optional)
+        import wandb  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError as error:
         raise ValueError(
             f"logging.wandb names the project {project!r}, but wandb is not installed: pip install wandb, or leave "

@@ -143,7 +143,7 @@ def test_equal_panels_are_equal_files(tmp_path):
 def test_any_name_can_be_drawn(tmp_path, name):
     # Warnings are errors here: a formula that is none, or a letter that the font lacks.
     curves = [Curve(name, 0, np.array([0.0, 1.0]), np.array([1.0, np.nan])), Curve("b", 1, np.zeros(1), np.ones(1))]
-    drawing.draw([Panel(name, "updates", "", curves), Panel("", "s", "", bars={name: {"a": 1}})], tmp_path / "f")
+    drawing.draw([Panel(name, "updates", "", curves), Panel("", "s", "", bars={name: {"a": 1.0}})], tmp_path / "f")
     assert (tmp_path / "f.svg").stat().st_size > 1000
 
 
