@@ -20,13 +20,7 @@ from ml_collections import ConfigDict, config_flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.comparison import compare
-from reinforce_ada_jax.analysis.inputs import (
-    NUM_RATES,
-    Inputs,
-    parse_pass_rates,
-    read_histogram,
-    strategy_settings,
-)
+from reinforce_ada_jax.analysis.inputs import NUM_RATES, Inputs, parse_pass_rates, read_histogram, strategy_settings
 from reinforce_ada_jax.analysis.studies import STRATEGIES, STUDIES
 from reinforce_ada_jax.config import CollectionConfig, defaults, resolve
 

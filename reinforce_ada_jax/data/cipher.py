@@ -1,9 +1,9 @@
-"""The built-in task "decipherment": problems, an unreliable demonstrator, and the tokenizer.
+"""Built-in task "decipherment": problems, an unreliable demonstrator, and the tokenizer.
 
 64 symbols (Cyrillic letters) stand for 64 letters (the base64 alphabet) under one fixed secret key. A problem is a word
-of 2 to 6 symbols, the answer is the deciphered word. Held-out words use the symbols of the training words, so what is
-measured is composition and not new facts. A model learns it in minutes on two CPU cores, yet a policy warm-started on
-the demonstrator solves few words often: the regime in which adaptive sampling matters. Grading is `rewards.cipher`.
+of 2 to 6 symbols, the answer is the deciphered word. Held-out words use the symbols of the training words, so they
+measure composition, not new facts. A model learns the task in minutes on two CPU cores, yet a policy warm-started on
+the demonstrator rarely solves most words: the regime in which adaptive sampling matters. `rewards.cipher` grades it.
 """
 
 import functools
@@ -15,13 +15,15 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from reinforce_ada_jax.data.problems import Problem
+
 SYMBOLS = "".join(chr(code) for code in range(0x410, 0x450))
 LETTERS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 MIN_LENGTH, MAX_LENGTH = 2, 6
 SPLIT_SIZES = {"train": 1024, "heldout": 256}
 
-# Streams of random numbers, one for each thing drawn, so that none depends on how much another one draws.
+# Seeds of independent random streams.
 _KEY_SEED, _WORDS_SEED, _DEMONSTRATOR_SEED = 2510, 4996, 2609
 
 NUM_HARD = 22
@@ -32,23 +34,23 @@ TYPICAL_ERROR_SHARE = 0.8
 
 @functools.cache
 def key() -> np.ndarray:
-    """int[64], the secret: symbol i stands for letter `key()[i]`. A permutation."""
+    """Returns the secret, int[64], a permutation: symbol i stands for letter `key()[i]`."""
     return np.random.default_rng(_KEY_SEED).permutation(len(SYMBOLS))
 
 
 def decipher(word: str) -> str:
-    """The answer to a word of symbols."""
+    """Returns the answer to a word of symbols."""
     return "".join(LETTERS[key()[SYMBOLS.index(symbol)]] for symbol in word)
 
 
 def problem_text(word: str) -> str:
-    """The prompt for a word: "." up to the constant length of 6, then "="; 8 tokens with BOS."""
+    """Returns the prompt for a word: "." up to the constant length of 6, then "="; 8 tokens with BOS."""
     return word.ljust(MAX_LENGTH, ".") + "="
 
 
 @functools.cache
 def words(split: str) -> tuple[str, ...]:
-    """The distinct words of a split, lengths uniform in 2..6; the splits have no word in common."""
+    """Returns the distinct words of a split, lengths uniform in 2..6; the splits have no word in common."""
     if split not in SPLIT_SIZES:
         raise ValueError(f"cipher has no split {split!r}; it must be one of {', '.join(SPLIT_SIZES)}.")
     rng = np.random.default_rng(_WORDS_SEED)
@@ -60,22 +62,22 @@ def words(split: str) -> tuple[str, ...]:
     return {"train": drawn[:num_train], "heldout": drawn[num_train:]}[split]
 
 
-def problems(split: str) -> list[dict[str, str]]:
-    """The problems of "train" (1,024) or "heldout" (256): dicts with "id", "problem" and "answer"."""
+def problems(split: str) -> list[Problem]:
+    """Returns the problems of "train" (1,024) or "heldout" (256)."""
     return [
-        {"id": f"{split}-{i:04d}", "problem": problem_text(word), "answer": decipher(word)}
+        Problem(id=f"{split}-{i:04d}", problem=problem_text(word), answer=decipher(word))
         for i, word in enumerate(words(split))
     ]
 
 
 @functools.cache
 def demonstrator() -> tuple[np.ndarray, np.ndarray]:
-    """How the demonstrator errs.
+    """Returns the errors of the demonstrator.
 
     Returns:
-      float[64], the probability that it deciphers symbol i rightly: 42 symbols in 0.88..0.99, 22 hard ones in
-        0.03..0.12, so that a third of the letters is wrong and a fifth of the words right.
-      int[64], the letter that it typically confuses symbol i's own letter with.
+      float[64], the probability that it deciphers symbol i correctly: 42 symbols in 0.88..0.99, 22 hard ones in
+        0.03..0.12, so that a third of the letters is wrong and a fifth of the words is correct.
+      int[64], the wrong letter that it typically gives for symbol i.
     """
     rng = np.random.default_rng(_DEMONSTRATOR_SEED)
     right = rng.uniform(*KNOWN_PROBABILITY, size=len(SYMBOLS))
@@ -85,14 +87,14 @@ def demonstrator() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _other_letters(letters: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """For each letter another one, uniform over the 63 others."""
+    """Returns another letter for each letter, uniform over the 63 others."""
     return (letters + rng.integers(1, len(LETTERS), size=letters.shape)) % len(LETTERS)
 
 
 def demonstrations(count: int, seed: int | np.random.Generator) -> list[tuple[str, str]]:
-    """`count` pairs (problem, answer of the demonstrator), words drawn from the training words with replacement.
+    """Returns `count` pairs (problem, answer of the demonstrator), of training words drawn with replacement.
 
-    Each letter is right with its symbol's probability. Of the errors 80 % are the symbol's typical one, the rest are
+    Each letter is correct with its symbol's probability. 80 % of the errors are the symbol's typical one, the rest are
     uniform over the 63 wrong letters.
     """
     rng = np.random.default_rng(seed)
@@ -108,10 +110,10 @@ def demonstrations(count: int, seed: int | np.random.Generator) -> list[tuple[st
 
 
 def tokenizer_json() -> str:
-    """A character-level tokenizer as the text of a `tokenizer.json`.
+    """Returns a character-level tokenizer as the text of a `tokenizer.json`.
 
-    133 tokens: <pad> 0, <bos> 1, <eos> 2, ".", "=", the symbols, the letters. Encoding puts <bos> in front, decoding
-    joins without spaces. There is no unknown token: any other character is an error.
+    133 tokens: <pad> 0, <bos> 1, <eos> 2, ".", "=", the symbols, the letters. Encoding prepends <bos>, decoding joins
+    without spaces. There is no unknown token: any other character is an error.
     """
     vocabulary = [*SPECIAL_TOKENS, ".", "=", *SYMBOLS, *LETTERS]
     tokenizer = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}))

@@ -1,4 +1,4 @@
-"""Problems from Hugging Face's `datasets`, if installed: "hf:NAME", with ":SPLIT" or ":SUBSET:SPLIT" behind."""
+"""Problems from Hugging Face's `datasets`, if installed: "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT"."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ PREFIX = "hf:"
 
 def _datasets(source: str) -> Any:
     try:
-        import datasets  # noqa: PLC0415  (optional)
+        import datasets  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError as error:
         raise ValueError(
             f"{source} needs Hugging Face's datasets ({error}): pip install '.[hub]', or download the set and name a "
@@ -19,10 +19,10 @@ def _datasets(source: str) -> Any:
 
 
 def read_hub(source: str) -> list[Problem]:
-    """The problems of "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT", in its order; the split is train unless named.
+    """Returns the problems of a data set, in its order; the split is train unless it is named.
 
     NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder of files that it
-    reads. No code of a data set is run: `datasets` has given that up.
+    reads. `datasets` does not run code of a data set.
     """
     name, *which = source.removeprefix(PREFIX).split(":")
     if len(which) > 2:

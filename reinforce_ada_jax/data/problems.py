@@ -1,7 +1,7 @@
-"""The record that every source of problems gives, how a row becomes one, and files of them.
+"""Problems: their record, and JSONL files and columns of data sets read as records.
 
-A problem has an id that names it in checkpoints, samples and reports. Where a source has none, the id is made of the
-problem's own text, so that it stays the same when rows are added or come in another order.
+The id of a problem names it in checkpoints, samples and reports. Where a source has none, it is a hash of the problem's
+text, so that it stays the same when rows are added or reordered.
 """
 
 import hashlib
@@ -10,23 +10,23 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NotRequired, TypedDict
 
-# Columns of data sets made elsewhere. What stands first is taken: `gt` and `short_answer` are the verifier's, and the
+# Columns of public data sets. The first one that a row has is used: `gt` and `short_answer` are for verifiers, and the
 # `answer` beside them is a whole solution.
 PROBLEM_COLUMNS = ("problem", "question")
 ANSWER_COLUMNS = ("gt", "short_answer", "answer")
-# Fields by which problems may be told apart in a table. All others are ignored.
+# Fields that tables may group problems by. All others are ignored.
 LABELS = ("subject", "subfield", "type", "level", "source")
 _GSM8K_ANSWER = "\n#### "
 
 
 class Problem(TypedDict):
-    """One problem, whatever its source.
+    """One problem.
 
     Fields:
       id: unique in its source.
       problem: the text that a prompt is rendered from.
       answer: the reference that the verifier compares with.
-      pass_rate: an estimate in [0, 1] made beforehand, where the source has one.
+      pass_rate: an earlier estimate in [0, 1], where the source has one.
       labels: those of `LABELS` that the source has, as text.
     """
 
@@ -38,7 +38,7 @@ class Problem(TypedDict):
 
 
 def check_row(row: Any, where: str) -> Problem:
-    """A row with "id", "problem", "answer" as a Problem; ValueError begins with `where` (file and line)."""
+    """Returns a row with "id", "problem", "answer" as a Problem; a ValueError begins with `where` (file and line)."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: a {type(row).__name__}. One object a line: id, problem, answer.")
     for name in ("id", "problem", "answer"):
@@ -55,7 +55,9 @@ def check_row(row: Any, where: str) -> Problem:
             raise ValueError(f"{where}: pass_rate is {pass_rate!r}; it must be a number in [0, 1], or left out.")
         problem["pass_rate"] = float(pass_rate)
     labels = {name: str(row[name]) for name in LABELS if isinstance(row.get(name), str | int) and row[name] != ""}
-    return problem | {"labels": labels} if labels else problem
+    if labels:
+        problem["labels"] = labels
+    return problem
 
 
 def json_hash(value: Any) -> str:
@@ -83,11 +85,11 @@ def _column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
 
 
 def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem]:
-    """The problems of a data set made elsewhere, in its order.
+    """Returns the problems of a public data set, in its order.
 
-    The text is `problem` or `question`; the answer `gt` (RLHFlow's sets), `short_answer` (the gsm8k of TFDS) or
-    `answer`, of GSM8K's worked solutions what stands behind "####", without commas in the number. Without `id`, it is
-    `content_id`, followed by "-2" where a row is there a second time.
+    The text is `problem` or `question`; the answer is `gt` (RLHFlow's sets), `short_answer` (the gsm8k of TFDS) or
+    `answer`; of GSM8K's solutions the number after "####", without commas. A row without `id` gets its `content_id`,
+    followed by "-2" where the row occurs a second time.
     """
     problems: list[tuple[int, Problem]] = []
     seen: dict[str, int] = {}
@@ -108,7 +110,7 @@ def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem
 
 
 def unique(problems: Iterable[tuple[int, Problem]], source: str, unit: str) -> list[Problem]:
-    """The problems of (number of its line or row, problem); ValueError when two have one id, or there are none."""
+    """Returns the problems of (number of line or row, problem); ValueError when two have one id, or there are none."""
     kept: list[Problem] = []
     first_of_id: dict[str, int] = {}
     for number, problem in problems:
@@ -133,7 +135,7 @@ def _parse(line: bytes, where: str) -> Problem:
 
 
 def read_jsonl(file: str | pathlib.Path) -> list[Problem]:
-    """The problems of a JSONL file, in its order. Blank lines are ignored, and fields that `Problem` doesn't know."""
+    """Returns the problems of a JSONL file, in its order; ignores blank lines and unknown fields."""
     if not pathlib.Path(file).is_file():
         raise ValueError(
             f'There is no file {file}: name a JSONL file of {{"id", "problem", "answer"}}, or cipher:train for the '

@@ -1,7 +1,6 @@
-"""Where problems come from, prompts, and the cursor that says which prompts come next.
+"""Sources of problems, prompts, and the cursor that decides the next prompts.
 
-The order is a function of (seed, epoch), so the cursor is the whole resume state: three integers. What a response to a
-prompt is worth is not known here.
+The order is a function of (seed, epoch), so the cursor, three integers, is the whole state that a resume needs.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ _CIPHER = "cipher:"
 
 
 def benchmark_name(source: str) -> str:
-    """The name under which a source's results are reported: a file's stem, the built-in task's split, or the name."""
+    """Returns the name of a source in reports: a file's stem, the built-in task's split, or the data set's name."""
     if source.startswith(_CIPHER):
         return source.removeprefix(_CIPHER)
     for prefix in (tfds_problems.PREFIX, hub_problems.PREFIX):
@@ -29,15 +28,12 @@ def benchmark_name(source: str) -> str:
 
 
 def load_problems(source: str) -> list[Problem]:
-    """The problems of a source, in its order.
+    """Returns the problems of a source, in its order.
 
     Args:
-      source: "cipher:train" or "cipher:heldout" for the built-in task; "tfds:NAME/SPLIT" or "tfds:DIR" for what
-        TensorFlow Datasets has prepared; "hf:NAME", with ":SPLIT" or ":SUBSET:SPLIT" behind, for Hugging Face's
+      source: "cipher:train" or "cipher:heldout" for the built-in task; "tfds:NAME/SPLIT" or "tfds:DIR" for a data set
+        prepared with TensorFlow Datasets; "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT" for Hugging Face's
         `datasets`; else the path of a JSONL file.
-
-    Returns:
-      Dicts with "id" (unique), "problem", "answer", and "pass_rate" and "labels" where the source has them.
     """
     if source.startswith(_CIPHER):
         return cipher.problems(source.removeprefix(_CIPHER))
@@ -49,17 +45,12 @@ def load_problems(source: str) -> list[Problem]:
 
 
 def tokenize(
-    problems: list[Problem],
-    tokenizer: Tokenizer,
-    template: str,
-    max_prompt_tokens: int,
-    chat: Chat | None = None,
+    problems: list[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat | None = None
 ) -> list[Prompt]:
-    """The problems as prompts, rendered as `Tokenizer.render` says.
+    """Returns the problems as prompts, made by `Tokenizer.render`; none is cut or left out.
 
     Raises:
-      ValueError: prompts are longer than `max_prompt_tokens`: how many, how long, and the ids of the first ones. None
-        is cut or left out.
+      ValueError: prompts are longer than `max_prompt_tokens`.
     """
     prompts = [
         Prompt(
@@ -85,26 +76,26 @@ def tokenize(
 
 @dataclasses.dataclass(frozen=True)
 class PromptCursor:
-    """A position in the endless sequence of prompts: `position` prompts of this epoch have been passed."""
+    """Position in the endless sequence of prompts: `position` prompts of this epoch are done."""
 
     seed: int
     epoch: int = 0
     position: int = 0
 
     def to_json(self) -> dict[str, int]:
-        """The cursor as a JSON object."""
+        """Returns the cursor as a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, state: dict[str, int]) -> "PromptCursor":
-        """The cursor that `to_json` described."""
+        """Returns the cursor of a `to_json`."""
         return cls(**state)
 
 
 def prompts_after(
     prompts: list[Prompt], cursor: PromptCursor, count: int, taken: set[str]
 ) -> list[tuple[Prompt, PromptCursor]]:
-    """Up to `count` prompts one after another, each with the cursor after it; fewer where the data have no more.
+    """Returns up to `count` prompts in order, each with the cursor after it; fewer where the data has no more.
 
     All are different, and none has an id in `taken`. They may reach into the next epoch.
     """
@@ -122,16 +113,16 @@ def prompts_after(
 
 
 def next_prompts(prompts: list[Prompt], cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
-    """The next `count` prompts, all different, and the cursor after them. A pure function.
+    """Returns the next `count` prompts, all different, and the cursor after them.
 
     Every epoch is a permutation drawn from (seed, epoch). A tail shorter than `count` is dropped, and the batch begins
-    the next epoch: filling up would put prompts twice into one batch. Which ones are dropped is as random as the
-    permutation, so over the epochs no prompt is favoured.
+    the next epoch: a batch over two epochs could have a prompt twice. The dropped prompts are as random as the
+    permutation, so no prompt is favoured over the epochs.
     """
     if not 1 <= count <= len(prompts):
         raise ValueError(
-            f"{count:,} prompts are wanted at a time, of {len(prompts):,}: all must be different. Lower "
-            "collection.prompts_per_iteration or give more prompts."
+            f"An iteration takes {count:,} different prompts; there are {len(prompts):,}. Lower "
+            "collection.prompts_per_iteration or add prompts."
         )
     if cursor.position + count > len(prompts):
         cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, position=0)

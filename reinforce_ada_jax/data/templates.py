@@ -1,8 +1,8 @@
-r"""Chat templates: the Jinja source that comes with a model, rendered as transformers renders it, and the messages.
+"""Chat templates: a model's Jinja source rendered as transformers renders it, and the messages.
 
-A template is code from the model's folder. It runs in jinja2's immutable sandbox, with what transformers gives it (its
-extensions, filters and globals) and nothing else; the date is the configuration's, not today's. What the sandbox leaves
-to it is bounded here: turns of loops, and the size of what it makes.
+A template is code from the model's folder. It runs in jinja2's immutable sandbox, with the extensions, filters and
+globals of transformers and nothing else; the date is the configuration's, not today's. The iterations of its loops and
+the sizes of its values, which the sandbox does not limit, are limited here.
 """
 
 import dataclasses
@@ -19,25 +19,26 @@ from typing import Any
 import jinja2
 from jinja2 import exceptions, ext, nodes, sandbox, utils, visitor
 
-from reinforce_ada_jax.config import DAY, INSTRUCTION, SYSTEM
+from reinforce_ada_jax.config import DAY, INSTRUCTION, SYSTEM, Config
 
-# Llama's templates print today's date otherwise, and a run would not be its seed. This is the day they fall back on.
+# Llama's templates print a date: with today's, a run would depend on more than its seed. This is their default.
 DATE = datetime.date.fromisoformat(DAY)
-# A model's JSON files have some MB at most; its tokenizer.json some dozens of them.
+# The JSON files of models have a few MB at most, tokenizer.json a few dozen.
 MAX_JSON_BYTES = 64 * 2**20
-# Of a template and one rendering: the longest published template has 10,000 characters, and a turn for each message.
-MAX_SOURCE, MAX_TURNS, MAX_SIZE, MAX_SECONDS = 10**6, 10**5, 10**6, 10.0
+# Limits of a template and one rendering: the longest published template has 10,000 characters, and one iteration per
+# message.
+MAX_SOURCE, MAX_ITERATIONS, MAX_SIZE, MAX_SECONDS = 10**6, 10**5, 10**6, 10.0
 _WIDE = re.compile(rf"\d{{{len(str(MAX_SIZE))},}}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """What is said around a problem.
+    """System message and instruction around a problem.
 
     Attributes:
       system: the system message; "" for none.
-      instruction: follows the problem and a space in the user's message; "" for nothing.
-      date: what a template is told that today is.
+      instruction: text after the problem and a space in the user's message; "" for none.
+      date: date that the template gets as today's.
     """
 
     system: str = SYSTEM
@@ -45,19 +46,19 @@ class Chat:
     date: datetime.date = DATE
 
     def messages(self, problem: str) -> list[dict[str, str]]:
-        """The conversation that the model is to continue."""
+        """Returns the conversation that the model continues."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         user = f"{problem} {self.instruction}" if self.instruction else problem
         return [*system, {"role": "user", "content": user}]
 
 
-def chat_from_config(config: Any) -> Chat:
-    """What `data.system`, `data.instruction` and `data.date` say."""
+def chat_from_config(config: Config) -> Chat:
+    """Returns the `Chat` of `data.system`, `data.instruction` and `data.date`."""
     return Chat(config.data.system, config.data.instruction, datetime.date.fromisoformat(config.data.date))
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file, {} when there is no such file; ValueError where it can be no model's."""
+    """Returns the object in a JSON file, {} when there is no such file; ValueError for any other content."""
     if not file.exists():
         return {}
     if file.stat().st_size > MAX_JSON_BYTES:
@@ -67,7 +68,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
         )
     try:
         value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:  # of nesting too deep for the decoder
+    except (ValueError, RecursionError) as error:  # nesting too deep for the decoder
         raise ValueError(f"{file} is not valid JSON ({error}): copy it from the model's folder again.") from error
     if not isinstance(value, dict):
         raise ValueError(
@@ -77,7 +78,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def read_template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
-    """The folder's chat template or None. A file of its own goes before tokenizer_config.json, as in transformers."""
+    """Returns the folder's chat template or None; chat_template.jinja precedes the others, as in transformers."""
     file = folder / "chat_template.jinja"
     if file.exists():
         if file.stat().st_size > MAX_JSON_BYTES:
@@ -88,18 +89,17 @@ def read_template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
             raise ValueError(f"{file} is no text ({error}): copy it from the model's folder again.") from error
     template = read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list) and all(isinstance(entry, dict) and "name" in entry for entry in template):
-        template = {str(entry["name"]): entry.get("template") for entry in template}.get(
-            "default"
-        )  # several named ones
+        named = {str(entry["name"]): entry.get("template") for entry in template}
+        template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{folder}: its chat template is a {type(template).__name__}, not text: copy the files again.")
     return template
 
 
 class _Generation(ext.Extension):
-    """{% generation %}: marks, for those who train on conversations, what the assistant said. Here, only its body."""
+    """Extension for {% generation %}, which marks the assistant's text for training; here it renders its body."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  (jinja2's declaration)
 
     def parse(self, parser):
         line = next(parser.stream).lineno
@@ -107,7 +107,7 @@ class _Generation(ext.Extension):
 
 
 class _Namespace(utils.Namespace):
-    """Jinja's namespace, without names that begin with an underscore: transformers refuses them."""
+    """Jinja's namespace without names that begin with an underscore, which transformers refuses."""
 
     def __init__(*args, **kwargs):
         self, attributes = args[0], dict(*args[1:], **kwargs)
@@ -126,14 +126,14 @@ def _check_attribute(name: Any) -> None:
 
 
 class _Counted(visitor.NodeTransformer):
-    """Has every turn of a loop and every call of a macro counted, and `a ~ b` made where its size is looked at.
+    """Transformer that counts iterations of loops and calls of macros, and checks the size of `a ~ b`.
 
-    Attributes of the environment: names could be covered by the template's own.
+    It calls attributes of the environment, which the template's own names cannot hide.
     """
 
     def visit_For(self, node):  # noqa: N802  (jinja2's)
         self.generic_visit(node)
-        call = nodes.Call(nodes.EnvironmentAttribute("count_turn"), [], [], None, None)
+        call = nodes.Call(nodes.EnvironmentAttribute("count_iteration"), [], [], None, None)
         node.body.insert(0, nodes.ExprStmt(call))
         return node.set_lineno(node.lineno)
 
@@ -144,27 +144,27 @@ class _Counted(visitor.NodeTransformer):
         return nodes.Call(nodes.EnvironmentAttribute("join"), node.nodes, [], None, None, lineno=node.lineno)
 
 
-def _refuse(holds: bool, what: str) -> None:
-    if holds:
-        raise exceptions.SecurityError(f"{what}: no template for chats needs that")
+def _refuse(condition: bool, reason: str) -> None:
+    if condition:
+        raise exceptions.SecurityError(f"{reason}: no chat template needs that")
 
 
 def _size(value: Any) -> int:
-    """Characters of a text or a list of texts; anything else in a list counts as one."""
+    """Returns the characters of a text or a list of texts; any other item of a list counts as one."""
     if isinstance(value, list | tuple):
         return sum(len(each) if isinstance(each, str) else 1 for each in value)
     return len(value) if isinstance(value, str) else 0
 
 
 class _Environment(sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with bounds. Widths and repetitions are looked at before they are honoured."""
+    """Sandbox with limits. It checks widths and repetitions before it computes them."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
-    turns, began = 0, 0.0
+    iterations, start = 0, 0.0
 
     def begin(self) -> None:
-        """Counts from here on."""
-        self.turns, self.began = 0, time.monotonic()
+        """Resets the counters of one rendering."""
+        self.iterations, self.start = 0, time.monotonic()
 
     def _parse(self, source, name, filename):
         _refuse(len(source) > MAX_SOURCE, f"a template of {len(source):,} characters")
@@ -172,10 +172,10 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def count_turn(self) -> None:
-        self.turns += 1
-        _refuse(self.turns > MAX_TURNS, f"more than {MAX_TURNS:,} turns of loops")
-        _refuse(time.monotonic() - self.began > MAX_SECONDS, f"more than {MAX_SECONDS:g} seconds")
+    def count_iteration(self) -> None:
+        self.iterations += 1
+        _refuse(self.iterations > MAX_ITERATIONS, f"more than {MAX_ITERATIONS:,} iterations of loops")
+        _refuse(time.monotonic() - self.start > MAX_SECONDS, f"more than {MAX_SECONDS:g} seconds")
 
     def join(self, *parts) -> str:
         text = "".join(map(str, parts))
@@ -197,13 +197,12 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         _refuse(size > MAX_SIZE, f"a value as large as by this {operator!r}")
         return super().call_binop(context, operator, left, right)
 
-    def call(*args, **kwargs):  # self, context, callable, and what the template gives: of any name
+    def call(*args: Any, **kwargs: Any) -> Any:  # self, context, callable, and the template's arguments, of any name
         _, _, function, *given = args
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(text, str):
-            _refuse(
-                getattr(function, "__name__", "") in ("format", "format_map") and bool(_WIDE.search(text)), "a width"
-            )
+            formats = getattr(function, "__name__", "") in ("format", "format_map")
+            _refuse(formats and bool(_WIDE.search(text)), "a width")
             _bounded([text, *given], kwargs)
         else:
             _bounded(given, kwargs)
@@ -211,7 +210,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 
 
 def _bounded(arguments: Sequence[Any], named: dict[str, Any]) -> None:
-    """Refuses arguments of which something too large may be made: a width, or a text put in place of each letter."""
+    """Refuses arguments that may make a too large value: a width, or a text that replaces each letter."""
     values = [*arguments, *named.values()]
     numbers = [value for value in values if isinstance(value, int)]
     _refuse(max(numbers, default=0) > MAX_SIZE, f"a number above {MAX_SIZE:,} as an argument")
@@ -220,7 +219,7 @@ def _bounded(arguments: Sequence[Any], named: dict[str, Any]) -> None:
 
 
 def _with_bounds(function):
-    """A filter whose arguments are looked at first."""
+    """Returns a filter that checks its arguments first."""
 
     @functools.wraps(function)
     def bounded(*arguments, **named):
@@ -231,13 +230,13 @@ def _with_bounds(function):
 
 
 def _formatted(value, *arguments, **named):
-    """Jinja's filter, without widths of a million."""
+    """Formats as Jinja's filter does, without widths of a million."""
     _refuse(bool(_WIDE.search(value)) or "*" in value, "a width as large")
     return str(value) % (named or arguments)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter would escape <, > and & for HTML."""
+    """Returns JSON without the escapes for HTML of Jinja's filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -246,8 +245,8 @@ def _raise_exception(message: str) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _compile(template: str, date: datetime.date) -> jinja2.Template:
-    """Compiling takes 3 ms, rendering 0.03 ms, and a run renders one template ten thousand times."""
+def _compile(template: str, date: datetime.date) -> tuple[_Environment, jinja2.Template]:
+    """Compiles a template, which takes 3 ms, a rendering 0.03 ms; a run renders one template ten thousand times."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
     environment.filters |= {
         name: _with_bounds(environment.filters[name]) for name in ("center", "indent", "replace", "join")
@@ -256,27 +255,26 @@ def _compile(template: str, date: datetime.date) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = date.strftime
     environment.globals["namespace"] = _Namespace
-    return environment.from_string(template)
+    return environment, environment.from_string(template)
 
 
 def render_chat(
     template: str, messages: list[dict[str, str]], special_tokens: dict[str, str], date: datetime.date = DATE
 ) -> str:
-    """The text of a conversation, ending where the assistant is to begin.
+    """Returns the text of a conversation up to the start of the assistant's answer.
 
     Args:
       template: Jinja source.
       messages: dicts with "role" and "content".
-      special_tokens: "bos_token", ... to their text; templates write them.
-      date: of the day that templates print.
+      special_tokens: "bos_token", ... to their text.
+      date: date that templates print.
 
     Raises:
-      jinja2.TemplateError: the template refuses the messages, is no valid Jinja, fails, or wants out of the sandbox or
-        beyond its bounds.
+      jinja2.TemplateError: the template refuses the messages, is invalid, fails, or exceeds the sandbox or its limits.
     """
     try:
-        compiled = _compile(template, date)
-        compiled.environment.begin()
+        environment, compiled = _compile(template, date)
+        environment.begin()
         return compiled.render(
             messages=messages,
             tools=None,
@@ -287,5 +285,5 @@ def render_chat(
         )
     except exceptions.TemplateError:
         raise
-    except Exception as error:  # it is somebody's program: 1 / 0, a recursion without end, range(10**9)
+    except Exception as error:  # a template is a program: 1 / 0, an endless recursion, range(10**9)
         raise exceptions.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error

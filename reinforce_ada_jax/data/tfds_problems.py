@@ -1,10 +1,10 @@
-"""Problems that TensorFlow Datasets has prepared, and a builder that prepares a problem file. TensorFlow isn't needed.
+"""Problems prepared with TensorFlow Datasets, and a builder that prepares a problem file. TensorFlow is not needed.
 
     pip install '.[data]'
     python -c "from reinforce_ada_jax.data import tfds_problems as t; print(t.prepare('math.jsonl', 'prepared'))"
 
-Only what lies on disk as array_record is read: nothing is downloaded here, and no builder of the catalogue is made,
-since without a network that one tries for minutes. The stock gsm8k is prepared once, where there is a network, by
+Only array_record files on disk are read: nothing is downloaded, and no builder of the catalogue is made, which tries
+for minutes without a network. The stock gsm8k is prepared once, where there is a network, by
 
     python -c "import tensorflow_datasets as t, tensorflow_datasets.text; \\
                t.builder('gsm8k', file_format='array_record').download_and_prepare()"
@@ -24,9 +24,9 @@ _INFO = "dataset_info.json"
 
 
 def _tfds(source: str) -> Any:
-    """The package; imported here, because it takes 0.8 s and 280 MB that most runs have no use for."""
+    """Returns the package, imported here because it takes 0.8 s and 280 MB that most runs do not need."""
     try:
-        import tensorflow_datasets  # noqa: PLC0415
+        import tensorflow_datasets  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
     except ImportError as error:
         raise ValueError(
             f"{source} needs tensorflow-datasets and array_record ({error}): pip install '.[data]' or "
@@ -36,19 +36,18 @@ def _tfds(source: str) -> Any:
 
 
 def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
-    """Prepares a JSONL file of problems as the data set `folder`/problems; gives its source, "tfds:DIR".
-
-    The order of the file is kept.
-    """
+    """Prepares a JSONL file of problems as the data set `folder`/problems, in its order; returns "tfds:DIR"."""
     tfds = _tfds(f"Preparing {file}")
     problems = read_jsonl(file)
     labels = [name for name in LABELS if any(name in problem.get("labels", {}) for problem in problems)]
-    rows = [{key: value for key, value in problem.items() if key != "labels"} for problem in problems]
-    for row, problem in zip(rows, problems, strict=True):
-        # A feature has a value in every row: an empty label stands for none.
-        row.update({name: problem.get("labels", {}).get(name, "") for name in labels})
+    # A feature has a value in every row: an empty label and a NaN mean none.
+    rows = [
+        {key: value for key, value in problem.items() if key != "labels"}
+        | {name: problem.get("labels", {}).get(name, "") for name in labels}
+        for problem in problems
+    ]
 
-    class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # pyright: ignore  (a class of Any)
         """Problems of a JSONL file."""
 
         VERSION = tfds.core.Version(_VERSION)
@@ -66,7 +65,6 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
             return {"train": self._generate_examples()}
 
         def _generate_examples(self):
-            # As with the labels: NaN stands for none.
             missing = {"pass_rate": float("nan")} if "pass_rate" in self.info.features else {}
             yield from enumerate(missing | row for row in rows)
 
@@ -76,7 +74,7 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
 
 
 def _data_dir() -> pathlib.Path:
-    """Where TFDS prepares: TFDS_DATA_DIR or a folder in the user's home, as TFDS itself has it."""
+    """Returns the folder in which TFDS prepares: TFDS_DATA_DIR, or TFDS's default in the user's home."""
     return pathlib.Path(os.environ.get("TFDS_DATA_DIR", pathlib.Path.home() / "tensorflow_datasets"))
 
 
@@ -85,7 +83,7 @@ def _version(name: str) -> tuple[int, ...]:
 
 
 def _prepared(path: str) -> pathlib.Path | None:
-    """The folder of a data set named by its directory, or by its name under `_data_dir`; None if there is none."""
+    """Returns the folder of a data set, by its path or by its name under `_data_dir`; None if there is none."""
     for folder in (pathlib.Path(path), _data_dir() / path):
         if (folder / _INFO).is_file():
             return folder
@@ -97,7 +95,7 @@ def _prepared(path: str) -> pathlib.Path | None:
 
 
 def _plain(value: Any) -> Any:
-    """TFDS gives texts as bytes and numbers as numpy's; NaN is what `prepare` writes for nothing."""
+    """Returns a value of TFDS as Python's: texts are bytes, numbers numpy's, and NaN is None (see `prepare`)."""
     if isinstance(value, bytes):
         return value.decode()
     number = value.item() if hasattr(value, "item") else value
@@ -105,9 +103,10 @@ def _plain(value: Any) -> Any:
 
 
 def read_tfds(source: str) -> list[Problem]:
-    """The problems of "tfds:NAME/SPLIT", "tfds:DIR" or "tfds:DIR/SPLIT", in the order in which they lie there.
+    """Returns the problems of "tfds:NAME/SPLIT", "tfds:DIR" or "tfds:DIR/SPLIT", in their order.
 
-    DIR holds a dataset_info.json, or its versions do, of which the newest is taken. Without SPLIT there must be one.
+    DIR has a dataset_info.json, or versions that have one, of which the newest is read. SPLIT may be left out where
+    there is one split.
     """
     path = source.removeprefix(PREFIX)
     tfds = _tfds(source)
@@ -118,7 +117,7 @@ def read_tfds(source: str) -> list[Problem]:
     if folder is None:
         raise ValueError(
             f"{source}: nothing is prepared at {path} nor in {_data_dir()}. Prepare it as array_record "
-            "(reinforce_ada_jax/data/tfds_problems.py says how), and set TFDS_DATA_DIR where it lies elsewhere."
+            "(reinforce_ada_jax/data/tfds_problems.py says how), or set TFDS_DATA_DIR to the folder that has it."
         )
     builder = tfds.builder_from_directory(str(folder))
     splits = sorted(builder.info.splits)

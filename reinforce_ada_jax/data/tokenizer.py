@@ -1,8 +1,8 @@
-r"""Text to tokens and back, from a Hugging Face folder, and prompts made of problems.
+"""Tokenizer of a Hugging Face folder, and prompts made from problems.
 
-Reads the files that models come with (`vocabularies`: tokenizer.json, vocab.json + merges.txt, SentencePiece, tiktoken
-ranks) and the JSON files beside them. There is no AutoTokenizer, which may silently put another tokenizer in place of a
-custom one, and no code from the folder but its chat template, in a sandbox (`templates`).
+Reads the vocabulary files of a model (`vocabularies`) and the JSON files beside them. There is no AutoTokenizer, which
+may silently replace a custom tokenizer, and no code from the folder except its chat template, in a sandbox
+(`templates`).
 """
 
 import dataclasses
@@ -12,25 +12,26 @@ from typing import Any
 import jinja2
 import numpy as np
 import tokenizers
+from jaxtyping import Int, Int32
 
 from reinforce_ada_jax.data.templates import DATE, Chat, read_json, read_template, render_chat
 from reinforce_ada_jax.data.vocabularies import SentencePieceVocabulary, read_vocabulary, token_text, vocabulary_file
 
-# A base model prompted in ChatML tends to end on <|im_end|>, which its own files do not name as an end.
+# A base model prompted in ChatML tends to end on <|im_end|>, which its files do not name as an end.
 CHATML_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 TEMPLATES = ("plain", "qwen_math", "chat")
 
 
 def _special_tokens(config: dict[str, Any], vocabulary: Any) -> dict[str, str]:
-    """The named tokens of a tokenizer_config.json ("bos_token": ...), before those of a SentencePiece model."""
+    """Returns the named tokens of tokenizer_config.json ("bos_token": ...); other ones from a SentencePiece model."""
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    of_model = vocabulary.special_tokens if isinstance(vocabulary, SentencePieceVocabulary) else {}
-    return of_model | {name: token_text(config[name]) for name in names if config.get(name)}
+    tokens = vocabulary.special_tokens if isinstance(vocabulary, SentencePieceVocabulary) else {}
+    return tokens | {name: token_text(config[name]) for name in names if config.get(name)}
 
 
 def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, str]) -> tuple[int, ...]:
-    """Every id that ends a response, sorted: those that any of the folder's files names, and ChatML's own."""
+    """Returns every id that ends a response, sorted: those that the folder's files name, and those of ChatML."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         eos = read_json(folder / name).get("eos_token_id")
@@ -60,7 +61,7 @@ def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, s
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer and what its folder says about prompting.
+    """Tokenizer of a model folder, with its stop tokens and chat template.
 
     Attributes:
       folder: where it was loaded from.
@@ -79,9 +80,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
-        """The tokenizer of a Hugging Face folder; ValueError names what is missing, what for, and the remedy."""
+        """Returns the tokenizer of a Hugging Face folder; ValueError when a file is missing or can't be read."""
         folder = pathlib.Path(folder)
-        vocabulary_file(folder)  # without one it is no model's folder, and nothing else need be said
+        vocabulary_file(folder)  # first: a folder without a vocabulary is not a model's
         if not (folder / "tokenizer_config.json").is_file():
             raise ValueError(
                 f"{folder / 'tokenizer_config.json'} is missing: it holds the special tokens and the chat template. "
@@ -90,7 +91,7 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json")
         vocabulary = read_vocabulary(folder, config)
         if isinstance(vocabulary, tokenizers.Tokenizer):
-            # A file may carry a length limit or padding from its training; a prompt is never cut.
+            # A file may have a length limit or padding from its training; a prompt is never cut.
             vocabulary.no_truncation()
             vocabulary.no_padding()
         special_tokens = _special_tokens(config, vocabulary)
@@ -103,48 +104,49 @@ class Tokenizer:
             _tokenizer=vocabulary,
         )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        """int32[T], with the special tokens (BOS) that the folder's own files put before a text."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
+        """Returns the tokens of a text, with the special tokens (BOS) that the folder's files put before it."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
 
     def token(self, token_id: int) -> str:
-        """The written form of one id."""
+        """Returns the text of one id."""
         return self._tokenizer.id_to_token(token_id) or f"<{token_id}>"
 
-    def decode(self, tokens: np.ndarray) -> str:
-        """The text of int[T] tokens without special tokens; ids beyond the vocabulary have none."""
+    def decode(self, tokens: Int[np.ndarray, " T"]) -> str:
+        """Returns the text of tokens without special tokens; ids beyond the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def render_text(self, problem: str, chat: Chat) -> str:
-        """The text of a prompt in the model's own chat template, special tokens written out."""
+        """Returns the text of a prompt in the model's chat template, with special tokens as text."""
         if self.chat_template is None:
             raise ValueError(
-                f"{self.folder} has no chat template, which data.template needs to be other than 'plain': put the one "
-                "of the model's instruct version there as chat_template.jinja, or set data.template='plain'."
+                f"{self.folder} has no chat template, and only data.template='plain' needs none: set it, or copy the "
+                "template of the model's instruct version there as chat_template.jinja."
             )
         try:
             return render_chat(self.chat_template, chat.messages(problem), self.special_tokens, chat.date)
         except jinja2.TemplateError as error:
             raise ValueError(
-                f"The chat template of {self.folder} can't render a system and a user message ({error}): put another "
+                f"The chat template of {self.folder} can't render a system and a user message ({error}): copy another "
                 "one there as chat_template.jinja, or set data.template='plain' and prepare the problems' text."
             ) from error
 
-    def render(self, problem: str, template: str, chat: Chat | None = None) -> np.ndarray:
-        """int32[T], the prompt for a problem.
+    def render(self, problem: str, template: str, chat: Chat | None = None) -> Int32[np.ndarray, " T"]:
+        """Returns the tokens of the prompt for a problem.
 
         Args:
           problem: its text.
-          template: "plain" is the problem as it is; "qwen_math" the paper's system message and instruction in the
-            model's own chat template; "chat" the same with what `chat` says.
-          chat: system message, instruction and date. "chat" needs it; of "qwen_math" it sets the date only.
+          template: "plain": the problem alone; "qwen_math": the paper's system message and instruction in the model's
+            chat template; "chat": the messages of `chat` in that template.
+          chat: system message, instruction and date. "chat" needs it; "qwen_math" uses the date only.
         """
         if template not in TEMPLATES:
             raise ValueError(f"template is {template!r}; it must be one of {', '.join(TEMPLATES)}.")
         if template == "plain":
             return self.encode(problem)
-        if template == "chat" and chat is None:
-            raise ValueError("template 'chat' needs what is said around a problem: give `chat`.")
-        said = chat if template == "chat" else Chat(date=chat.date if chat else DATE)
+        if template == "qwen_math":
+            chat = Chat(date=chat.date if chat else DATE)
+        if chat is None:
+            raise ValueError("template 'chat' needs a system message and an instruction: pass `chat`.")
         # The template writes BOS itself where the model has one; the post-processor would add a second.
-        return self.encode(self.render_text(problem, said), add_special_tokens=False)
+        return self.encode(self.render_text(problem, chat), add_special_tokens=False)

@@ -1,8 +1,7 @@
-"""The files in which models come with their vocabularies, read into one kind of object.
+"""Vocabulary files of models, read into objects with the methods of `tokenizers.Tokenizer`.
 
-`tokenizer.json`, and `vocab.json` with `merges.txt`, are read through `tokenizers`; so is a `tokenizer.model` of
-tiktoken's ranks (Llama 3), whose merges follow from its ranks. A SentencePiece `tokenizer.model` (Llama 2) is read
-through `sentencepiece`, behind those methods of `tokenizers.Tokenizer` that are used here.
+`tokenizers` reads `tokenizer.json`, `vocab.json` with `merges.txt`, and a `tokenizer.model` of tiktoken's ranks (Llama
+3), whose merges follow from its ranks. `sentencepiece` reads a SentencePiece `tokenizer.model` (Llama 2).
 """
 
 import base64
@@ -15,14 +14,14 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from reinforce_ada_jax.data.templates import read_json
 
-# How text is cut before bytes are merged, by the class that tokenizer_config.json names.
+# Patterns that split text before bytes are merged, by the class in tokenizer_config.json.
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
 _BYTE_PAIR_CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 
-# The 256 special tokens behind the ranks, as Llama 3.1, 3.2 and 3.3 name them, where the folder doesn't say.
+# The 256 special tokens after the ranks in Llama 3.1, 3.2 and 3.3, for folders that do not list them.
 LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
@@ -43,31 +42,31 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class Encoding(NamedTuple):
-    """What `encode` gives: the ids, as in `tokenizers.Encoding`."""
+    """Ids of a text, as in `tokenizers.Encoding`."""
 
     ids: list[int]
 
 
 class SentencePieceVocabulary:
-    """A SentencePiece model and the tokens added to it, with the methods of `tokenizers.Tokenizer` used here.
+    """SentencePiece model and the tokens added to it, with the methods of `tokenizers.Tokenizer` used here.
 
-    Added tokens are found in the text before the model sees it. As in transformers' LlamaTokenizer, the space that
-    SentencePiece puts before a text is put at its very beginning only, unless the folder says `legacy`.
+    Added tokens are split off before the model encodes the rest. As in transformers' LlamaTokenizer, the space that
+    SentencePiece puts before a text is put at its beginning only, unless the folder's config has `legacy`.
     """
 
     def __init__(self, file: pathlib.Path, config: dict[str, Any], added: list[tokenizers.AddedToken], ids: list[int]):
-        """`ids` are those of `added`; ValueError when the model has another token there."""
-        import sentencepiece  # noqa: PLC0415  (only for models that come with it)
+        """Reads the model; `ids` are those of `added`. ValueError when the model has another token at one of them."""
+        import sentencepiece  # noqa: PLC0415  (only for models that need it)
 
         proto = file.read_bytes()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
-        except Exception as error:  # the classes that its C++ raises
+        except Exception as error:  # classes from C++
             raise ValueError(
                 f"{file} is neither a SentencePiece model nor tiktoken's ranks ({error}): copy it from the model's "
                 "folder again."
             ) from error
-        # The same without the space in front: for what follows an added token, and for models without that space.
+        # The same without the space before the text: after an added token, and for models without that space.
         self._inner = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
         if config.get("add_prefix_space") is False:
             self._model = self._inner
@@ -77,7 +76,7 @@ class SentencePieceVocabulary:
         self._special = {index for index in range(num_pieces) if self._model.is_control(index)}
         self._special.update(index for index in [self._model.unk_id()] if index >= 0)
         named = {self._model.id_to_piece(index): index for index in sorted(self._special)}
-        self._added: dict[str, int] = dict(named)
+        self._added = dict(named)
         for token, index in zip(added, ids, strict=True):
             if self._pieces.get(token.content, num_pieces) != min(index, num_pieces):
                 raise ValueError(
@@ -88,7 +87,7 @@ class SentencePieceVocabulary:
             if token.special:
                 self._special.add(index)
         self._content = {index: content for content, index in self._added.items()}
-        # The longest first: an added token may begin with another one.
+        # The longest first, because an added token may begin with another one.
         longest = sorted(self._added, key=lambda content: (-len(content), content))
         self._added_pattern = re.compile("|".join(map(re.escape, longest)))
         model_ids = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
@@ -103,7 +102,7 @@ class SentencePieceVocabulary:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
-        """The ids of a text, added tokens in it included."""
+        """Returns the ids of a text, including those of added tokens in it."""
         ids: list[int] = []
         model, position = self._model, 0
         for match in self._added_pattern.finditer(text):
@@ -114,7 +113,7 @@ class SentencePieceVocabulary:
         return Encoding([*self._before, *ids, *self._after] if add_special_tokens else ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids; U+FFFD for a character of which bytes are missing, nothing for ids beyond the vocabulary."""
+        """Returns the text of ids: U+FFFD for an incomplete character, nothing for ids beyond the vocabulary."""
         text: list[str] = []
         model, pieces = self._model, []
         for index in ids:
@@ -128,25 +127,25 @@ class SentencePieceVocabulary:
         return "".join([*text, model.decode(pieces)])
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of an added token or a piece, None where there is no such token."""
+        """Returns the id of an added token or a piece, None where there is no such token."""
         return self._added.get(token, self._pieces.get(token))
 
     def id_to_token(self, index: int) -> str | None:
-        """The written form of an id, None beyond the vocabulary."""
+        """Returns the text of an id, None beyond the vocabulary."""
         if index in self._content:
             return self._content[index]
         return self._model.id_to_piece(index) if index < len(self._model) else None
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
-        """Token to id."""
+        """Returns the ids by token."""
         return self._pieces | self._added if with_added_tokens else dict(self._pieces)
 
 
 def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
-    """The tokens that are added to a vocabulary, in the order of their ids, and the ids."""
+    """Returns the tokens added to a vocabulary, in the order of their ids, and the ids."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
-    if not entries:  # as older folders have it: all of them special
+    if not entries:  # older folders: all of them special
         file = folder / "added_tokens.json"
         entries = {
             index: {"content": token, "special": True, "normalized": False} for token, index in read_json(file).items()
@@ -162,7 +161,7 @@ def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[to
 def _add(
     tokenizer: tokenizers.Tokenizer, tokens: list[tokenizers.AddedToken], ids: list[int], folder: pathlib.Path
 ) -> None:
-    """Adds tokens; ValueError when one doesn't get its id, which is the next one after those before."""
+    """Adds tokens; ValueError when one does not get its id, the next one after the tokens before it."""
     tokenizer.add_tokens(tokens)
     for token, index in zip(tokens, ids, strict=True):
         given = tokenizer.token_to_id(token.content)
@@ -174,7 +173,7 @@ def _add(
 
 
 def _begin_with(tokenizer: tokenizers.Tokenizer, token: str) -> None:
-    """Puts a token before every text that is encoded with special tokens."""
+    """Adds a token before every text that is encoded with special tokens."""
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{token} $A", special_tokens=[(token, tokenizer.token_to_id(token))]
     )
@@ -188,18 +187,18 @@ def _tokenizer_json(file: pathlib.Path) -> tokenizers.Tokenizer:
 
 
 def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """vocab.json and merges.txt of a byte-level tokenizer: Qwen2's and Qwen3's, or GPT-2's."""
+    """Returns the byte-level tokenizer of vocab.json and merges.txt: that of Qwen2 and Qwen3, or of GPT-2."""
     name = config.get("tokenizer_class", "").removesuffix("Fast")
     if name not in _BYTE_PAIR_CLASSES:
         raise ValueError(
-            f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r}: how it cuts "
-            f"text before merging is known here for {', '.join(_BYTE_PAIR_CLASSES)} only. Add its tokenizer.json."
+            f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r}. The "
+            f"pattern that splits text is known for {', '.join(_BYTE_PAIR_CLASSES)} only: add its tokenizer.json."
         )
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # the class that `tokenizers` raises
         raise ValueError(
-            f"{folder}: vocab.json and merges.txt are no byte pairs ({error}): copy them again."
+            f"{folder}: vocab.json and merges.txt are not byte pairs ({error}): copy them again."
         ) from error
     tokenizer = tokenizers.Tokenizer(model)
     if name == "GPT2Tokenizer":
@@ -216,10 +215,10 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
 
 
 def token_text(entry: str | dict[str, Any]) -> str:
-    """The text of an entry such as "bos_token" of a tokenizer_config.json: a string, or {"content": string}."""
+    """Returns the text of an entry such as "bos_token" of tokenizer_config.json: a string, or {"content": string}."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(text, str):
-        raise ValueError(f"tokenizer_config.json names the token {entry!r:.80}, which is no text: copy it again.")
+        raise ValueError(f"tokenizer_config.json names the token {entry!r:.80}, which is not text: copy it again.")
     return text
 
 
@@ -233,7 +232,7 @@ def _split_into_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """The letter in which `tokenizers` writes each byte (GPT-2's table): itself where it prints, else U+0100 and on."""
+    """Returns the letter of each byte in `tokenizers` (GPT-2's table): itself where it prints, else U+0100 and on."""
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printing else next(others)) for byte in range(256)]
@@ -243,7 +242,7 @@ _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 
 
 def _ranks(file: pathlib.Path) -> dict[bytes, int]:
-    """The tokens of a file of lines "base64 rank", in the order of their ranks."""
+    """Returns the tokens of a file of lines "base64 rank", in the order of their ranks."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -252,17 +251,17 @@ def _ranks(file: pathlib.Path) -> dict[bytes, int]:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: no base64 token and rank ({error}). Copy it again.") from error
+            raise ValueError(f"{file}, line {number}: not a base64 token and rank ({error}). Copy it again.") from error
     if list(ranks.values()) != list(range(len(ranks))):
         raise ValueError(f"{file}: the ranks are not 0 to {len(ranks) - 1}, each once and in order. Copy it again.")
     return ranks
 
 
 def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    """A Llama-3 `tokenizer.model`: byte pairs merged by rank, which is the id.
+    """Returns the tokenizer of a Llama-3 `tokenizer.model`: byte pairs merged by rank, which is the id.
 
-    A pair may be merged where the two are tokens and so is what they make, the one with the lowest rank first: as a
-    list of merges, all splits of all tokens by the token's rank (transformers' TikTokenConverter). 1.6 s for 128,000.
+    Two tokens may be merged where the result is a token, the lowest rank first. As a list of merges these are all
+    splits of all tokens, by the token's rank (transformers' TikTokenConverter). 1.6 s for 128,000 tokens.
     """
     ranks = _ranks(folder / "tokenizer.model")
     letters = _byte_letters()
@@ -288,10 +287,7 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
 
 
 def vocabulary_file(folder: pathlib.Path) -> pathlib.Path:
-    """The first of tokenizer.json, vocab.json (with merges.txt) and tokenizer.model that a model's folder has.
-
-    ValueError when it has none.
-    """
+    """Returns the first of tokenizer.json, vocab.json (with merges.txt) and tokenizer.model; ValueError for none."""
     if (folder / "tokenizer.json").is_file():
         return folder / "tokenizer.json"
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
@@ -299,21 +295,13 @@ def vocabulary_file(folder: pathlib.Path) -> pathlib.Path:
     if (folder / "tokenizer.model").is_file():
         return folder / "tokenizer.model"
     raise ValueError(
-        f"{folder / 'tokenizer.json'} is missing: it holds the vocabulary and the rules that split text into tokens. "
+        f"{folder / 'tokenizer.json'} is missing: it has the vocabulary and the rules that split text into tokens. "
         "Name a Hugging Face folder that has it, or vocab.json with merges.txt, or tokenizer.model."
     )
 
 
 def read_vocabulary(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer | SentencePieceVocabulary:
-    """The vocabulary of a model folder.
-
-    Args:
-      folder: a model's folder.
-      config: its tokenizer_config.json.
-
-    Raises:
-      ValueError: there is none, or it can't be read; names the file and the remedy.
-    """
+    """Returns the vocabulary of a model folder with this tokenizer_config.json; ValueError when it can't be read."""
     file = vocabulary_file(folder)
     if file.name == "tokenizer.json":
         return _tokenizer_json(file)
@@ -321,6 +309,6 @@ def read_vocabulary(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.
         return _byte_pairs(folder, config)
     with file.open("rb") as content:
         is_ranks = _RANK_LINE.match(content.read(4096))
-    return (
-        _tiktoken(folder, config) if is_ranks else SentencePieceVocabulary(file, config, *_added_tokens(folder, config))
-    )
+    if is_ranks:
+        return _tiktoken(folder, config)
+    return SentencePieceVocabulary(file, config, *_added_tokens(folder, config))

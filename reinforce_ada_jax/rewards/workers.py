@@ -120,11 +120,7 @@ class VerifierPool:
     """
 
     def __init__(
-        self,
-        grade_fn: GradeFn | str,
-        workers: int,
-        time_limit_s: float,
-        others: Mapping[str, GradeFn] | None = None,
+        self, grade_fn: GradeFn | str, workers: int, time_limit_s: float, others: Mapping[str, GradeFn] | None = None
     ):
         if workers < 0:
             raise ValueError(f"workers is {workers}; it must be at least 1, or 0 to grade in this process.")

@@ -158,7 +158,7 @@ def test_a_whole_epoch_at_a_time():
 
 @pytest.mark.parametrize("count", [0, 6])
 def test_more_than_there_are(count):
-    with pytest.raises(ValueError, match=f"{count} prompts are wanted at a time, of 5.*prompts_per_iteration"):
+    with pytest.raises(ValueError, match=f"takes {count} different prompts; there are 5.*prompts_per_iteration"):
         next_prompts(make_prompts(5), PromptCursor(seed=0), count)
 
 

@@ -92,7 +92,7 @@ def test_chat_says_what_it_is_told(tmp_path):
     )
     # Without a system message it is the template's own.
     assert tokenizer.render_text("1?", Chat("", "")).startswith("<|im_start|>system\nYou are a helpful assistant.")
-    with pytest.raises(ValueError, match="needs what is said around a problem"):
+    with pytest.raises(ValueError, match="needs a system message and an instruction"):
         tokenizer.render("1?", "chat")
 
 
@@ -158,7 +158,7 @@ def test_the_built_in_tokenizer(tmp_path):
 
 
 def test_what_a_folder_lacks_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer.json is missing: it holds the vocabulary"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is missing: it has the vocabulary"):
         Tokenizer.load(tmp_path)
     write_folder(tmp_path, ("</s>",))
     with pytest.raises(ValueError, match=r"names no end token.*generation_config.json"):

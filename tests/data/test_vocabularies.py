@@ -175,8 +175,8 @@ def test_ranks_are_what_tiktoken_says(tmp_path, ranks, seed):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"YQ== 0\nYg== x\n", "line 2: no base64 token and rank"),
-        (b"YQ== 0\nYg==\n", "line 2: no base64 token and rank"),
+        (b"YQ== 0\nYg== x\n", "line 2: not a base64 token and rank"),
+        (b"YQ== 0\nYg==\n", "line 2: not a base64 token and rank"),
         (b"YQ== 0\nYg== 2\n", "ranks are not 0 to 1"),
     ],
 )
@@ -224,5 +224,5 @@ def test_byte_pairs_that_cannot_be_read(tmp_path):
         Tokenizer.load(write_byte_pairs(tmp_path, {"tokenizer_class": "FalconTokenizer"}))
     (tmp_path / "vocab.json").write_text("[]")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(ValueError, match=r"vocab.json and merges.txt are no byte pairs"):
+    with pytest.raises(ValueError, match=r"vocab.json and merges.txt are not byte pairs"):
         Tokenizer.load(tmp_path)
