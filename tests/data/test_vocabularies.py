@@ -220,7 +220,7 @@ def test_byte_pairs_that_cannot_be_read(tmp_path):
     config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"300": {"content": "<x>"}}}
     with pytest.raises(ValueError, match=r"gives '<x>' the id 300, after the vocabulary it would have 260"):
         Tokenizer.load(write_byte_pairs(tmp_path, config))
-    with pytest.raises(ValueError, match=r"names the class 'FalconTokenizer'.*Add its tokenizer.json"):
+    with pytest.raises(ValueError, match=r"names the class 'FalconTokenizer'.*add its tokenizer.json"):
         Tokenizer.load(write_byte_pairs(tmp_path, {"tokenizer_class": "FalconTokenizer"}))
     (tmp_path / "vocab.json").write_text("[]")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
