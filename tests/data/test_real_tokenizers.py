@@ -47,7 +47,7 @@ def test_vectors(load, name):
     assert len(rows) == 46
     for row in rows:
         assert tokenizer.encode(row["text"], add_special_tokens=False).tolist() == row["ids"], row["text"]
-        assert tokenizer.decode(np.array(row["ids"])) == row["text"]
+        assert tokenizer.decode(np.array(row["ids"], np.int32)) == row["text"]
         stream = TextStream(tokenizer)
         pieces = [*(stream.add([index]) for index in row["ids"]), stream.flush()]
         assert "".join(pieces) == row["text"]
