@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tests import compiling
+from tests import compiling, forked
 
 # A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,4 +20,5 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_unconfigure() -> None:
+    forked.close()
     compiling.close_programs()

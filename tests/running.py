@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import signal
-import subprocess
 import time
 import types
 from typing import Any
@@ -21,6 +20,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state
 from tests import compiling
+from tests.forked import Forked
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -51,7 +51,7 @@ def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:
     return str(file)
 
 
-def killed_after(process: subprocess.Popen, file: pathlib.Path, lines: int, how: int = signal.SIGKILL) -> str:
+def killed_after(process: Forked, file: pathlib.Path, lines: int, how: int = signal.SIGKILL) -> str:
     """Ends a command as soon as so many lines stand in a file that it writes; what it said on stderr."""
     while not file.exists() or file.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, process.communicate()

@@ -23,7 +23,8 @@ from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
-from tests import compiling
+from tests import compiling, forked
+from tests.forked import Forked
 from tests.running import ROOT, environment, reproducible, restored
 
 SMALL = {
@@ -44,7 +45,7 @@ def start():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         flags = [f"--config.{key}={value}" for key, value in (SMALL | {"mesh.fsdp": devices}).items()]
-        train = [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags]
+        train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags]
         xla = f"--xla_force_host_platform_device_count={devices // count} {compiling.QUICKLY}"
         processes = []
         for index in range(count):
@@ -52,10 +53,7 @@ def start():
             if count > 1:
                 address = {processes_lib.ADDRESS: f"127.0.0.1:{port}", processes_lib.COUNT: str(count)}
                 env |= address | {processes_lib.INDEX: str(index)}
-            processes.append(subprocess.Popen(
-                [*train, f"--workdir={workdir}", *more, *own()], cwd=ROOT, text=True, env=env,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            ))  # fmt: skip
+            processes.append(Forked([*train, f"--workdir={workdir}", *more, *own()], env))
         started.extend(processes)
         return processes
 
@@ -282,9 +280,9 @@ def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
 
 def test_what_is_wrong_with_the_processes_is_one_line(tmp_path):
     flags = ("--config=configs/tiny.py", f"--workdir={tmp_path}")
-    command_line = [sys.executable, "-m", "reinforce_ada_jax.train", *flags]
+    command_line = ["-m", "reinforce_ada_jax.train", *flags]
     alone = environment() | {processes_lib.INDEX: "1"}
-    result = subprocess.run(command_line, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
+    result = forked.run(command_line, alone)
     assert result.returncode == cli.BAD_INPUT
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: a run of several processes needs") and "Set all three, or none." in line

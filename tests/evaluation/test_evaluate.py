@@ -1,8 +1,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +10,8 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.evaluation import stored_evaluation
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.training import components as components_lib
-from tests.running import ROOT, cipher_file, environment, killed_after, tiny
+from tests.forked import Forked
+from tests.running import cipher_file, environment, killed_after, tiny
 
 MODEL = "package:cipher"
 
@@ -30,10 +29,7 @@ def start(tmp_path_factory):
     flags += ["--config.sampling.slots=4", "--config.sampling.window=4"]
 
     def start(output, *more):
-        return subprocess.Popen(
-            [sys.executable, "-m", "reinforce_ada_jax.evaluate", *flags, f"--output={output}", *more],
-            cwd=ROOT, text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        return Forked(["-m", "reinforce_ada_jax.evaluate", *flags, f"--output={output}", *more], environment())
 
     return start
 

@@ -2,8 +2,6 @@ import hashlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,8 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.training import components as components_lib
 from tests.evaluation.test_evaluate import REWARD, bad_files, four_answers
-from tests.running import ROOT, cipher_file, environment, killed_after, tiny
+from tests.forked import Forked
+from tests.running import cipher_file, environment, killed_after, tiny
 
 
 def run(source, output, *, band=(0.0, 0.313), samples=4, **changes):
@@ -39,10 +38,7 @@ def start(tmp_path_factory):
     flags += ["--config.sampling.slots=16", "--config.sampling.window=4"]
 
     def start(output):
-        return subprocess.Popen(
-            [sys.executable, "-m", "reinforce_ada_jax.prepare", *flags, f"--output={output}"],
-            cwd=ROOT, text=True, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        return Forked(["-m", "reinforce_ada_jax.prepare", *flags, f"--output={output}"], environment())
 
     return start
 

@@ -32,6 +32,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.checkpoint import fingerprint
+from tests.forked import Forked
 from tests.running import ROOT, cipher_file, environment, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 12
@@ -66,10 +67,13 @@ def start(tmp_path_factory):
     flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({str(benchmark)!r},)"]
     flags += [f"--config.{key}={value}" for key, value in SMALL.items()]
 
-    def start(workdir, *more, how=("-m", "reinforce_ada_jax.train")):
+    def start(workdir, *more, how=("-m", "reinforce_ada_jax.train"), fork=True):
+        arguments = [*how, *flags, f"--workdir={workdir}", *more]
+        if fork:
+            return Forked(arguments, environment())
         return subprocess.Popen(
-            [sys.executable, *how, *flags, f"--workdir={workdir}", *more], cwd=ROOT, text=True,
-            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, *arguments], cwd=ROOT, text=True, env=environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
     return start
@@ -167,7 +171,7 @@ def test_kill_and_resume(start, unbroken, tmp_path):
     process.kill()
     finish(process, -signal.SIGKILL)
     assert 7 <= len(writers.read_metrics(tmp_path / "run")) < ITERATIONS
-    out, _ = finish(start(tmp_path / "run"))
+    out, _ = finish(start(tmp_path / "run", fork=False))
     assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
     assert_same_run(tmp_path / "run", unbroken[0])
 

@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +15,8 @@ from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
-from tests import compiling
-from tests.running import ROOT, environment, reproducible, restored, saved_config, tiny
+from tests import compiling, forked
+from tests.running import environment, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 4
 SETTINGS = {
@@ -47,11 +45,9 @@ def start(tmp_path_factory):
     flags += [f"--config.{key}={value}" for key, value in SETTINGS.items()]
 
     def start(workdir):
-        result = subprocess.run(
-            [sys.executable, "-m", "reinforce_ada_jax.train", *flags, f"--workdir={workdir}"], cwd=ROOT,
-            # Evaluations of this process then have the bits of the run.
-            env=environment(compiling.QUICKLY), capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        # With the compiler's flags of this process, whose evaluations then have the bits of the run.
+        command = ["-m", "reinforce_ada_jax.train", *flags, f"--workdir={workdir}"]
+        result = forked.run(command, environment(compiling.QUICKLY))
         assert result.returncode == 0, result.stderr
         return result.stdout
 

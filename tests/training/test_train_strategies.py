@@ -1,15 +1,14 @@
 """Small runs by every strategy and with every term of the loss: what they write, and that they resume bit for bit."""
 
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.reporting import writers
-from tests.running import ROOT, environment, reproducible, restored
+from tests import forked
+from tests.running import environment, reproducible, restored
 
 ITERATIONS = 4
 FLAGS = {
@@ -52,10 +51,8 @@ def start():
 
     def start(workdir, overrides):
         flags = [f"--config.{key}={value}" for key, value in (FLAGS | overrides).items()]
-        command = [sys.executable, "-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
-        result = subprocess.run(
-            [*command, *flags], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-        )
+        command = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
+        result = forked.run([*command, *flags], environment())
         assert result.returncode == 0, result.stderr
         return result.stderr
 

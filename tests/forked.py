@@ -1,0 +1,160 @@
+"""Commands of the package as forks of one process that has imported it: each start of Python costs 1.5 s and more.
+
+A command runs as `python -m reinforce_ada_jax.NAME` does, with arguments, environment and outputs of its own, and ends
+as the interpreter does. It shares only the seed of Python's hashes with the other commands; test_train.py resumes a run
+in an interpreter of its own, which has another seed.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+from tests import compiling
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = "reinforce_ada_jax"
+COMMANDS = ("train", "prepare", "evaluate", "export", "compile_check")
+MAX_REQUEST_BYTES = 2**17
+READ_AT_IMPORT = ("JAX_PLATFORMS", *compiling.keeping(""))  # what jax reads of the environment when it is imported
+
+# By what they read of the environment.
+_PARENTS: dict[frozenset[tuple[str, str]], tuple[subprocess.Popen, socket.socket]] = {}
+
+
+class Forked:
+    """A running command, with what tests use of subprocess.Popen."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str]):
+        """`arguments` begin with "-m" and a module, or with "-c" and a program; `env` is the whole environment."""
+        self.arguments, self.returncode = arguments, None
+        self._outputs = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
+        self._status, theirs = socket.socketpair()
+        with theirs:
+            request = json.dumps([arguments, env]).encode()
+            read = frozenset((name, env[name]) for name in READ_AT_IMPORT if name in env)
+            assert len(request) < MAX_REQUEST_BYTES
+            socket.send_fds(_parent(read), [request], [theirs.fileno(), *(file.fileno() for file in self._outputs)])
+        self.pid = int(self._status.recv(64))
+        self._status.send(b"go")
+
+    def poll(self) -> int | None:
+        """Returns the exit code, minus the signal's number where a signal ended it, or None while it runs."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit code; raises subprocess.TimeoutExpired after `timeout` seconds."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.arguments, timeout)
+            self.returncode = int(self._status.recv(64))
+            self._status.close()
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Waits for the end, and returns what it wrote to stdout and stderr."""
+        self.wait(timeout)
+        texts = []
+        for file in self._outputs:
+            if not file.closed:
+                file.seek(0)
+                texts.append(file.read())
+                file.close()
+        return tuple(texts) or ("", "")
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal, unless the command has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def run(arguments: list[str], env: dict[str, str]) -> subprocess.CompletedProcess:
+    """Returns what a command said, and its exit code."""
+    process = Forked(arguments, env)
+    out, err = process.communicate()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def _parent(read: frozenset[tuple[str, str]]) -> socket.socket:
+    """The socket of the process that forks, which ends when this process does; `read`: its READ_AT_IMPORT."""
+    if read not in _PARENTS:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", "from tests import forked; forked.serve()"],
+                cwd=ROOT, env=os.environ | dict(read), stdin=theirs.fileno(),
+            )  # fmt: skip
+        _PARENTS[read] = process, ours
+    return _PARENTS[read][1]
+
+
+def close() -> None:
+    """Ends the processes that fork."""
+    while _PARENTS:
+        _, (process, requests) = _PARENTS.popitem()
+        requests.close()
+        process.wait()
+
+
+def serve() -> None:
+    """Forks a process for each request at standard input, which is a socket."""
+    for name in COMMANDS:
+        importlib.import_module(f"{PACKAGE}.{name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the commands hear it too
+    requests = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    children = []
+    while True:
+        request, descriptors, *_ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 3)
+        children = [child for child in children if not os.waitpid(child, os.WNOHANG)[0]]
+        if not request:
+            return
+        children.append(os.fork())
+        if not children[-1]:
+            requests.close()
+            _watch(*json.loads(request), *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _watch(arguments: list[str], env: dict[str, str], status: int, out: int, err: int) -> None:
+    """Runs a command in a child, and says its process id and its exit code; returns in the child only."""
+    child = os.fork()
+    if child:
+        connection = socket.socket(fileno=status)
+        connection.send(str(child).encode())
+        _, result = os.waitpid(child, 0)
+        connection.recv(64)
+        connection.send(str(os.waitstatus_to_exitcode(result)).encode())
+        os._exit(0)
+    os.close(status)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    for name in COMMANDS:
+        sys.modules.pop(f"{PACKAGE}.{name}")
+    how, what, *rest = arguments
+    sys.argv = [how, *rest]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
