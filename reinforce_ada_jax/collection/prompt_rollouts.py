@@ -2,17 +2,14 @@
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Request, Response, Verdict
 
 
 class Phase(enum.Enum):
-    """Phase of one prompt.
-
-    WAITING -> SAMPLING -> VERIFYING -> WAITING -> ... -> CLOSED; with a barrier, WAITING -> HELD -> SAMPLING.
-    """
+    """WAITING -> SAMPLING -> VERIFYING -> WAITING -> ... -> CLOSED; with a barrier, WAITING -> HELD -> SAMPLING."""
 
     WAITING = "between two rounds: the strategy decides"
     HELD = "its next round waits behind the barrier"
@@ -31,7 +28,7 @@ class PromptRollouts:
       prefetch: the prompt belongs to the next collection.
       estimate: expected pass rate, where the strategy plans.
       planned: planned draws, where the strategy plans.
-      phase: changed by the methods below only.
+      phase: changed by methods only, except for HELD and CLOSED, which are the queue's decisions.
       responses: one for each draw of the rounds so far, by draw; None where it is missing.
       verdicts: those of the finished rounds, by draw.
       rounds: finished rounds.
@@ -51,7 +48,7 @@ class PromptRollouts:
         """Continues from the draws of an earlier collection."""
         self.responses, self.verdicts, self.rounds = list(partial.responses), list(partial.verdicts), partial.rounds
         if len(self.verdicts) < len(self.responses):
-            self.phase = Phase.SAMPLING if self.num_missing else Phase.VERIFYING
+            self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
     def partial(self) -> PartialRollouts:
         """Returns the draws so far, for the next collection to resume from."""
@@ -64,49 +61,32 @@ class PromptRollouts:
 
     def pool(self, strategy: Strategy) -> Pool:
         """Returns the pool of a closed prompt."""
-        responses = tuple(response for response in self.responses if response is not None)
         met = strategy.met(self.progress())
+        responses = tuple(response for response in self.responses if response is not None)
         return Pool(self.prompt, responses, tuple(self.verdicts), self.rounds, met, self.estimate)
 
-    def start_round(self, size: int, *, hold: bool) -> None:
-        """WAITING -> SAMPLING, or HELD until `release`."""
+    def start_round(self, size: int) -> None:
+        """WAITING -> SAMPLING."""
         self.responses += [None] * size
-        self.phase = Phase.HELD if hold else Phase.SAMPLING
-
-    def release(self) -> None:
-        """HELD -> SAMPLING."""
         self.phase = Phase.SAMPLING
-
-    @property
-    def num_missing(self) -> int:
-        """Draws of the current round without a response."""
-        return self.responses[len(self.verdicts) :].count(None)
 
     def requests(self) -> list[Request]:
         """Returns one request for each missing draw of the current round."""
         missing = (draw for draw, response in enumerate(self.responses) if response is None)
         return [Request(self.prompt, draw, self.prefetch) for draw in missing]
 
-    def has_response(self, draw: int) -> bool:
-        """Returns whether the response of a draw has arrived."""
-        return draw < len(self.responses) and self.responses[draw] is not None
-
     def add(self, response: Response) -> None:
-        """Stores a response; the last one of the round: SAMPLING -> VERIFYING."""
+        """Stores a response; with the last one of the round, SAMPLING -> VERIFYING."""
         self.responses[response.draw] = response
-        if not self.num_missing:
+        if None not in self.responses:
             self.phase = Phase.VERIFYING
 
     def unverified(self) -> list[Response]:
         """Returns the responses of a complete round, in draw order."""
         return [response for response in self.responses[len(self.verdicts) :] if response is not None]
 
-    def finish_round(self, verdicts: Sequence[Verdict]) -> None:
+    def finish_round(self, verdicts: Iterable[Verdict]) -> None:
         """VERIFYING -> WAITING, with the verdicts of the round in draw order."""
         self.verdicts += verdicts
         self.rounds += 1
         self.phase = Phase.WAITING
-
-    def close(self) -> None:
-        """WAITING -> CLOSED."""
-        self.phase = Phase.CLOSED

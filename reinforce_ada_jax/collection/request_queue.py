@@ -1,6 +1,8 @@
 """Requests of one collection: which draw the sampler gets next, and which prompts need no more draws."""
 
 import collections
+import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 
 from reinforce_ada_jax.collection import strategies
@@ -10,34 +12,14 @@ from reinforce_ada_jax.collection.verification import VerificationQueue
 from reinforce_ada_jax.types import Prompt, Request, Response
 
 
-class _RequestsByRound:
-    """Requests that nobody has taken: those of prompts with the fewest finished rounds first.
-
-    The rounds of a prompt follow one another, so a prompt that has not started has the longest chain of rounds left.
-    Starting all prompts first keeps the slots full almost to the end; finishing the started ones first leaves the last
-    prompts to go through their rounds alone (docs/architecture.md has the numbers).
-    """
-
-    def __init__(self):
-        self._by_rounds: dict[int, collections.deque[Request]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_rounds.values()))
-
-    def put(self, rollouts: PromptRollouts) -> None:
-        self._by_rounds.setdefault(rollouts.rounds, collections.deque()).extend(rollouts.requests())
-
-    def pop(self) -> Request:
-        rounds = min(self._by_rounds)
-        requests = self._by_rounds[rounds]
-        request = requests.popleft()
-        if not requests:
-            del self._by_rounds[rounds]
-        return request
-
-
 class CollectionQueue:
-    """types.RequestQueue of one collection: the strategy turns verdicts into further requests, or closes prompts."""
+    """types.RequestQueue of one collection: the strategy turns verdicts into further requests, or closes prompts.
+
+    Requests of prompts with the fewest finished rounds go first. The rounds of a prompt follow one another, so a prompt
+    that has not started has the longest chain of rounds left. Starting all prompts first keeps the slots full almost
+    to the end; finishing the started ones first leaves the last prompts to go through their rounds alone
+    (docs/architecture.md has the numbers).
+    """
 
     def __init__(
         self,
@@ -55,7 +37,10 @@ class CollectionQueue:
         self._replacements = collections.deque(replacements)
         self._strategy, self._verification = strategy, verification
         self._barrier, self._seed, self._iteration = barrier, seed, iteration
-        self._waiting, self._waiting_prefetch = _RequestsByRound(), _RequestsByRound()
+        # Heaps of (finished rounds, order, request): of this collection's prompts, and of the next one's.
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._waiting_prefetch: list[tuple[int, int, Request]] = []
+        self._order = itertools.count()
         self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
         self._newly_closed: list[str] = []
         for rollouts in prompts:
@@ -87,8 +72,8 @@ class CollectionQueue:
         done = all(rollouts.phase is Phase.CLOSED or rollouts.prefetch for rollouts in self._prompts.values())
         return [] if done else self._take(self._waiting_prefetch, limit)
 
-    def _take(self, waiting: _RequestsByRound, limit: int) -> list[Request]:
-        taken = [waiting.pop() for _ in range(min(limit, len(waiting)))]
+    def _take(self, waiting: list[tuple[int, int, Request]], limit: int) -> list[Request]:
+        taken = [heapq.heappop(waiting)[-1] for _ in range(min(limit, len(waiting)))]
         self._in_flight |= {(request.prompt.id, request.draw): None for request in taken}
         return taken
 
@@ -115,7 +100,7 @@ class CollectionQueue:
             rollouts = self._prompts.get(response.prompt_id)
             address = response.prompt_id, response.draw
             if rollouts is None or address not in self._in_flight:
-                how = "twice" if rollouts is not None and rollouts.has_response(response.draw) else "unasked"
+                how = "twice" if rollouts and any(rollouts.responses[response.draw : response.draw + 1]) else "unasked"
                 raise RuntimeError(f"The sampler returned draw {response.draw} of prompt {response.prompt_id!r} {how}.")
             del self._in_flight[address]
             rollouts.add(response)
@@ -131,14 +116,12 @@ class CollectionQueue:
         """
         while self.wait():
             pass
-        held = sum(rollouts.num_missing for rollouts in self._prompts.values() if rollouts.phase is Phase.HELD)
-        waiting = len(self._waiting) + held
+        waiting = len(self._waiting) + sum(len(rollouts.requests()) for rollouts in self._held())
         if self._in_flight or waiting:
-            lost = next(iter(self._in_flight), None)
-            first = f" (first: draw {lost[1]} of prompt {lost[0]!r})" if lost else ""
+            lost = [f" (first: draw {draw} of prompt {prompt_id!r})" for prompt_id, draw in self._in_flight]
             raise RuntimeError(
-                f"The sampler ended with {len(self._in_flight)} requests taken and not returned{first} and {waiting} "
-                "not taken."
+                f"The sampler ended with {len(lost)} requests taken and not returned{lost[0] if lost else ''} and "
+                f"{waiting} not taken."
             )
 
     # ---- from round to round -------------------------------------------------------------------------------------
@@ -152,18 +135,25 @@ class CollectionQueue:
             if size == 0:
                 self._close(rollouts)
                 continue
-            rollouts.start_round(size, hold=self._barrier and rollouts.rounds > 0)
-            if rollouts.phase is Phase.SAMPLING:
+            rollouts.start_round(size)
+            if self._barrier and rollouts.rounds > 0:
+                rollouts.phase = Phase.HELD
+            else:
                 self._put(rollouts)
 
     def _put(self, rollouts: PromptRollouts) -> None:
-        (self._waiting_prefetch if rollouts.prefetch else self._waiting).put(rollouts)
+        waiting = self._waiting_prefetch if rollouts.prefetch else self._waiting
+        for request in rollouts.requests():
+            heapq.heappush(waiting, (rollouts.rounds, next(self._order), request))
+
+    def _held(self) -> list[PromptRollouts]:
+        return [rollouts for rollouts in self._prompts.values() if rollouts.phase is Phase.HELD]
 
     def _release(self) -> bool:
         """Starts the rounds behind the barrier, in the order of the prompts; False where there are none."""
-        held = [rollouts for rollouts in self._prompts.values() if rollouts.phase is Phase.HELD]
+        held = self._held()
         for rollouts in held:
-            rollouts.release()
+            rollouts.phase = Phase.SAMPLING
             self._put(rollouts)
         return bool(held)
 
@@ -173,7 +163,7 @@ class CollectionQueue:
         So the number of opened prompts is the number asked for plus the number dropped: the shortest beginning of the
         list that keeps enough, whatever finishes first.
         """
-        rollouts.close()
+        rollouts.phase = Phase.CLOSED
         self._newly_closed.append(rollouts.prompt.id)
         if rollouts.prefetch or not self._replacements:
             return
