@@ -108,10 +108,7 @@ def anchored_advantages(
 
         correct: r_i - mean(pool);   wrong: -(sum of those) / n-,   for 0/1 rewards -(n+ / n-) (1 - mean(pool))
 
-    Args:
-      rewards: of the kept responses.
-      correct: of the kept responses.
-      pool_mean: over every response of the pool, kept or not.
+    `rewards` and `correct` are those of the kept responses, `pool_mean` is over all responses of the pool.
     """
     advantages = np.where(correct, np.asarray(rewards, np.float64) - pool_mean, 0.0)
     num_wrong = int((~correct).sum())
@@ -149,11 +146,5 @@ def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
     pass_rate = float(pool.correct.mean())
     differences, scale = _compared(pool, kept, strategy)
     weight = strategy.weight(pass_rate) / scale
-    return Group(
-        pool,
-        kept,
-        advantages=weight * differences,
-        baselines=pool.rewards[kept] - differences,
-        weight=weight,
-        weight_clipped=pass_rate < strategy.clips_below,
-    )
+    baselines = pool.rewards[kept] - differences
+    return Group(pool, kept, weight * differences, baselines, weight, weight_clipped=pass_rate < strategy.clips_below)

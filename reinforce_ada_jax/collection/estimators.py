@@ -25,7 +25,7 @@ class Ema:
     """
 
     def __init__(self, *, decay: float, prior_correct: float, prior_wrong: float):
-        """decay in [0, 1); prior_correct (a) and prior_wrong (b) above 0."""
+        """`decay` is in [0, 1); `prior_correct` (a) and `prior_wrong` (b) are above 0."""
         self._decay, self._prior_correct, self._prior_wrong = decay, prior_correct, prior_wrong
         self._counts: dict[str, tuple[float, float]] = {}  # by prompt id: (N, K)
 
@@ -77,11 +77,10 @@ def calibration(pools: Sequence[Pool]) -> dict[str, float]:
     bins = np.minimum((estimate * RELIABILITY_BINS).astype(int), RELIABILITY_BINS - 1)
     result, error = {"estimator/brier": float(brier)}, 0.0
     for index in range(RELIABILITY_BINS):
-        here = bins == index
-        if here.any():
-            means = float(estimate[here].mean()), float(outcome[here].mean())
-            share = float(here.mean())
-            error += share * abs(means[0] - means[1])
-            names = ("estimate", "outcome", "share")
-            result |= {f"estimator/bin_{index}_{name}": x for name, x in zip(names, (*means, share), strict=True)}
+        inside = bins == index
+        if inside.any():
+            values = float(estimate[inside].mean()), float(outcome[inside].mean()), float(inside.mean())
+            error += values[2] * abs(values[0] - values[1])
+            names = (f"estimator/bin_{index}_{name}" for name in ("estimate", "outcome", "share"))
+            result |= dict(zip(names, values, strict=True))
     return result | {"estimator/calibration_error": error}

@@ -90,12 +90,8 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
 
 def _rollouts(record: Mapping[str, Any], arrays: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, Any, int]:
     """Returns (responses, verdicts, rounds) of one record; takes the arrays of its responses from the iterator."""
-    responses = []
-    for entry in record["responses"]:
-        if entry is None:
-            responses.append(None)
-            continue
-        draw, _, truncated, policy_version = entry
-        tokens, logprobs = next(arrays)
-        responses.append(Response(record["prompt"], draw, tokens, logprobs, truncated, policy_version))
-    return tuple(responses), tuple(Verdict(*verdict) for verdict in record["verdicts"]), record["rounds"]
+    responses = tuple(
+        entry and Response(record["prompt"], entry[0], *next(arrays), entry[2], entry[3])
+        for entry in record["responses"]
+    )
+    return responses, tuple(Verdict(*verdict) for verdict in record["verdicts"]), record["rounds"]

@@ -19,7 +19,7 @@ def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[P
 
     Args:
       strategy_config: has `strategy`, `group_size`, `samples_per_round` and `max_rounds`; other settings of the
-        `collection` section where it has them, else config.py's defaults.
+        `collection` section where it has them, else their defaults.
       rewards: float[P, N_max], in [0, 1]; N_max is at least what the strategy may draw for a prompt.
 
     Returns:
@@ -42,10 +42,8 @@ def run_strategy(strategy_config: StrategyConfig, rewards: np.ndarray) -> list[P
 
     def sample(queue: RequestQueue) -> Iterator[list[Response]]:
         while requests := queue.take(rewards.size):
-            yield [
-                Response(request.prompt.id, request.draw, np.zeros(1, np.int32), np.zeros(1, np.float32), False)
-                for request in requests
-            ]
+            token, logprob = np.zeros(1, np.int32), np.zeros(1, np.float32)
+            yield [Response(request.prompt.id, request.draw, token, logprob, False) for request in requests]
 
     def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
         scripted = [float(rewards[int(prompt.id), response.draw]) for prompt, response in pairs]

@@ -55,15 +55,13 @@ class PromptProgress:
     planned: int | None = None
 
 
-def always(progress: PromptProgress) -> float:
+def always(_: PromptProgress) -> float:
     """The default `continue_probability`: every round that the rule asks for is drawn."""
-    del progress
     return 1.0
 
 
-def one(pass_rate: float) -> float:
+def one(_: float) -> float:
     """The default `weight`."""
-    del pass_rate
     return 1.0
 
 
@@ -104,11 +102,7 @@ class Strategy:
 
 
 def round_size(strategy: Strategy, progress: PromptProgress) -> int:
-    """Returns `next_draws`, checked against the strategy's own bounds.
-
-    Raises:
-      ValueError: it breaks them.
-    """
+    """Returns `next_draws`; raises ValueError where it breaks the strategy's own bounds."""
     size = strategy.next_draws(progress)
     too_many = strategy.max_draws is not None and progress.drawn + size > strategy.max_draws
     if size < 0 or (size == 0 and progress.rounds == 0) or too_many:
@@ -127,12 +121,9 @@ def uniform_at_address(seed: int, iteration: int, prompt_id: str, rounds: int) -
 
 
 def next_round(strategy: Strategy, progress: PromptProgress, uniform: float) -> int:
-    """Returns how many responses the next round has; 0 closes the prompt.
+    """Returns the size of the next round; 0 closes the prompt.
 
-    Args:
-      strategy: its rule, and the probability that a prompt continues.
-      progress: counts of the finished rounds.
-      uniform: number in [0, 1); a further round is drawn where it is below the probability.
+    A round after the first is drawn where `uniform`, in [0, 1), is below the strategy's `continue_probability`.
     """
     size = round_size(strategy, progress)
     return 0 if size and progress.rounds and uniform >= strategy.continue_probability(progress) else size
@@ -235,14 +226,10 @@ def dapo(config: CollectionConfig) -> Strategy:
     The prompts of an iteration are the shortest sequence, in data order, of which enough are kept: completion order
     decides nothing, and no surplus is thrown away.
     """
-
-    def mixed(correct: np.ndarray) -> np.ndarray:
-        return np.arange(len(correct)) if 0 < correct.sum() < len(correct) else np.arange(0)
-
     return dataclasses.replace(
         fixed(config.group_size),
         met=lambda progress: 0 < progress.correct < progress.drawn,
-        keep=mixed,
+        keep=lambda correct: np.arange(len(correct) if 0 < correct.sum() < len(correct) else 0),
         extra_batches=config.max_extra_batches,
     )
 
@@ -288,8 +275,7 @@ def _load_function(reference: str) -> Callable[[CollectionConfig], Any]:
     module = user_code.run(path)
     if not hasattr(module, name):
         raise ValueError(f"{setting}, but {path} defines no {name!r}.")
-    function = getattr(module, name)
-    if not callable(function):
+    if not callable(function := getattr(module, name)):
         raise ValueError(f"{setting}, which is {function!r}; it must be a function of the collection section.")
     return function
 
@@ -323,10 +309,7 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         )
     changes: dict[str, Any] = {"normalize_by_std": config.normalize_by_std}
     if config.keep == "group":
-        changes |= {
-            "keep": lambda correct: balanced_group(correct, config.group_size),
-            "max_kept": config.group_size,
-        }
+        changes |= {"keep": lambda correct: balanced_group(correct, config.group_size), "max_kept": config.group_size}
     if config.keep == "pool":
         changes |= {"keep": keep_all, "max_kept": strategy.max_draws}
     if config.baseline:
