@@ -13,9 +13,10 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.evaluation import drawing
-from reinforce_ada_jax.evaluation.scores import statistics
+from reinforce_ada_jax.evaluation.scores import Statistics, statistics
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.reporting.writers import Metrics
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -56,7 +57,7 @@ def verify_fns(components: Components, verifiers: VerifierPool, config: Config) 
     return {name: components.verify_fn(verifiers, shaping, graders.get(name, "")) for name in names}
 
 
-def as_metrics(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def as_metrics(results: Mapping[str, Statistics]) -> Metrics:
     """Returns {"evaluation/BENCHMARK/KEY": value} of the statistics of each benchmark."""
     return {f"evaluation/{name}/{key}": value for name, result in results.items() for key, value in result.items()}
 
@@ -66,7 +67,7 @@ def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
     return workdir / "evaluations" / f"{iteration:06d}.json"
 
 
-def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float]) -> None:
+def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Metrics) -> None:
     """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(file.read_text()) if file.exists() else about
@@ -98,7 +99,7 @@ class Evaluator:
     rollouts: Rollouts
     verifiers: VerifierPool
 
-    def __call__(self, params: Params, iteration: int, report: Callable[[str], None]) -> dict[str, float]:
+    def __call__(self, params: Params, iteration: int, report: Callable[[str], None]) -> Metrics:
         """Returns `evaluation/BENCHMARK/...` of a policy, and writes evaluations/<iteration>.json.
 
         Args:

@@ -14,7 +14,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
@@ -45,7 +45,7 @@ class GradedResponse:
     verdict: Verdict
 
     @classmethod
-    def of(cls, response: Response, verdict: Verdict) -> Self:
+    def of(cls, response: Response, verdict: Verdict) -> "GradedResponse":
         """Returns the record of a drawn response."""
         return cls(len(response.tokens), response.truncated, verdict)
 
@@ -182,7 +182,7 @@ class ResponseStore:
     def __len__(self) -> int:
         return sum(map(len, self._by_draw.values()))
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "ResponseStore":
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if not self._size():  # a header without responses is of a file that was removed
             self._write_header()

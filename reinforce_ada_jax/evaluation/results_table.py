@@ -113,7 +113,7 @@ def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) ->
     return markdown([f"{name}, {label}", "problems", "avg"], lines)
 
 
-def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, dict[str, float]], str]:
+def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, Statistics], str]:
     """Returns (statistics by benchmark, the tables); `workdir` is the evaluated run's, None for a model folder."""
     results = {name: statistics(drawn.values()) for name, drawn in evaluation.responses.items()}
     return results, table(

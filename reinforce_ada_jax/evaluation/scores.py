@@ -11,7 +11,7 @@ from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedRe
 # A label with more values than this, or with one value only, has no table.
 MOST_LABEL_VALUES = 16
 
-Statistics = Mapping[str, float]
+Statistics = dict[str, int | float]
 # {label: {its value: (problems, avg)}} of one benchmark.
 Labelled = Mapping[str, Mapping[str, tuple[int, float]]]
 
@@ -31,7 +31,7 @@ def all_correct_at_k(num_correct: int, num_samples: int, k: int) -> float:
     return math.comb(num_correct, k) / math.comb(num_samples, k)
 
 
-def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> dict[str, float]:
+def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
     """Computes avg@n, its standard error over problems, pass@k and all-correct@k for k = 1, 2, 4, ..., n, and shares.
 
     The shares are of responses that are truncated, have no answer, or were not graded because the verifier failed.
@@ -44,7 +44,7 @@ def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> dict[str, fl
     samples = len(everything) // len(num_correct)
     shares = num_correct / samples
     error = shares.std(ddof=1) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
-    result = {"problems": len(shares), "avg": float(shares.mean()), "avg_standard_error": float(error)}
+    result: Statistics = {"problems": len(shares), "avg": float(shares.mean()), "avg_standard_error": float(error)}
     for k in sizes(samples):
         result[f"pass_at_{k}"] = float(np.mean([pass_at_k(int(c), samples, k) for c in num_correct]))
     for k in sizes(samples):

@@ -1,11 +1,12 @@
 import json
-import types
 
 import pytest
 
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.evaluation import evaluator
+from reinforce_ada_jax.rewards import cipher
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
 from tests.running import tiny
@@ -23,7 +24,9 @@ def test_other_benchmarks_stay_in_the_file(tmp_path):
 
 
 def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
-    made = evaluator.Evaluator(None, tiny(), tmp_path, {"heldout": [], "math500": []}, None, None)
+    components, rollouts = object.__new__(Components), object.__new__(Rollouts)
+    benchmarks, verifiers = {"heldout": [], "math500": []}, VerifierPool(cipher.grade, workers=0, time_limit_s=1.0)
+    made = evaluator.Evaluator(components, tiny(), tmp_path, benchmarks, rollouts, verifiers)
     assert not made.is_done(0)
     file = evaluator.results_file(tmp_path, 0)
     evaluator.save_results(file, {"iteration": 0}, {"evaluation/heldout/avg": 0.5})
@@ -41,13 +44,20 @@ def test_benchmarks_of_one_name_are_refused(monkeypatch):
     assert list(evaluator.load_benchmarks(object.__new__(Components), config)) == ["aime", "heldout"]
 
 
-def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it():
-    config = tiny(**{"evaluation.benchmarks": ("data/gsm8k_test.jsonl", "math500.jsonl")})
-    components = types.SimpleNamespace(verify_fn=lambda verifiers, shaping, grader: (shaping.overlong_tokens, grader))
-    assert evaluator.verify_fns(components, None, config) == {"gsm8k_test": (0, "gsm8k"), "math500": (0, "")}
-    # The pool has the graders that are named so, and a pair goes to the one that its benchmark has.
-    config = config_lib.replaced(config, {"reward.kind": "math", "reward.workers": 0})
+def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it(monkeypatch):
+    def verify_fn(self, verifiers, shaping, grader):
+        return lambda pairs: (shaping.overlong_tokens, grader)
+
+    monkeypatch.setattr(Components, "verify_fn", verify_fn)
+    benchmarks = ("data/gsm8k_test.jsonl", "math500.jsonl")
+    config = tiny(**{"evaluation.benchmarks": benchmarks, "reward.kind": "math", "reward.workers": 0})
     with components_lib.verifier_pool(config) as verifiers:
+        functions = evaluator.verify_fns(object.__new__(Components), verifiers, config)
+        assert {name: function([]) for name, function in functions.items()} == {
+            "gsm8k_test": (0, "gsm8k"),
+            "math500": (0, ""),
+        }
+        # The pool has the graders that are named so, and a pair goes to the one that its benchmark has.
         pairs = [("The total is 1,200 apples.", "1200")]
         assert [verifiers.grade_all(pairs, grader)[0].correct for grader in ("gsm8k", "")] == [True, False]
 

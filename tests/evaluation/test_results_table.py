@@ -1,5 +1,5 @@
 from reinforce_ada_jax.evaluation import paper_results, results_table
-from reinforce_ada_jax.evaluation.scores import statistics
+from reinforce_ada_jax.evaluation.scores import Statistics, statistics
 from tests.evaluation.test_scores import problem
 
 
@@ -34,7 +34,7 @@ def test_a_bar_in_a_label_does_not_end_its_cell():
     assert results_table.markdown(["x", "n"], [["|a|", "1"]]).splitlines()[2] == r"| \|a\| | 1 |"
 
 
-def full_size(**problems: int) -> dict[str, dict[str, float]]:
+def full_size(**problems: int) -> dict[str, Statistics]:
     """Statistics of benchmarks with so many problems."""
     return {name: statistics([problem("10")]) | {"problems": count} for name, count in problems.items()}
 
