@@ -101,16 +101,17 @@ def draw(
 
 
 def from_policy(
-    params: Params, rollouts: Rollouts, settings: SamplingConfig | EvaluationConfig, stream: int, config: Config
+    params: Params,
+    rollouts: Rollouts,
+    settings: SamplingConfig | EvaluationConfig,
+    stream: int,
+    config: Config,
+    decode: Callable[[np.ndarray], str],
 ) -> Callable[..., GradedResponses]:
     """Returns `draw` from a policy: of its arguments prompts, verify_fn, samples, store and on_progress remain.
 
-    Args:
-      params: the weights, as the learner has them.
-      rollouts: engine and decode state.
-      settings: the section with temperature, top_k, top_p and the length limit.
-      stream: first word of the addresses of all samples (`sampling.token.stream`).
-      config: of the command.
+    `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
+    addresses of all samples.
     """
     limit, engine = settings.max_response_tokens, rollouts.engine
     sampling = SamplingParams(limit, settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
@@ -119,5 +120,5 @@ def from_policy(
         sample_fn=rollouts.sampler(params, stream=stream, sampling=sampling),
         slots=engine.options.slots * engine.replicas,
         deterministic=components_lib.deterministic(config),
-        decode=engine.tokenizer.decode,
+        decode=decode,
     )

@@ -109,7 +109,8 @@ class Evaluator:
         """
         evaluation = self.config.evaluation
         address = stream(iteration, evaluation=True)
-        draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config)
+        decode = self.components.tokenizer.decode
+        draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config, decode)
         verify = verify_fns(self.components, self.verifiers, self.config)
         results = {}
         for name, prompts in self.benchmarks.items():

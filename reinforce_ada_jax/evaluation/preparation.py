@@ -295,7 +295,8 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
         if params is not None:
             done = len(passed) - len(missing)
             with writing([store], len(passed), done, "prompts") as progress:
-                draw = drawing.from_policy(params, Rollouts(components.engine), config.sampling, stream(0), config)
+                rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
+                draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, decode)
                 draw(
                     missing,
                     verify_fn=components.verify_fn(verifiers, Shaping(config.reward.positive_threshold)),

@@ -128,7 +128,8 @@ def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) 
         total, lacking = (sum(map(len, sets.values())) for sets in (benchmarks, missing))
         with writing(stores.values(), total, total - lacking, "problems") as progress, verifier_pool as verifiers:
             address = stream(iteration, evaluation=True)
-            draw = drawing.from_policy(params, Rollouts(components.engine), settings, address, config)
+            rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
+            draw = drawing.from_policy(params, rollouts, settings, address, config, decode)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
 
