@@ -20,10 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
-from reinforce_ada_jax.benchmarks import workloads
+from reinforce_ada_jax.benchmarks import models, workloads
+from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
@@ -236,7 +238,7 @@ def measure(
     repeat: int = 3,
     lengths: Lengths,
     architecture: Architecture | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Iterations of each variant in turns, the first of each not timed: it compiles.
 
@@ -246,7 +248,7 @@ def measure(
       repeat: timed iterations of each.
       lengths: of responses, where weights are made up.
       architecture: makes them up, for the tokenizer of the configured model.
-      say: told what is going on.
+      log: receives a line for every step.
 
     Returns:
       By variant, medians over iterations: "seconds" and its parts ("collect_s" with waiting for verdicts, "score_s"
@@ -275,8 +277,8 @@ def measure(
         for turn in range(1 + repeat):
             for name, (run, verifiers) in runs.items():
                 taken[name].append(run.timed_iteration(verifiers))
-                say(f"iteration {turn}, {name}: {taken[name][-1]['seconds']:.2f} s")
-        shape = workloads.describe(run.components.architecture)
+                log(f"iteration {turn}, {name}: {taken[name][-1]['seconds']:.2f} s")
+        shape = models.describe(run.components.architecture)
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in timed[1:]) for key in timed[0]}
         | {"iterations": repeat, "first_iteration_s": timed[0]["seconds"], "all_seconds": [x["seconds"] for x in timed]}
@@ -290,3 +292,17 @@ def measure(
         "scripted": isinstance(run.rollouts, ScriptedRollouts), "device": device.device_kind,
         "platform": device.platform, "jax": jax.__version__, "model": shape,
     }  # fmt: skip
+
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures the configuration of the flags."""
+    if options.config is None:
+        raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
+    return measure(
+        config_lib.resolve(options.config),
+        variants=options.variants,
+        repeat=options.repeat or 3,
+        lengths=workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS),
+        architecture=models.shaped(options.shape) if options.shape else None,
+        log=options_lib.log,
+    )

@@ -1,5 +1,7 @@
-"""A process that is asked in JSON objects, one a line, and answers each with one: baselines, and parts of ours whose
-memory is to be their own."""
+"""A subprocess that answers JSON requests, one a line: baselines, and parts of ours that need a memory of their own.
+
+Its side is `baselines/json_worker.py`.
+"""
 
 import contextlib
 import json
@@ -13,7 +15,7 @@ class JsonSubprocess:
     """The process, from its start to `close`."""
 
     def __init__(self, name: str, command: Sequence[str], **environment: str):
-        """Starts it, with all cores: NPROC is not handed on.
+        """Starts it with all cores: NPROC is not inherited.
 
         Raises:
           ValueError: the interpreter doesn't start.
@@ -21,34 +23,36 @@ class JsonSubprocess:
         self.name = name
         inherited = {key: value for key, value in os.environ.items() if key != "NPROC"}
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=inherited | environment
             )
         except OSError as error:
             raise ValueError(f"--against_python={command[0]} does not start: {error.strerror}.") from error
+        assert process.stdin is not None and process.stdout is not None  # both are pipes
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request.
+    def ask(self, command: str, **request: Any) -> dict[str, Any]:
+        """Returns the answer to a request.
 
         Raises:
           RuntimeError: the process ended.
         """
         answer = ""
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            answer = self._process.stdout.readline()
+            print(json.dumps({"command": command, **request}), file=self._stdin, flush=True)
+            answer = self._stdout.readline()
         if not answer:
             raise RuntimeError(f"{self.name} ended with exit code {self._process.wait()}; its messages are above.")
         return json.loads(answer)
 
-    def load(self, **request: Any) -> dict[str, Any]:
-        """The answer to the first request, of a baseline.
+    def load_baseline(self, **request: Any) -> dict[str, Any]:
+        """Returns the answer to "load".
 
         Raises:
-          ValueError: the process ended, probably because its environment lacks what it needs.
+          ValueError: the process ended, probably because its environment lacks a package.
         """
         try:
-            return self.ask(command="load", **request)
+            return self.ask("load", **request)
         except RuntimeError as error:
             self.close()
             raise ValueError(
@@ -57,8 +61,8 @@ class JsonSubprocess:
             ) from error
 
     def close(self) -> None:
-        """Ends the process, which takes the end of its input as the end of its work."""
+        """Ends the process, which ends with its input."""
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._process.stdout.close()
+            self._stdin.close()
+        self._stdout.close()
         self._process.wait(timeout=60)

@@ -1,7 +1,7 @@
-"""Which algorithm learns what from how much: the strategies on the built-in task, at equal updates and equal tokens.
+"""`benchmark learning`: held-out accuracy of every strategy on the built-in task, at equal updates and equal tokens.
 
-Every run is `train` with configs/tiny.py, in a process and a work directory of its own: a benchmark that was
-interrupted goes on where it stopped, and a finished run is not made again. Nothing is timed.
+Every run is `train` with configs/tiny.py, in a process and a work directory of its own: after an interruption the same
+command continues, and a finished run is not repeated. Nothing is timed.
 """
 
 import dataclasses
@@ -9,22 +9,21 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
+from absl import flags
 
+from reinforce_ada_jax.reporting import drawing
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
-
-mpl.use("agg")
-
-from matplotlib import pyplot, ticker
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "tiny.py"
 BENCHMARK = "heldout"
 UPDATES = 100
+# Token budgets: about those of 100 updates of grpo with n = 4, and of balance.
+BUDGETS = (64_000, 150_000, 335_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +31,9 @@ class Entry:
     """One algorithm.
 
     Attributes:
-      name: as tables and figures call it; its work directories too.
-      overrides: configuration keys and values beside those of configs/tiny.py.
-      updates: so many that it generates about as many tokens as the others; at least `UPDATES`.
+      name: in tables, figures and names of work directories.
+      overrides: configuration keys and values that differ from configs/tiny.py.
+      updates: number that generates about as many tokens as the others; at least `UPDATES`.
     """
 
     name: str
@@ -60,15 +59,15 @@ ENTRIES = (
 
 
 def train(entry: Entry, seed: int, workdir: pathlib.Path) -> None:
-    """One run to its end, with one core; a run that is there goes on.
+    """Trains one run to its end on one core; an unfinished one is resumed.
 
     Raises:
-      RuntimeError: it failed; the end of what it said is in the message.
+      RuntimeError: it failed; the message has the end of its output.
     """
-    flags = {"seed": seed, "iterations": entry.updates, "logging.tensorboard": False, **entry.overrides}
+    settings = {"seed": seed, "iterations": entry.updates, "logging.tensorboard": False, **entry.overrides}
     command = [
         sys.executable, "-m", "reinforce_ada_jax.train", f"--config={CONFIG}", f"--workdir={workdir}",
-        *(f"--config.{key}={value}" for key, value in flags.items()),
+        *(f"--config.{key}={value}" for key, value in settings.items()),
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -77,9 +76,9 @@ def train(entry: Entry, seed: int, workdir: pathlib.Path) -> None:
 
 
 def train_all(
-    entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int, say: Callable[[str], None]
+    entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int
 ) -> dict[str, list[History]]:
-    """Every entry with every seed, `jobs` at a time; their histories by name of the entry."""
+    """Trains every entry with every seed, `jobs` at a time; returns the histories by name of the entry."""
     runs = [(entry, seed) for seed in seeds for entry in entries]
 
     def one(run: tuple[Entry, int]) -> History:
@@ -88,27 +87,27 @@ def train_all(
         train(entry, seed, workdir)
         history = load(workdir)
         average = history.evaluations[BENCHMARK][2][-1]
-        say(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}")
+        print(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
         return history
 
     with ThreadPoolExecutor(jobs) as pool:
         histories = list(pool.map(one, runs))
     return {
-        entry.name: [history for history, (of, _) in zip(histories, runs, strict=True) if of is entry]
+        entry.name: [history for history, (trained, _) in zip(histories, runs, strict=True) if trained is entry]
         for entry in entries
     }
 
 
 def at_updates(history: History, updates: float) -> tuple[float, float]:
-    """(average, tokens spent) after so many updates."""
+    """Returns (average, tokens generated) after a number of updates."""
     evaluated, tokens, average, _ = history.evaluations[BENCHMARK]
     return float(np.interp(updates, evaluated, average)), float(np.interp(updates, evaluated, tokens))
 
 
-def summary(histories: dict[str, list[History]], budgets: Sequence[float]) -> dict[str, Any]:
-    """Means and standard deviations over seeds: the average after `UPDATES` updates, and at each token budget.
+def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
+    """Returns means and standard deviations over seeds, after `UPDATES` updates and at each token budget.
 
-    A budget that a run did not reach gives no number (None), never an extrapolated one.
+    A budget that a run did not reach gives None, never an extrapolated number.
     """
 
     def spread(values: Sequence[float]) -> list[float]:
@@ -126,81 +125,66 @@ def summary(histories: dict[str, list[History]], budgets: Sequence[float]) -> di
                 f"{budget:.0f}": spread([at_tokens(run, BENCHMARK, budget) for run in runs])
                 if all(run.tokens[-1] >= budget for run in runs)
                 else None
-                for budget in budgets
+                for budget in BUDGETS
             },
         }
     return result
 
 
-def table(result: dict[str, Any], budgets: Sequence[float]) -> str:
-    """The summary as a Markdown table."""
+def table(result: dict[str, Any]) -> str:
+    """Returns the summary as a Markdown table."""
 
     def cell(values: list[float] | None) -> str:
         return "not reached" if values is None else f"{values[0]:.3f} ± {values[1]:.3f}"
 
     head = ["", f"avg@16 at {UPDATES} updates", "tokens by then", "zero-signal 1-25"]
-    rows = [[*head, *(f"at {budget / 1000:,.0f}k tokens" for budget in budgets)]]
+    rows = [[*head, *(f"at {budget / 1000:,.0f}k tokens" for budget in BUDGETS)]]
     rows.append(["---"] * len(rows[0]))
     for name, numbers in result.items():
         rows.append([
             name, cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
             f"{numbers['zero_signal_1_25'][0]:.2f}",
-            *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in budgets),
+            *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in BUDGETS),
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
-    """Held-out accuracy against updates and against tokens: mean over seeds, and from the worst to the best of them."""
-    canvas, panels = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained", sharey=True)
-    markers, lines = "osv^D*PXh", ("-", "--", ":", "-.")
+    """Draws held-out accuracy against updates and against tokens: mean and range over seeds."""
     most_tokens = max(run.tokens[-1] for runs in histories.values() for run in runs)
-    for index, (name, runs) in enumerate(histories.items()):
-        style = {
-            "color": f"C{index}", "marker": markers[index % len(markers)], "linestyle": lines[index % len(lines)],
-            "markersize": 5, "linewidth": 1.3,
-        }  # fmt: skip
-        for panel, column, last in ((panels[0], 0, UPDATES), (panels[1], 1, min(run.tokens[-1] for run in runs))):
-            grid = np.linspace(0, last, 9 if column == 0 else max(3, round(21 * last / most_tokens)))
-            curves = [
-                np.interp(grid, run.evaluations[BENCHMARK][column], run.evaluations[BENCHMARK][2]) for run in runs
-            ]
-            panel.plot(grid, np.mean(curves, axis=0), label=name, **style)
-            panel.fill_between(grid, np.min(curves, axis=0), np.max(curves, axis=0), color=f"C{index}", alpha=0.1)
-    panels[0].set(xlabel="updates", ylabel=f"{BENCHMARK} avg@16")
-    panels[1].set(xlabel="generated tokens")
-    panels[1].xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
-    for panel in panels:
-        panel.grid(alpha=0.3)
-    panels[1].legend(frameon=False, ncols=2)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    canvas.savefig(file, dpi=110)
-    pyplot.close(canvas)
+
+    def curve(style: int, name: str, runs: list[History], column: int, last: float) -> drawing.Curve:
+        grid = np.linspace(0, last, 9 if column == 0 else max(3, round(21 * last / most_tokens)))
+        curves = [np.interp(grid, run.evaluations[BENCHMARK][column], run.evaluations[BENCHMARK][2]) for run in runs]
+        band = np.min(curves, axis=0), np.max(curves, axis=0)
+        return drawing.Curve(name, style, grid, np.mean(curves, axis=0), band=band)
+
+    updates = [curve(i, name, runs, 0, UPDATES) for i, (name, runs) in enumerate(histories.items())]
+    tokens = [
+        curve(i, name, runs, 1, min(run.tokens[-1] for run in runs)) for i, (name, runs) in enumerate(histories.items())
+    ]
+    panels = [
+        drawing.Panel(BENCHMARK, "updates", "avg@16", updates), drawing.Panel(BENCHMARK, "tokens", "avg@16", tokens),
+    ]  # fmt: skip
+    drawing.draw(panels, file, columns=2)
 
 
-def measure(
-    folder: pathlib.Path,
-    *,
-    seeds: int,
-    jobs: int,
-    names: Sequence[str],
-    budgets: Sequence[float],
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Trains, and writes learning.png and learning.md into `folder`; the summary by entry.
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Trains, writes learning.png, learning.svg and learning.md into --output, and returns the summary by entry.
 
     Raises:
-      ValueError: a name that is no entry's.
+      ValueError: an unknown algorithm.
     """
     known = {entry.name: entry for entry in ENTRIES}
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in options.algorithms if name not in known]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}.")
-    entries = [known[name] for name in names or known]
-    histories = train_all(entries, range(seeds), folder, jobs, say)
-    result = summary(histories, budgets)
-    figure(histories, folder / "learning.png")
-    text = table(result, budgets)
+    folder = pathlib.Path(options.output)
+    entries = [known[name] for name in options.algorithms or known]
+    histories = train_all(entries, range(options.seeds), folder, options.jobs)
+    result = summary(histories)
+    figure(histories, folder / "learning")
+    text = table(result)
     (folder / "learning.md").write_text(text + "\n")
-    say(text)
+    print(text, flush=True)
     return result

@@ -1,19 +1,17 @@
-"""What `benchmark loss` measures: memory and time of the policy loss and its gradients to hidden states and head.
+"""`benchmark loss`: memory and time of the policy loss and its gradients to hidden states and head.
 
     naive      logits of all tokens, log_softmax, jax.grad
-    chunked    logits of some positions of every row at a time, made anew backward by jax.checkpoint
+    chunked    logits of some positions of every row at a time, recomputed backward by jax.checkpoint
     fused      learning/fused_logprobs.py, by the scan
 
-Each in a process of its own, so that memory is its own; repetitions are taken in turns, so that what else the machine
-does falls on all of them. The memory of a process is read from Linux.
+Each is a process of its own, so that memory is its own; repetitions alternate, so that other programs on the machine
+disturb all alike. The memory of a process is read from Linux.
 """
 
-import argparse
 import functools
 import pathlib
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,17 +19,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 from jaxtyping import Array
 
+from reinforce_ada_jax.benchmarks import options as options_lib
+from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, resident_bytes, serve
+from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.loss import LossConfig, policy_loss
 from reinforce_ada_jax.learning.scan_logprobs import TILE, HeadConfig
 from reinforce_ada_jax.policy.logprobs import distribution
 
 TEMPERATURE = 1.0
-# Of memory that is there, a baseline may take so much.
+IMPLEMENTATIONS = ("naive", "chunked", "fused")
+# Share of the free memory that an implementation may take.
 SAFE_SHARE = 0.9
-MEASURED = ("extra_bytes", "seconds", "cpu_seconds", "all_seconds", "loss")
 
 
 def _naive(hidden, embedding, targets):
@@ -46,26 +48,27 @@ def _chunked(hidden, embedding, targets, *, chunk):
     chunk = min(chunk, length)
     padding = -length % chunk
 
-    def cut(x):
+    def cut(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), 1, 0)
 
-    one_chunk = jax.checkpoint(lambda cut: _naive(cut[0], embedding, cut[1]), prevent_cse=False)
+    one_chunk = jax.checkpoint(lambda chunk: _naive(chunk[0], embedding, chunk[1]), prevent_cse=False)
     results = jax.lax.map(one_chunk, (cut(hidden), cut(targets)))
     return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in results)
 
 
-def _baselines(chunk: int, tile: tuple[int, int] | None) -> dict[str, Callable[..., tuple[Array, Array]]]:
-    return {
-        "naive": _naive,
-        "chunked": functools.partial(_chunked, chunk=chunk),
-        "fused": functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=tile or TILE)),
-    }
+def _implementation(name: str, chunk: int, tile: tuple[int, int] | None) -> Callable[..., tuple[Array, ...]]:
+    """(log-probability, entropy) of each target: a function of hidden states, head and targets."""
+    if name == "naive":
+        return _naive
+    if name == "chunked":
+        return functools.partial(_chunked, chunk=chunk)
+    return functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=tile or TILE))
 
 
-def _loss(baseline, hidden, embedding, targets):
-    """The whole loss, entropy bonus included, so that no slope is known to be 0."""
-    logprobs, entropy = baseline(hidden, embedding, targets)
+def _loss(statistics_of, hidden, embedding, targets):
+    """The whole loss with an entropy bonus, so that XLA can drop no gradient."""
+    logprobs, entropy = statistics_of(hidden, embedding, targets)
     advantages = jnp.broadcast_to((jnp.arange(len(targets)) % 2 - 0.5)[:, None], targets.shape)
     return policy_loss(
         LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, aggregation="token-mean", entropy_coefficient=1e-4),
@@ -73,60 +76,58 @@ def _loss(baseline, hidden, embedding, targets):
     )[0]  # fmt: skip
 
 
-# ---- one process -----------------------------------------------------------------------------------------------------
+class LossWorker:
+    """One implementation in a process of its own; see baselines/json_worker.py."""
+
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        length: int,
+        words: int,
+        columns: int,
+        dtype: str,
+        chunk: int,
+        tile: list[int] | None,
+    ):
+        keys = jax.random.split(jax.random.key(0), 3)
+        hidden = jax.random.normal(keys[0], (rows, length, columns), jnp.dtype(dtype))
+        embedding = jax.random.normal(keys[1], (words, columns), jnp.dtype(dtype)) / columns**0.5
+        targets = jax.random.randint(keys[2], (rows, length), 0, words)
+        statistics_of = _implementation(name, chunk, None if tile is None else (tile[0], tile[1]))
+        program = jax.jit(jax.value_and_grad(functools.partial(_loss, statistics_of), argnums=(0, 1)))
+        self.inputs = jax.block_until_ready((hidden, embedding, targets))
+        self.program = program.lower(*self.inputs).compile()
+
+    def describe(self) -> dict[str, int]:
+        """The memory that the compiler plans beside inputs and results."""
+        memory = self.program.memory_analysis()
+        return {"temporary_bytes": 0 if memory is None else memory.temp_size_in_bytes}
+
+    def run(self) -> dict[str, float]:
+        """One evaluation of value and gradients; memory without the returned gradients."""
+        reset_peak()
+        before, begin, cpu_begin = resident_bytes("VmRSS"), time.perf_counter(), time.process_time()
+        loss, gradients = jax.block_until_ready(self.program(*self.inputs))
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+        extra_bytes = resident_bytes("VmHWM") - before - sum(x.nbytes for x in gradients)
+        return dict(seconds=seconds, cpu_seconds=cpu_seconds, extra_bytes=extra_bytes, loss=float(loss))
 
 
-def _status(name: str) -> int:
-    """Bytes that Linux counts for this process: VmRSS now, VmHWM at most."""
-    text = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE).group(1))
-
-
-def _available() -> int:
+def _free_bytes() -> int:
     text = pathlib.Path("/proc/meminfo").read_text()
-    return 1024 * int(re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE).group(1))
+    return 1024 * int(re.findall(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[0])
 
 
-def _worker(options: argparse.Namespace) -> None:
-    """Compiles, says so, and then takes one step for each line that it reads. Speaks in lines of `key number`."""
-    dtype = jnp.dtype(options.dtype)
-    keys = jax.random.split(jax.random.key(0), 3)
-    hidden = jax.random.normal(keys[0], (options.rows, options.length, options.columns), dtype)
-    embedding = jax.random.normal(keys[1], (options.words, options.columns), dtype) / options.columns**0.5
-    targets = jax.random.randint(keys[2], (options.rows, options.length), 0, options.words)
-    baseline = _baselines(options.chunk, options.tile and tuple(options.tile))[options.worker]
-    program = jax.jit(jax.value_and_grad(functools.partial(_loss, baseline), argnums=(0, 1)))
-    program = program.lower(hidden, embedding, targets).compile()
-    temporary = program.memory_analysis().temp_size_in_bytes
-    jax.block_until_ready((hidden, embedding, targets))
-    print("temporary_bytes", temporary, flush=True)
-    for _ in sys.stdin:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # from here on, VmHWM is the most since now
-        before, start, cpu_start = _status("VmRSS"), time.perf_counter(), time.process_time()
-        loss, gradients = jax.block_until_ready(program(hidden, embedding, targets))
-        taken = dict(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu_start)
-        extra = _status("VmHWM") - before - sum(x.nbytes for x in gradients)
-        taken |= dict(extra_bytes=extra, loss=float(loss))
-        print(*(f"{key} {number!r}" for key, number in taken.items()), flush=True)
-        del gradients
-
-
-# ---- all of them -----------------------------------------------------------------------------------------------------
-
-
-def _start(name: str, arguments: list[str]) -> tuple[subprocess.Popen, int]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "reinforce_ada_jax.benchmarks.loss", f"--worker={name}", *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
-    )  # fmt: skip
-    return process, int(_answer(name, process)["temporary_bytes"])
-
-
-def _answer(name: str, process: subprocess.Popen) -> dict[str, float]:
-    line = process.stdout.readline().split()
-    if not line:
-        raise RuntimeError(f"{name} ended with status {process.wait()}: what it wrote stands above.")
-    return {key: float(number) for key, number in zip(line[::2], line[1::2], strict=True)}
+def _summary(runs: list[dict[str, float]], warm_up: int) -> dict[str, Any]:
+    timed = runs[warm_up:]
+    return {
+        "extra_bytes": int(max(run["extra_bytes"] for run in runs)),
+        "seconds": statistics.median(run["seconds"] for run in timed),
+        "cpu_seconds": statistics.median(run["cpu_seconds"] for run in timed),
+        "all_seconds": [run["seconds"] for run in timed],
+        "loss": timed[-1]["loss"],
+    }
 
 
 def measure(
@@ -140,84 +141,68 @@ def measure(
     warm_up: int = 1,
     chunk: int = 128,
     tile: tuple[int, int] | None = None,
-    baselines: tuple[str, ...] = ("naive", "chunked", "fused"),
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Memory and seconds of value and gradients, for rows x length tokens.
+    """Measures memory and seconds of value and gradients for rows x length tokens.
 
-    A baseline whose temporaries, by the compiler's count, would take more memory than the machine has now isn't run.
+    An implementation whose temporaries, by the compiler's count, need more memory than the machine has now isn't run.
 
     Args:
-      rows: of the batch.
-      length: tokens of each.
-      words: of the vocabulary.
-      columns: of a hidden state.
+      rows, length: of the batch, in responses and tokens.
+      words, columns: sizes of the vocabulary and of a hidden state.
       dtype: of hidden states and head.
-      repeat: timed repetitions.
-      warm_up: repetitions before them, not timed.
+      repeat, warm_up: repetitions with a clock, and before them without.
       chunk: positions that "chunked" takes at a time.
       tile: of "fused"; None: its own default.
-      baselines: which of them.
-      say: told what is going on.
+      log: receives a line for every step.
 
     Returns:
-      By baseline "temporary_bytes", which the compiler plans beside inputs and results, "extra_bytes", by how much
-      the process grew at most, returned gradients aside, medians of "seconds" and of "cpu_seconds" of all its threads,
-      which other processes disturb less, "all_seconds" and "loss"; None where it wasn't run. Then "seconds_ratio",
-      "cpu_seconds_ratio" and "temporary_bytes_ratio" of "fused" to "naive", and "sizes".
+      By implementation "temporary_bytes", which the compiler plans beside inputs and results, "extra_bytes", the most
+      that the process grew by, without the returned gradients, medians of "seconds" and of "cpu_seconds" of all its
+      threads, which other programs disturb less, "all_seconds" and "loss"; None where it wasn't run. Then
+      "seconds_ratio", "cpu_seconds_ratio" and "temporary_bytes_ratio" of "fused" to "naive", and "sizes".
 
     Raises:
-      RuntimeError: a baseline's process ended.
+      RuntimeError: a process ended.
     """
     sizes = dict(rows=rows, length=length, words=words, columns=columns, dtype=dtype, chunk=chunk)
-    arguments = [f"--{name}={value}" for name, value in sizes.items()]
-    if tile is not None:
-        arguments += ["--tile", *map(str, tile)]
-    processes, results, steps = {}, {}, {}
+    processes: dict[str, JsonSubprocess] = {}
+    results: dict[str, dict[str, Any]] = {}
+    runs: dict[str, list[dict[str, float]]] = {}
     try:
-        for name in baselines:
-            processes[name], temporary = _start(name, arguments)
-            results[name] = dict(temporary_bytes=temporary) | dict.fromkeys(MEASURED)
-            say(f"{name}: the compiler plans {temporary / 1e9:.2f} GB")
-        for name in baselines:
-            if results[name]["temporary_bytes"] < SAFE_SHARE * _available():
-                steps[name] = []
+        for name in IMPLEMENTATIONS:
+            processes[name] = JsonSubprocess(name, [sys.executable, "-m", "reinforce_ada_jax.benchmarks.loss"])
+            planned = processes[name].ask("load", name=name, tile=tile, **sizes)
+            results[name] = planned | dict.fromkeys(("extra_bytes", "seconds", "cpu_seconds", "all_seconds", "loss"))
+            log(f"{name}: the compiler plans {planned['temporary_bytes'] / 1e9:.2f} GB")
+        for name in IMPLEMENTATIONS:
+            if results[name]["temporary_bytes"] < SAFE_SHARE * _free_bytes():
+                runs[name] = []
             else:
-                say(f"{name}: not run, {_available() / 1e9:.2f} GB are there")
+                log(f"{name}: not run, {_free_bytes() / 1e9:.2f} GB are free")
         for turn in range(warm_up + repeat):
-            for name, taken in steps.items():
-                processes[name].stdin.write("\n")
-                taken.append(_answer(name, processes[name]))
-                say(f"{name}, turn {turn}: {taken[-1]}")
+            for name, taken in runs.items():
+                taken.append(processes[name].ask("run"))
+                log(f"{name}, repetition {turn}: {taken[-1]}")
     finally:
         for process in processes.values():
-            process.stdin.close()
-            process.wait()
-            process.stdout.close()
-    for name, taken in steps.items():
-        timed = taken[warm_up:]
-        seconds, cpu_seconds = ([step[key] for step in timed] for key in ("seconds", "cpu_seconds"))
-        extra_bytes = int(max(step["extra_bytes"] for step in taken))
-        measured = extra_bytes, statistics.median(seconds), statistics.median(cpu_seconds), seconds, timed[-1]["loss"]
-        results[name] |= dict(zip(MEASURED, measured, strict=True))
-
-    def ratio(key):
-        pair = [results[name][key] if name in results else None for name in ("fused", "naive")]
-        return None if None in pair else pair[0] / pair[1]
-
-    ratios = {f"{key}_ratio": ratio(key) for key in ("seconds", "cpu_seconds", "temporary_bytes")}
+            process.close()
+    for name, taken in runs.items():
+        results[name] |= _summary(taken, warm_up)
+    ratios = {}
+    for key in ("seconds", "cpu_seconds", "temporary_bytes"):
+        fused, naive = results["fused"][key], results["naive"][key]
+        ratios[f"{key}_ratio"] = None if fused is None or naive is None else fused / naive
     return results | ratios | dict(sizes=sizes)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker", required=True)
-    parser.add_argument("--dtype", required=True)
-    for name in ("rows", "length", "words", "columns", "chunk"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--tile", type=int, nargs=2)
-    return parser
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures the sizes of the flags."""
+    return measure(
+        rows=options.rows or 16, length=options.row_tokens, words=options.words, columns=options.columns,
+        dtype=options.dtype, repeat=options.repeat or 3, log=options_lib.log,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    _worker(_parser().parse_args())
+    serve(LossWorker)

@@ -1,8 +1,8 @@
-"""What `benchmark update` measures: one update of the policy, ours beside PyTorch's, on the same weights and minibatch.
+"""`benchmark update`: one update of the policy, ours beside PyTorch's, on the same weights and minibatch.
 
-Each is a process of its own, so that memory is its own; repetitions are taken in turns, so that what else the machine
-does falls on all of them. Before anything is timed the log-probabilities must agree, and in float32 the losses and the
-norm of the gradient too: only of the same update is speed compared.
+Each is a process of its own, so that memory is its own; updates alternate, so that other programs disturb all alike.
+In float32 the log-probabilities must agree before anything is timed, and then the losses and the norm of the gradient:
+speed is compared for one and the same update only.
 """
 
 import contextlib
@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from absl import flags
 
-from reinforce_ada_jax.benchmarks import workloads
+from reinforce_ada_jax.benchmarks import models, workloads
+from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.planning import roofline
@@ -23,18 +25,18 @@ from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 
 BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_update.py"}
 BASELINE_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
-# Of both. The rate is a fine-tuning's; so few updates of it change a loss by less than they change its rounding.
+# Of both. At this learning rate, usual for fine-tuning, a few updates change a loss by less than its rounding.
 LEARNING = dict(
     learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
     dual_clip=10.0, temperature=1.0,
 )  # fmt: skip
-# How far the policy has moved from the one that drew the responses: enough that some ratios are clipped.
+# Noise between the old policy's log-probabilities and this one's: enough that some ratios are clipped.
 OLD_NOISE = 0.2
 LOGPROB_TOLERANCE, TOLERANCE = 1e-4, 1e-5
 # Updates whose losses are compared: before the first one, after it, after the second.
 COMPARED = 3
 HOST_UPDATES = 30
-# Peak of dense products in bfloat16, operations a second, by what the name of a device begins with.
+# Peak of dense products in bfloat16, operations per second, by the beginning of a device's name.
 PEAK_FLOPS = {
     "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12,
     "TPU v5p": 459e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
@@ -43,15 +45,15 @@ PEAK_FLOPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The minibatch.
+    """Sizes of the minibatch.
 
     Attributes:
-      rows: responses.
-      prompt_tokens: of each of their prompts.
-      response_tokens: of the longest response, to which rows are padded.
-      micro_batches: both cut it into as many.
+      rows: number of responses.
+      prompt_tokens: of each prompt.
+      response_tokens: of the longest response; rows are padded to it.
+      micro_batches: of both programs.
       dtype: of the products; weights, moments and sums are float32.
-      seed: of its tokens, and of made-up weights.
+      seed: of the tokens, and of random weights.
     """
 
     rows: int
@@ -63,7 +65,7 @@ class Sizes:
 
 
 def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[str, Any]]:
-    """Random prompts and responses, a reward of 0 or 1 for each and 0.4 as every baseline.
+    """Returns random prompts and responses with rewards of 0 or 1 and a baseline of 0.4.
 
     Raises:
       ValueError: a response is longer than `response_tokens`.
@@ -88,7 +90,7 @@ def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[
 
 
 def _with_old_logprobs(examples: list[dict[str, Any]], scored: list[list[float]], seed: int) -> list[dict[str, Any]]:
-    """The old policy's log-probabilities are this one's and noise."""
+    """Adds the old policy's log-probabilities: this one's with noise."""
     random = np.random.default_rng([seed, 1])
     return [
         example | {"old_logprobs": (np.array(row) + OLD_NOISE * random.standard_normal(len(row))).tolist()}
@@ -97,7 +99,7 @@ def _with_old_logprobs(examples: list[dict[str, Any]], scored: list[list[float]]
 
 
 def _threads(count: int) -> dict[str, str]:
-    """What tells XLA, OpenMP and MKL how many threads to use; 0: their own choice, all cores."""
+    """The environment in which XLA, OpenMP and MKL use `count` threads; 0: all cores."""
     return dict.fromkeys(("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count)) if count else {}
 
 
@@ -111,14 +113,14 @@ def _learner(
     devices: int,
     threads: int,
 ) -> tuple[JsonSubprocess, dict[str, Any]]:
-    """Our process with the learner loaded, and what it says of itself."""
+    """Starts our process and loads the learner; returns it and its description."""
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if devices > 1:
         environment |= {"JAX_NUM_CPU_DEVICES": str(devices)}
     command = [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"]
     process = JsonSubprocess(name, command, **environment, **_threads(threads))
     description = process.ask(
-        command="load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),
+        "load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),
         learning=LEARNING, per_row=per_row, devices=devices, **dataclasses.asdict(sizes),
     )  # fmt: skip
     return process, description
@@ -158,7 +160,7 @@ def necessary_flops(architecture: Architecture, examples: list[dict[str, Any]]) 
 
 
 def _summary(runs: list[dict[str, float]], tokens: int, flops: float, device: str) -> dict[str, Any]:
-    """Of the timed updates; memory is the most of all but the first, in which programs are compiled."""
+    """Medians of the timed updates; the first one, which compiles, is left out."""
     timed = runs[1:]
     seconds = statistics.median(run["seconds"] for run in timed)
     peak = next((peak for kind, peak in PEAK_FLOPS.items() if device.startswith(kind)), None)
@@ -179,44 +181,44 @@ def _summary(runs: list[dict[str, float]], tokens: int, flops: float, device: st
 
 
 def _host(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of what the host does for an update."""
+    """Medians of the host's share of an update."""
     return {
         "host_s": statistics.median(run["put_s"] + run["dispatch_s"] for run in runs),
         "host_cpu_s": statistics.median(run["host_cpu_s"] for run in runs),
     }
 
 
-def host_time(layers: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """What the host does for one update of a model of so many layers that costs the device next to nothing.
+def host_time(layers: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Measures the host's share of an update of a model with `layers` layers that costs the device next to nothing.
 
-    Every update is waited for before the next one is handed over, so that none is held up by the one before it.
+    Every update is waited for before the next one is handed over, so that none is delayed by the one before it.
     """
-    shape = to_hf(workloads.smallest(), "float32") | {"num_hidden_layers": layers}
+    shape = to_hf(models.smallest(), "float32") | {"num_hidden_layers": layers}
     architecture = from_hf(shape)
     sizes = Sizes(rows=8, prompt_tokens=8, response_tokens=8, micro_batches=2)
     examples = make_examples(sizes, workloads.constant(8), architecture.vocab_size)
     process, _ = _learner("ours", None, architecture, sizes, per_row=1, devices=1, threads=0)
     try:
-        process.ask(command="begin", examples=examples)
-        runs = [process.ask(command="run") for _ in range(1 + HOST_UPDATES)][1:]
+        process.ask("begin", examples=examples)
+        runs = [process.ask("run") for _ in range(1 + HOST_UPDATES)][1:]
     finally:
         process.close()
     result = {"layers": layers, "updates": HOST_UPDATES, **_host(runs)}
     result["whole_update_s"] = statistics.median(run["seconds"] for run in runs)
-    say(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
+    log(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
     return result
 
 
 def _in_turns(
-    processes: Mapping[str, JsonSubprocess], turns: int, say: Callable[[str], None]
+    processes: Mapping[str, JsonSubprocess], turns: int, log: Callable[[str], None]
 ) -> dict[str, list[dict[str, float]]]:
-    """So many updates of each, one after the other."""
+    """Runs `turns` updates of each process, alternating."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
     for turn in range(turns):
         for name, process in processes.items():
-            runs[name].append(process.ask(command="run"))
+            runs[name].append(process.ask("run"))
         line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
-        say(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
+        log(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
     return runs
 
 
@@ -239,24 +241,23 @@ def measure(
     against_python: str = sys.executable,
     against_plain: bool = False,
     host_layers: int = 28,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Seconds and memory of an update, taken in turns; the first of each is not timed.
+    """Measures seconds and memory of an update; the first one of each process is not timed.
 
     Args:
       architecture: of the model.
       model: a folder with its weights; None: random ones, which no baseline can read.
-      sizes: of the minibatch.
-      lengths: of its responses.
+      sizes, lengths: of the minibatch and its responses.
       repeat: timed updates.
-      per_row: above 1: also with so many responses to a row.
-      devices: that ours splits rows over.
-      threads: of each process; 0: as many as there are cores.
+      per_row: above 1: also with up to this many responses to a row.
+      devices: over which ours splits rows.
+      threads: of each process; 0: all cores.
       against: one of `BASELINES`.
       against_python: the interpreter of its environment.
       against_plain: it takes the minibatch as one piece and recomputes nothing; else both cut it alike.
       host_layers: of the model whose host time is measured.
-      say: told what is going on.
+      log: receives a line for every step.
 
     Raises:
       ValueError: sizes that don't fit, a baseline that doesn't start, or one that computes something else.
@@ -275,18 +276,18 @@ def measure(
         if against is not None:
             processes[against] = JsonSubprocess(against, [against_python, str(BASELINES[against])], **_threads(threads))
             ending.callback(processes[against].close)
-            described[against] = processes[against].load(
+            described[against] = processes[against].load_baseline(
                 model=str(model), dtype=sizes.dtype, micro_batches=1 if against_plain else sizes.micro_batches,
                 learning=LEARNING, settings=settings,
             )  # fmt: skip
-        scored = processes["ours"].ask(command="score", examples=examples)["logprobs"]
+        scored = processes["ours"].ask("score", examples=examples)["logprobs"]
         if against is not None:
-            theirs = processes[against].ask(command="score", examples=examples)["logprobs"]
+            theirs = processes[against].ask("score", examples=examples)["logprobs"]
             gaps["logprob"] = _logprob_gap(scored, theirs, against, sizes.dtype)
         examples = _with_old_logprobs(examples, scored, sizes.seed)
         for name, process in processes.items():
-            described[name] |= process.ask(command="begin", examples=examples)
-        runs = _in_turns(processes, 1 + max(repeat, COMPARED - 1), say)
+            described[name] |= process.ask("begin", examples=examples)
+        runs = _in_turns(processes, 1 + max(repeat, COMPARED - 1), log)
     tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
     flops = necessary_flops(architecture, examples)
     found = {
@@ -302,5 +303,28 @@ def measure(
         result["against"] = {"name": against, **settings, **found[against]}
         result["gaps"] = gaps | _gaps(runs["ours"], runs[against], against, sizes.dtype)
         result |= _ratios(found["ours"], found[against])
-    result["host"] = host_time(host_layers, say)
-    return result | {"sizes": dataclasses.asdict(sizes), "model": workloads.describe(architecture)}
+    result["host"] = host_time(host_layers, log)
+    return result | {"sizes": dataclasses.asdict(sizes), "model": models.describe(architecture)}
+
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures the update of the flags."""
+    architecture = options_lib.architecture_of(options)
+    options_lib.check_baseline(options, BASELINES)
+    model = options_lib.model_folder(options, architecture)
+    sizes = Sizes(
+        rows=options.rows or 64,
+        prompt_tokens=options.prompt_tokens or 64,
+        response_tokens=options.response_tokens or 128,
+        micro_batches=options.micro_batches,
+        dtype=options.dtype,
+        seed=options.seed,
+    )
+    if sizes.rows % sizes.micro_batches:
+        raise ValueError(f"--rows={sizes.rows} can't be cut into --micro_batches={sizes.micro_batches}.")
+    return measure(
+        architecture, model, sizes, options_lib.response_lengths(options, default=sizes.response_tokens),
+        repeat=options.repeat or 5, per_row=options.pack, devices=options.replicas or 1, threads=options.threads,
+        against=options.against, against_python=options.against_python, against_plain=options.against_plain,
+        host_layers=options.layers, log=options_lib.log,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The learner as a process of its own, for `benchmark update`: asked as baselines/transformers_update.py is.
+"""The learner as a process of its own, for `benchmark update`; see baselines/json_worker.py for the protocol.
 
 {"command": "load", "model": DIR or null, "architecture": {...}, "dtype": "float32", "rows": 64, ...}
 {"command": "score", "examples": [...]}  -> {"logprobs"}, of each response's tokens
@@ -7,39 +7,54 @@
 """
 
 import gc
-import json
-import os
 import pathlib
-import re
-import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, resident_bytes, serve
 from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig, SamplingConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import from_hf
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.types import Response
 
 
-def resident_bytes(name: str) -> int:
-    """What Linux counts for this process: VmRSS now, VmHWM at most."""
-    text = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE).group(1))
+def memory_bytes(*, peak: bool) -> int:
+    """Returns the memory in use: the first device's where it keeps a count, else this process's."""
+    statistics = jax.devices()[0].memory_stats()
+    if statistics is None:
+        return resident_bytes("VmHWM" if peak else "VmRSS")
+    return statistics["peak_bytes_in_use" if peak else "bytes_in_use"]
 
 
-def device_bytes(name: str) -> int | None:
-    """What the first device counts ("bytes_in_use", "peak_bytes_in_use"); None where it keeps no count."""
-    return (jax.devices()[0].memory_stats() or {}).get(name)
+def _config(
+    dtype: str, rows: int, micro_batches: int, per_row: int, learning: dict[str, Any], devices: int, seed: int
+) -> Config:
+    optimizer_and_loss = {key: value for key, value in learning.items() if key != "temperature"}
+    return Config(
+        seed=seed,
+        model=ModelConfig(compute_dtype=dtype),
+        collection=CollectionConfig(group_size=1),
+        sampling=SamplingConfig(temperature=learning["temperature"]),
+        learning=LearningConfig(
+            prompts_per_update=rows,
+            micro_batches=micro_batches,
+            responses_per_row=per_row,
+            warmup_updates=1,
+            **optimizer_and_loss,
+        ),
+        mesh=MeshConfig(data=devices),
+    )
 
 
-class Worker:
+class UpdateWorker:
     """A learner, its state and the minibatch."""
 
     def __init__(
@@ -57,38 +72,23 @@ class Worker:
         devices: int,
         seed: int,
     ):
-        loss = {key: value for key, value in learning.items() if key != "temperature"}
-        config = Config(
-            seed=seed,
-            model=ModelConfig(compute_dtype=dtype),
-            collection=CollectionConfig(group_size=1),
-            sampling=SamplingConfig(temperature=learning["temperature"]),
-            learning=LearningConfig(
-                prompts_per_update=rows,
-                micro_batches=micro_batches,
-                responses_per_row=per_row,
-                warmup_updates=1,
-                **loss,
-            ),
-            mesh=MeshConfig(data=devices),
-        )
-        self.config, self.rows = config, rows
+        self.rows, self.per_row = rows, per_row
         self.limits = dict(max_prompt_tokens=prompt_tokens, max_response_tokens=response_tokens)
         mesh = mesh_lib.make_mesh(data=devices)
+        config = _config(dtype, rows, micro_batches, per_row, learning, devices, seed)
         self.learner = Learner(from_hf(architecture), config, mesh)
         if model is None:
             params = transformer.init(self.learner.architecture, jax.random.key(seed), mesh)
         else:
             params = huggingface.load(pathlib.Path(model), mesh, jnp.float32)[1]
-        self.params = jax.block_until_ready(params)
+        self.params: Params = jax.block_until_ready(params)
         gc.collect()
-        # With the weights and nothing else; on a device, what it holds of them.
-        self.before = resident_bytes("VmRSS") if device_bytes("bytes_in_use") is None else device_bytes("bytes_in_use")
-        self.state: LearnerState | None = None
-        self.batch: Batch | None = None
+        self.weights_alone_bytes = memory_bytes(peak=False)
+        self.state: LearnerState
+        self.batch: Batch
 
     def describe(self) -> dict[str, Any]:
-        """The machine, and what the learner chose."""
+        """The machine, and the learner's choices."""
         device = jax.devices()[0]
         return {
             "jax": jax.__version__,
@@ -111,64 +111,41 @@ class Worker:
         made = [example(number, one) for number, one in enumerate(examples)]
         return make_batch(made, num_rows=self.rows, per_row=per_row, **self.limits)
 
-    def score(self, examples: list[dict[str, Any]]) -> list[list[float]]:
+    def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Log-probabilities of each response's tokens."""
         batch = self.learner.put(self._batch(examples, per_row=1))
         scored = np.asarray(self.learner.score(self.params, batch)).reshape(self.rows, -1)
-        return [row[: len(one["response"])].tolist() for row, one in zip(scored, examples, strict=False)]
+        return {"logprobs": [row[: len(one["response"])].tolist() for row, one in zip(scored, examples, strict=False)]}
 
-    def begin(self, examples: list[dict[str, Any]]) -> int:
-        """The minibatch of all updates; how many of its rows have tokens."""
-        self.batch = self._batch(examples, self.config.learning.responses_per_row)
-        self.state, self.params = self.learner.init(self.params), None
-        return int((self.batch.response_length.sum(axis=-1) > 0).sum())
+    def begin(self, examples: list[dict[str, Any]]) -> dict[str, int]:
+        """Sets the minibatch of all updates; returns the number of its rows that have tokens."""
+        self.batch = self._batch(examples, self.per_row)
+        self.state = self.learner.init(self.params)
+        del self.params  # the state has them
+        return {"rows": int((self.batch.response_length.sum(axis=-1) > 0).sum())}
 
     def run(self) -> dict[str, float]:
-        """One update: its time, its results, by how much memory grew beyond the weights, and what the host did.
+        """One update: its time, its results, its memory beyond the weights, and the host's share.
 
-        `put` and `update` return when they have handed their work over. What they take until then, by the clock and by
-        this thread's count of processor time, is the host's part; the rest is waiting.
+        `put` and `update` return when they have handed their work over. The time until then, by the clock and by this
+        thread's count of processor time, is the host's share; the rest is waiting.
         """
-        on_device = device_bytes("peak_bytes_in_use") is not None
-        if not on_device:
-            pathlib.Path("/proc/self/clear_refs").write_text("5")  # from here on, VmHWM is the most since now
+        if jax.devices()[0].memory_stats() is None:
+            reset_peak()
         cpu_begin, begin, thread = time.process_time(), time.perf_counter(), time.thread_time()
-        placed = self.learner.put(self.batch)
+        on_device = self.learner.put(self.batch)
         put_s = time.perf_counter() - begin
         handed = time.perf_counter()
-        self.state, metrics = self.learner.update(self.state, placed)
+        self.state, metrics = self.learner.update(self.state, on_device)
         dispatch_s, host_cpu_s = time.perf_counter() - handed, time.thread_time() - thread
         jax.block_until_ready((self.state, metrics))
         seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
-        peak = device_bytes("peak_bytes_in_use") if on_device else resident_bytes("VmHWM")
+        extra_bytes = memory_bytes(peak=True) - self.weights_alone_bytes
         return dict(
             seconds=seconds, cpu_seconds=cpu_seconds, loss=float(metrics.loss), grad_norm=float(metrics.grad_norm),
-            extra_bytes=peak - self.before, put_s=put_s, dispatch_s=dispatch_s, host_cpu_s=host_cpu_s,
+            extra_bytes=extra_bytes, put_s=put_s, dispatch_s=dispatch_s, host_cpu_s=host_cpu_s,
         )  # fmt: skip
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers request after request until there are no more."""
-    worker = None
-    for line in requests:
-        request = json.loads(line)
-        command = request.pop("command")
-        if command == "load":
-            worker = Worker(**request)
-            answer = worker.describe()
-        elif command == "score":
-            answer = {"logprobs": worker.score(**request)}
-        elif command == "begin":
-            answer = {"rows": worker.begin(**request)}
-        elif command == "run":
-            answer = worker.run()
-        else:
-            raise ValueError(f"unknown command {command!r}")
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    # Libraries print on stdout as they please; the answers have the real one to themselves.
-    ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(sys.stdin, ANSWERS)
+    serve(UpdateWorker)

@@ -1,39 +1,36 @@
-"""What a rollout benchmark runs: prompts, the prescribed length of every response, and scripted verdicts.
+"""Workloads of the rollout benchmarks: prompts, the prescribed length of every response, and scripted verdicts.
 
-Lengths are prescribed because speed depends on them, and a random-weight model has no idea when to stop: a response
-ends where its sampling limit ends it, so any engine can be held to exactly the same work.
+Lengths are prescribed because speed depends on them, and a random model has no idea when to stop: a response ends at
+its token limit, so every engine does exactly the same work.
 """
 
 import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.strategies import Strategy
-from reinforce_ada_jax.policy import transformer
-from reinforce_ada_jax.policy.architecture import Architecture, from_hf
-from reinforce_ada_jax.policy.logprobs import distribution
-from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
-LOGPROB_TOLERANCE = 1e-4
+# Draws response lengths of a shape.
+Lengths = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
+# Of the adaptive workload: median, sigma, shortest, longest.
+ADAPTIVE_LENGTHS = "500,0.8,16,2048"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """Prompts whose `id` is their index, with what each draw will be.
+    """Prompts whose `id` is their index, with the length and verdict of each draw.
 
     Attributes:
       prompts: P prompts.
       lengths: int[P, N], tokens of each response; N is at least the strategy's `max_draws`.
       correct: bool[P, N], the verdict on each response.
-      strategy: which draws are wanted.
+      strategy: decides on the draws.
       temperature: of sampling.
       reference: (tokens int[T], log-probability of each token after the first float[T - 1]) under the model that the
         workload was made for, or None.
@@ -52,11 +49,7 @@ class Workload:
 
     def lengths_by_draw(self) -> dict[tuple[str, int], int]:
         """The same by (prompt id, draw), for a simulation."""
-        return {
-            (prompt.id, draw): int(length)
-            for prompt in self.prompts
-            for draw, length in enumerate(self.lengths[int(prompt.id)])
-        }
+        return {(str(index), draw): int(length) for (index, draw), length in np.ndenumerate(self.lengths)}
 
     def verify_fn(self) -> VerifyFn:
         """The scripted verdicts."""
@@ -104,14 +97,10 @@ def load(file: pathlib.Path) -> Workload:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveSizes:
-    """An iteration of Reinforce-Ada: strategy `balance`, and what its prompts are like.
+    """An iteration of Reinforce-Ada with strategy `balance`; its fields are those of the configuration.
 
     Attributes:
-      prompts: P.
-      group_size: n, half of it right and half wrong responses are waited for.
-      samples_per_round: M.
-      max_rounds: N.
-      pass_rates: (a, b) of the Beta distribution of a prompt's chance of a right response.
+      pass_rates: (a, b) of the Beta distribution of the prompts' pass rates.
       scale: response lengths are multiplied by this.
     """
 
@@ -124,16 +113,8 @@ class AdaptiveSizes:
     strategy: str = "balance"
 
 
-# Response lengths of a shape, drawn from a distribution.
-Lengths = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-
-
-# Of the adaptive workload: median, sigma, shortest, longest.
-ADAPTIVE_LENGTHS = "500,0.8,16,2048"
-
-
 def constant(length: int) -> Lengths:
-    """The same for all."""
+    """One length for all."""
     return lambda random, shape: np.full(shape, length)
 
 
@@ -143,8 +124,10 @@ def lognormal(median: float, sigma: float, shortest: float, longest: float) -> L
 
 
 def parse_lengths(text: str) -> Lengths:
-    """What --lengths names: "median,sigma,shortest,longest" of `lognormal`, a file with one number a line, or a run's
-    work directory, whose samples/*.jsonl are drawn from.
+    """Returns the lengths that --lengths names.
+
+    "median,sigma,shortest,longest" of `lognormal`, a file with one number a line, or a run's work directory, whose
+    samples/*.jsonl are drawn from.
 
     Raises:
       ValueError: it is none of these.
@@ -174,7 +157,7 @@ def _whole(lengths: np.ndarray) -> np.ndarray:
 def synthetic(
     num_prompts: int, samples: int, prompt_tokens: int, lengths: Lengths, vocab_size: int, seed: int = 0
 ) -> Workload:
-    """So many random prompts of one length, with so many responses each."""
+    """Random prompts of one length, with a fixed number of responses each."""
     random = np.random.default_rng(seed)
     drawn = _whole(lengths(random, (num_prompts, samples)))
     tokens = random.integers(0, vocab_size, (num_prompts, prompt_tokens))
@@ -182,73 +165,14 @@ def synthetic(
 
 
 def adaptive(sizes: AdaptiveSizes, lengths: Lengths, vocab_size: int, seed: int = 0) -> Workload:
-    """Rounds that depend on scripted verdicts. Of a prompt's draws all have one chance of being right, and lengths of
-    no relation to it; prompts have 8 to 16 random tokens."""
+    """Rounds that depend on scripted verdicts.
+
+    A prompt's draws have one pass rate, and lengths independent of it; prompts have 8 to 16 random tokens.
+    """
     random = np.random.default_rng(seed)
     shape = sizes.prompts, sizes.samples_per_round * sizes.max_rounds
-    chance = random.beta(*sizes.pass_rates, (sizes.prompts, 1))
+    pass_rates = random.beta(*sizes.pass_rates, (sizes.prompts, 1))
     drawn = _whole(sizes.scale * lengths(random, shape))
-    correct = random.random(shape) < chance
+    correct = random.random(shape) < pass_rates
     tokens = [random.integers(0, vocab_size, n) for n in random.integers(8, 17, sizes.prompts)]
     return Workload(_prompts(tokens), drawn, correct, strategies.build(sizes))
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-
-def shaped(shape: str) -> Architecture:
-    """The Qwen2 architecture "HIDDENxLAYERS": 8 heads, 4 key/value heads, feed-forward 3 times as wide, 8192 tokens; or
-    a published one, by its name.
-
-    Raises:
-      ValueError: the shape isn't written so, or the heads don't divide it.
-    """
-    if shape in PUBLISHED:
-        return from_hf(PUBLISHED[shape])
-    hidden, _, layers = shape.partition("x")
-    if not (hidden.isdecimal() and layers.isdecimal() and int(hidden) % 16 == 0 and int(layers) > 0):
-        raise ValueError(f"--shape={shape} must be HIDDENxLAYERS such as 512x8, HIDDEN a multiple of 16.")
-    return from_hf(dict(
-        model_type="qwen2", vocab_size=8192, hidden_size=int(hidden), intermediate_size=3 * int(hidden),
-        num_hidden_layers=int(layers), num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=True,
-        max_position_embeddings=1024, rope_theta=1e6,
-    ))  # fmt: skip
-
-
-def smallest() -> Architecture:
-    """A model that costs next to nothing, where only the scheduling is of interest."""
-    return from_hf(dict(
-        model_type="qwen2", vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True,
-    ))  # fmt: skip
-
-
-def logprobs(architecture: Architecture, params: transformer.Params, tokens: np.ndarray) -> np.ndarray:
-    """float[T - 1]: the log-probability of each token after the first, by the plain float32 forward pass."""
-    table = distribution(transformer.logits(architecture, params, tokens[None]), 1.0)[0]
-    return np.asarray(jnp.take_along_axis(table[:-1], jnp.asarray(tokens[1:, None]), axis=1))[:, 0]
-
-
-def check_reference(
-    architecture: Architecture, params: transformer.Params, tokens: np.ndarray, expected: np.ndarray, source: str
-) -> float:
-    """The largest difference from the log-probabilities that `source` has: only of the same model is speed compared.
-
-    Raises:
-      ValueError: it is above 1e-4, or a token is beyond the vocabulary.
-    """
-    if tokens.max() >= architecture.vocab_size:
-        raise ValueError(f"{source} has token {tokens.max()}, the model only {architecture.vocab_size} tokens.")
-    gap = float(np.abs(logprobs(architecture, params, tokens) - expected).max())
-    if not gap <= LOGPROB_TOLERANCE:
-        raise ValueError(
-            f"the model's log-probabilities differ from those of {source} by up to {gap:.2g}, the limit is "
-            f"{LOGPROB_TOLERANCE:g}: it is another model, and its speed says nothing. Name the right folder as --model."
-        )
-    return gap
-
-
-def describe(architecture: Architecture) -> dict[str, Any]:
-    """The sizes that a report names."""
-    names = ("family", "vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    return {name: getattr(architecture, name) for name in (*names, "num_parameters")}

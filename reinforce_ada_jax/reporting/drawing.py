@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 LINES = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.2)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
-MARKERS = "os^DvP"
+MARKERS = "os^DvP*Xh"
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
 # The two papers: background, ink, grid, and a colour of its own lightness for each line.
 LIGHT = {

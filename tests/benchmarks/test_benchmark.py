@@ -9,12 +9,13 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import rollout, workloads
+from reinforce_ada_jax.benchmarks import engines, models, rollout, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
-from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
 from reinforce_ada_jax.types import Prompt, Request
 
-ARCHITECTURE = workloads.smallest()
+ARCHITECTURE = models.smallest()
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [7]]
 LENGTHS = [[1, 9], [4, 4], [12, 2]]  # 32 tokens in all
 REFERENCE = [2, 7, 1, 8, 2, 8]
@@ -48,18 +49,25 @@ def model(tmp_path_factory):
 @pytest.fixture
 def workload(tmp_path, model):
     """A workload file of that model."""
-    logp = workloads.logprobs(ARCHITECTURE, model[1], np.array(REFERENCE))
+    logp = models.logprobs(ARCHITECTURE, model[1], np.array(REFERENCE))
     content = dict(prompts=PROMPTS, samples=2, temperature=1.0, lengths=LENGTHS)
     file = tmp_path / "workload.json"
     file.write_text(json.dumps(content | {"reference": {"tokens": REFERENCE, "logp": logp.tolist()}}))
     return file
 
 
+def parsed(*arguments: str) -> flags.FlagValues:
+    """The flags of a command."""
+    values = benchmark.define_flags(flags.FlagValues())
+    values(["benchmark", *arguments])
+    return values
+
+
 def run(*arguments: str) -> dict:
     """The numbers of a command such as `rollout --slots=4`."""
     values = benchmark.define_flags(flags.FlagValues())
     name, *_ = values(["benchmark", *arguments])[1:]
-    return benchmark.BENCHMARKS[name](values)
+    return benchmark.measured(name, values)
 
 
 def change(file, **changes):
@@ -117,17 +125,11 @@ def test_a_malformed_workload_is_refused(workload, changes, message):
 
 def test_a_response_of_another_length_ends_the_benchmark(workload):
     content = workloads.load(workload)
-    options = rollout.engine_options(
-        content, slots=2, window=4, page_size=4, pages=0, open_prompts=2, prefill_rows=2, dtype="float32",
-        attention="jnp",
-    )  # fmt: skip
-    from reinforce_ada_jax.sampling.rollouts import Rollouts  # noqa: PLC0415
-    from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine  # noqa: PLC0415
-
+    options = engines.engine_options(content, parsed("--slots=2", "--window=4", "--page_size=4", "--attention=jnp"))
     # The simulated engine's responses are one token wide, whatever their length.
-    pools = rollout.draw(Rollouts(SimulatedEngine(options, Cost(), content.lengths_by_draw())), None, content)
+    pools = engines.draw(Rollouts(SimulatedEngine(options, Cost(), content.lengths_by_draw())), {}, content)
     with pytest.raises(RuntimeError, match="draw 1 of prompt 0 has 1 tokens, 9 are prescribed"):
-        rollout.check_lengths(pools, content)
+        engines.check_lengths(pools, content)
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def fake(tmp_path, monkeypatch, model):
     file = tmp_path / "fake.py"
     file.write_text(FAKE)
     rows = [np.array(prompt) for prompt in PROMPTS]
-    logprobs = [workloads.logprobs(ARCHITECTURE, model[1], row).tolist() for row in rows if len(row) > 1]
+    logprobs = [models.logprobs(ARCHITECTURE, model[1], row).tolist() for row in rows if len(row) > 1]
     (tmp_path / "fake.py.json").write_text(json.dumps([*logprobs, []]))
     monkeypatch.setitem(rollout.BASELINES, "fake", file)
     return file
@@ -144,7 +146,7 @@ def fake(tmp_path, monkeypatch, model):
 
 def test_against_a_baseline(model, workload, fake, capsys):
     change(workload, prompts=[*PROMPTS[:2], [7, 7]])
-    row = workloads.logprobs(ARCHITECTURE, model[1], np.array([7, 7])).tolist()
+    row = models.logprobs(ARCHITECTURE, model[1], np.array([7, 7])).tolist()
     scores = fake.with_name("fake.py.json")
     scores.write_text(json.dumps([*json.loads(scores.read_text())[:2], row]))
     flag = (f"--model={model[0]}", f"--workload={workload}", "--slots=2", "--window=4", "--page_size=4", "--repeat=3")
@@ -217,8 +219,7 @@ def test_a_plan_from_a_distribution():
 
 def test_an_embedding_of_its_own_is_not_read():
     # Qwen2.5-7B: 7.6e9 weights, of which 152064 * 3584 are the embedding, not read where the head is another matrix.
-    architecture = huggingface.from_hf(PUBLISHED["Qwen2.5-7B"])
-    cost = rollout.roofline(architecture, 2, 1e12)
+    cost = engines.simulation_cost(parsed("--model=Qwen2.5-7B", "--dtype=bfloat16", "--bandwidth=1e12"))
     assert cost.decode_step == pytest.approx(2 * (7_615_616_512 - 152064 * 3584) / 1e12)
     assert cost.cached_token == pytest.approx(2 * 2 * 28 * 4 * 128 / 1e12)
 
@@ -226,7 +227,7 @@ def test_an_embedding_of_its_own_is_not_read():
 def test_adaptive():
     flag = ("adaptive", "--slots=8", "--prompts=12", "--scale=0.01", "--window=4", "--barrier")
     result, simulated = run(*flag), run(*flag, "--simulate")
-    for name in ("useful_tokens", "responses", "slot_utilisation", "decode_steps", "windows", "dispatches"):
+    for name in ("useful_tokens", "responses", "slot_utilisation", "turns", "windows", "dispatches"):
         assert result[name] == simulated[name] and result["barrier"][name] == simulated["barrier"][name]
     assert result["barrier"]["slot_utilisation"] < result["slot_utilisation"]
     assert result["barrier_ratio"] == pytest.approx(result["barrier"]["seconds"] / result["seconds"])
@@ -260,7 +261,7 @@ def test_lengths(tmp_path):
 def test_costs_by_name(capsys):
     flag = ("adaptive", "--simulate", "--slots=8", "--prompts=8", "--scale=0.01")
     plain, twice = run(*flag, "--cost=decode_step=1"), run(*flag, "--cost=decode_step=2")
-    assert plain["seconds"] == plain["decode_steps"] and twice["seconds"] == 2 * plain["decode_steps"]
+    assert plain["seconds"] == plain["turns"] and twice["seconds"] == 2 * plain["turns"]
     with pytest.raises(SystemExit):
         run(*flag, "--cost=decode_steps=1")
     assert "no 'decode_steps'; it has decode_step, cached_token" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.benchmarks import iteration, workloads
+from reinforce_ada_jax.benchmarks import iteration, models, workloads
 from reinforce_ada_jax.types import Prompt, Request, Response
 from tests.running import tiny
 
@@ -21,7 +21,7 @@ LENGTHS = workloads.parse_lengths("4,0.5,2,8")
 @pytest.fixture(scope="module")
 def result():
     """Two timed iterations with and without the barrier, of a made-up model."""
-    architecture = workloads.shaped("16x1")
+    architecture = models.shaped("16x1")
     return iteration.measure(
         tiny(**SMALL), variants=("rounds", "barrier"), repeat=2, lengths=LENGTHS, architecture=architecture
     )
@@ -79,4 +79,4 @@ def test_what_is_refused():
         iteration.measure(tiny(), variants=("rounds", "steps"), lengths=LENGTHS)
     with pytest.raises(ValueError, match="no folder"):
         config = tiny(**{"model.path": "/nowhere"})
-        iteration.measure(config, lengths=LENGTHS, architecture=workloads.smallest())
+        iteration.measure(config, lengths=LENGTHS, architecture=models.smallest())

@@ -9,10 +9,10 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import update, workloads
+from reinforce_ada_jax.benchmarks import models, update, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
 
-ARCHITECTURE = workloads.smallest()
+ARCHITECTURE = models.smallest()
 SIZES = ("--rows=6", "--micro_batches=2", "--prompt_tokens=3", "--response_tokens=13", "--repeat=2", "--layers=3")
 
 # A baseline that answers for every update what it finds in a file; its log-probabilities are `shift` from ours.
@@ -37,7 +37,7 @@ def run(*arguments: str) -> dict:
     """The numbers of a command such as `update --rows=4`."""
     values = benchmark.define_flags(flags.FlagValues())
     name, *_ = values(["benchmark", *arguments])[1:]
-    return benchmark.BENCHMARKS[name](values)
+    return benchmark.measured(name, values)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def scores(params) -> list[list[float]]:
     found = []
     for example in examples():
         tokens = np.array(example["prompt"] + example["response"])
-        found.append(workloads.logprobs(ARCHITECTURE, params, tokens)[len(example["prompt"]) - 1 :].tolist())
+        found.append(models.logprobs(ARCHITECTURE, params, tokens)[len(example["prompt"]) - 1 :].tolist())
     return found
 
 

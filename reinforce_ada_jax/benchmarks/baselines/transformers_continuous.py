@@ -1,24 +1,20 @@
 """transformers' continuous batching on a rollout workload: a process and an environment of its own.
 
-`python -m reinforce_ada_jax.benchmark rollout --against=transformers` starts this file with another interpreter, so it
-imports nothing of ours. Requests are JSON objects, one a line, on stdin, and each has one answer on stdout:
+`python -m reinforce_ada_jax.benchmark rollout --against=transformers` starts this file with another interpreter; it
+imports json_worker.py beside it and nothing else of ours. After "load", as described there:
 
-    {"command": "load", "model": DIR, "prompts": [[ids]], "lengths": [[n]], "temperature": 1.0, "settings": {...}}
     {"command": "run"}                                -> {"seconds", "tokens"}, the whole workload once
     {"command": "score", "rows": [[ids]]}             -> {"logprobs"}, of each token after the first given those before
 
-It ends with its input. The manager stays alive between runs, as it would in a trainer; while nothing is asked of it,
-its thread sleeps.
+The manager stays alive between runs, as it would in a trainer; while there is no request its thread sleeps.
 """
 
-import json
-import os
-import sys
 import time
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import transformers
+from json_worker import serve
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 
@@ -42,7 +38,7 @@ class Baseline:
         # By prompt, as a trainer sends them. Each draw is a request, since the draws of a prompt have their own
         # lengths; whole prompt pages are shared through the prefix cache.
         self.requests = [(prompt, length) for prompt, row in zip(prompts, lengths, strict=True) for length in row]
-        # Explicit, so that no processor but the temperature can come in; at 1.0 there is none at all.
+        # Explicit, so that no processor but the temperature is applied; at 1.0 there is none at all.
         generation = GenerationConfig(
             do_sample=True, temperature=temperature, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
         )
@@ -53,7 +49,7 @@ class Baseline:
         self.manager.start()
 
     def describe(self) -> dict[str, Any]:
-        """Versions and what the manager made of its settings."""
+        """Versions and the settings that the manager resolved."""
         resolved = self.manager.continuous_batching_config
         names = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing")
         return {
@@ -86,7 +82,7 @@ class Baseline:
         return {"seconds": time.perf_counter() - begin, "tokens": tokens}
 
     @torch.no_grad()
-    def score(self, rows: list[list[int]]) -> list[list[float]]:
+    def score(self, rows: list[list[int]]) -> dict[str, list[list[float]]]:
         """Log-probability of each token after the first, a row at a time, in float32."""
         result = []
         with self.manager.pause():
@@ -94,7 +90,7 @@ class Baseline:
                 ids = torch.tensor([row], device=self.device)
                 logprobs = self.model(ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
                 result.append(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist())
-        return result
+        return {"logprobs": result}
 
     def stop(self) -> None:
         """Ends the manager's thread."""
@@ -102,28 +98,7 @@ class Baseline:
         self.manager.destroy()
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers request after request until there are no more."""
-    baseline = None
-    for line in requests:
-        request = json.loads(line)
-        command = request.pop("command")
-        if command == "load":
-            baseline = Baseline(**request)
-            answer = baseline.describe()
-        elif command == "run":
-            answer = baseline.run()
-        elif command == "score":
-            answer = {"logprobs": baseline.score(**request)}
-        else:
-            raise ValueError(f"unknown command {command!r}")
-        print(json.dumps(answer), file=answers, flush=True)
-    if baseline is not None:
-        baseline.stop()
-
-
 if __name__ == "__main__":
-    # Libraries print on stdout as they please; the answers have the real one to themselves.
-    ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(sys.stdin, ANSWERS)
+    WORKER = serve(Baseline)
+    if WORKER is not None:
+        WORKER.stop()

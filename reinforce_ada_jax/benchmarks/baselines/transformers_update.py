@@ -1,39 +1,28 @@
 """The policy update in PyTorch on a transformers model: a process and an environment of its own.
 
-`python -m reinforce_ada_jax.benchmark update --against=transformers` starts this file with another interpreter, so it
-imports nothing of ours. Requests are JSON objects, one a line, on stdin, and each has one answer on stdout:
+`python -m reinforce_ada_jax.benchmark update --against=transformers` starts this file with another interpreter; it
+imports json_worker.py beside it and nothing else of ours. After "load", as described there:
 
-    {"command": "load", "model": DIR, "dtype": "float32", "micro_batches": 8, "learning": {...}, "settings": {...}}
     {"command": "score", "examples": [...]}  -> {"logprobs"}, of each response's tokens
     {"command": "begin", "examples": [...]}  -> {}: the minibatch that every update takes
     {"command": "run"}                       -> {"seconds", "loss", "grad_norm", ...}, one update
 
-It ends with its input. An update is what a trainer does: layers recomputed in the backward pass (unless told not to),
-the logits of the response tokens alone, clipped policy loss, clipped gradient, AdamW. Weights are float32; with
-bfloat16, products are autocast.
+An update is that of a usual trainer: layers recomputed in the backward pass (unless told not to), the logits of the
+response tokens alone, clipped policy loss, clipped gradient, AdamW. Weights are float32; with bfloat16, products are
+autocast.
 """
 
 import contextlib
-import json
 import math
-import os
-import pathlib
-import re
-import sys
 import time
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 import transformers
+from json_worker import reset_peak, resident_bytes, serve
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-
-
-def resident_bytes(name: str) -> int:
-    """What Linux counts for this process: VmRSS now, VmHWM at most."""
-    text = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE).group(1))
 
 
 class Baseline:
@@ -73,15 +62,15 @@ class Baseline:
 
     def _tensors(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Rows of prompt and response, padded on the right, and what is known of the response tokens."""
-        columns = max(len(example["response"]) for example in examples)
+        longest = max(len(example["response"]) for example in examples)
         width = max(len(example["prompt"]) + len(example["response"]) for example in examples)
         size = len(examples)
         batch = {
             "tokens": torch.zeros(size, width, dtype=torch.long),
-            "targets": torch.zeros(size, columns, dtype=torch.long),
-            "at": torch.zeros(size, columns, dtype=torch.long),  # where the token is predicted
-            "mask": torch.zeros(size, columns),
-            "old": torch.zeros(size, columns),
+            "targets": torch.zeros(size, longest, dtype=torch.long),
+            "at": torch.zeros(size, longest, dtype=torch.long),  # where the token is predicted
+            "mask": torch.zeros(size, longest),
+            "old": torch.zeros(size, longest),
             "advantage": torch.zeros(size, 1),
         }
         for row, example in enumerate(examples):
@@ -115,14 +104,16 @@ class Baseline:
             yield {name: piece[index] for name, piece in pieces.items()}
 
     @torch.no_grad()
-    def score(self, examples: list[dict[str, Any]]) -> list[list[float]]:
+    def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Log-probabilities of each response's tokens."""
         rows = torch.cat([self._logprobs(micro) for micro in self._micro_batches(self._tensors(examples))])
-        return [row[: len(example["response"])].tolist() for row, example in zip(rows, examples, strict=True)]
+        logprobs = [row[: len(example["response"])].tolist() for row, example in zip(rows, examples, strict=True)]
+        return {"logprobs": logprobs}
 
-    def begin(self, examples: list[dict[str, Any]]) -> None:
-        """The minibatch of all updates."""
+    def begin(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sets the minibatch of all updates."""
         self.batch = self._tensors(examples)
+        return {}
 
     def _update(self) -> tuple[float, float]:
         """(loss, norm of the gradient) of one optimiser step."""
@@ -160,7 +151,7 @@ class Baseline:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         else:
-            pathlib.Path("/proc/self/clear_refs").write_text("5")  # from here on, VmHWM is the most since now
+            reset_peak()
         begin, cpu_begin = time.perf_counter(), time.process_time()
         loss, norm = self._update()
         if cuda:
@@ -170,29 +161,5 @@ class Baseline:
         return dict(seconds=seconds, cpu_seconds=cpu_seconds, loss=loss, grad_norm=norm, extra_bytes=extra)
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answers request after request until there are no more."""
-    baseline = None
-    for line in requests:
-        request = json.loads(line)
-        command = request.pop("command")
-        if command == "load":
-            baseline = Baseline(**request)
-            answer = baseline.describe()
-        elif command == "score":
-            answer = {"logprobs": baseline.score(**request)}
-        elif command == "begin":
-            baseline.begin(**request)
-            answer = {}
-        elif command == "run":
-            answer = baseline.run()
-        else:
-            raise ValueError(f"unknown command {command!r}")
-        print(json.dumps(answer), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    # Libraries print on stdout as they please; the answers have the real one to themselves.
-    ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(sys.stdin, ANSWERS)
+    serve(Baseline)

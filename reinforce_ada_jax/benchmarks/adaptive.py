@@ -1,0 +1,113 @@
+"""`benchmark adaptive`: rounds until scripted verdicts balance, on a model that costs next to nothing; and simulations.
+
+In a simulation the scheduling is real, there is no model, and the seconds come from a cost for each program.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from reinforce_ada_jax.benchmarks import engines, models, workloads
+from reinforce_ada_jax.benchmarks.options import random_weights
+from reinforce_ada_jax.benchmarks.workloads import Workload
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
+from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.types import Pool
+
+
+def _summary(rollouts: Rollouts, pools: list[Pool], seconds: float) -> dict[str, Any]:
+    counts = rollouts.counts
+    return {
+        "seconds": seconds,
+        "useful_tokens": counts.tokens,
+        "useful_tokens_per_s": counts.tokens / seconds,
+        "slot_utilisation": counts.slot_utilisation,
+        "responses": sum(len(pool.responses) for pool in pools),
+        "turns": counts.slot_steps // (rollouts.engine.options.slots * rollouts.engine.replicas),
+        "windows": counts.windows,
+        "dispatches": counts.dispatches,
+    }
+
+
+def _with_barrier(once: Callable[[bool], dict[str, Any]], barrier: bool, repeat: int = 1) -> dict[str, Any]:
+    """Returns the run of median time, without and with a barrier in turns."""
+    kinds = (False, True) if barrier else (False,)
+    runs = [[once(kind) for kind in kinds] for _ in range(repeat)]
+    medians = [sorted(column, key=lambda run: run["seconds"])[repeat // 2] for column in zip(*runs, strict=True)]
+    result = medians[0]
+    if barrier:
+        result["barrier"] = medians[1]
+        if medians[1]["useful_tokens"] != result["useful_tokens"]:
+            raise RuntimeError(f"with the barrier other samples were drawn: {result}")
+        result["barrier_ratio"] = medians[1]["seconds"] / result["seconds"]
+    return result
+
+
+def measure(
+    architecture: Architecture,
+    params: Params,
+    workload: Workload,
+    options: EngineOptions,
+    *,
+    replicas: int,
+    barrier: bool,
+    repeat: int,
+) -> dict[str, Any]:
+    """Measures a workload on a warm engine, and with `barrier` the same samples with all rounds in step."""
+    rollouts, params = engines.make_rollouts(architecture, params, options, replicas)
+    progress = Progress(total=1, done=0)
+
+    def report(closed: int, drawn: int) -> None:
+        progress.phase(f"{closed}/{len(workload.prompts)} prompts, {drawn:,} responses")
+
+    def once(barrier: bool) -> dict[str, Any]:
+        begin = time.perf_counter()
+        pools = engines.draw(rollouts, params, workload, barrier=barrier, on_progress=report)
+        seconds = time.perf_counter() - begin
+        engines.check_lengths(pools, workload)
+        return _summary(rollouts, pools, seconds)
+
+    # Warm-up: the same programs, but two tokens a response.
+    engines.draw(rollouts, params, dataclasses.replace(workload, lengths=np.minimum(workload.lengths, 2)))
+    result = _with_barrier(once, barrier, repeat) | engines.describe(architecture, options, replicas)
+    progress.close()
+    return result
+
+
+def simulate(
+    workload: Workload, options: EngineOptions, cost: Cost, *, barrier: bool, limit: int | None
+) -> dict[str, Any]:
+    """Measures the same in virtual time; `limit` as in `engines.draw`."""
+    lengths = workload.lengths_by_draw()
+
+    def once(barrier: bool) -> dict[str, Any]:
+        engine = SimulatedEngine(options, cost, lengths)
+        rollouts = Rollouts(engine)
+        pools = engines.draw(rollouts, {}, workload, limit=limit, barrier=barrier)
+        return _summary(rollouts, pools, engine.seconds)
+
+    return {"simulated": True} | _with_barrier(once, barrier)
+
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures the workload of the flags."""
+    architecture = models.smallest()
+    sizes = workloads.AdaptiveSizes(prompts=options.prompts, scale=options.scale)
+    lengths = workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
+    workload = workloads.adaptive(sizes, lengths, architecture.vocab_size, options.seed)
+    engine_options = engines.engine_options(workload, options)
+    if options.simulate:
+        cost = engines.simulation_cost(options)
+        return simulate(workload, engine_options, cost, barrier=options.barrier, limit=options.max_response_tokens)
+    return measure(
+        architecture, random_weights(options, architecture, options.dtype), workload, engine_options,
+        replicas=options.replicas or 1, barrier=options.barrier, repeat=options.repeat or 1,
+    )  # fmt: skip

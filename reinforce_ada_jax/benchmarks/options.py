@@ -1,0 +1,142 @@
+"""Flags of `benchmark`, and the models and workloads that they name."""
+
+import pathlib
+import sys
+from collections.abc import Collection
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+from ml_collections import config_flags
+
+from reinforce_ada_jax.benchmarks import models, workloads
+from reinforce_ada_jax.benchmarks.workloads import Lengths
+from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy.architecture import Architecture, from_hf
+from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.policy.transformer import Params
+
+STRINGS = {
+    "workload": (None, "A rollout workload such as benchmarks/baselines/rollout_tiny.json; else --requests."),
+    "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(PUBLISHED)}."),
+    "shape": (None, "HIDDENxLAYERS, or a published name: a random model, made in the folder --model if that is new."),
+    "dtype": ("float32", "Type of weights and arithmetic."),
+    "attention": ("auto", "The attention backend of the engine."),
+    "against": (None, "Also measure this baseline (transformers), in turns."),
+    "against_python": (sys.executable, "The interpreter of the baseline's environment."),
+    "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
+    "json": (None, "File for the numbers."),
+    "output": ("runs/learning", "Folder for the runs of `learning`, their table and their figure."),
+}
+# Defaults are those that `rollout` was tuned to on two cores.
+INTEGERS = {
+    "slots": (64, "Responses decoded side by side, by all replicas together."),
+    "replicas": (None, "Copies of the weights, each with its share of the slots; on a CPU one for each core."),
+    "window": (64, "Tokens decoded for all slots in one dispatch."),
+    "page_size": (32, "Tokens of a page."),
+    "pages": (0, "Number of pages; 0: enough that no slot waits for one."),
+    "open_prompts": (0, "Prompts whose pages each replica holds at a time; 0: a quarter more than it has slots."),
+    "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
+    "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration`, 1 of `adaptive`."),
+    "requests": (None, "Number of prompts, in place of --workload,"),
+    "prompt_tokens": (None, "their length (512; 64 of `update`),"),
+    "samples": (1, "the number of responses of each,"),
+    "response_tokens": (None, "and their length, unless --lengths is given (1024; 128 of `update`)."),
+    "prompts": (512, "Prompts of the adaptive workload."),
+    "max_response_tokens": (None, "In a simulation: tokens to reserve pages for, in place of the actual length."),
+    "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
+    "seed": (0, "Seed of workloads and random weights."),
+    "seeds": (3, "Runs of `learning` for each algorithm."),
+    "jobs": (1, "Of these at the same time, one core each."),
+    "rows": (None, "Rows of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
+    "micro_batches": (8, "Micro-batches of `update`."),
+    "pack": (1, "Above 1: `update` is also measured with up to this many responses to a row."),
+    "threads": (0, "Threads of each process of `update`; 0: all cores."),
+    "layers": (28, "Layers of the small model whose host time `update` measures."),
+    "row_tokens": (1024, "Tokens of a row of `loss`."),
+    "words": (151_936, "Vocabulary size of `loss`."),
+    "columns": (256, "Size of the hidden states of `loss`."),
+}
+BOOLEANS = {
+    "against_plain": "PyTorch's `update` takes the minibatch as one piece, and recomputes nothing.",
+    "barrier": "Also with all rounds in step.",
+    "simulate": "In virtual time: nothing runs but the scheduling.",
+}
+ZERO_ALLOWED = ("pages", "open_prompts", "seed", "threads")
+
+
+def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
+    """Defines every flag of every benchmark; `variants` are those of `iteration`."""
+    for name, (default, text) in STRINGS.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    for name, (default, text) in INTEGERS.items():
+        flags.DEFINE_integer(name, default, text, lower_bound=0 if name in ZERO_ALLOWED else 1, flag_values=values)
+    for name, text in BOOLEANS.items():
+        flags.DEFINE_bool(name, False, text, flag_values=values)
+    flags.DEFINE_float("scale", 1.0, "Factor of the adaptive response lengths.", flag_values=values)
+    flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
+    flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
+    flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
+    flags.DEFINE_list("variants", list(variants), "Variants of `iteration`.", flag_values=values)
+    config_flags.DEFINE_config_file("config", None, "The configuration of `iteration`.", flag_values=values)
+    return values
+
+
+def log(text: str) -> None:
+    """Prints a line on the progress of a measurement."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def architecture_of(options: flags.FlagValues) -> Architecture:
+    """Returns the architecture that --shape or --model names.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if options.shape:
+        return models.shaped(options.shape)
+    if options.model is None:
+        raise ValueError("--model is missing: a Hugging Face folder, or with --shape one to be made.")
+    if options.model in PUBLISHED:
+        return from_hf(PUBLISHED[options.model])
+    return huggingface.read_config(options.model)
+
+
+def random_weights(options: flags.FlagValues, architecture: Architecture, dtype: str) -> Params:
+    """Returns weights made from --seed."""
+    return transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(dtype))
+
+
+def model_folder(options: flags.FlagValues, architecture: Architecture) -> pathlib.Path | None:
+    """Returns the folder --model if it has weights; with --shape it is made first, so that baselines can read it.
+
+    Raises:
+      ValueError: --shape without a folder, or the folder holds another model.
+    """
+    if options.model is None:
+        raise ValueError("--shape needs --model=FOLDER, where the model is put.")
+    folder = pathlib.Path(options.model)
+    if options.shape and not folder.exists():
+        huggingface.save(folder, architecture, random_weights(options, architecture, "float32"))
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+        return None
+    if huggingface.read_config(folder) != architecture:
+        raise ValueError(f"{folder} holds another model than --shape={options.shape}: name another folder.")
+    return folder
+
+
+def response_lengths(options: flags.FlagValues, default: int) -> Lengths:
+    """Returns the lengths that --lengths or --response_tokens gives."""
+    if options.lengths:
+        return workloads.parse_lengths(options.lengths)
+    return workloads.constant(options.response_tokens or default)
+
+
+def check_baseline(options: flags.FlagValues, baselines: Collection[str]) -> None:
+    """Raises ValueError where --against names no baseline, or one that couldn't read the weights."""
+    if options.against is None:
+        return
+    if options.against not in baselines:
+        raise ValueError(f"--against={options.against} is not one of {', '.join(baselines)}.")
+    if options.model in PUBLISHED:
+        raise ValueError("--against needs a --model folder with weights, which both can read.")
