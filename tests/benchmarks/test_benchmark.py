@@ -1,5 +1,6 @@
 """The benchmark commands on toy models: what is refused, what is counted, and that both engines do the same work."""
 
+import dataclasses
 import json
 import sys
 
@@ -126,10 +127,11 @@ def test_a_malformed_workload_is_refused(workload, changes, message):
 def test_a_response_of_another_length_ends_the_benchmark(workload):
     content = workloads.load(workload)
     options = engines.engine_options(content, parsed("--slots=2", "--window=4", "--page_size=4", "--attention=jnp"))
-    # The simulated engine's responses are one token wide, whatever their length.
     pools = engines.draw(Rollouts(SimulatedEngine(options, Cost(), content.lengths_by_draw())), {}, content)
-    with pytest.raises(RuntimeError, match="draw 1 of prompt 0 has 1 tokens, 9 are prescribed"):
-        engines.check_lengths(pools, content)
+    assert engines.check_lengths(pools, content) == 32
+    longer = content.lengths + np.array([[0, 1], [0, 0], [0, 0]])
+    with pytest.raises(RuntimeError, match="draw 1 of prompt 0 has 9 tokens, 10 are prescribed"):
+        engines.check_lengths(pools, dataclasses.replace(content, lengths=longer))
 
 
 @pytest.fixture
