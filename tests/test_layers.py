@@ -32,8 +32,6 @@ TIES = {
     (f"{PACKAGE}.{importer}", f"{PACKAGE}.{target}")
     for importer, target in (
         ("benchmarks.iteration", "train"),
-        ("sampling.engine", "serving.jetstream"),
-        ("sampling.engine", "serving.tokenizer.ServedTokenizer"),
     )
 }
 FOREIGN = {"torch", "tensorflow", "pickle", "dill", "cloudpickle", "joblib", "shelve"}

@@ -14,7 +14,7 @@ from reinforce_ada_jax.config import CollectionConfig, Config
 from reinforce_ada_jax.planning.compilation import ProgramResult
 from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, kv_token_bytes, prefill_call, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling.engine import buckets
+from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
 
 # Share of slots busy in a decode step: simulated at full size with 256 slots (docs/performance.md, "Rounds").

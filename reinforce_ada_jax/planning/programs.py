@@ -25,7 +25,8 @@ from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.splash_attention import block_size
 from reinforce_ada_jax.policy.transformer import Params, init, param_shardings, weight_shapes
-from reinforce_ada_jax.sampling.engine import Engine, buckets
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.checkpoint import abstract_state
 
@@ -226,9 +227,10 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     other_batches = (updates - 1) * mesh_lib.shard_bytes(run.batch)
     programs = []
     if not run.shares_weights:
-        _, cast = run.engine._decode_weights  # the program that `Engine.decode_weights` runs
         cost = ProgramCost(merge_flops(run), mesh_lib.shard_bytes(run.policy) + decode_weights)
-        programs.append(Program("reshard", lambda: cast.lower(run.policy), cost, "call", run.moment_bytes + always))
+        programs.append(
+            Program("reshard", lambda: run.engine.lower_cast(run.policy), cost, "call", run.moment_bytes + always)
+        )
     if config.collection.strategy == "estimate" and config.estimator.kind == "value":
         programs.append(_features_program(run, layout, run.moment_bytes + always + decode_weights))
     programs.append(Program(

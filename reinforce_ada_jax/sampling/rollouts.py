@@ -19,7 +19,7 @@ from reinforce_ada_jax.distributed.mesh import shard_bytes
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import prefill_batches
+from reinforce_ada_jax.sampling.prefill_batches import prefill_batches
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import (
     DecodeState,

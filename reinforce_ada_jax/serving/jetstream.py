@@ -1,9 +1,9 @@
 """The one place through which JetStream (`google-jetstream` 0.2.2) is imported.
 
 The wheel's own dependencies pull in seqio and with it TensorFlow (3 GB), for two names that are never used here. So it
-is installed with `--no-deps`, and the two names get a placeholder where seqio is absent. Three things are mended when
-the orchestrator is asked for: it calls `jax.tree_map`, which JAX has removed; it sends every log line to stdout; and
-its generate thread can die of all requests ending at once (`_survive_idling`).
+is installed with `--no-deps`, and the two names get a placeholder where seqio is absent. `orchestrator` fixes three
+things: a call of `jax.tree_map`, which JAX has removed; log lines on stdout; and a generate thread that dies when all
+requests end at once (`_survive_idling`).
 """
 
 import functools
@@ -20,8 +20,8 @@ REMEDY = (
     "bring TensorFlow) and `pip install 'reinforce_ada_jax[serve]'`."
 )
 
-# JetStream puts a tokenizer's `bos_id` before every token request; some models have none, and where there is one the
-# client's tokens have it. This id is none, for `Engine.prefill` to take off again.
+# JetStream puts a tokenizer's `bos_id` before every token request. Some models have none, and where there is one the
+# client's tokens have it. `JetStreamEngine.prefill` removes this id again.
 NO_TOKEN = -1
 
 
@@ -36,7 +36,7 @@ def _stand_in_for_seqio() -> None:
 
 
 def installed() -> bool:
-    """Whether the wheel is there. Training only needs it to name the interface that the engine implements."""
+    """Returns True if the wheel is there; only serving needs it."""
     return importlib.util.find_spec("jetstream") is not None
 
 
@@ -48,41 +48,31 @@ def _load(name: str) -> types.ModuleType:
 
 
 def engine_api() -> types.ModuleType:
-    """JetStream's `engine_api`: Engine, ResultTokens."""
+    """Returns JetStream's `engine_api`: Engine, ResultTokens."""
     return _load("jetstream.engine.engine_api")
 
 
-def engine_interface() -> type:
-    """The base of engines. Where JetStream, or what it imports, is absent it is `object`: an engine still decodes for
-    rollouts, and only an orchestrator needs the real one.
-    """
-    try:
-        return engine_api().Engine
-    except ImportError:
-        return object
-
-
 def tokenizer_api() -> types.ModuleType:
-    """JetStream's `tokenizer_api`: Tokenizer."""
+    """Returns JetStream's `tokenizer_api`: Tokenizer."""
     return _load("jetstream.engine.tokenizer_api")
 
 
 def protocol() -> tuple[types.ModuleType, types.ModuleType]:
-    """The messages of JetStream's gRPC service, and its stubs."""
+    """Returns the messages of JetStream's gRPC service, and its stubs."""
     return _load("jetstream.core.proto.jetstream_pb2"), _load("jetstream.core.proto.jetstream_pb2_grpc")
 
 
 def _survive_idling(driver: type) -> None:
-    """Lets the generate thread begin anew where it would die, and kill the process, of finding nothing to do.
+    """Starts the generate thread again where it would die, and kill the process, because no slot is active.
 
-    It looks whether all slots are free, and a moment later asserts that they aren't; when the detokenize thread frees
-    the last ones in between, the assertion fails (3 times in 300 bursts of up to 11 short requests on 3 slots). No
-    request is running then, so nothing is lost with the thread's decode state.
+    It checks that a slot is taken, and a moment later asserts it again; when the detokenize thread frees the last one
+    in between, the assertion fails (3 times in 300 bursts of up to 11 short requests on 3 slots). No request is
+    running then, so nothing is lost with the thread's decode state.
     """
     generate_thread = driver._generate_thread
 
     @functools.wraps(generate_thread)
-    def again_and_again(self, idx: int) -> None:
+    def restarted(self, idx: int) -> None:
         while True:
             try:
                 return generate_thread(self, idx)
@@ -90,12 +80,12 @@ def _survive_idling(driver: type) -> None:
                 if "we must have some requests inserted" not in str(error):
                     raise
 
-    driver._generate_thread = again_and_again
+    driver._generate_thread = restarted
 
 
 @functools.cache
 def orchestrator() -> types.ModuleType:
-    """JetStream's `orchestrator`: Driver, LLMOrchestrator. The root logger is left as it was."""
+    """Returns JetStream's `orchestrator` (Driver, LLMOrchestrator), and leaves the root logger as it was."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     module = _load("jetstream.core.orchestrator")

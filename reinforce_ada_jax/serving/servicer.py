@@ -1,8 +1,8 @@
-"""JetStream's gRPC service over its Driver: what is asked is checked, waits its turn, and is answered as it is decoded.
+"""JetStream's gRPC service over its Driver: it checks requests, queues them, and sends tokens as they are decoded.
 
-JetStream's own servicer does none of that. It hands every request to the Driver's threads, which kill the process when
-one cannot be digested; it lets any number of them wait; it decodes on for clients that have hung up; and it tears
-characters that span tokens. So only the Driver is used here. What is wrong with a request never reaches it.
+JetStream's own servicer passes every request to the Driver's threads, which kill the process when one is invalid. It
+lets any number of requests wait, decodes on for clients that have hung up, and splits characters that span tokens. So
+only the Driver is used here, and an invalid request never reaches it.
 """
 
 import asyncio
@@ -14,19 +14,20 @@ import grpc
 import numpy as np
 from google.protobuf import unknown_fields
 
+from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.tokenizer import TextStream
 
 pb2, pb2_grpc = jetstream.protocol()
 
-# Requests that the Driver has beyond its slots: prefilled already when a slot becomes free.
-AHEAD = 2
-# Calls beyond those that decode or may wait: they are told so, or ask for the server's health.
-SPARE_CALLS = 64
-# A token's share of a text request is seldom longer; ids are 5 bytes at most.
+# Requests that the Driver has beyond its slots: they are prefilled when a slot becomes free.
+PREFILLED = 2
+# Calls beyond those that decode or wait: they are refused with a reason, or ask for the server's health.
+REFUSED_CALLS = 64
+# The text of a token is seldom longer; ids are 5 bytes at most.
 BYTES_PER_TOKEN = 64
-# What a client, a proxy or tracing adds to any call. Everything else asks for something, and is refused.
+# Metadata that a client, a proxy or tracing adds to any call. All other metadata is refused.
 HARMLESS_METADATA = ("user-agent", "grpc-", "x-", "traceparent", "tracestate")
 # JetStream puts no BOS before tokens of a request with a history, and does nothing else about it.
 TOKENS_AS_THEY_ARE = "no BOS"
@@ -34,7 +35,7 @@ TOKENS_AS_THEY_ARE = "no BOS"
 
 @dataclasses.dataclass
 class Counts:
-    """What became of the calls so far."""
+    """Numbers of calls by their end, and of tokens sent."""
 
     answered: int = 0
     refused: int = 0
@@ -43,18 +44,18 @@ class Counts:
 
 
 class _Channel:
-    """A request's return channel: what the Driver's threads put in comes out on the event loop."""
+    """Return channel of a request, from the Driver's threads to the event loop."""
 
     def __init__(self, on_close: Callable[[], None]):
         self._loop, self._on_close = asyncio.get_running_loop(), on_close
         self._results: asyncio.Queue[list[int] | None] = asyncio.Queue()
 
     def add_result(self, samples: Sequence[Any]) -> None:
-        """Called by the Driver: the tokens of one turn, one sample."""
+        """Called by the Driver with the tokens of one decode step, one sample."""
         self._loop.call_soon_threadsafe(self._results.put_nowait, samples[0].token_ids)
 
     def close(self) -> None:
-        """Called by the Driver when the slot is free again, whether or not anybody still listens."""
+        """Called by the Driver when the slot is free again."""
         self._loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
@@ -62,17 +63,17 @@ class _Channel:
         self._results.put_nowait(None)
 
     async def get(self) -> list[int] | None:
-        """The tokens of the next turn; None when the Driver has closed the channel."""
+        """Returns the tokens of the next decode step; None when the Driver has closed the channel."""
         return await self._results.get()
 
 
 def message_bytes(max_prompt_tokens: int) -> int:
-    """The longest message that is read at all."""
+    """Returns the size of the longest message that is read."""
     return 2**16 + BYTES_PER_TOKEN * max_prompt_tokens
 
 
 def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:
-    """Raises ValueError for whatever would have been ignored."""
+    """Raises ValueError for fields and metadata that would be ignored."""
     for name in ("session_cache", "priority"):
         if getattr(request, name):
             raise ValueError(f"{name} is {getattr(request, name)!r}: it is not supported. Leave it unset.")
@@ -92,11 +93,11 @@ def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:
 class Servicer:
     """`Decode` and `HealthCheck` of JetStream's protocol, for one engine behind one Driver."""
 
-    def __init__(self, driver: Any, engine: Engine, waiting: int):
-        """`waiting`: requests that may wait for a slot; any more are refused."""
-        self._driver, self._tokenizer, self._options = driver, engine.tokenizer, engine.options
+    def __init__(self, driver: Any, engine: Engine, tokenizer: Tokenizer, waiting: int):
+        """`waiting`: requests that may wait for a slot; further ones are refused."""
+        self._driver, self._tokenizer, self._options = driver, tokenizer, engine.options
         self._vocab_size, self._max_waiting = engine.architecture.vocab_size, waiting
-        self._turns = asyncio.Semaphore(engine.options.slots + AHEAD)
+        self._turns = asyncio.Semaphore(engine.options.slots + PREFILLED)
         # `running` are the requests that the Driver has.
         self.counts, self.running, self.waiting = Counts(), 0, 0
 
@@ -111,7 +112,7 @@ class Servicer:
             raise ValueError("the prompt is empty: send text_content.text or token_content.token_ids.")
 
     def _prompt(self, request: Any) -> np.ndarray:
-        """int32[T], the tokens of a request: text is encoded as it is, tokens are taken as they are."""
+        """Returns int32[T], the tokens of a request: text is encoded as it is, without a chat template."""
         if request.WhichOneof("content") == "text_content":
             tokens = self._tokenizer.encode(request.text_content.text)
         else:
@@ -127,7 +128,7 @@ class Servicer:
         return tokens
 
     async def _accept(self, request: Any, context: grpc.aio.ServicerContext) -> np.ndarray:
-        """The prompt's tokens, when it is the request's turn; or the call ends with the reason why not."""
+        """Returns the prompt's tokens when the Driver may have them; or ends the call with the reason for a refusal."""
         try:
             check_supported(request, context.invocation_metadata() or ())
             self._check_limits(request)
@@ -166,7 +167,7 @@ class Servicer:
         self._turns.release()
 
     async def _answer(self, prompt: np.ndarray, request: Any, context: grpc.aio.ServicerContext) -> None:
-        # The turn is over when the Driver says so: a client that comes and goes gets no second slot meanwhile.
+        # The Driver says when the slot is free: a client that hangs up and calls again gets no second one before.
         channel = _Channel(self._turn_over)
         self.running += 1
         active = jetstream.orchestrator().ActiveRequest(
@@ -188,7 +189,7 @@ class Servicer:
             if text and (rest := text.flush()):
                 await self._write(context, rest, [])
         finally:
-            # Nobody listens any more: what is still decoded is beyond its limit, and the Driver frees the slot.
+            # What is still decoded is beyond this limit, so that the Driver frees the slot.
             active.max_tokens = 0
         context.set_trailing_metadata((("finish", "length" if count == request.max_tokens else "stop"),))
         self.counts.answered += 1
@@ -199,28 +200,28 @@ class Servicer:
         await context.write(pb2.DecodeResponse(stream_content=pb2.DecodeResponse.StreamContent(samples=samples)))
 
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
-        """Whether the Driver's threads are running."""
+        """Reports if the Driver's threads are running."""
         del request, context
         return pb2.HealthCheckResponse(is_live=self._driver.live)
 
 
 def make_server(address: str, max_prompt_tokens: int, calls: int) -> tuple[grpc.aio.Server, int]:
-    """A server without services, bound to `address`, and its port.
+    """Returns a server without services, bound to `address`, and its port.
 
     Args:
       address: "host:port"; port 0 chooses a free one.
       max_prompt_tokens: bounds what is read of a message.
-      calls: open at a time; gRPC refuses any more.
+      calls: open at a time; gRPC refuses further ones.
 
     Raises:
-      ValueError: the address can't be had.
+      ValueError: nothing can listen at the address.
     """
     server = grpc.aio.server(
         maximum_concurrent_rpcs=calls,
         options=[
             ("grpc.max_receive_message_length", message_bytes(max_prompt_tokens)),
             ("grpc.so_reuseport", 0),  # else a second server takes half of the first one's clients, silently
-            ("grpc.keepalive_time_ms", 30_000),  # a client that vanished without a word is found out
+            ("grpc.keepalive_time_ms", 30_000),  # to notice clients that vanished
             ("grpc.keepalive_timeout_ms", 10_000),
         ],
     )

@@ -4,19 +4,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.serving import jetstream
 
 _api = jetstream.tokenizer_api()
 
 
 class ServedTokenizer(_api.Tokenizer):
-    """Text in, padded ids out. The text is taken as it is: a chat template is the client's."""
+    """JetStream's interface to a tokenizer. Text is encoded as it is: a chat template is the client's."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def encode(self, s: str, *, max_prefill_length: int, **_) -> tuple[np.ndarray, int]:
-        """int32[bucket] ids padded with 0 to a power of two, and how many of them count."""
+        """Returns int32[bucket] ids, padded with 0 to a power of two, and their number."""
         tokens = self._tokenizer.encode(s)
         bucket = min(max_prefill_length, 1 << max(4, (len(tokens) - 1).bit_length()))
         padded = np.zeros(bucket, np.int32)
@@ -24,7 +25,7 @@ class ServedTokenizer(_api.Tokenizer):
         return padded, len(tokens)
 
     def decode(self, token_ids: list[int], **_) -> str:
-        """Text of the ids, special tokens left out."""
+        """Returns the text of the ids without special tokens."""
         return self._tokenizer.decode(np.asarray(token_ids, np.int32))
 
     @property
@@ -39,26 +40,26 @@ class ServedTokenizer(_api.Tokenizer):
 
     @property
     def pad_id(self) -> int:
-        """Never looked at: lengths are explicit."""
+        """Not used: lengths are explicit."""
         return 0
 
     @property
     def bos_id(self) -> int:
-        """No token: JetStream puts this before every token request, and the engine takes it off again."""
+        """No token: JetStream puts this before every token request, and the engine removes it again."""
         return jetstream.NO_TOKEN
 
 
 class TextStream:
-    """The text of a response, piece by piece: the pieces joined are the text of all its tokens.
+    """Text of a response in pieces, which joined are the text of all its tokens.
 
-    Decoding token by token would tear characters whose UTF-8 spans several tokens, and lose the spaces with which
-    SentencePiece's words begin. So each piece is the difference that new tokens make behind the ones before them, and
+    Decoding token by token would split characters whose UTF-8 spans several tokens, and lose the spaces with which
+    SentencePiece's words begin. So each piece is the difference that new tokens make after the ones before them, and
     it is held back while it ends in U+FFFD, which stands for an incomplete character.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # The last tokens: those given out as text, of which as many as the next piece needs before it; then new ones.
+        # Tokens of the last piece, which the next one needs before it; then new ones.
         self._tokens: list[int] = []
         self._num_shown = 0
 
@@ -70,7 +71,7 @@ class TextStream:
         return text[len(shown) :]
 
     def add(self, tokens: Sequence[int]) -> str:
-        """What can be read now and couldn't before; "" while a character is incomplete."""
+        """Returns the text that the new tokens complete; "" while a character is incomplete."""
         self._tokens += tokens
         piece = self._unseen()
         if not piece or piece.endswith("\ufffd"):
@@ -80,5 +81,5 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """The rest, when no token follows: U+FFFD where a character stayed incomplete."""
+        """Returns the rest after the last token: U+FFFD for an incomplete character."""
         return self._unseen()

@@ -115,9 +115,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
         )
     options = engine_options(config, tokenizer.stop_ids)
     mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh))
-    return Components(
-        folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh, tokenizer=tokenizer)
-    )
+    return Components(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh))
 
 
 def deterministic(config: Config) -> bool:

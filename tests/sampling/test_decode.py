@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import prefill_batches
+from reinforce_ada_jax.sampling.prefill_batches import prefill_batches
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
 from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
 from tests.sampling import tiny
@@ -173,5 +173,5 @@ def test_new_responses_leave_the_reserved_pages(engine):
 
 @pytest.mark.parametrize("length", [0, 18])
 def test_prompts_that_do_not_fit_are_refused(engine, length):
-    with pytest.raises(ValueError, match=f"a prompt has {length} tokens, the engine takes 1 to 17"):
+    with pytest.raises(ValueError, match=f"a prompt has {length} tokens, and the engine takes 1 to 17"):
         list(prefill_batches(engine.options, [[(0, np.zeros(length, np.int32))]]))

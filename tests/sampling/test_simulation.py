@@ -163,7 +163,7 @@ def test_utilisation_of_the_tiny_run():
     prompts = components.prompts(config.data.prompts, config)[: config.collection.prompts_per_iteration]
     strategy = strategies.build(config.collection)
     sampling = SamplingParams(config.sampling.max_response_tokens)
-    params = components.engine.load_params(huggingface.load(components.folder, components.mesh)[1])
+    params = components.engine.decode_weights(huggingface.load(components.folder, components.mesh)[1])
 
     def verify(pairs):
         return [cipher.grade(components.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs]

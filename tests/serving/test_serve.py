@@ -25,9 +25,11 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serve import Settings
 from reinforce_ada_jax.serving import jetstream
+from reinforce_ada_jax.serving import server as server_lib
 from reinforce_ada_jax.serving import servicer as servicer_lib
+from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
+from reinforce_ada_jax.serving.settings import ServerSettings, check_address
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.running import ROOT, environment
@@ -239,7 +241,7 @@ def listening(pid: int) -> set[str]:
 
 
 def test_it_listens_on_this_machine_and_nowhere_else(server):
-    assert Settings(model="package:cipher").host == "127.0.0.1"
+    assert ServerSettings(model="package:cipher").host == "127.0.0.1"
     assert listening(server.process.pid) == {server.address}
 
 
@@ -275,7 +277,7 @@ def test_headers_without_an_end_are_refused(server, questions):
 def test_its_port_is_taken(server, capsys):
     port = int(server.address.split(":")[1])
     with pytest.raises(SystemExit) as ended:
-        serve.main(Settings(model="package:cipher", port=port))
+        serve.main(ServerSettings(model="package:cipher", port=port))
     assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith(f"error: cannot listen on 127.0.0.1, port {port} (Address already")
@@ -383,7 +385,7 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, tmp_path, quest
 )
 def test_settings_that_are_refused(capsys, changes, parts):
     with pytest.raises(SystemExit) as ended:
-        serve.main(Settings(**({"model": "package:cipher", "port": 0} | changes)))
+        serve.main(ServerSettings(**({"model": "package:cipher", "port": 0} | changes)))
     assert ended.value.code == cli.BAD_INPUT
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("error: ") and len(shown.err.splitlines()) < 15
@@ -397,7 +399,7 @@ def test_weights_that_do_not_fit(tmp_path, capfd):
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:
-            serve.main(Settings(model=str(tmp_path / "model"), port=0, slots=2))
+            serve.main(ServerSettings(model=str(tmp_path / "model"), port=0, slots=2))
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended.value.code == cli.BAD_INPUT
@@ -410,7 +412,7 @@ def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
     monkeypatch.setattr(jetstream, "installed", lambda: False)
     monkeypatch.setattr(jetstream, "orchestrator", jetstream.orchestrator.__wrapped__)
     with pytest.raises(SystemExit) as ended:
-        serve.main(Settings(model="package:cipher", port=0))
+        serve.main(ServerSettings(model="package:cipher", port=0))
     assert ended.value.code == cli.BAD_INPUT
     assert "pip install --no-deps google-jetstream==0.2.2" in capsys.readouterr().err
 
@@ -430,26 +432,30 @@ def test_flags(flags, part):
 # ---- the engine behind it ----------------------------------------------------------------------------------------
 
 
+def jetstream_engine(settings):
+    """(components, engine) as the command makes them."""
+    components = serve.build(settings)
+    return components, JetStreamEngine(components.engine, components.tokenizer, settings.sampling)
+
+
 def test_settings_reach_the_engine():
-    settings = Settings(
+    settings = ServerSettings(
         "package:cipher", slots=5, max_prompt_tokens=9, max_response_tokens=20, page_size=4, temperature=0.5,
         top_k=3, top_p=0.9, dtype="float32", seed=7,
     )  # fmt: skip
-    _, engine = serve.make_engine(settings)
-    options = engine.options
+    options = serve.build(settings).engine.options
     assert (options.slots, options.max_prompt_tokens, options.max_response_tokens) == (5, 9, 20)
     assert (options.page_size, options.dtype, options.seed, options.stop_ids) == (4, "float32", 7, (2,))
     assert options.pages > 5 * 8  # 29 tokens in pages of 4, for every slot at once
     assert settings.sampling == SamplingParams(max_tokens=20, temperature=0.5, top_k=3, top_p=0.9)
-    assert engine._served == settings.sampling
     assert dataclasses.replace(settings, greedy=True, temperature=1.0).sampling.temperature == 0
 
 
 def test_after_the_warm_up_nothing_is_compiled():
-    settings = Settings("package:cipher", slots=2, max_prompt_tokens=40, max_response_tokens=8, dtype="float32")
-    components, engine = serve.make_engine(settings)
+    settings = ServerSettings("package:cipher", slots=2, max_prompt_tokens=40, max_response_tokens=8, dtype="float32")
+    components, engine = jetstream_engine(settings)
     params = engine.load_params(huggingface.load(components.folder, components.mesh, "float32")[1])
-    serve.warm_up(engine, params)
+    server_lib.warm_up(engine, params)
     compilations = CompileCounter()
     state = engine.init_decode_state()
     for slot, length in enumerate((3, 30)):
@@ -464,7 +470,9 @@ def test_the_status_line_comes_only_when_there_is_news(monkeypatch, capsys):
     counts = servicer_lib.Counts()
 
     async def run():
-        reporting = asyncio.create_task(serve.report(types.SimpleNamespace(counts=counts, running=2, waiting=1)))
+        reporting = asyncio.create_task(
+            server_lib.print_status(types.SimpleNamespace(counts=counts, running=2, waiting=1))
+        )
         await asyncio.sleep(0.1)
         silent = capsys.readouterr().err
         counts.answered, counts.tokens = 3, 40
@@ -472,23 +480,23 @@ def test_the_status_line_comes_only_when_there_is_news(monkeypatch, capsys):
         reporting.cancel()
         return silent
 
-    monkeypatch.setattr(serve, "STATUS_EVERY_S", 0.01)
+    monkeypatch.setattr(server_lib, "STATUS_EVERY_S", 0.01)
     assert asyncio.run(run()) == ""
     line = "3 answered, 2 running, 1 waiting, 0 refused, 0 hung up; 4,000.0 tokens/s\n"  # 40 tokens in 0.01 s
     assert capsys.readouterr().err == line
 
 
 def test_a_public_address_is_called_that():
-    settings = Settings("package:cipher", slots=1, host="0.0.0.0")
-    components, engine = serve.make_engine(settings)
-    assert "0.0.0.0:9000, gRPC without encryption or passwords: whoever reaches it may use it" in serve.summary(
-        settings, components, engine, 9000
+    settings = ServerSettings("package:cipher", slots=1, host="0.0.0.0")
+    components, engine = jetstream_engine(settings)
+    assert "0.0.0.0:9000, gRPC without encryption or passwords: anyone who reaches it may use it" in server_lib.summary(
+        settings, components.folder, engine, 9000
     )
-    assert Settings("m", host="::1").address == "[::1]"
+    assert ServerSettings("m", host="::1").address == "[::1]"
 
 
 def test_check_address_lets_a_free_port_through():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    serve.check_address("127.0.0.1", port)
+    check_address("127.0.0.1", port)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.serving import servicer as servicer_lib
-from reinforce_ada_jax.serving.servicer import AHEAD, Servicer, pb2
+from reinforce_ada_jax.serving.servicer import PREFILLED, Servicer, pb2
 from tests.serving.test_tokenizer import of_bytes
 
 SLOTS = 2
@@ -61,10 +61,8 @@ class Driver:
 
 def make(waiting=3) -> tuple[Servicer, Driver]:
     driver = Driver()
-    engine = types.SimpleNamespace(
-        tokenizer=of_bytes(), options=OPTIONS, architecture=types.SimpleNamespace(vocab_size=300)
-    )
-    return Servicer(driver, engine, waiting), driver
+    engine = types.SimpleNamespace(options=OPTIONS, architecture=types.SimpleNamespace(vocab_size=300))
+    return Servicer(driver, engine, of_bytes(), waiting), driver
 
 
 def text_request(text="ab", max_tokens=16):
@@ -176,8 +174,8 @@ def test_the_driver_gets_the_tokens_as_they_are():
 def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do():
     async def run():
         servicer, driver = make(waiting=3)
-        tasks = await begin(servicer, SLOTS + AHEAD + 3)
-        assert (servicer.running, servicer.waiting, len(driver.requests)) == (SLOTS + AHEAD, 3, SLOTS + AHEAD)
+        tasks = await begin(servicer, SLOTS + PREFILLED + 3)
+        assert (servicer.running, servicer.waiting, len(driver.requests)) == (SLOTS + PREFILLED, 3, SLOTS + PREFILLED)
         with pytest.raises(Ended) as ended:
             await servicer.Decode(text_request(), Call())
         code, details = ended.value.args
@@ -185,15 +183,21 @@ def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do():
         assert "3 requests are waiting" in details and "larger --waiting" in details
         driver.answer(driver.requests[0], [1], [])
         await settle()
-        assert (servicer.running, servicer.waiting, len(driver.requests)) == (SLOTS + AHEAD, 2, SLOTS + AHEAD + 1)
+        assert (servicer.running, servicer.waiting, len(driver.requests)) == (
+            SLOTS + PREFILLED,
+            2,
+            SLOTS + PREFILLED + 1,
+        )
         for request in driver.requests[1:]:
             driver.answer(request, [1], [])
         await settle()
-        for request in driver.requests[SLOTS + AHEAD + 1 :]:
+        for request in driver.requests[SLOTS + PREFILLED + 1 :]:
             driver.answer(request, [1], [])
         await asyncio.gather(*tasks)
         assert (servicer.running, servicer.waiting) == (0, 0)
-        assert servicer.counts == servicer_lib.Counts(answered=SLOTS + AHEAD + 3, refused=1, tokens=SLOTS + AHEAD + 3)
+        assert servicer.counts == servicer_lib.Counts(
+            answered=SLOTS + PREFILLED + 3, refused=1, tokens=SLOTS + PREFILLED + 3
+        )
 
     finish(run())
 
@@ -201,7 +205,7 @@ def test_more_than_may_wait_are_refused_and_a_turn_comes_to_those_that_do():
 def test_none_may_wait():
     async def run():
         servicer, _ = make(waiting=0)
-        tasks = await begin(servicer, SLOTS + AHEAD)
+        tasks = await begin(servicer, SLOTS + PREFILLED)
         with pytest.raises(Ended, match="0 requests are waiting"):
             await servicer.Decode(text_request(), Call())
         for task in tasks:
@@ -213,13 +217,13 @@ def test_none_may_wait():
 def test_a_client_that_hangs_up_while_it_waits_never_reaches_the_driver():
     async def run():
         servicer, driver = make()
-        tasks = await begin(servicer, SLOTS + AHEAD + 1)
+        tasks = await begin(servicer, SLOTS + PREFILLED + 1)
         tasks[-1].cancel()
         await settle()
         driver.answer(driver.requests[0], [])
         await settle()
-        assert (servicer.running, servicer.waiting, servicer.counts.hung_up) == (SLOTS + AHEAD - 1, 0, 1)
-        assert len(driver.requests) == SLOTS + AHEAD
+        assert (servicer.running, servicer.waiting, servicer.counts.hung_up) == (SLOTS + PREFILLED - 1, 0, 1)
+        assert len(driver.requests) == SLOTS + PREFILLED
         for task in tasks:
             task.cancel()
 
@@ -229,16 +233,16 @@ def test_a_client_that_hangs_up_while_it_waits_never_reaches_the_driver():
 def test_a_client_that_hangs_up_frees_its_slot_and_its_turn_ends_with_it():
     async def run():
         servicer, driver = make()
-        tasks = await begin(servicer, SLOTS + AHEAD)
+        tasks = await begin(servicer, SLOTS + PREFILLED)
         assert driver.requests[0].max_tokens == 16
         tasks[0].cancel()
         await settle()
         # 0 tokens: the Driver ends the request at its next turn. Until it has, nobody else gets the turn.
         assert driver.requests[0].max_tokens == 0 and driver.requests[1].max_tokens == 16
-        assert servicer.running == SLOTS + AHEAD
+        assert servicer.running == SLOTS + PREFILLED
         driver.answer(driver.requests[0])
         await settle()
-        assert servicer.running == SLOTS + AHEAD - 1
+        assert servicer.running == SLOTS + PREFILLED - 1
         for task in tasks:
             task.cancel()
 

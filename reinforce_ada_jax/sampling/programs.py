@@ -1,0 +1,125 @@
+"""The jitted programs of an engine: decode.py on a mesh, on every replica, with layouts and donation."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from reinforce_ada_jax.distributed.mesh import tensor_spec
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
+from reinforce_ada_jax.sampling import decode
+from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
+
+# Along these axes of the mesh decoding has copies of the weights; each copy has slots, pages and a queue of its own.
+REPLICA_AXES = ("data", "fsdp")
+
+
+def num_replicas(mesh: Mesh) -> int:
+    """Returns the number of copies of the decode weights on a mesh."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def weight_shardings(architecture: Architecture, mesh: Mesh) -> Params:
+    """Returns the shardings of decode weights: split over `tensor` only, or the token loop would gather them."""
+    shapes = weight_shapes(architecture)
+    return nest({name: NamedSharding(mesh, tensor_spec(axes)) for name, (_, axes) in shapes.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """Jitted functions over one state, which each of them donates; `params` are decode weights.
+
+    Attributes:
+      init_state: () -> an empty state.
+      open_prompts: (params, state, batch) -> state.
+      decode_window: (params, state, inputs) -> (state, outputs).
+      prefill: (params, tokens, length) -> prefix.
+      insert: (state, prefix, slot, address, sampling) -> state.
+      decode_token: (params, state) -> (state, int32[S, 3] of token, active, response tokens so far).
+      cast_weights: the learner's weights -> decode weights on the learner's mesh, adapters merged.
+    """
+
+    init_state: Any
+    open_prompts: Any
+    decode_window: Any
+    prefill: Any
+    insert: Any
+    decode_token: Any
+    cast_weights: Any
+
+
+def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, learner_mesh: Mesh) -> Programs:
+    """Returns the programs of an engine on `mesh`; `learner_mesh` may span further processes."""
+    dtype, replicas = jnp.dtype(options.dtype), num_replicas(mesh)
+    decoding = dict(dtype=dtype, backend=options.attention, mesh=mesh)
+    replica_axes = () if replicas == 1 else (REPLICA_AXES,)
+    by_replica = NamedSharding(mesh, PartitionSpec(*replica_axes))
+    by_kv_head = NamedSharding(mesh, PartitionSpec(*replica_axes, "tensor"))
+    new_state = functools.partial(empty_state, options, architecture)
+    layout = jax.tree.map(lambda _: by_replica, jax.eval_shape(new_state))
+    layout = layout.replace(key_pages=by_kv_head, value_pages=by_kv_head)
+    # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at every
+    # exit: a state that came back laid out otherwise would compile everything once more.
+    jit_program = functools.partial(jax.jit, donate_argnums=1)
+
+    def init_state():
+        state = new_state()
+        return state if replicas == 1 else jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state)
+
+    def prefill(params, tokens, length):
+        return decode.prefill(merge(architecture, params), tokens, length, dtype=dtype)
+
+    def open_prompts(params, state, batch):
+        return decode.open_prompts(state, prefill(params, batch.tokens, batch.length), batch.rows)
+
+    def decode_window(params, state, inputs):
+        return decode.decode_window(merge(architecture, params), state, inputs, window=options.window, **decoding)
+
+    def decode_token(params, state):
+        active = state.slots.active
+        state, ended = decode.decode_token(merge(architecture, params), state, **decoding)
+        result = jnp.stack([state.slots.token, active, state.slots.count], axis=1).astype(jnp.int32)
+        return decode.release_slots(state, ended), result
+
+    return Programs(
+        init_state=jax.jit(init_state, out_shardings=layout),
+        open_prompts=jit_program(_on_each_replica(open_prompts, mesh), out_shardings=layout),
+        decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, by_replica)),
+        prefill=jax.jit(prefill),
+        insert=jax.jit(decode.insert, donate_argnums=0, out_shardings=layout),
+        decode_token=jit_program(decode_token, out_shardings=(layout, by_replica)),
+        cast_weights=jax.jit(
+            functools.partial(lora.merged, dtype=dtype), out_shardings=weight_shardings(architecture, learner_mesh)
+        ),
+    )
+
+
+def _on_each_replica(program: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Runs `program(params, state, work)` on every replica's devices, each with its own state and work.
+
+    Nothing passes between replicas, so each goes at its own pace. One replica has no axis to map.
+    """
+    if num_replicas(mesh) == 1:
+        return program
+
+    # The name of the function is that of the compiled program.
+    @functools.wraps(program)
+    def on_one(params, *own):
+        outputs = program(params, *jax.tree.map(lambda x: x[0], own))
+        return jax.tree.map(lambda x: x[None], outputs)
+
+    shared, own = PartitionSpec(), PartitionSpec(REPLICA_AXES)
+    return jax.shard_map(
+        on_one,
+        mesh=mesh,
+        in_specs=(shared, own, own),
+        out_specs=own,
+        axis_names=set(REPLICA_AXES),
+        check_vma=False,  # the replicas' loops take different numbers of steps
+    )

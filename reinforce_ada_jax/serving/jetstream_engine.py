@@ -1,0 +1,98 @@
+"""An engine under JetStream's interface: the orchestrator owns the slots, and returns to the host after every token."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.prefill_batches import buckets
+from reinforce_ada_jax.sampling.state import DecodeState, Prefix, SamplingParams
+from reinforce_ada_jax.serving import jetstream
+from reinforce_ada_jax.serving.tokenizer import ServedTokenizer
+
+# Responses served draw from a stream of their own, numbered as they come.
+SERVED_STREAM = 2**32 - 1
+_api = jetstream.engine_api()
+
+
+class JetStreamEngine(_api.Engine):
+    """JetStream's methods, over one engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams | None = None):
+        """`sampling`: how all responses are drawn; at temperature 1 and up to the engine's length by default."""
+        self.engine, self.tokenizer = engine, tokenizer
+        self.sampling = sampling or SamplingParams(engine.options.max_response_tokens)
+        self._num_draws = 0
+
+    def init_decode_state(self) -> DecodeState:
+        """Returns an empty state."""
+        return self.engine.init_decode_state()
+
+    def load_params(self, params: Params) -> Params:
+        """Returns the weights as decoding wants them; `policy.huggingface.load` reads the folder."""
+        return self.engine.decode_weights(params)
+
+    def prefill(
+        self, *, params: Params, existing_prefix: None = None, padded_tokens: jax.Array | np.ndarray, true_length: int
+    ) -> Prefix:
+        """Returns the prefix of one prompt. JetStream deletes it after `insert`, so it shares no array."""
+        if existing_prefix is not None:
+            raise ValueError("continuing an existing prefix is not supported: send the whole prompt.")
+        tokens = np.asarray(padded_tokens, np.int32)
+        if tokens[0] == jetstream.NO_TOKEN:
+            tokens, true_length = np.append(tokens[1:], np.int32(0)), true_length - 1
+        return self.engine.prefill(params, tokens, true_length)
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """Starts a prefilled prompt in `slot`, and releases what the slot held before."""
+        address = np.array([SERVED_STREAM, 0, 0, self._num_draws], np.uint32)
+        self._num_draws += 1
+        return self.engine.insert(decode_state, prefix, slot, address, self.sampling)
+
+    def generate(self, params: Params, decode_state: DecodeState) -> tuple[DecodeState, Any]:
+        """Decodes one token in every active slot; returns them as JetStream's ResultTokens."""
+        state, result = self.engine.decode_token(params, decode_state)
+        tokens = _api.ResultTokens(
+            data=result, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+        )
+        return state, tokens
+
+    def get_prefix_destination_sharding(self) -> NamedSharding:
+        """Returns the sharding of prefixes: they stay on the engine's mesh."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def get_tokenizer(self) -> None:
+        """Returns no metadata: `build_tokenizer` has the tokenizer itself."""
+
+    def build_tokenizer(self, metadata: None) -> ServedTokenizer:
+        """Returns the policy's own tokenizer under JetStream's interface."""
+        del metadata
+        return ServedTokenizer(self.tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """Slots."""
+        return self.engine.options.slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        """Always one."""
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """The longest bucket: a power of two, as JetStream requires, with room for the token that it prepends."""
+        return buckets(self.engine.options.max_prompt_tokens + 1)[-1]
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the engine."""
+        return self.engine.mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        """Not used."""

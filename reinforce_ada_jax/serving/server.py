@@ -1,0 +1,133 @@
+"""A gRPC server from start to end: it listens, loads, compiles, serves until a signal comes, and finishes its work."""
+
+import asyncio
+import dataclasses
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.prefill_batches import buckets
+from reinforce_ada_jax.serving import jetstream
+from reinforce_ada_jax.serving import servicer as servicer_lib
+from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
+from reinforce_ada_jax.serving.settings import ServerSettings
+
+LOOPBACK = ("localhost", "127.", "::1")
+STATUS_EVERY_S = 10.0
+
+
+def warm_up(engine: JetStreamEngine, params: Params) -> None:
+    """Compiles what serving runs, one prefill for each bucket of lengths: no client waits for the compiler."""
+    state = engine.init_decode_state()
+    for bucket in buckets(engine.engine.options.max_prompt_tokens):
+        prefix = engine.prefill(params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1)
+        state = engine.insert(prefix, state, slot=0)
+    jax.block_until_ready(engine.generate(params, state))
+
+
+def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEngine, port: int) -> str:
+    """Returns the lines on model, memory, sampling and address that are printed at the start."""
+    engine, sampling = served.engine, settings.sampling
+    architecture, options = engine.architecture, engine.options
+    weight_bytes = architecture.num_parameters * jnp.dtype(settings.dtype).itemsize
+    axes = " x ".join(f"{axis} {size}" for axis, size in engine.mesh.shape.items())
+    stop = ", ".join(f"{id} {served.tokenizer.token(id)!r}" for id in options.stop_ids)
+    draws = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
+    longest, made_for = options.max_prompt_tokens + options.max_response_tokens, architecture.max_positions
+    public = not settings.host.startswith(LOOPBACK)
+    return "\n".join([
+        f"model       {folder}: {architecture.family}, {architecture.num_parameters:,} weights in {settings.dtype}; "
+        f"stops on {stop}",
+        f"mesh        {axes} of {jax.devices()[0].device_kind}",
+        f"memory      weights {weight_bytes / 2**20:,.1f} MiB, cache {engine.cache_bytes / 2**20:,.1f} MiB "
+        f"({options.pages} pages of {options.page_size} tokens, {options.slots} slots)",
+        f"lengths     prompts up to {options.max_prompt_tokens:,} tokens, responses up to "
+        f"{options.max_response_tokens:,}" + (f"; the model was made for {made_for:,}" * (longest > made_for)),
+        f"sampling    {'greedy' if sampling.temperature == 0 else draws}, seed {settings.seed}",
+        f"address     {settings.address}:{port}, gRPC without encryption or passwords: "
+        + ("anyone who reaches it may use it" if public else "for this machine"),
+    ])  # fmt: skip
+
+
+async def print_status(servicer: servicer_lib.Servicer) -> None:
+    """Prints a line every ten seconds in which something happened."""
+    before, tokens = None, 0
+    while True:
+        await asyncio.sleep(STATUS_EVERY_S)
+        counts = servicer.counts
+        now = dataclasses.astuple(counts)
+        if now != before and any(now):
+            rate = (counts.tokens - tokens) / STATUS_EVERY_S
+            print(
+                f"{counts.answered:,} answered, {servicer.running} running, {servicer.waiting} waiting, "
+                f"{counts.refused:,} refused, {counts.hung_up:,} hung up; {rate:,.1f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
+        before, tokens = now, counts.tokens
+
+
+def stop_on_signals() -> asyncio.Event:
+    """Returns an event that the first SIGINT or SIGTERM sets; the second ends the process."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def serve(
+    settings: ServerSettings, folder: pathlib.Path, engine: JetStreamEngine, load: Callable[[], Params]
+) -> None:
+    """Serves until a signal comes.
+
+    Args:
+      settings: checked.
+      folder: of the model, for the summary.
+      engine: of the model.
+      load: returns the weights of the model.
+    """
+    started = time.monotonic()
+    with cli.user_input():
+        calls = settings.slots + servicer_lib.PREFILLED + settings.waiting + servicer_lib.REFUSED_CALLS
+        server, port = servicer_lib.make_server(
+            f"{settings.address}:{settings.port}", settings.max_prompt_tokens, calls
+        )
+        print(summary(settings, folder, engine, port), flush=True)
+        params = engine.load_params(load())
+    warm_up(engine, params)
+    driver = jetstream.orchestrator().Driver(
+        # One engine for both: prefills wait for slots, so no more than a few prefixes are in memory.
+        [engine], [engine], [params], [params], interleaved_mode=True, jax_padding=False,
+    )  # fmt: skip
+    servicer = servicer_lib.Servicer(driver, engine.engine, engine.tokenizer, settings.waiting)
+    servicer_lib.pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
+    stop = stop_on_signals()
+    await server.start()
+    print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
+    status = asyncio.create_task(print_status(servicer))
+    await stop.wait()
+    status.cancel()
+    unanswered = servicer.running + servicer.waiting
+    ending = asyncio.create_task(server.stop(settings.grace_s))
+    await asyncio.sleep(0)  # it has begun: no new call is accepted once this is printed
+    if unanswered:
+        print(f"stopping    {settings.grace_s:g} s are left for requests not yet answered: {unanswered}", flush=True)
+    await ending
+    # In a thread, so that a second signal is noticed; and before this loop closes, into which the Driver calls.
+    await asyncio.to_thread(driver.stop)
+    print(f"stopped     {servicer.counts.answered:,} answered, {servicer.counts.tokens:,} tokens", flush=True)

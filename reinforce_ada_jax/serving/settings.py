@@ -1,0 +1,76 @@
+"""The options of a server, each declared once: flags, help and checks are made from the record."""
+
+import dataclasses
+import math
+import socket
+
+from reinforce_ada_jax.config import values
+from reinforce_ada_jax.config.settings import setting
+from reinforce_ada_jax.config.values import Allowed
+from reinforce_ada_jax.sampling.state import SamplingParams
+
+
+def _within(least: int, most: int) -> Allowed:
+    return Allowed(f"be {least} to {most:,}", lambda value: least <= value <= most)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Options of a server; each is a flag of the same name."""
+
+    model: str = dataclasses.field(metadata={"text": "Hugging Face folder, or package:cipher.", "allowed": None})
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
+    port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))
+    slots: int = setting(16, "Responses decoded at the same time.", values.AT_LEAST_1)
+    waiting: int = setting(256, "Requests that may wait for a slot; further ones are refused.", values.NOT_NEGATIVE)
+    # JetStream's longest bucket is 32,768.
+    max_prompt_tokens: int = setting(1024, "Longest prompt; a longer one is refused.", _within(1, 32_768))
+    max_response_tokens: int = setting(1024, "Largest max_tokens of a request.", values.AT_LEAST_1)
+    page_size: int = setting(64, "Tokens in a page of the key/value cache.", values.AT_LEAST_1)
+    temperature: float = setting(1.0, "Sampling temperature; 0 takes the most probable token.", values.TEMPERATURE)
+    top_k: int = setting(0, "Draw among the k most probable tokens; 0 for all.", values.NOT_NEGATIVE)
+    top_p: float = setting(1.0, "Draw among the fewest tokens with this probability in sum.", _within(0, 1))
+    greedy: bool = setting(False, "The same as --temperature=0.")
+    dtype: str = setting("bfloat16", "Precision of weights, cache and arithmetic.", values.one_of(values.DTYPES))
+    seed: int = setting(0, "Seed of all responses, which are numbered as they come.", _within(-(2**31), 2**31 - 1))
+    grace_s: float = setting(
+        10.0, "Seconds for running responses to end after the first signal.",
+        Allowed("be at least 0", lambda value: 0 <= value <= math.inf),
+    )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises ValueError with the rule, the value and the remedy."""
+        for field in dataclasses.fields(self):
+            if field.metadata["allowed"] is not None:
+                field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))
+        if self.greedy and self.temperature not in (0, 1):
+            raise ValueError(
+                f"--greedy takes the most probable token, and --temperature={self.temperature} draws: drop one of them."
+            )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of every response."""
+        temperature = 0.0 if self.greedy else self.temperature
+        return SamplingParams(self.max_response_tokens, temperature, self.top_k, self.top_p)
+
+    @property
+    def address(self) -> str:
+        """The host as gRPC writes it: an IPv6 address is in brackets."""
+        return f"[{self.host}]" if ":" in self.host else self.host
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError if nothing can listen there: gRPC reports it in ten lines, after the weights are read."""
+    try:
+        family, kind, _, _, address = next(
+            iter(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        )
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}, port {port} ({error.strerror}): choose another --host or --port."
+        ) from error
