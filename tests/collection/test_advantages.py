@@ -170,7 +170,7 @@ def test_anchored_by_hand():
         ({"objective": "power"}, 1.0),  # 1 / (2 sqrt(1/4))
         ({"objective": "power", "objective_alpha": 0.25}, 0.25 * 4**0.75),
         ({"objective": "power", "objective_alpha": 2.0}, 0.5),  # 2 p
-        ({"objective": "log", "objective_epsilon": 0.5}, 2.0),  # 1/4 counts as 1/2, and that is said
+        ({"objective": "log", "objective_epsilon": 0.5}, 2.0),  # 1/4 counts as 1/2, and weight_clipped is set
         ({"objective": "log", "objective_epsilon": 0.25}, 4.0),  # at the bound nothing is cut off
     ],
 )

@@ -70,8 +70,8 @@ balance = functools.partial(build, "balance")
 def one_by_one(max_rounds):
     """Rounds of one response, until one is right and one wrong."""
 
-    def met(record):
-        return 0 < record.correct < record.drawn
+    def met(progress):
+        return 0 < progress.correct < progress.drawn
 
     return strategies.Strategy(
         next_draws=strategies.until(met, 1, max_rounds),
@@ -97,7 +97,7 @@ def summary(pool, strategy):
     return *drawn, group.kept.tolist(), group.advantages.tolist()
 
 
-# Each strategy with what it may leave to others: a plan, replacements, chance, weights, and a limit that isn't reached.
+# Each strategy, and all features: a plan, replacements, a continue probability, weights, a limit that isn't reached.
 STRATEGIES = {
     "grpo": build("grpo"),
     "positive": build("positive", objective="power"),
@@ -109,8 +109,8 @@ STRATEGIES = {
 PASS_RATES = np.array([0.0, 0.05, 0.1, 0.5, 0.9, 1.0, 0.3, 0.0, 0.2, 1.0, 0.6, 0.4])
 
 
-class Unhurried(Future):
-    """Verdicts that are there sooner or later: `done` says so by chance."""
+class RandomlyDone(Future):
+    """Verdicts whose arrival is random: `done` is True half of the time."""
 
     def __init__(self, verdicts, order):
         super().__init__()
@@ -151,7 +151,7 @@ def test_completion_order_decides_nothing(name, barrier):
 
         slots, deterministic = int(order.integers(1, 60)), bool(seed % 2)
         assert run(sampler(slots, some), barrier=barrier) == expected
-        later = lambda pairs, order=order: Unhurried(grade(pairs), order)  # noqa: E731
+        later = lambda pairs, order=order: RandomlyDone(grade(pairs), order)  # noqa: E731
         assert run(sampler(slots, some), later, barrier=barrier, deterministic=deterministic) == expected
 
 
@@ -199,11 +199,11 @@ def test_rules_wait_for_the_whole_round():
 def test_rules_see_finished_rounds_only():
     seen = []
 
-    def next_draws(record):
-        seen.append((record.prompt.id, record.rounds, record.drawn, record.correct))
-        return 0 if record.rounds == 2 else 3
+    def next_draws(progress):
+        seen.append((progress.prompt.id, progress.rounds, progress.drawn, progress.correct))
+        return 0 if progress.rounds == 2 else 3
 
-    strategy = strategies.Strategy(next_draws, lambda record: False, strategies.keep_all, max_draws=6, max_kept=6)
+    strategy = strategies.Strategy(next_draws, lambda progress: False, strategies.keep_all, max_draws=6, max_kept=6)
     collect(make_prompts(1), sampler(1, first), verifier([[1, 0, 1, 0, 0, 1]]), strategy)
     assert seen == [("p0", 0, 0, 0), ("p0", 1, 3, 2), ("p0", 2, 6, 3)]
 
@@ -215,11 +215,11 @@ def test_the_last_to_come_back_keeps_its_place():
     assert pool.correct.tolist() == [True, False, True] + [False] * 5
 
 
-def test_prompts_not_begun_go_ahead_of_next_rounds():
+def test_prompts_that_have_not_started_go_before_next_rounds():
     log = []
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=3)
     collect(make_prompts(3), sampler(2, everything, log), verifier(np.zeros((3, 6))), strategy)
-    # The longest chain of rounds still to come is that of a prompt not begun. Finishing p0 first would leave p2 to go
+    # A prompt that has not started has the longest chain of rounds left. Finishing p0 first would leave p2 to go
     # through its three rounds alone.
     rounds = [taken[0] for taken in log if taken]
     assert rounds == [(f"p{row}", draw) for draw in (0, 2, 4) for row in range(3)]
@@ -262,13 +262,13 @@ def barrier_and_not(rewards, slots, strategy):
 def test_a_barrier_keeps_all_prompts_in_step_and_changes_no_pool():
     rewards = (np.random.default_rng(0).random((6, 8)) < np.linspace(0, 1, 6)[:, None]).astype(float)
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=4)
-    # Each prompt's draws come back ahead of the next prompt's: without a barrier its later rounds begin meanwhile.
+    # Each prompt's draws come back before the next prompt's: without a barrier its later rounds start meanwhile.
     pools, rounds = barrier_and_not(rewards, 16, strategy)
     assert [summary(pool, strategy) for pool in pools[0]] == [summary(pool, strategy) for pool in pools[1]]
     assert sorted(rounds[0]) == sorted(rounds[1]) == rounds[1] != rounds[0]
 
 
-def test_behind_the_barrier_nothing_begins_before_everything_is_back():
+def test_behind_the_barrier_nothing_starts_before_everything_is_back():
     in_flight_at_take = []
     strategy = balance(group_size=2, samples_per_round=2, max_rounds=2)
 
@@ -291,7 +291,7 @@ def test_behind_the_barrier_nothing_begins_before_everything_is_back():
 
 
 class Later:
-    """A verifier whose verdicts are there when the test says so."""
+    """A verifier whose verdicts arrive when the test decides."""
 
     def __init__(self, rewards):
         self.verify, self.calls = verifier(rewards), []
@@ -328,7 +328,7 @@ def drive(verify, *, deterministic):
     def sample(queue):
         (one,), (other,) = queue.take(1), queue.take(1)
         yield [respond(one)]
-        log.append(len(queue.take(1)))  # p0's verdict is there, p1 is out
+        log.append(len(queue.take(1)))  # p0's verdict has arrived, p1 is in flight
         yield []
         log.append(len(queue.take(1)))
         yield [respond(other)]
@@ -339,7 +339,7 @@ def drive(verify, *, deterministic):
     return strategy, sample, log
 
 
-def test_verdicts_are_heard_when_they_are_there():
+def test_verdicts_are_read_when_they_arrive():
     verify = Later(np.zeros((2, 2)))
     strategy, sample, log = drive(verify, deterministic=False)
     at_once = lambda pairs: (verify(pairs), verify.answer(-1))[0]  # noqa: E731
@@ -348,13 +348,13 @@ def test_verdicts_are_heard_when_they_are_there():
     assert log[:2] == [1, 0]
 
 
-def test_verdicts_are_heard_at_the_next_yield_where_the_order_is_fixed():
+def test_deterministic_verdicts_are_read_at_the_next_yield():
     verify = Later(np.zeros((2, 2)))
     strategy, sample, log = drive(verify, deterministic=True)
     at_once = lambda pairs: (verify(pairs), verify.answer(-1))[0]  # noqa: E731
     with pytest.raises(RuntimeError, match="1 requests taken and not returned"):
         collect(make_prompts(2), sample, at_once, strategy)
-    # Not at the take after the yield that completed the round, though the verdict was there; one yield later.
+    # Not at the take after the yield that completed the round, though the verdict had arrived; one yield later.
     assert log[:2] == [0, 1]
 
 
@@ -385,7 +385,7 @@ def filling(slots, log):
     return sample
 
 
-def test_idle_slots_begin_the_next_collection_which_goes_on_from_there():
+def test_idle_slots_start_the_next_collection_which_resumes_from_there():
     rewards = (np.random.default_rng(1).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
     strategy, prompts, log = balance(), make_prompts(8), []
     expected = collect(prompts, sampler(9, first), verifier(rewards), strategy)
@@ -401,7 +401,7 @@ def test_idle_slots_begin_the_next_collection_which_goes_on_from_there():
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
 
 
-def test_nothing_is_begun_ahead_once_the_last_prompt_is_closed():
+def test_nothing_is_prefetched_once_the_last_prompt_is_closed():
     taken = []
 
     def sample(queue):
@@ -469,7 +469,7 @@ def test_closed_prompts_are_reported_once_and_progress_after_every_yield():
     assert [pool.rounds for pool in pools] == [2, 1]
 
 
-def test_an_unmet_rule_is_said():
+def test_pools_tell_whether_the_rule_was_met():
     pools = collect(make_prompts(2), sampler(8, everything), verifier([[0] * 32, [0, 0, 1, 1] * 8]), balance())
     assert [(pool.met, pool.rounds) for pool in pools] == [(False, 4), (True, 1)]
 
@@ -537,12 +537,12 @@ def test_repeated_prompt_ids_are_refused():
 
 @pytest.mark.parametrize("size", [0, -1, 5])
 def test_a_strategy_that_breaks_its_bounds_is_refused(size):
-    strategy = strategies.Strategy(lambda record: size, lambda record: True, strategies.keep_all, 4, max_kept=4)
+    strategy = strategies.Strategy(lambda progress: size, lambda progress: True, strategies.keep_all, 4, max_kept=4)
     with pytest.raises(ValueError, match=f"asks for {size} more responses .* max_draws = 4"):
         collect(make_prompts(1), sampler(1, first), verifier([]), strategy)
 
 
 def test_a_rule_that_never_stops_is_stopped():
-    strategy = strategies.Strategy(lambda record: 2, lambda record: False, strategies.keep_all, 4, max_kept=4)
+    strategy = strategies.Strategy(lambda progress: 2, lambda progress: False, strategies.keep_all, 4, max_kept=4)
     with pytest.raises(ValueError, match="2 more responses of prompt 'p0' after 2 rounds and 4 responses"):
         collect(make_prompts(1), sampler(2, everything), verifier(np.zeros((1, 9))), strategy)

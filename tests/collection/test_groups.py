@@ -62,7 +62,7 @@ def test_as_even_as_the_pool_allows(correct, data):
 
 
 def test_deal_by_hand():
-    # Largest first, to and fro over three minibatches: 9 8 7 | 6 5 4 | 3; the empty one at place 2 is left out.
+    # Largest first, back and forth over three minibatches: 9 8 7 | 6 5 4 | 3; the empty one at index 2 is left out.
     sizes = [4, 9, 0, 7, 3, 8, 5, 6]
     assert deal(sizes, 3) == [[0, 1, 4], [5, 6], [3, 7]]
 
@@ -76,8 +76,8 @@ def test_deal_of_equal_groups_is_even():
 @given(st.lists(st.integers(0, 32), max_size=40), st.integers(1, 5))
 def test_deal_is_fair_and_complete(sizes, num_minibatches):
     minibatches = deal(sizes, num_minibatches)
-    assert sorted(place for places in minibatches for place in places) == [i for i, size in enumerate(sizes) if size]
-    rows = [sum(sizes[place] for place in places) for places in minibatches]
+    assert sorted(index for indices in minibatches for index in indices) == [i for i, size in enumerate(sizes) if size]
+    rows = [sum(sizes[index] for index in indices) for indices in minibatches]
     assert max(rows) - min(rows) <= max(sizes, default=0)
-    counts = [len(places) for places in minibatches]
+    counts = [len(indices) for indices in minibatches]
     assert max(counts) - min(counts) <= 1

@@ -30,7 +30,7 @@ def test_by_hand():
         make_group("c", [1.0], [1.0], rounds=1, met=True, lengths=[4], reasons=["too_long"]),
     ]  # fmt: skip
     assert collection_metrics(groups, group_size=2) == {
-        # First two draws: means 0, 0 and 1 (c has one). The pool means 0, 1/2, 1 would say 1/2.
+        # First two draws: means 0, 0 and 1 (c has one). The pool means 0, 1/2, 1 would give 1/2.
         "reward/first_round": pytest.approx(1 / 3),
         "reward/first_round_correct": pytest.approx(1 / 3),
         # 3 hits in 11 responses.
@@ -72,7 +72,7 @@ def test_replacements_are_counted_and_kept_out_of_the_first_round():
     groups = [
         make_group("dropped", [0.0, 0.0], [], rounds=1, met=False, lengths=[1, 1]),
         make_group("kept", [1.0, 0.0], [0.5, -0.5], rounds=1, met=True, lengths=[1, 1]),
-        make_group("in place of the first", [1.0, 0.8], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]),
+        make_group("replacement", [1.0, 0.8], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]),
     ]
     metrics = collection_metrics(groups, group_size=2, num_prompts=2)
     # A replacement is there because another failed: with it the pass rate of the data would be 1/2, not 1/4.

@@ -26,14 +26,14 @@ def config(strategy: str, group_size: int = 5, samples_per_round: int = 8, max_r
     )
 
 
-def record(rounds: int, drawn: int, correct: int) -> PromptProgress:
+def progress(rounds: int, drawn: int, correct: int) -> PromptProgress:
     return PromptProgress(PROMPT, rounds=rounds, drawn=drawn, correct=correct)
 
 
 def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, **options):
     """Pools by `section` of prompts whose i-th response is correct where `bits[name][i]` is 1, or always at "1*".
 
-    The last `replacements` prompts take the place of dropped ones; `estimates` are pass rates by name.
+    The last `replacements` prompts replace dropped ones; `estimates` are pass rates by name.
     """
 
     def sample(queue):
@@ -45,7 +45,7 @@ def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, *
 
     def verify(pairs):
         scripts = [(bits[prompt.id], response.draw) for prompt, response in pairs]
-        right = [script[0 if script.endswith("*") else place] == "1" for script, place in scripts]
+        right = [script[0 if script.endswith("*") else draw] == "1" for script, draw in scripts]
         return [Verdict(correct, float(correct)) for correct in right]
 
     prompts = [Prompt(name, "", "", np.zeros(1, np.int32)) for name in bits]
@@ -84,7 +84,7 @@ SIX, RETRY = config("estimate", **QUARTERS, budget=6.0), config("ngu", **QUARTER
         (config("dapo", 4), "01000000", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
         (config("dapo", 4), "00000000", 4, False, [], []),
         (config("dapo", 4), "11110000", 4, False, [], []),
-        # Rounds of n while all is wrong (always, at chance 1); mean 1/8, and 7 wrong ones share -7/8.
+        # Rounds of n while all is wrong (always, at probability 1); mean 1/8, and 7 wrong ones share -7/8.
         (RETRY, "00000100", 8, True, list(range(8)), [-0.125] * 5 + [0.875] + [-0.125] * 2),
         # Mixed or all correct: no further round. All correct: dropped.
         (RETRY, "11010000", 4, True, [0, 1, 2, 3], [0.25, 0.25, -0.75, 0.25]),
@@ -106,7 +106,7 @@ def test_every_configured_name_builds_from_the_defaults():
     for name in collection_rules.STRATEGIES:
         section = config_module.defaults().collection
         section.strategy = name
-        asked = dataclasses.replace(record(0, 0, 0), planned=8)
+        asked = dataclasses.replace(progress(0, 0, 0), planned=8)
         assert strategies.build(section).next_draws(asked) > 0
 
 
@@ -123,16 +123,16 @@ def test_what_a_section_lacks_has_its_default():
 
 def test_grpo_draws_one_round_of_the_group():
     strategy = strategies.build(config("grpo"))
-    assert strategy.next_draws(record(0, 0, 0)) == 5  # not samples_per_round
-    assert strategy.next_draws(record(1, 5, 0)) == 0
-    assert strategy.met(record(1, 5, 0))
+    assert strategy.next_draws(progress(0, 0, 0)) == 5  # not samples_per_round
+    assert strategy.next_draws(progress(1, 5, 0)) == 0
+    assert strategy.met(progress(1, 5, 0))
     assert (strategy.max_draws, strategy.max_kept, strategy.baseline) == (5, 5, "group")
     assert strategy.keep(np.array([False, True, True])).tolist() == [0, 1, 2]
 
 
 def test_fixed_draws_one_round_and_keeps_it():
     strategy = strategies.fixed(3)
-    assert [strategy.next_draws(record(0, 0, 0)), strategy.next_draws(record(1, 3, 1))] == [3, 0]
+    assert [strategy.next_draws(progress(0, 0, 0)), strategy.next_draws(progress(1, 3, 1))] == [3, 0]
     assert strategy.keep(np.zeros(3, bool)).tolist() == [0, 1, 2]
 
 
@@ -151,7 +151,7 @@ def test_fixed_draws_one_round_and_keeps_it():
 )
 def test_rules(name, drawn, correct, met):
     strategy = strategies.build(config(name))
-    after_one = record(1, drawn, correct)
+    after_one = progress(1, drawn, correct)
     assert strategy.met(after_one) == met
     assert strategy.next_draws(after_one) == (0 if met else 8)
 
@@ -159,15 +159,17 @@ def test_rules(name, drawn, correct, met):
 @pytest.mark.parametrize("name", ["positive", "balance"])
 def test_the_round_limit_ends_an_unmet_rule(name):
     strategy = strategies.build(config(name))
-    draws = [strategy.next_draws(record(rounds, 8 * rounds, 0)) for rounds in range(5)]
+    draws = [strategy.next_draws(progress(rounds, 8 * rounds, 0)) for rounds in range(5)]
     assert draws == [8, 8, 8, 8, 0]
     assert (strategy.max_draws, strategy.max_kept, strategy.baseline) == (32, 5, "pool")
-    assert not strategy.met(record(4, 32, 0))
+    assert not strategy.met(progress(4, 32, 0))
 
 
 def test_a_rule_true_of_nothing_still_draws_a_round():
-    next_draws = strategies.until(lambda record: record.correct == record.drawn, samples_per_round=2, max_rounds=3)
-    assert [next_draws(record(0, 0, 0)), next_draws(record(1, 2, 2)), next_draws(record(1, 2, 1))] == [2, 0, 2]
+    next_draws = strategies.until(
+        lambda progress: progress.correct == progress.drawn, samples_per_round=2, max_rounds=3
+    )
+    assert [next_draws(progress(0, 0, 0)), next_draws(progress(1, 2, 2)), next_draws(progress(1, 2, 1))] == [2, 0, 2]
 
 
 def test_goals_other_than_the_groups_halves():
@@ -183,7 +185,7 @@ def test_goals_other_than_the_groups_halves():
     np.testing.assert_array_equal(group.advantages, [0.75, 0.75, -0.25, -0.25])
     # One goal set, the other the strategy's own; and `positive` with more than one hit.
     assert collection_rules.goals(strategies.with_defaults(config("balance", 5, k_pos=1))) == (1, 3)
-    assert not strategies.build(config("positive", k_pos=2)).met(record(1, 8, 1))
+    assert not strategies.build(config("positive", k_pos=2)).met(progress(1, 8, 1))
 
 
 # ---- keep ------------------------------------------------------------------------------------------------------------
@@ -302,7 +304,7 @@ def test_retries_end_at_max_draws():
 
 
 def test_the_first_round_and_the_last_word_are_not_left_to_chance():
-    # At chance 0 there is one round; a prompt that is mixed stops at any chance.
+    # At probability 0 there is one round; a mixed prompt stops at any probability.
     assert [len(pool.responses) for pool in draw(config("ngu", 4, retry_probability=0.0), {"p": "0*", "q": "1*"})] == [
         4,
         4,
@@ -323,15 +325,15 @@ def test_retries_are_as_frequent_as_asked_for():
     assert (rounds == np.array([len(pool.responses) for pool in pools]) // 2).all()
     # The address decides, and each part of it does.
     for name, drawn in zip(bits, rounds[:50], strict=False):
-        coins = [uniform_at_address(1, 5, name, number) < 0.75 for number in range(1, drawn + 1)]
-        assert coins == [True] * (drawn - 1) + [False]
+        continued = [uniform_at_address(1, 5, name, number) < 0.75 for number in range(1, drawn + 1)]
+        assert continued == [True] * (drawn - 1) + [False]
     again = [
         [pool.rounds for pool in draw(section, bits, seed=seed, iteration=iteration)]
         for seed, iteration in ((1, 5), (2, 5), (1, 6))
     ]
     assert again[0] == rounds.tolist()
     for other in again[1:]:
-        # Independent geometric rounds agree with chance sum q^2 = (1/16) / (1 - 9/16) = 1/7.
+        # Independent geometric rounds agree with probability sum q^2 = (1/16) / (1 - 9/16) = 1/7.
         assert abs(np.mean(np.array(other) == rounds) - 1 / 7) < 4 * np.sqrt(6 / 49 / 1000)
 
 
@@ -412,7 +414,7 @@ def import_state(monkeypatch):
 
 @pytest.mark.parametrize("stem", ["mine", "wave", "my.own"])
 def test_a_users_file_is_a_module_with_a_name_of_its_own(tmp_path, import_state, stem):
-    # `wave` is a module of the standard library that nothing here has imported: the file must not stand in its place.
+    # `wave` is a module of the standard library that nothing here has imported: the file must not replace it.
     (tmp_path / "beside.py").write_text("FOUR = 4\n")
     file = tmp_path / f"{stem}.py"
     file.write_text(WITH_A_DATACLASS)

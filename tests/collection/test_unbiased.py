@@ -137,7 +137,7 @@ TABLE_DRAWS = (4, 8, 16, 32)
 def signal(outcomes: np.ndarray, advantages: np.ndarray, rate: float) -> float:
     """E[1/N sum_i A_i score_i | outcomes] in units of grad p.
 
-    E[score | correct] = grad p / p and E[score | wrong] = -grad p / (1 - p): only how many are correct matters.
+    E[score | correct] = grad p / p and E[score | wrong] = -grad p / (1 - p): only the number of correct ones matters.
     """
     return float(advantages @ np.where(outcomes, 1 / rate, -1 / (1 - rate))) / len(outcomes)
 
