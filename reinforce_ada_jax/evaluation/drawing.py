@@ -21,32 +21,7 @@ from reinforce_ada_jax.types import Prompt, Response, Verdict
 # Prompts are drawn in chunks of this many responses per slot. The token arrays of a chunk are held until its end, and
 # slots are idle only at the end of a chunk: about 1/64 of the work.
 RESPONSES_PER_SLOT = 64
-
-
-class _Recorder:
-    """Verification function that keeps verdicts as soon as they are there, in the order of the calls."""
-
-    def __init__(self, verify_fn: VerifyFn, keep: Callable[[list[tuple[Prompt, Response]], list[Verdict]], None]):
-        self._verify_fn, self._keep = verify_fn, keep
-        self._pending: collections.deque[
-            tuple[list[tuple[Prompt, Response]], list[Verdict] | Future[list[Verdict]]]
-        ] = collections.deque()
-
-    def verify(self, pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
-        verdicts = self._verify_fn(pairs)
-        self._pending.append((pairs, verdicts))
-        return verdicts
-
-    def settle(self) -> None:
-        """Keeps the verdicts that are there; later ones wait for earlier ones."""
-        while self._pending:
-            pairs, verdicts = self._pending[0]
-            if isinstance(verdicts, Future):
-                if not verdicts.done():
-                    return
-                verdicts = verdicts.result()
-            self._pending.popleft()
-            self._keep(pairs, verdicts)
+Pairs = list[tuple[Prompt, Response]]
 
 
 def draw(
@@ -75,28 +50,40 @@ def draw(
       on_progress: called with (prompts done, responses drawn) so far.
     """
     drawn: GradedResponses = {}
+    pending: collections.deque[tuple[Pairs, list[Verdict] | Future[list[Verdict]]]] = collections.deque()
 
-    def keep(pairs: list[tuple[Prompt, Response]], verdicts: list[Verdict]) -> None:
-        if store is not None:
-            store.add(
-                (prompt.id, response.draw, decode(response.tokens), GradedResponse.of(response, verdict))
-                for (prompt, response), verdict in zip(pairs, verdicts, strict=True)
-            )
+    def verify(pairs: Pairs) -> list[Verdict] | Future[list[Verdict]]:
+        pending.append((pairs, verify_fn(pairs)))
+        return pending[-1][1]
 
-    recorder = _Recorder(verify_fn, keep)
+    def keep_graded() -> None:
+        """Stores the responses with verdicts; later ones wait for earlier ones."""
+        while pending:
+            pairs, verdicts = pending[0]
+            if isinstance(verdicts, Future):
+                if not verdicts.done():
+                    return
+                verdicts = verdicts.result()
+            pending.popleft()
+            if store is not None:
+                store.add(
+                    (prompt.id, response.draw, decode(response.tokens), GradedResponse.of(response, verdict))
+                    for (prompt, response), verdict in zip(pairs, verdicts, strict=True)
+                )
+
     size = max(1, RESPONSES_PER_SLOT * slots // samples)
     for first in range(0, len(prompts), size):
 
         def report(closed: int, finished: int, first: int = first) -> None:
-            recorder.settle()
+            keep_graded()
             on_progress(first + closed, first * samples + finished)
 
         collect_fn = functools.partial(
-            collect, sample_fn=sample_fn, verify_fn=recorder.verify, deterministic=deterministic, on_progress=report
+            collect, sample_fn=sample_fn, verify_fn=verify, deterministic=deterministic, on_progress=report
         )
         for pool in draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_fn):
             drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
-        recorder.settle()
+        keep_graded()
     return drawn
 
 

@@ -83,13 +83,7 @@ class Evaluator:
         evaluate = Evaluator(components, config, workdir, benchmarks, rollouts, verifiers)
         metrics = evaluate(params, iteration, report)
 
-    Attributes:
-      components: tokenizer and grading.
-      config: of the run.
-      workdir: of the run.
-      benchmarks: from `load_benchmarks`, at start-up.
-      rollouts: engine and decode state of the run.
-      verifiers: entered before the first call.
+    `benchmarks` come from `load_benchmarks` at start-up; `verifiers` are entered before the first call.
     """
 
     components: Components

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.problems import Problem, problems_hash
+from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.evaluation import drawing
@@ -26,8 +26,9 @@ from reinforce_ada_jax.evaluation.response_store import (
     ResponseStore,
     drawn_with,
     graded_by,
+    hash_of_problems,
     writing,
-)
+)  # fmt: skip
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.rewards.shaping import Shaping
@@ -146,10 +147,7 @@ def _with_valid_reference(
 ) -> list[Prompt]:
     """Returns the prompts whose references pass. Verdicts are stored: a time limit may not be hit a second time."""
     with cli.user_input():
-        header = {
-            "drawn": {"problems": problems_hash((prompt.id, prompt.problem) for prompt in prompts)},
-            "graded": graded_by(config, "", (prompt.answer for prompt in prompts)),
-        }
+        header = {"drawn": {"problems": hash_of_problems(prompts)}, "graded": graded_by(config, "", prompts)}
         store = ResponseStore(files.draws / "references.jsonl", header)
     if missing := store.missing(prompts, 1):
         shaping, done = Shaping(config.reward.positive_threshold), len(prompts) - len(missing)
@@ -161,7 +159,7 @@ def _with_valid_reference(
                     for prompt, (text, verdict) in zip(chunk, verify_references(chunk, verifiers, shaping), strict=True)
                 )
                 progress.reach(progress.done + len(chunk))
-    correct = num_correct(store.complete((prompt.id for prompt in prompts), 1))
+    correct = num_correct(store.complete(prompts, 1))
     passed = [prompt for prompt in prompts if correct[prompt.id]]
     if not passed:
         cli.fail(
@@ -218,14 +216,7 @@ def _write(
 ) -> None:
     """Chooses the problems in the band, and writes the prompts and the manifest.
 
-    Args:
-      config: with the source of the problems as data.prompts.
-      files: to write.
-      problems: as read.
-      correct: number of correct responses of each problem that has draws, by id.
-      counts: problems read, and left out before drawing, by reason.
-      band: pass rates to choose.
-      store: of the responses.
+    `correct` has the problems that were drawn for, by id; `counts` those read and left out before, by reason.
     """
     drawn = store.header["drawn"]
     samples, source = drawn["samples"], config.data.prompts
@@ -283,11 +274,10 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
         passed = _with_valid_reference(config, prompts, files, verifiers)
         counts["reference_fails"] = len(prompts) - len(passed)
         with cli.user_input():
-            texts, stop_ids = ((prompt.id, prompt.problem) for prompt in passed), list(components.tokenizer.stop_ids)
-            fingerprint = adapter_files.fingerprint(components.folder)
-            drawn = drawn_with(config, fingerprint, config.sampling, samples, texts, stop_ids=stop_ids)
-            graded = graded_by(config, "", (prompt.answer for prompt in passed))
-            store = ResponseStore(files.draws / "responses.jsonl", {"drawn": drawn, "graded": graded})
+            fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
+            drawn = drawn_with(config, fingerprint, config.sampling, samples, passed, stop_ids=stop_ids)
+            header = {"drawn": drawn, "graded": graded_by(config, "", passed)}
+            store = ResponseStore(files.draws / "responses.jsonl", header)
             missing = store.missing(passed, samples)
             params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
         sets, policy = {source: (len(passed), len(missing))}, str(components.folder)
@@ -297,12 +287,11 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
             with writing([store], len(passed), done, "prompts") as progress:
                 rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
                 draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, decode)
-                draw(
-                    missing,
-                    verify_fn=components.verify_fn(verifiers, Shaping(config.reward.positive_threshold)),
-                    samples=samples,
-                    store=store,
-                    on_progress=lambda closed, drawn: progress.reach(done + closed, f"{drawn:,} responses"),
-                )
-    correct = num_correct(store.complete((prompt.id for prompt in passed), samples))
+                verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
+
+                def report(closed: int, drawn: int) -> None:
+                    progress.reach(done + closed, f"{drawn:,} responses")
+
+                draw(missing, verify_fn=verify, samples=samples, store=store, on_progress=report)
+    correct = num_correct(store.complete(passed, samples))
     _write(config, files, problems, correct, counts, band, store)

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from reinforce_ada_jax import cli
@@ -59,18 +59,12 @@ def drawn_with(
     fingerprint: str,
     settings: SamplingConfig | EvaluationConfig,
     samples: int,
-    problems: Iterable[tuple[str, str]],
+    prompts: Iterable[Prompt],
     **details: Any,
 ) -> dict[str, Any]:
     """Returns the part of a header that decides the responses.
 
-    Args:
-      config: gives seed, precision and template.
-      fingerprint: of the weights.
-      settings: the section with temperature, top_k, top_p and the length limit.
-      samples: responses per prompt.
-      problems: (id, text) of each.
-      **details: further entries.
+    `fingerprint` is of the weights, `settings` the section with temperature, top_k, top_p and the length limit.
     """
     keys = ("temperature", "top_k", "top_p", "max_response_tokens")
     return {
@@ -81,11 +75,11 @@ def drawn_with(
         **{key: getattr(settings, key) for key in keys},
         **details,
         **{key: getattr(config.data, key) for key in ("template", "system", "instruction", "date")},
-        "problems": problems_hash(problems),
+        "problems": hash_of_problems(prompts),
     }
 
 
-def graded_by(config: Config, grader: str, answers: Iterable[str]) -> dict[str, Any]:
+def graded_by(config: Config, grader: str, prompts: Iterable[Prompt]) -> dict[str, Any]:
     """Returns the part of a header that decides the verdicts; `grader` is a benchmark's own kind of reward, or ""."""
     reward = config.reward
     of_user = bool(reward.path) and not grader
@@ -94,8 +88,13 @@ def graded_by(config: Config, grader: str, answers: Iterable[str]) -> dict[str, 
         # A function that was edited is another one.
         "file": json_hash(pathlib.Path(reward.path.rpartition(":")[0]).read_text("utf-8")) if of_user else "",
         "positive_threshold": reward.positive_threshold,
-        "answers": json_hash(list(answers)),
+        "answers": json_hash([prompt.answer for prompt in prompts]),
     }
+
+
+def hash_of_problems(prompts: Iterable[Prompt]) -> str:
+    """Returns the hash of ids and texts that identifies the problems in a header."""
+    return problems_hash((prompt.id, prompt.problem) for prompt in prompts)
 
 
 def read_header(file: pathlib.Path) -> Header:
@@ -203,15 +202,14 @@ class ResponseStore:
     def _write_header(self) -> None:
         write_atomically(self._header_file, json.dumps(self.header, indent=2) + "\n")
 
-    def complete(self, prompt_ids: Iterable[str], samples: int) -> GradedResponses:
+    def complete(self, prompts: Iterable[Prompt], samples: int) -> GradedResponses:
         """Returns the responses of those prompts that have all `samples` of them."""
-        found = ((name, self._by_draw.get(name, {})) for name in prompt_ids)
+        found = ((prompt.id, self._by_draw.get(prompt.id, {})) for prompt in prompts)
         return {name: [draws[draw] for draw in range(samples)] for name, draws in found if len(draws) == samples}
 
-    def missing(self, prompts: Sequence[Prompt], samples: int) -> list[Prompt]:
+    def missing(self, prompts: Iterable[Prompt], samples: int) -> list[Prompt]:
         """Returns the prompts that lack some of their `samples` responses."""
-        complete = self.complete((prompt.id for prompt in prompts), samples)
-        return [prompt for prompt in prompts if prompt.id not in complete]
+        return [prompt for prompt in prompts if not self.complete([prompt], samples)]
 
     def add(self, entries: Iterable[tuple[str, int, str, GradedResponse]]) -> None:
         """Writes (prompt id, draw, text, response); stored draws stay as they are."""
@@ -228,9 +226,7 @@ class ResponseStore:
     ) -> Iterator[int]:
         """Writes the file again with new verdicts; yields the number of responses graded so far.
 
-        Args:
-          answers: by prompt id.
-          grade: (text, answer) pairs and token counts -> verdicts.
+        `answers` are by prompt id; `grade` takes (text, answer) pairs and token counts.
         """
         partial = self.file.with_name(f"{self.file.name}.partial")
         done = 0

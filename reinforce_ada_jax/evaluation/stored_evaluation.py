@@ -5,19 +5,23 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.problems import problems_hash
+from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import drawing, evaluator
+from reinforce_ada_jax.evaluation.evaluator import Benchmarks
 from reinforce_ada_jax.evaluation.response_store import (
     GradedResponses,
     ResponseStore,
     drawn_with,
     graded_by,
+    hash_of_problems,
     read_header,
     writing,
-)
+)  # fmt: skip
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
@@ -26,7 +30,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import checkpoint, summary, trained
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.types import Verdict
+from reinforce_ada_jax.types import Prompt, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,46 +94,39 @@ class StoredEvaluation:
     responses: Mapping[str, GradedResponses]
 
 
-def _drawn_with(stores: Mapping[str, ResponseStore]) -> Mapping[str, Any]:
-    return next(iter(stores.values())).header["drawn"]
+def _result(output: pathlib.Path, benchmarks: Benchmarks, stores: Mapping[str, ResponseStore]) -> StoredEvaluation:
+    drawn = next(iter(stores.values())).header["drawn"]
+    labels = {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()}
+    responses = {name: stores[name].complete(prompts, drawn["samples"]) for name, prompts in benchmarks.items()}
+    return StoredEvaluation(drawn, output, labels, responses)
 
 
 def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
-    """Draws and grades the responses that the stores lack.
-
-    Args:
-      config: of the command.
-      source: the policy.
-      output: the folder of the stores; None for the default.
-    """
+    """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder."""
     settings = config.evaluation
     with cli.user_input():
         iteration = source.newest_iteration(config)
         components = components_lib.build(config, source.folder)
         benchmarks = evaluator.load_benchmarks(components, config)
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
-        fingerprint, stop_ids = source.fingerprint(iteration), list(components.tokenizer.stop_ids)
+        fingerprint = source.fingerprint(iteration)
+        details = {"stop_ids": list(components.tokenizer.stop_ids), "iteration": iteration}
         stores: dict[str, ResponseStore] = {}
-        missing: evaluator.Benchmarks = {}
         for name, prompts in benchmarks.items():
-            problems = ((prompt.id, prompt.problem) for prompt in prompts)
-            drawn = drawn_with(
-                config, fingerprint, settings, settings.samples, problems, stop_ids=stop_ids, iteration=iteration
-            )
-            graded = graded_by(config, graders.get(name, ""), (prompt.answer for prompt in prompts))
-            stores[name] = ResponseStore(output / f"{name}.jsonl", {"drawn": drawn, "graded": graded})
-            missing[name] = stores[name].missing(prompts, settings.samples)
+            drawn = drawn_with(config, fingerprint, settings, settings.samples, prompts, **details)
+            header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
+            stores[name] = ResponseStore(output / f"{name}.jsonl", header)
+        missing = {name: stores[name].missing(prompts, settings.samples) for name, prompts in benchmarks.items()}
         verifier_pool = components_lib.verifier_pool(config)
         params = source.load(config, components, iteration) if any(missing.values()) else None
     policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
     print(summary.drawing(config, components, policy, counts, settings.samples, settings, output), flush=True)
     if params is not None:
-        total, lacking = (sum(map(len, sets.values())) for sets in (benchmarks, missing))
+        total, lacking = map(sum, zip(*counts.values(), strict=True))
         with writing(stores.values(), total, total - lacking, "problems") as progress, verifier_pool as verifiers:
-            address = stream(iteration, evaluation=True)
-            rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
-            draw = drawing.from_policy(params, rollouts, settings, address, config, decode)
+            rollouts, address = Rollouts(components.engine), stream(iteration, evaluation=True)
+            draw = drawing.from_policy(params, rollouts, settings, address, config, components.tokenizer.decode)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
 
@@ -137,64 +134,46 @@ def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) 
                     progress.reach(done + closed, f"{name}: {drawn:,} responses")
 
                 draw(prompts, verify_fn=verify[name], samples=settings.samples, store=stores[name], on_progress=report)
-    return StoredEvaluation(
-        _drawn_with(stores),
-        output,
-        {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()},
-        {
-            name: stores[name].complete((prompt.id for prompt in prompts), settings.samples)
-            for name, prompts in benchmarks.items()
-        },
-    )
+    return _result(output, benchmarks, stores)
+
+
+def _not_tokenised(problem: Problem) -> Prompt:
+    tokens = np.zeros(0, np.int32)
+    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, labels=problem.get("labels", {}))
 
 
 def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
-    """Grades the stored responses again; reads no weights and builds no engine. Arguments as for `evaluate`."""
+    """Grades the stored responses again; reads no weights and builds no engine."""
     with cli.user_input():
-        output = output or source.newest_output()
-        benchmarks = {
-            name: load_problems(path) for name, path in evaluator.by_name(config.evaluation.benchmarks).items()
-        }
-        graders = components_lib.benchmark_graders(config)
+        output, graders = output or source.newest_output(), components_lib.benchmark_graders(config)
+        sources = evaluator.by_name(config.evaluation.benchmarks)
+        benchmarks = {name: list(map(_not_tokenised, load_problems(path))) for name, path in sources.items()}
         stores: dict[str, ResponseStore] = {}
-        for name, problems in benchmarks.items():
+        for name, prompts in benchmarks.items():
             file = output / f"{name}.jsonl"
-            drawn = read_header(file)["drawn"]
-            drawn["problems"] = problems_hash((problem["id"], problem["problem"]) for problem in problems)
-            graded = graded_by(config, graders.get(name, ""), (problem["answer"] for problem in problems))
-            stores[name] = ResponseStore(file, {"drawn": drawn, "graded": graded}, regrade=True)
+            drawn = read_header(file)["drawn"] | {"problems": hash_of_problems(prompts)}
+            header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
+            stores[name] = ResponseStore(file, header, regrade=True)
         if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
             raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
         verifier_pool = components_lib.verifier_pool(config)
-    shaping = Shaping(config.reward.positive_threshold)
-    total = sum(map(len, stores.values()))
+    shaping, total = Shaping(config.reward.positive_threshold), sum(map(len, stores.values()))
     with writing(stores.values(), total, 0, "responses") as progress, verifier_pool as verifiers:
         for name, store in stores.items():
 
             def grade(pairs, lengths, grader: str = graders.get(name, "")) -> list[Verdict]:
                 return shaping.all(verifiers.grade_all(pairs, grader), lengths)
 
-            begin, answers = progress.done, {problem["id"]: problem["answer"] for problem in benchmarks[name]}
+            begin, answers = progress.done, {prompt.id: prompt.answer for prompt in benchmarks[name]}
             for done in store.regrade(answers, grade):
                 progress.reach(begin + done, name)
-    settings = _drawn_with(stores)
-    responses = {
-        name: stores[name].complete((problem["id"] for problem in problems), settings["samples"])
-        for name, problems in benchmarks.items()
-    }
-    unfinished = [
-        f"{name} {len(responses[name]):,} of {len(problems):,}"
-        for name, problems in benchmarks.items()
-        if len(responses[name]) < len(problems)
-    ]
+    result = _result(output, benchmarks, stores)
+    counts = {name: (len(result.responses[name]), len(prompts)) for name, prompts in benchmarks.items()}
+    unfinished = [f"{name} {found:,} of {wanted:,}" for name, (found, wanted) in counts.items() if found < wanted]
     if unfinished:
         cli.fail(
             f"the stored responses are graded again, but some problems lack responses ({', '.join(unfinished)}): the "
             "same command without --regrade draws them.",
             cli.STOPPED,
         )
-    labels = {
-        name: {problem["id"]: problem.get("labels", {}) for problem in problems}
-        for name, problems in benchmarks.items()
-    }
-    return StoredEvaluation(settings, output, labels, responses)
+    return result

@@ -47,7 +47,7 @@ def test_draw(tmp_path, monkeypatch, verify_fn, at_once):
         str(i): [GradedResponse(2, draw == 1, Verdict(draw == i % 2, 1.0)) for draw in range(2)] for i in range(5)
     }
     assert drawn == expected and list(drawn) == list(expected)
-    assert ResponseStore(tmp_path / "set.jsonl", HEADER).complete(map(str, range(5)), 2) == expected
+    assert ResponseStore(tmp_path / "set.jsonl", HEADER).complete(prompts(5), 2) == expected
     rows = [json.loads(line) for line in (tmp_path / "set.jsonl").read_text().splitlines()]
     assert {(row["prompt"], row["draw"]): row["response"] for row in rows} == {
         (str(i), draw): f"{i}/{draw}" for i in range(5) for draw in range(2)
@@ -67,4 +67,4 @@ def test_what_is_graded_is_stored_while_the_rest_is_drawn(tmp_path):
             prompts(5), dying, verify, 2, slots=4, deterministic=True, store=store, on_progress=lambda *_: None
         )
     # Six responses came back: those of three prompts.
-    assert list(ResponseStore(tmp_path / "set.jsonl", HEADER).complete(map(str, range(5)), 2)) == ["0", "1", "2"]
+    assert list(ResponseStore(tmp_path / "set.jsonl", HEADER).complete(prompts(5), 2)) == ["0", "1", "2"]

@@ -1,14 +1,19 @@
 import json
 
+import numpy as np
 import pytest
 
 from reinforce_ada_jax.evaluation import response_store
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
-from reinforce_ada_jax.types import Verdict
+from reinforce_ada_jax.types import Prompt, Verdict
 from tests.running import tiny
 
 HEADER = {"drawn": {"seed": 0, "samples": 2, "system": ""}, "graded": {"reward": "math", "answers": "a"}}
 RIGHT, WRONG = GradedResponse(3, False, Verdict(True, 1.0)), GradedResponse(8, True, Verdict(False, 0.25, "no_answer"))
+
+
+def prompts(*names: str, answer: str = "") -> list[Prompt]:
+    return [Prompt(name, "", answer, np.zeros(1, np.int32)) for name in names]
 
 
 def entries(*names: str):
@@ -33,8 +38,8 @@ def test_what_is_stored_comes_back(file):
         "correct": False, "reward": 0.25, "reason": "no_answer",
     }  # fmt: skip
     store = ResponseStore(file, HEADER)
-    assert store.complete(["b", "c", "a"], 2) == {"b": [RIGHT, WRONG], "a": [RIGHT, WRONG]}
-    assert store.complete(["a"], 3) == {} and len(store) == 4
+    assert store.complete(prompts(*["b", "c", "a"]), 2) == {"b": [RIGHT, WRONG], "a": [RIGHT, WRONG]}
+    assert store.complete(prompts(*["a"]), 3) == {} and len(store) == 4
 
 
 def test_nothing_is_written_before_it_is_entered(tmp_path):
@@ -46,7 +51,7 @@ def test_a_line_cut_short_is_dropped(file):
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])  # all but the line break: it may have been longer
     store = ResponseStore(file, HEADER)
-    assert store.complete(["a", "b"], 2) == {"a": [RIGHT, WRONG]}
+    assert store.complete(prompts(*["a", "b"]), 2) == {"a": [RIGHT, WRONG]}
     with store:
         store.add(entries("b"))  # draw 0 is there already
     assert file.read_bytes() == whole
@@ -102,7 +107,7 @@ def test_what_another_process_added_in_between_stays(file):
         other.add(entries("c"))
     with store:
         store.add(entries("c", "d"))
-    assert list(ResponseStore(file, HEADER).complete("abcd", 2)) == list("abcd")
+    assert list(ResponseStore(file, HEADER).complete(prompts(*"abcd"), 2)) == list("abcd")
     assert file.read_bytes().count(b"\n") == 8
 
 
@@ -123,12 +128,12 @@ def test_regrade(file, monkeypatch):
         (list(zip(texts[:3], "112", strict=True)), [3, 8, 3]),
         (list(zip(texts[3:], "2", strict=True)), [8]),
     ]
-    again = ResponseStore(file, now).complete(["a", "b"], 2)
+    again = ResponseStore(file, now).complete(prompts(*["a", "b"]), 2)
     expected = [
         GradedResponse(3, False, Verdict(False, 0.5, "timeout")),
         GradedResponse(8, True, Verdict(True, 0.5, "timeout")),
     ]
-    assert again == store.complete(["a", "b"], 2) == {"a": expected, "b": expected}
+    assert again == store.complete(prompts(*["a", "b"]), 2) == {"a": expected, "b": expected}
     with pytest.raises(ValueError, match=r"reward: gsm8k -> math"):
         ResponseStore(file, HEADER)
     assert sorted(path.name for path in file.parent.iterdir()) == ["set.header.json", "set.jsonl"]
@@ -143,17 +148,17 @@ def test_a_kill_during_regrading_leaves_what_was_there(file):
     with store, pytest.raises(KeyboardInterrupt):
         list(store.regrade({"a": "1", "b": "2"}, interrupted))
     assert file.read_bytes() == before
-    assert ResponseStore(file, HEADER).complete(["a"], 2)
+    assert ResponseStore(file, HEADER).complete(prompts(*["a"]), 2)
 
 
 def test_a_reward_function_that_was_edited_is_another_one(tmp_path):
     reward = tmp_path / "mine.py"
     config = tiny(**{"reward.path": f"{reward}:grade", "reward.workers": 1})
     reward.write_text("def grade(response, answer): return 1")
-    before = response_store.graded_by(config, "", ["x"])
-    assert response_store.graded_by(config, "", ["x"]) == before
-    assert response_store.graded_by(config, "", ["y"]) != before
+    before = response_store.graded_by(config, "", prompts("id", answer="x"))
+    assert response_store.graded_by(config, "", prompts("id", answer="x")) == before
+    assert response_store.graded_by(config, "", prompts("id", answer="y")) != before
     reward.write_text("def grade(response, answer): return 0")
-    assert response_store.graded_by(config, "", ["x"]) != before
+    assert response_store.graded_by(config, "", prompts("id", answer="x")) != before
     # The benchmark's own grader is not in that file.
-    assert response_store.graded_by(config, "gsm8k", ["x"])["file"] == ""
+    assert response_store.graded_by(config, "gsm8k", prompts("id", answer="x"))["file"] == ""
