@@ -23,19 +23,10 @@ _BYTE_PAIR_CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 
 # The 256 special tokens after the ranks in Llama 3.1, 3.2 and 3.3, for folders that do not list them.
 LLAMA3_SPECIAL_TOKENS = (
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    *(f"<|reserved_special_token_{number}|>" for number in range(3, 248)),
-)
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", *(f"<|reserved_special_token_{n}|>" for n in range(3, 248)),
+)  # fmt: skip
 
 # Appended to a serialised model, `normalizer_spec { add_dummy_prefix: false }`: later fields win in protobuf.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"

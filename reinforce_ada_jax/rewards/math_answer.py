@@ -111,67 +111,61 @@ def _decimals(prediction: str, answer: str) -> int:
     return min(len(longest.rpartition(".")[2]), FLOAT_DECIMALS)
 
 
-def _configs(names: Sequence[str]) -> list[object]:
-    """Returns Math-Verify's extraction configurations, equal at every call: it caches the patterns (0.1 s) of one."""
-    library = _math_verify()
-    made = {"latex": library.LatexExtractionConfig(), "expression": library.ExprExtractionConfig()}
-    return [made[name] for name in names]
-
-
-def _parse(text: str, names: Sequence[str]) -> list[Any]:
+def _parse(text: str, names: Sequence[str], bare: bool) -> list[Any]:
     """Returns what Math-Verify finds in `text`: an expression, and the string itself as the last resort."""
-    return _math_verify().parse(text, _configs(names), parsing_timeout=None, raise_on_error=True)
-
-
-def read(text: str, names: Sequence[str] = ("latex",)) -> list[Any]:
-    """Returns the expressions that Math-Verify reads in a bare answer."""
-    text = _normalized(text)
     # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
-    return _parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", names)
+    if bare and not _DELIMITED.search(text):
+        text = rf"\boxed{{{text}}}"
+    library = _math_verify()
+    # Equal at every call: Math-Verify caches the patterns (0.1 s) of one list of configurations.
+    configs = {"latex": library.LatexExtractionConfig(), "expression": library.ExprExtractionConfig()}
+    return library.parse(text, [configs[name] for name in names], parsing_timeout=None, raise_on_error=True)
 
 
-def _verdict(golds: Sequence[object], predictions: Sequence[object], **options: object) -> Verdict:
-    """Returns reward 1 where any gold equals any prediction."""
-    failed = False
-    for gold, prediction in itertools.product(golds, predictions):
-        # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
-        try:
-            if _math_verify().verify(gold, prediction, timeout_seconds=None, raise_on_error=True, **options):
-                return Verdict(True, 1.0)
-        except Exception:
-            failed = True  # the expressions cannot be compared; their strings, which come next, still can
-    return Verdict(False, 0.0, "error" if failed else "")
+def read(text: str) -> list[Any]:
+    """Returns the expressions that Math-Verify reads in a bare LaTeX answer."""
+    return _parse(_normalized(text), ("latex",), bare=True)
 
 
 def compare(
     prediction: str,
     answer: str,
     read_as: Sequence[str] = ("latex", "expression"),
+    *,
+    answer_as: Sequence[str] | None = None,
+    bare: bool = False,
     decimals: int | None = None,
     strict: bool = True,
     sets_as_relations: bool = False,
 ) -> Verdict:
-    r"""Compares the answers that Math-Verify finds in two texts, without boxes: for comparisons with other graders.
+    r"""Returns reward 1 where Math-Verify finds equal answers in two texts, else 0, with reason "error" if it failed.
 
     Args:
       prediction: a text with an answer in it.
       answer: a text with the reference answer in it.
       read_as: what to look for, "latex" (delimited mathematics) and "expression" (bare numbers and sums).
-      decimals: to which floats are rounded; default: as in `grade`.
+      answer_as: the same for `answer`; default: as `read_as`.
+      bare: the texts may be answers alone, without delimiters.
+      decimals: number of decimals to which floats are rounded; default: see `_decimals`.
       strict: names of variables matter, and sets differ from tuples.
       sets_as_relations: an inequality may answer where a set is asked for.
     """
-    golds, predictions = _normalized(answer), _normalized(prediction)
+    answer, prediction = _normalized(answer), _normalized(prediction)
+    decimals = _decimals(prediction, answer) if decimals is None else decimals
+    # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
     try:
-        parsed = _parse(golds, read_as), _parse(predictions, read_as)
-    except Exception:  # as in `_verdict`
+        pairs = itertools.product(_parse(answer, answer_as or read_as, bare), _parse(prediction, read_as, bare))
+    except Exception:
         return Verdict(False, 0.0, "error")
-    return _verdict(
-        *parsed,
-        float_rounding=_decimals(predictions, golds) if decimals is None else decimals,
-        strict=strict,
-        allow_set_relation_comp=sets_as_relations,
-    )
+    options = {"float_rounding": decimals, "strict": strict, "allow_set_relation_comp": sets_as_relations}
+    failed = False
+    for pair in pairs:
+        try:
+            if _math_verify().verify(*pair, timeout_seconds=None, raise_on_error=True, **options):
+                return Verdict(True, 1.0)
+        except Exception:
+            failed = True  # the expressions cannot be compared; their strings, which come next, still can
+    return Verdict(False, 0.0, "error" if failed else "")
 
 
 def grade(response: str, answer: str) -> Verdict:
@@ -192,9 +186,4 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    try:
-        golds, predictions = read(answer), read(boxed, ("expression", "latex"))
-    except Exception:  # as in `_verdict`
-        return Verdict(False, 0.0, "error")
-    decimals = _decimals(_normalized(boxed), _normalized(answer))
-    return _verdict(golds, predictions, float_rounding=decimals, allow_set_relation_comp=True)
+    return compare(boxed, answer, ("expression", "latex"), answer_as=("latex",), bare=True, sets_as_relations=True)

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -182,4 +182,4 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(tmp_path):
     shutil.copy(components_lib.model_folder("package:cipher") / "config.json", tmp_path)  # of 133 rows
     write_folder(tmp_path, ("</s>",), {"eos_token": "</s>"})
     with pytest.raises(ValueError, match=r"has 257 tokens, the model's embedding only 133 rows"):
-        components_lib.build(config_lib.defaults(), tmp_path)
+        components_lib.build(Config(), tmp_path)
