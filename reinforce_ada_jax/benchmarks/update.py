@@ -227,7 +227,7 @@ def _ratios(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str,
     return {f"{what}_ratio": ours[key] / theirs[key] for what, key in keys.items()}
 
 
-def measure(
+def measure(  # noqa: PLR0913 (what is measured, against what, and how often)
     architecture: Architecture,
     model: pathlib.Path | None,
     sizes: Sizes,

@@ -22,7 +22,7 @@ SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
 
 
-def collect(
+def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings of a collection)
     prompts: Sequence[Prompt],
     sample_fn: SampleFn,
     verify_fn: VerifyFn,

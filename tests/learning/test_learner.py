@@ -116,7 +116,7 @@ OPTIONS = (
 
 
 @functools.partial(jax.jit, static_argnames=OPTIONS)
-def naive(
+def naive(  # noqa: PLR0917 (arrays of a batch, in its order)
     params,
     tokens,
     arrays,

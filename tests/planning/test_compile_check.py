@@ -143,8 +143,8 @@ def test_what_stands_beside_the_learner():
     beside = {program.name: program.beside_bytes for program in programs_lib.learner_programs(abstract(**changes))}
     cache = 9 * 4 * (2 * 2 * 2 * 2) * 4 // 2  # pages, tokens, keys and values, layers, heads, columns; on two devices
     moments = 800 + 12
-    # Two others of 32 prompts with all of their 32 draws, on 4 devices. A row has 3 numbers a token, 6 and a byte of the
-    # mask a response token, and a length.
+    # Two others of 32 prompts with all of their 32 draws, on 4 devices. A row has 3 numbers a token, 6 and a byte of
+    # the mask a response token, and a length.
     batches = 2 * (1024 // 4) * (4 * (3 * 16 + 6 * 8 + 1) + 8)
     decoding = (2 * (68 + 6 + 8) + 20 + 4) * 4  # split over `tensor` only
     assert beside["reshard"] == moments + cache

@@ -457,7 +457,7 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:5]] == [
         "heldout", "32", f"{average:.3f} ± {error:.3f}", f"{line['evaluation/heldout/pass_at_2']:.3f}"
     ]  # fmt: skip
-    assert shown.endswith(f"table.md are kept in {kept}, figures in {workdir / 'evaluations' / '000012.json'}\n")
+    assert shown.endswith(f"table.md are kept in {kept}, results in {workdir / 'evaluations' / '000012.json'}\n")
 
 
 def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, tmp_path, monkeypatch):
