@@ -1,13 +1,19 @@
 """Batches: the responses of groups as padded or packed arrays, made on the host."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from reinforce_ada_jax.types import Response
+
+if TYPE_CHECKING:
+    AnyArray = Array | np.ndarray
+else:  # programs are also lowered for batches without data
+    AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Example(NamedTuple):
@@ -54,25 +60,25 @@ class Batch:
       reference_logprobs: under the reference policy, where there is a KL term.
     """
 
-    tokens: Int[Array | np.ndarray, "*M B T"]
-    positions: Int[Array | np.ndarray, "*M B T"]
-    segment_ids: Int[Array | np.ndarray, "*M B T"]
-    response_positions: Int[Array | np.ndarray, "*M B R"]
-    response_segment_ids: Int[Array | np.ndarray, "*M B R"]
-    response_mask: Bool[Array | np.ndarray, "*M B R"]
-    response_length: Int[Array | np.ndarray, "*M B S"]
-    advantages: Float[Array | np.ndarray, "*M B R"]
-    policy_version: Int[Array | np.ndarray, "*M B R"]
-    behaviour_logprobs: Float[Array | np.ndarray, "*M B R"]
-    old_logprobs: Float[Array | np.ndarray, "*M B R"]
-    reference_logprobs: Float[Array | np.ndarray, "*M B R"] | None = None
+    tokens: Int[AnyArray, "*M B T"]
+    positions: Int[AnyArray, "*M B T"]
+    segment_ids: Int[AnyArray, "*M B T"]
+    response_positions: Int[AnyArray, "*M B R"]
+    response_segment_ids: Int[AnyArray, "*M B R"]
+    response_mask: Bool[AnyArray, "*M B R"]
+    response_length: Int[AnyArray, "*M B S"]
+    advantages: Float[AnyArray, "*M B R"]
+    policy_version: Int[AnyArray, "*M B R"]
+    behaviour_logprobs: Float[AnyArray, "*M B R"]
+    old_logprobs: Float[AnyArray, "*M B R"]
+    reference_logprobs: Float[AnyArray, "*M B R"] | None = None
 
     @property
     def max_segments(self) -> int:
         """S, the most responses of a row."""
         return self.response_length.shape[-1]
 
-    def segment_one_hot(self) -> Bool[Array | np.ndarray, "*M B R S"] | None:
+    def segment_one_hot(self) -> Bool[AnyArray, "*M B R S"] | None:
         """True where a response token belongs to its row's response s; None where a row is one response."""
         if self.max_segments == 1:
             return None

@@ -7,8 +7,6 @@ This file makes one differentiable function, over one device or a mesh, of the p
 and `pallas_logprobs.py` (TPU). The loss is in `loss.py`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -117,13 +115,12 @@ def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) 
     if config.mesh is not None:
         rows, of_head = _specs(config, gathered=True)
         # Sums over axes are written out; a kernel doesn't say along which axes its result varies.
-        specs = dict(in_specs=(rows, of_head, rows), out_specs=rows, check_vma=False)
-        local = jax.shard_map(local, mesh=config.mesh, **specs)
+        in_specs = rows, of_head, rows
+        local = jax.shard_map(local, mesh=config.mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
     return local(hidden, _to_gather(config, head, hidden), targets)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_logprobs(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+def _undifferentiated(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
     return _statistics(config, hidden, head, targets)[:2]
 
 
@@ -155,4 +152,5 @@ def _backward(config, residuals, cotangents):
     return d_hidden, d_head, None
 
 
+_token_logprobs = jax.custom_vjp(_undifferentiated, nondiff_argnums=(0,))
 _token_logprobs.defvjp(_forward, _backward)

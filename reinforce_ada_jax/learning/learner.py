@@ -9,7 +9,7 @@ at the last one that has a token, so padding costs memory, not time, and any amo
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.policy import lora, splash_attention
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
-    Attend,
     Params,
+    SegmentAttend,
     ShardingConstraint,
     causal_attend,
     hidden_states,
@@ -41,14 +41,22 @@ from reinforce_ada_jax.policy.transformer import (
     unconstrained,
 )
 
+if TYPE_CHECKING:
+    Count = Int[Array, ""]
+else:  # JAX also makes states of shapes, of shardings and of None
+    Count = object
+
 
 @struct.dataclass
 class LearnerState:
-    """State of the learner between updates. `params` is what is trained: the policy's weights, or its adapters."""
+    """State of the learner between updates, or the shapes or shardings of one.
+
+    `params` is what is trained: the policy's weights, or its adapters.
+    """
 
     params: Params
     optimizer: optax.OptState
-    updates: Int[Array, ""]
+    updates: Count
 
 
 class UpdateMetrics(NamedTuple):
@@ -86,7 +94,7 @@ def response_logprobs(
     head: HeadConfig,
     *,
     dtype: DTypeLike,
-    attend: Attend = causal_attend,
+    attend: SegmentAttend = causal_attend,
     remat: str = "full",
     constrain: ShardingConstraint = unconstrained,
 ) -> tuple[Float[Array, "B R"], Float[Array, "B R"]]:
@@ -163,7 +171,7 @@ class Learner:
         # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self.update = jax.jit(self._update, donate_argnums=0)
 
-    def _attend(self) -> Attend:
+    def _attend(self) -> SegmentAttend:
         if self.platform.attention == "jnp":
             return causal_attend
         return functools.partial(splash_attention.attend, mesh=self.mesh, interpret=self.platform.interpret)
@@ -173,7 +181,7 @@ class Learner:
         return LearnerState(
             params=self.param_shardings,
             optimizer=state_shardings(self._optimizer, params, self.param_shardings, self.mesh),
-            updates=self._replicated,
+            updates=cast(Array, self._replicated),
         )
 
     def init(self, params: Params) -> LearnerState:
@@ -276,9 +284,8 @@ class Learner:
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-        new = LearnerState(
-            params=optax.apply_updates(state.params, changes), optimizer=optimizer, updates=state.updates + 1
-        )
+        params = cast(Params, optax.apply_updates(state.params, changes))
+        new = LearnerState(params=params, optimizer=optimizer, updates=state.updates + 1)
         new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
         # The layout is named at the exit: a state in another layout would compile everything again.
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))

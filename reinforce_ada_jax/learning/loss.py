@@ -165,7 +165,7 @@ def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Co
     return make_counts(mask.sum(), of_responses.any(axis=-2).sum())
 
 
-def make_counts(num_tokens: Int[Array | np.ndarray, ""], num_rows: Int[Array | np.ndarray, ""]) -> Counts:
+def make_counts(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""] | np.integer) -> Counts:
     """Counts as floats, at least 1, to divide by."""
     return Counts(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
 

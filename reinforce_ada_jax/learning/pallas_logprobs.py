@@ -13,7 +13,6 @@ kernel for both would read and write d_hidden or d_head in HBM at every tile.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,26 +85,23 @@ def _run(
     if vocab_outside:
         grid = grid[::-1]
 
-    def block(shape: tuple[int, int], index: Callable[[Any, Any], tuple[Any, Any]]) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, (lambda v, r: index(r, v)) if vocab_outside else index)
-
     width = hidden.shape[1]
-    of_head = block((vocab, width), lambda r, v: (v, 0)) if config.tied else block((width, vocab), lambda r, v: (0, v))
-    blocks = {
-        "row": block((rows, 1), lambda r, v: (r, 0)),
-        "hidden": block((rows, width), lambda r, v: (r, 0)),
-        "head": of_head,
-    }
+    shapes = {"row": (rows, 1), "hidden": (rows, width), "head": (vocab, width) if config.tied else (width, vocab)}
+    indices = {"row": lambda r, v: (r, 0), "hidden": lambda r, v: (r, 0)}
+    indices["head"] = (lambda r, v: (v, 0)) if config.tied else (lambda r, v: (0, v))
+
+    def block(kind: str) -> pl.BlockSpec:
+        return pl.BlockSpec(shapes[kind], lambda *at: indices[kind](*(at[::-1] if vocab_outside else at)))
+
     # Rows that are added have zeros everywhere, cotangents included.
     padded = [jnp.pad(x, ((0, padding), (0, 0))) for x in (hidden, *(x[:, None] for x in row_arrays))]
-    out_specs = [blocks[kind] for kind, _ in outputs]
     return pl.pallas_call(
         kernel,
         grid=grid,
-        in_specs=[blocks["hidden"], blocks["head"], *[blocks["row"]] * len(row_arrays)],
-        out_specs=out_specs,
+        in_specs=[block("hidden"), block("head"), *[block("row")] * len(row_arrays)],
+        out_specs=[block(kind) for kind, _ in outputs],
         out_shape=[shape for _, shape in outputs],
-        scratch_shapes=[pltpu.VMEM(spec.block_shape, jnp.float32) for spec in out_specs],
+        scratch_shapes=[pltpu.VMEM(shapes[kind], jnp.float32) for kind, _ in outputs],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),

@@ -1,4 +1,4 @@
-"""How the learner's programs are compiled for a platform: every setting with the value "auto" is resolved here."""
+"""Implementations of the learner's programs for a platform: every setting with the value "auto" is resolved here."""
 
 import dataclasses
 

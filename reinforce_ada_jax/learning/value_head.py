@@ -6,7 +6,7 @@ policy's weights that `estimate` takes.
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ MARGIN = 1e-3
 class Head(NamedTuple):
     """The linear map from a prompt's features to the log odds of its pass rate."""
 
-    weights: Float[Array, " D"]
-    bias: Float[Array, ""]
+    weights: Float[Array | np.ndarray, " D"]
+    bias: Float[Array | np.ndarray, ""] | np.float32
 
 
 @functools.partial(jax.jit, static_argnames=("architecture", "dtype"))
@@ -91,7 +91,7 @@ def fit(
         head, state = carry
         loss, slope = jax.value_and_grad(head_loss)(head, features, correct, drawn)
         changes, state = optax.adam(learning_rate).update(slope, state)
-        return (optax.apply_updates(head, changes), state), loss
+        return (cast(Head, optax.apply_updates(head, changes)), state), loss
 
     (head, state), losses = jax.lax.scan(one, (head, state), length=steps)
     return head, state, losses[0]
@@ -176,7 +176,7 @@ class ValueHead:
             )
         if not any(pool.verdicts for pool in pools):
             return {}
-        # Padded as the prompts were, so that another number of pools seldom compiles anew.
+        # Padded as the prompts were, so that another number of pools seldom compiles again.
         size = -(-len(pools) // self._rows) * self._rows
         features = np.zeros((size, len(self._head.weights)), np.float32)
         correct, drawn = np.zeros(size, np.float32), np.zeros(size, np.float32)

@@ -63,7 +63,7 @@ def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> di
 
 
 def peft_config(lora: Lora, base: str) -> dict[str, Any]:
-    """What `adapter_config.json` says."""
+    """The content of `adapter_config.json`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -32,7 +32,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What `config.json` says of a decoder. Hashable: a static argument of every compiled program."""
+    """Sizes and switches of a decoder. Hashable: a static argument of every compiled program."""
 
     family: str
     vocab_size: int

@@ -276,7 +276,7 @@ def save(
     *,
     tokenizer_from: str | pathlib.Path | None = None,
     dtype: DTypeLike | None = None,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: int | float = 5e9,
 ) -> None:
     """Writes a folder that `load` and transformers' `from_pretrained` read; whole, or not at all.
 

@@ -9,6 +9,7 @@ The matrix of a projection may be `Adapted`, as `lora.py` makes it; in the decod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -106,7 +107,7 @@ def rotary_frequencies(architecture: Architecture) -> Float[Array, " half"]:
 
 
 def rotate(
-    x: Float[Array, "B T N H"], positions: Int[Array, "B T"], frequencies: Float[Array, " half"]
+    x: Float[Array, "B T N H"], positions: Int[Array | np.ndarray, "B T"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "B T N H"]:
     """Rotary position embedding in Hugging Face's layout: dimension i turns with dimension i + H/2."""
     angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
@@ -139,7 +140,7 @@ class Attention(nnx.Module):
             self.key_norm = declare((h,), ("head",), constant=1.0)
 
     def project(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], positions: Int[Array | np.ndarray, "B T"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Queries, keys and values of `x`, rotated to `positions`."""
         dtype = x.dtype

@@ -34,7 +34,7 @@ TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which projections have adapters, and what adapters.
+    """Size and places of the adapters.
 
     Attributes:
       rank: r, the inner size of A B; at least 1.
@@ -122,7 +122,7 @@ def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
 
 
 def is_adapted(weight: object) -> bool:
-    """Whether `jax.tree.map` should take it for one leaf."""
+    """True for a weight with adapters, one leaf to `jax.tree.map`."""
     return isinstance(weight, Adapted)
 
 

@@ -4,6 +4,7 @@ Same meaning as `transformer.causal_attend`, forwards and backwards, and the sam
 """
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def padded_length(tokens: int) -> int:
 
 
 def block_size(tokens: int) -> int:
-    """Positions of a block, for rows of so many tokens."""
+    """Positions of a block, for rows of `tokens` tokens."""
     return next(block for block in BLOCKS if padded_length(tokens) % block == 0)
 
 
@@ -56,16 +57,16 @@ def _local(
         q_seq_shards=1,
         interpret=interpret,
     )  # fmt: skip
-    if segment_ids is None:
-        mixed = jax.vmap(kernel)(query, key, value)
-    else:
-        segment_ids = jnp.pad(segment_ids, padding[:2])
-        mixed = jax.vmap(kernel)(query, key, value, splash.SegmentIds(segment_ids, segment_ids))
+    ids = None
+    if segment_ids is not None:
+        padded_ids = jnp.pad(segment_ids, padding[:2])
+        ids = splash.SegmentIds(padded_ids, padded_ids)
+    mixed = cast(Array, jax.vmap(kernel)(query, key, value, ids))
     return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
 
 def attend(query, key, value, layer_index, carry, *, mesh: Mesh, segment_ids=None, interpret: bool = False):
-    """Every token sees itself and what stands before it in its row, of its own segment where there are some.
+    """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
 
     Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices.
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
+from flax import nnx, traverse_util
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -21,8 +22,10 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
 
 Params = dict[str, Any]
-# attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): how one layer's queries meet keys and values.
+# attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): the attention of one layer.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
+# The same with segment_ids=[B, T] by name: a token attends to its own segment.
+SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
 # Fixes the sharding of the residual stream, where the compiler must not choose it.
 ShardingConstraint = Callable[[jax.Array], jax.Array]
 
@@ -54,7 +57,7 @@ class Decoder(nnx.Module):
 
 
 @functools.lru_cache
-def _abstract(architecture: Architecture) -> tuple[nnx.GraphDef, nnx.State]:
+def _abstract(architecture: Architecture) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: Decoder(architecture, jax.random.key(0))))
 
 
@@ -70,23 +73,13 @@ def weight_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...]
 
 
 def nest(flat: dict[str, Any]) -> Params:
-    """A tree from dotted paths, the inverse of flattening by `weight_shapes`' names."""
-    tree: Params = {}
-    for name, leaf in flat.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
+    """A tree from dotted paths, the inverse of `flatten`."""
+    return traverse_util.unflatten_dict(flat, sep=".")
 
 
-def flatten(params: Params, prefix: str = "") -> dict[str, Any]:
+def flatten(params: Params) -> dict[str, Any]:
     """The leaves of a tree by dotted path."""
-    flat = {}
-    for key, value in params.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+    return traverse_util.flatten_dict(params, sep=".")
 
 
 def param_shardings(architecture: Architecture, mesh: Mesh) -> Params:
@@ -110,8 +103,8 @@ def init(architecture: Architecture, key: jax.Array, mesh: Mesh | None = None, d
 
 def run(
     model: Decoder,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    positions: Int[Array | np.ndarray, "B T"],
     attend: Attend,
     carry: Any = None,
     *,
@@ -123,7 +116,7 @@ def run(
 
     Args:
       model: from `merge`.
-      tokens: ids; whatever stands in padding only reaches padding.
+      tokens: ids; those in padding only reach padding.
       positions: of each token in its own sequence, from 0.
       attend: how a layer's queries meet keys and values; gets and gives back `carry`, and gives what to keep per layer.
       carry: e.g. the pages of the cache, updated layer by layer.
@@ -157,7 +150,7 @@ def run(
 
 
 def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):
-    """Every token sees itself and what stands before it in its row, of its own segment where there are some."""
+    """Causal attention: a token attends to itself and the tokens before it, in its own segment if given."""
     del layer_index
     own = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
@@ -165,11 +158,11 @@ def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):
 
 def hidden_states(
     model: Decoder,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array | np.ndarray, "B T"],
     *,
-    positions: Int[Array, "B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    attend: Attend = causal_attend,
+    positions: Int[Array | np.ndarray, "B T"] | None = None,
+    segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+    attend: SegmentAttend = causal_attend,
     dtype: DTypeLike,
     remat: str | None = None,
     constrain: ShardingConstraint = unconstrained,

@@ -27,7 +27,7 @@ MAX_HEADER_BYTES, MAX_JSON_BYTES = 100_000_000, 64 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of one tensor before it is read; `dtype` is the format's code ("BF16")."""
+    """Entry of one tensor in a safetensors file's header; `dtype` is the format's code ("BF16")."""
 
     file: pathlib.Path
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
     return entries
 
 
@@ -110,7 +110,7 @@ def _naturals(value: Any) -> bool:
 
 
 def _problem(entry: Any, num_bytes: int) -> str:
-    """What is wrong with a tensor's entry by itself, or nothing."""
+    """The fault of a tensor's entry by itself; "" if it has none."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         return "lacks dtype, shape or data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -173,7 +173,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
     """Every tensor in `files`, by name; no tensor is read.
 
     Raises:
-      ValueError: a file is damaged or lies about itself, or a tensor stands in two of them.
+      ValueError: a file is damaged or its header is wrong, or a tensor is in two of them.
     """
     headers: dict[str, Header] = {}
     for file in files:
@@ -183,7 +183,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
                 for name in opened.keys():
                     if name in headers:
                         raise ValueError(
-                            f"{name} stands in {headers[name].file.name} and in {file.name}: remove the wrong one."
+                            f"{name} is in {headers[name].file.name} and in {file.name}: remove the wrong one."
                         )
                     described = opened.get_slice(name)
                     headers[name] = Header(file, tuple(described.get_shape()), described.get_dtype())
@@ -193,7 +193,7 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    # In order, each filled as far as it goes; a tensor larger than the limit stands alone.
+    # In order, each filled as far as it goes; a tensor larger than the limit has its own.
     shards: list[list[str]] = [[]]
     room = limit
     for name, size in sizes.items():
@@ -209,7 +209,7 @@ def write(
     folder: pathlib.Path,
     specs: dict[str, tuple[tuple[int, ...], np.dtype]],
     read: Callable[[str], np.ndarray],
-    max_shard_bytes: float,
+    max_shard_bytes: int | float,
 ) -> None:
     """Writes `read(name)` for every name of `specs` (shape, dtype), in one file or in shards with an index.
 

@@ -1,11 +1,10 @@
-from types import SimpleNamespace
-
 import jax
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.training.updates import examples
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
@@ -44,10 +43,14 @@ def test_advantages_are_those_of_the_groups(baseline, by_std):
     rewards = np.array([0.0, 1.0, 0.1, 0.0, 0.0, 0.0, 1.0, 0.0])
     responses = tuple(response([draw + 3, 2], [-1.0, -1.0]) for draw in range(8))
     pool = Pool(
-        Prompt("p", "", "", np.array([5], np.int32)), responses, tuple(Verdict(r > 0.7, r) for r in rewards), 2, True
+        Prompt("p", "", "", np.array([5], np.int32)),
+        responses,
+        tuple(Verdict(bool(r > 0.7), r) for r in rewards),
+        2,
+        True,
     )
     config = dict(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log")
-    strategy = strategies.build(SimpleNamespace(**config, baseline=baseline, normalize_by_std=by_std))
+    strategy = strategies.build(CollectionConfig(**config, baseline=baseline, normalize_by_std=by_std))
     group = make_group(pool, strategy)
     assert group.advantages.any() and group.weight != 1
     batch = make_batch(examples(group), max_prompt_tokens=1, max_response_tokens=2)

@@ -3,14 +3,8 @@ import numpy as np
 import optax
 import pytest
 
-from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer, warmup_schedule
-
-
-def learning(**changes):
-    config = defaults().learning
-    config.update(changes)
-    return config
 
 
 @pytest.mark.parametrize(
@@ -30,7 +24,7 @@ def test_warmup(warmup_updates, expected):
 def test_two_steps_by_hand():
     # g = 0.5 twice, so after bias correction m = 0.5 and v = 0.25: each step is rate * (0.5 / 0.5 + 0.1 * weight).
     # Rates 0.05 and 0.1: 1 - 0.05 * 1.1 = 0.945, then 0.945 - 0.1 * 1.0945 = 0.83555.
-    optimizer = make_optimizer(learning(learning_rate=0.1, warmup_updates=2, weight_decay=0.1))
+    optimizer = make_optimizer(LearningConfig(learning_rate=0.1, warmup_updates=2, weight_decay=0.1))
     params = {"w": jnp.array([1.0])}
     state = optimizer.init(params)
     for expected in (0.945, 0.83555):
@@ -47,7 +41,7 @@ def test_two_steps_by_hand():
     ],
 )
 def test_the_global_norm_is_bounded(clip_norm, expected):
-    optimizer = make_optimizer(learning(clip_norm=clip_norm, b1=0.0))
+    optimizer = make_optimizer(LearningConfig(clip_norm=clip_norm, b1=0.0))
     params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
     _, state = optimizer.update({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, optimizer.init(params), params)
     # Without momentum the first moment is the gradient as AdamW got it.
@@ -59,7 +53,7 @@ def test_a_coarse_first_moment():
     params, gradient = {"w": jnp.ones(3)}, {"w": jnp.array([0.5, -2.0, 1e-3])}
     steps = {}
     for dtype in (None, "bfloat16"):
-        optimizer = make_optimizer(learning(learning_rate=0.1, warmup_updates=1), dtype)
+        optimizer = make_optimizer(LearningConfig(learning_rate=0.1, warmup_updates=1), dtype)
         state = optimizer.init(params)
         for _ in range(3):
             changes, state = optimizer.update(gradient, state, params)

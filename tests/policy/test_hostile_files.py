@@ -64,7 +64,7 @@ FILES = {
     "a huge shape": (with_entry(shape=[2**40, 2**40]), f"'{NAME}' has shape .* in 128"),
     "a negative shape": (with_entry(shape=[-32]), rf"'{NAME}' has shape \[-32\], which is none"),
     "a shape of fractions": (with_entry(shape=[32.0]), rf"'{NAME}' has shape \[32.0\], which is none"),
-    "a tensor twice": (doubled(), f"'{NAME}' stands there twice"),
+    "a tensor twice": (doubled(), f"'{NAME}' is in it twice"),
     "two tensors in one place": (with_entry(data_offsets=HEADER[OTHER]["data_offsets"]), "overlaps the one before"),
     "bytes between tensors": (with_a_gap(), "leaves 128 bytes before it to nobody"),
     "bytes behind all": (WHOLE + b"PK" * 50, "100 bytes at its end are nobody's"),

@@ -267,7 +267,7 @@ def test_indices_that_lie(tmp_path):
     with pytest.raises(ValueError, match="lacks 1 of the 5 shards in .*: model-00002-of-00005.safetensors"):
         huggingface.load(tmp_path / "saved")
     shutil.copy(first, second)
-    with pytest.raises(ValueError, match="stands in model-00001-of-00005.safetensors and in model-00002"):
+    with pytest.raises(ValueError, match="is in model-00001-of-00005.safetensors and in model-00002"):
         huggingface.load(tmp_path / "saved")
 
 
