@@ -17,9 +17,8 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import MeshConfig
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
-from reinforce_ada_jax.policy.transformer import param_shardings
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training.trained import read_policy, read_trained
+from reinforce_ada_jax.training.trained import merged, read_trained
 
 
 def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, adapter: bool = False) -> None:
@@ -39,10 +38,8 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
             iteration, params = read_trained(workdir, config, components, iteration)
             adapter_files.save(output, components.architecture, params, adapters, base=components.folder)
         else:
-            iteration, params = read_policy(workdir, config, components, iteration, config.model.parameter_dtype)
-            if adapters is not None:
-                merge = jax.jit(lora.merged, out_shardings=param_shardings(components.architecture, components.mesh))
-                params = merge(params)
+            iteration, trained = read_trained(workdir, config, components, iteration)
+            params = merged(config, components, trained)
             huggingface.save(output, components.architecture, params, tokenizer_from=components.folder)
     print(f"iteration {iteration} of {workdir} written to {output}")
 

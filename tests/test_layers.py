@@ -27,13 +27,6 @@ LAYERS = (
 # are about.
 STAGES = {"rewards", "data", "collection", "sampling", "learning"}
 HOST_ROOMS = ("types", "user_code", "config", "collection", "rewards", "data", "analysis", "reporting")
-# Imports that are still to be undone.
-TIES = {
-    (f"{PACKAGE}.{importer}", f"{PACKAGE}.{target}")
-    for importer, target in (
-        ("benchmarks.iteration", "train"),
-    )
-}
 FOREIGN = {"torch", "tensorflow", "pickle", "dill", "cloudpickle", "joblib", "shelve"}
 
 
@@ -88,7 +81,7 @@ def violations(modules: dict[str, str]) -> list[str]:
         for module, source in modules.items()
         if room(module) not in ("", "__init__")
         for name in sorted(imported(source))
-        if name.startswith(f"{PACKAGE}.") and not allowed(room(module), room(name)) and (module, name) not in TIES
+        if name.startswith(f"{PACKAGE}.") and not allowed(room(module), room(name))
     ]
 
 

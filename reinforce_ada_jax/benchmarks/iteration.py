@@ -1,7 +1,7 @@
 """What `benchmark iteration` measures: iterations of `train`, by phase, with rounds free, in step, and overlapping.
 
-The loop is train.py's own, with clocks around its phases. Where the weights are made up, so are response lengths and
-verdicts: a random model ends no response and solves nothing. Everything else is done, grading too.
+The iterations are those of training, with clocks around their phases. Where the weights are made up, so are response
+lengths and verdicts: a random model ends no response and solves nothing. Everything else is done, grading too.
 """
 
 import contextlib
@@ -23,14 +23,15 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax import train
 from reinforce_ada_jax.benchmarks import models, workloads
 from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed.signals import Interrupt
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -38,6 +39,10 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_iteration
+from reinforce_ada_jax.training.loop import begin_or_resume
+from reinforce_ada_jax.training.state import to_record
+from reinforce_ada_jax.training.updates import Updates
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 # What is set in each; of prompts, seeds and everything else they are alike.
@@ -144,55 +149,83 @@ def make_folder(folder: pathlib.Path, tokenizer: pathlib.Path, architecture: Arc
 # ---- one run with clocks ---------------------------------------------------------------------------------------------
 
 
-class ClockedRun(train.Run):
-    """A run that knows how long its phases took, and for how long the learner's programs ran."""
+class Clock:
+    """Seconds by phase, of one iteration."""
 
-    def __init__(self, *arguments: Any, script: Script | None, **more: Any):
-        super().__init__(*arguments, quiet=True, **more)
-        if script is not None:
-            self.rollouts = ScriptedRollouts(self.components.engine, script)
+    def __init__(self):
         self.seconds: dict[str, float] = {}
-        for name in ("score", "update"):
-            program = getattr(self.learner, name)
-            setattr(self.learner, name, functools.partial(self._on_device, program))
-        for name, phase in (("minibatches", "score"), ("check_logprobs", "score"), ("update", "update")):
-            setattr(self.updates, name, functools.partial(self._in_phase, phase, getattr(self.updates, name)))
-
-    def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        with self._clock("programs"):
-            return jax.block_until_ready(program(*arguments))
-
-    def _in_phase(self, phase: str, work: Callable[..., Any], *arguments: Any) -> Any:
-        with self._clock(phase):
-            return work(*arguments)
 
     @contextlib.contextmanager
-    def _clock(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
 
-    def collect(self, *arguments: Any) -> Any:
-        """As that of `Run`."""
-        with self._clock("collect"):
-            return super().collect(*arguments)
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClockedUpdates(Updates):
+    """Updates whose phases are timed."""
+
+    clock: Clock
+
+    def minibatches(self, *arguments: Any) -> Any:
+        """As that of `Updates`."""
+        with self.clock("score"):
+            return super().minibatches(*arguments)
+
+    def check_logprobs(self, *arguments: Any) -> Any:
+        """As that of `Updates`."""
+        with self.clock("score"):
+            return super().check_logprobs(*arguments)
+
+    def update(self, *arguments: Any) -> Any:
+        """As that of `Updates`."""
+        with self.clock("update"):
+            return super().update(*arguments)
+
+
+class ClockedRun:
+    """A run whose phases are timed, and the programs of its learner."""
+
+    def __init__(self, trainer: Trainer, params: Params, script: Script | None, stack: contextlib.ExitStack):
+        """The files are closed by `stack`."""
+        self.clock, learner = Clock(), trainer.learner
+        for name in ("score", "update"):
+            setattr(learner, name, functools.partial(self._on_device, getattr(learner, name)))
+        updates = ClockedUpdates(trainer.config, trainer.strategy, learner, trainer.workdir, self.clock)
+        self.trainer = dataclasses.replace(trainer, updates=updates)
+        if script is not None:
+            rollouts = ScriptedRollouts(trainer.components.engine, script)
+            self.trainer = dataclasses.replace(self.trainer, rollouts=rollouts)
+        self.checkpoints, self.identity, self.state = begin_or_resume(self.trainer, params, stack)
+        self.interrupt = stack.enter_context(Interrupt())
+
+    def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        with self.clock("programs"):
+            return jax.block_until_ready(program(*arguments))
 
     def timed_iteration(self, verifiers: VerifierPool) -> dict[str, float]:
         """One iteration with a checkpoint: its seconds by phase, and what it collected.
 
         Writing goes on beside the next iteration in a run; it is waited for here, after the clock.
         """
-        self.seconds = {}
+        self.clock.seconds = seconds = {}
         begin = time.perf_counter()
-        metrics = self.one_iteration(verifiers, Progress(total=1, done=0, quiet=True))
-        with self._clock("checkpoint"):
-            self.save()
+        progress = Progress(total=1, done=0, quiet=True)
+        state, stop = train_iteration(self.trainer, verifiers, self.interrupt, progress, self.state)
+        if stop is not None:
+            raise stop
+        assert state.pending is not None
+        metrics, self.state = state.pending, dataclasses.replace(state, pending=None)
+        with self.clock("checkpoint"):
+            self.checkpoints.save(state.iteration, state.learner, to_record(self.state) | self.identity)
         total = time.perf_counter() - begin
         self.checkpoints.wait()
         written = time.perf_counter() - begin - total
+        seconds["collect"] = metrics["time/collect_s"]
         # Of the collection, what the device didn't wait for the host.
-        busy = self.seconds["collect"] - metrics["time/host_between_windows_s"] + self.seconds.get("programs", 0.0)
-        phases = {f"{phase}_s": self.seconds.get(phase, 0.0) for phase in PHASES}
+        busy = seconds["collect"] - metrics["time/host_between_windows_s"] + seconds.get("programs", 0.0)
+        phases = {f"{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
         return {
             "seconds": total,
             **phases,
@@ -209,7 +242,13 @@ class ClockedRun(train.Run):
         }
 
 
-def _begin(config: Config, workdir: pathlib.Path, lengths: Lengths, architecture: Architecture | None) -> ClockedRun:
+def _begin(
+    config: Config,
+    workdir: pathlib.Path,
+    lengths: Lengths,
+    architecture: Architecture | None,
+    stack: contextlib.ExitStack,
+) -> ClockedRun:
     """A run of a configuration in a new work directory; with an architecture, of random weights of that shape."""
     folder = components_lib.model_folder(config.model.path)
     if architecture is not None:
@@ -228,7 +267,7 @@ def _begin(config: Config, workdir: pathlib.Path, lengths: Lengths, architecture
     else:
         dtype = jnp.dtype(config.model.parameter_dtype)
         params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh, dtype)
-    return ClockedRun(config, workdir, components, prompts, {}, params, script=script)
+    return ClockedRun(make_trainer(config, workdir, components, prompts, params), params, script, stack)
 
 
 def measure(
@@ -270,15 +309,12 @@ def measure(
             workdir = pathlib.Path(folder) / name
             workdir.mkdir()
             verifiers = stack.enter_context(components_lib.verifier_pool(own))
-            run = _begin(own, workdir, lengths, architecture)
-            stack.callback(run.checkpoints.close)
-            stack.callback(run.metrics.close)
-            runs[name] = run, verifiers
+            runs[name] = _begin(own, workdir, lengths, architecture, stack), verifiers
         for turn in range(1 + repeat):
             for name, (run, verifiers) in runs.items():
                 taken[name].append(run.timed_iteration(verifiers))
                 log(f"iteration {turn}, {name}: {taken[name][-1]['seconds']:.2f} s")
-        shape = models.describe(run.components.architecture)
+        shape = models.describe(run.trainer.components.architecture)
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in timed[1:]) for key in timed[0]}
         | {"iterations": repeat, "first_iteration_s": timed[0]["seconds"], "all_seconds": [x["seconds"] for x in timed]}
@@ -289,7 +325,7 @@ def measure(
             result[f"{name}_ratio"] = result["rounds"]["tokens_per_s"] / result[name]["tokens_per_s"]
     device = jax.devices()[0]
     return result | {
-        "scripted": isinstance(run.rollouts, ScriptedRollouts), "device": device.device_kind,
+        "scripted": isinstance(run.trainer.rollouts, ScriptedRollouts), "device": device.device_kind,
         "platform": device.platform, "jax": jax.__version__, "model": shape,
     }  # fmt: skip
 

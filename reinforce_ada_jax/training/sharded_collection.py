@@ -1,7 +1,9 @@
-"""A collection over several processes: each draws for its share of the prompts, and all end up with all pools.
+"""A collection over several processes: each draws for its shard of the prompts, and all end up with all pools.
 
-The pools are those of one process, whatever the number: a sample's randomness follows from its address, a plan is made
-for all prompts before they are shared out, and replaced prompts (`dapo`) are the next ones in the order of the data.
+How two hosts agree: each gets the same job and takes its shard of the prompts by the same rule (`split`). Then they
+exchange what they drew (`processes.exchange`). The pools are those of one process, whatever the number of processes:
+the randomness of a sample follows from its address, a plan is made for all prompts before they are split, and
+replacement prompts (`dapo`) are the next ones in the order of the data.
 """
 
 import collections
@@ -10,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection.collect import EstimateFn
 from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
-from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
+from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt
@@ -24,14 +25,14 @@ Counts = collections.Counter[str]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-    """What is to be drawn: arguments of `collect`, of the same names.
+    """Arguments of `collect`, of the same names.
 
     Attributes:
       prompts: P prompts.
-      strategy: when they are done.
-      replacements: prompts that take the place of those of which nothing is kept.
-      estimate_fn: the pass rates expected of prompts.
-      partial: what was drawn of them before, by prompt id.
+      strategy: their stopping rule.
+      replacements: prompts that replace those of which nothing is kept.
+      estimate_fn: estimates the pass rates of prompts.
+      partial: responses drawn before, by prompt id.
       prefetch: prompts of the next collection.
     """
 
@@ -43,82 +44,51 @@ class Job:
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
 
 
-# Draws what there is to draw on this process's devices; counts of its sampler come with the pools.
+# Draws a job on this process's devices; counts of its sampler come with the pools.
 DrawFn = Callable[[Job], tuple[list[Pool], Counts]]
 
-# Responses that prompts are expected to take; draws planned are given by prompt id.
-ExpectFn = Callable[[Sequence[Prompt], Mapping[str, int]], list[float]]
+
+def split(weights: Sequence[float], num_shards: int) -> list[list[int]]:
+    """Splits indices into shards of about the same weight: the heaviest first, each to the lightest shard."""
+    shards: list[list[int]] = [[] for _ in range(num_shards)]
+    loads = [0.0] * num_shards
+    for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
+        lightest = min(range(num_shards), key=lambda shard: (loads[shard], len(shards[shard])))
+        shards[lightest].append(index)
+        loads[lightest] += weights[index]
+    return [sorted(shard) for shard in shards]
 
 
-def split(weights: Sequence[float], count: int) -> list[list[int]]:
-    """Places split into `count` shares of about the same weight: the heaviest first, to whoever has least."""
-    shares: list[list[int]] = [[] for _ in range(count)]
-    loads = [0.0] * count
-    for place in sorted(range(len(weights)), key=lambda place: (-weights[place], place)):
-        least = min(range(count), key=lambda share: (loads[share], len(shares[share])))
-        shares[least].append(place)
-        loads[least] += weights[place]
-    return [sorted(share) for share in shares]
+def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
+    """Returns the pools of all prompts, as `collect` does, in every process; so is `job.prefetch.partial`.
 
-
-class ExpectedDraws:
-    """Responses that prompts are expected to take: as planned; else by the pass rates that came with the data.
-
-    Responses of one run are about as long for one prompt as for another before they are drawn, so this stands for
-    tokens. What enumeration can't follow (a rule that looks at more of a prompt than its counts, or goes on for very
-    long) is expected to be the same for all: shares then weigh what they may, and the pools are the same.
-    """
-
-    def __init__(self, collection: StrategyConfig):
-        self._collection = collection
-        self._known: dict[float, float] = {}  # by pass rate
-        self._followed = True  # until enumeration fails
-
-    def __call__(self, prompts: Sequence[Prompt], planned: Mapping[str, int]) -> list[float]:
-        """One number a prompt; 1 for all where nothing is known of any."""
-        rates = {prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
-        new = sorted(rates - self._known.keys())
-        if new and not planned and self._followed:
-            try:
-                draws = enumeration.expected_draws(self._collection, new)
-                self._known |= dict(zip(new, draws.tolist(), strict=True))
-            except Exception:  # a user's rule may raise anything; it does so in every process, so all expect the same
-                self._followed = False
-        if not self._followed and not planned:
-            return [1.0] * len(prompts)
-        mean = float(np.mean([self._known[rate] for rate in sorted(rates)])) if rates and not planned else 1.0
-        return [float(planned.get(prompt.id, self._known.get(prompt.pass_rate, mean))) for prompt in prompts]
-
-
-def collect_everywhere(job: Job, draw: DrawFn, expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
-    """The pools of all prompts, as `collect` gives them, in every process; `job.prefetch.partial` is everybody's too.
+    Shards are balanced by planned draws if the strategy plans; otherwise they have equal numbers of prompts.
 
     Args:
       job: the same in every process.
-      draw: called with this process's share.
-      expected_draws: what shares are balanced by.
+      draw: called with this process's shard.
 
     Raises:
-      Interrupted: in every process, where it was raised in any.
+      Interrupted: in every process, if it was raised in any.
     """
     if processes.count() == 1:
         return draw(job)
     job, planned = _planned(job)
-    pools, counts = _round(job, draw, expected_draws(job.prompts, planned), expected_draws)
+    pools, counts = _collect_shards(job, draw, planned)
     replacements = collections.deque(job.replacements)
-    dropped = _dropped(pools, job.strategy)
-    # As many at a time as are surely needed: together the shortest beginning of the list that keeps enough.
+    dropped = _num_dropped(pools, job.strategy)
+    # In each turn the number that is certainly needed: together the shortest prefix of the list that keeps enough.
     while dropped and replacements:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
         more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()))
-        found, counted = _round(more, draw, expected_draws(prompts, {}), expected_draws)
-        dropped = _dropped(found, job.strategy)
+        found, counted = _collect_shards(more, draw, {})
+        dropped = _num_dropped(found, job.strategy)
         pools, counts = pools + found, counts + counted
     return pools, counts
 
 
 def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: Callable[..., list[Pool]]) -> list[Pool]:
-    """As many responses of each prompt as of any other (an evaluation): the pools of all, in every process.
+    """Returns the pools of all prompts in every process, for an evaluation: each prompt has as many draws.
 
     `collect_fn` is `collect` with everything given but the prompts and the strategy (its `config`).
     """
@@ -126,11 +96,11 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
     def draw(job: Job) -> tuple[list[Pool], Counts]:
         return collect_fn(job.prompts, config=job.strategy), Counts()
 
-    return collect_everywhere(Job(prompts, strategy), draw, lambda prompts, _: [1.0] * len(prompts))[0]
+    return collect_everywhere(Job(prompts, strategy), draw)[0]
 
 
 def _planned(job: Job) -> tuple[Job, dict[str, int]]:
-    """The job with every prompt's draws fixed, where the strategy plans: a share alone would be planned otherwise."""
+    """Returns the job with fixed draws of every prompt, if the strategy plans: a plan depends on all prompts."""
     plan = job.strategy.plan
     if plan is None:
         return job, {}
@@ -147,42 +117,40 @@ def _planned(job: Job) -> tuple[Job, dict[str, int]]:
     ), planned
 
 
-def _dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
-    """How many prompts must be replaced."""
+def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
+    """Returns the number of prompts to replace."""
     return sum(not strategy.keep(pool.correct).size for pool in pools) if strategy.extra_batches else 0
 
 
-def _round(job: Job, draw: DrawFn, draws: Sequence[float], expected_draws: ExpectFn) -> tuple[list[Pool], Counts]:
-    """Shares the prompts out, draws, and meets the others."""
-    left = [
-        max(expected - len(job.partial[prompt.id].responses), 0.5) if prompt.id in job.partial else expected
-        for prompt, expected in zip(job.prompts, draws, strict=True)
-    ]
-    own = split(left, processes.count())[processes.index()]
-    own_prefetch = split(expected_draws(job.prefetch.prompts, {}), processes.count())[processes.index()]
-    share = dataclasses.replace(
+def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple[list[Pool], Counts]:
+    """Draws this process's shard, and exchanges the results with the other processes."""
+
+    def shard_of(prompts: Sequence[Prompt], draws: Mapping[str, int]) -> list[Prompt]:
+        weights = [
+            max(draws[prompt.id] - len(job.partial[prompt.id].responses if prompt.id in job.partial else ()), 0.5)
+            if prompt.id in draws
+            else 1.0
+            for prompt in prompts
+        ]
+        return [prompts[index] for index in split(weights, processes.count())[processes.index()]]
+
+    shard = dataclasses.replace(
         job,
-        prompts=[job.prompts[place] for place in own],
+        prompts=shard_of(job.prompts, planned),
         replacements=(),
-        prefetch=Prefetch([job.prefetch.prompts[place] for place in own_prefetch]),
+        prefetch=Prefetch(shard_of(job.prefetch.prompts, {})),
     )
     try:
-        told = to_bytes(CollectedShard(*_drawn(share, draw)))
+        pools, counts = draw(shard) if shard.prompts else ([], Counts())
+        message = to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
     except Interrupted:
-        told = b""
-    messages = processes.exchange(told)
+        message = b""
+    messages = processes.exchange(message)
     if not all(messages):
         raise Interrupted
-    shares = [from_bytes(message, job.prompts) for message in messages]
-    pool_of = {pool.prompt.id: pool for share in shares for pool in share.pools}
-    for share in shares:
-        job.prefetch.partial.update(share.partial)
-    counts = sum((Counts(share.counts) for share in shares), Counts())
-    return [pool_of[prompt.id] for prompt in job.prompts], counts
-
-
-def _drawn(share: Job, draw: DrawFn) -> tuple[list[Pool], dict[str, PartialRollouts], dict[str, float]]:
-    if not share.prompts:
-        return [], {}, {}
-    pools, counts = draw(share)
-    return pools, share.prefetch.partial, dict(counts)
+    shards = [from_bytes(message, job.prompts) for message in messages]
+    pool_of = {pool.prompt.id: pool for shard in shards for pool in shard.pools}
+    for collected in shards:
+        job.prefetch.partial.update(collected.partial)
+    total = sum((Counts(collected.counts) for collected in shards), Counts())
+    return [pool_of[prompt.id] for prompt in job.prompts], total

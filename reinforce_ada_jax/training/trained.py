@@ -1,17 +1,23 @@
-"""Weights that a run trained, read from its checkpoints by commands other than `train`."""
+"""Weights that a run trained: read from its checkpoints, or handed over by `train` when it is finished."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
-from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params, param_shardings
+from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, holds_checkpoint
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.iteration import Trainer
+from reinforce_ada_jax.training.state import RunState
 
 
 @contextlib.contextmanager
@@ -62,8 +68,53 @@ def read_policy(
 ) -> tuple[int, Params]:
     """Returns (iteration, weights of the policy): as `read_trained`, adapters over their base, read in `base_dtype`."""
     iteration, params = read_trained(workdir, config, components, iteration)
+    return iteration, _over_base(config, components, params, base_dtype)
+
+
+def merged(config: Config, components: Components, trained: Params) -> Params:
+    """Returns plain weights: trained adapters are merged into their base, trained weights are returned as they are."""
+    if not config.lora.rank:
+        return trained
+    merge = jax.jit(lora.merged, out_shardings=param_shardings(components.architecture, components.mesh))
+    return merge(_over_base(config, components, trained, config.model.parameter_dtype))
+
+
+def _over_base(config: Config, components: Components, trained: Params, base_dtype: str) -> Params:
     adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
     if adapters is None:
-        return iteration, params
+        return trained
     base = huggingface.load(components.folder, components.mesh, jnp.dtype(base_dtype))[1]
-    return iteration, lora.adapted(base, params, adapters)
+    return lora.adapted(base, trained, adapters)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainedRun:
+    """A finished run.
+
+    Attributes:
+      workdir: its work directory.
+      iteration: number of finished iterations.
+      metrics: lines of metrics.jsonl, one an iteration.
+      architecture: of the model.
+      params: trained weights on the devices; trained adapters are merged into their base.
+      model_folder: the folder that the run began with, whose tokenizer `export` copies.
+    """
+
+    workdir: pathlib.Path
+    iteration: int
+    metrics: list[dict[str, float]]
+    architecture: Architecture
+    params: Params
+    model_folder: pathlib.Path
+
+    def export(self, folder: str | pathlib.Path) -> None:
+        """Writes the weights as a Hugging Face folder; raises ValueError if `folder` is not empty."""
+        huggingface.save(pathlib.Path(folder), self.architecture, self.params, tokenizer_from=self.model_folder)
+
+
+def trained_run(trainer: Trainer, state: RunState) -> TrainedRun:
+    """Returns the handle of a run that finished with `state`."""
+    components, workdir = trainer.components, trainer.workdir
+    params = merged(trainer.config, components, state.learner.params)
+    metrics = read_metrics(workdir)
+    return TrainedRun(workdir, state.iteration, metrics, components.architecture, params, components.folder)

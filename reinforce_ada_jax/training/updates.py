@@ -21,24 +21,24 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.files import write_atomically
 
 # Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
-# (1e-6 at temperature 1, more below it); elsewhere products are rounded to bfloat16 or less, and a mean beyond the
-# second number is worth a word.
+# (1e-6 at temperature 1, more below it); elsewhere products are rounded to bfloat16 or less, and a mean above the
+# second number is logged.
 FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
-# Of a batch, what the comparison of log-probabilities looks at.
+# Arrays of a batch that the comparison of log-probabilities reads.
 CHECKED = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
 
 
 class TrainingStopped(Exception):
-    """The run must not go on as it is; its state is whole."""
+    """The run must not go on as it is; its state can be saved."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Minibatch:
-    """What one update is made of.
+    """Data of one update.
 
     Attributes:
-      groups: whose kept responses it has.
-      batch: on the devices.
+      groups: those whose kept responses are in it.
+      batch: the responses, on the devices.
     """
 
     groups: list[Group]
@@ -46,7 +46,7 @@ class Minibatch:
 
 
 def examples(group: Group) -> list[Example]:
-    """The kept responses of a group, as the update sees them."""
+    """Returns the kept responses of a group with their rewards, baselines and weight."""
     pool, rewards = group.pool, group.pool.rewards
     return [
         Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
@@ -54,23 +54,45 @@ def examples(group: Group) -> list[Example]:
     ]
 
 
-class Updates:
-    """The updates of a run. Every process makes the same ones, of the same groups.
+@dataclasses.dataclass(frozen=True, eq=False)
+class UpdatesDone:
+    """Result of the updates of one iteration.
 
     Attributes:
-      skipped_in_a_row: updates that were not finite and were skipped, since the last one that was made.
+      learner: the new state; the one before the update that stopped the run, if one did.
+      skipped_in_a_row: updates skipped because they were not finite, since the last one that was made.
+      metrics: means over the updates made, and their number.
+      stop: why the run must end; None if it goes on.
     """
 
-    def __init__(self, config: Config, strategy: Strategy, learner: Learner, workdir: pathlib.Path):
-        self.config, self.strategy, self.learner, self.workdir = config, strategy, learner, workdir
-        self.skipped_in_a_row = 0
+    learner: LearnerState
+    skipped_in_a_row: int
+    metrics: dict[str, float]
+    stop: TrainingStopped | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Updates:
+    """The updates of a run: every process makes the same ones, from the same groups.
+
+    Attributes:
+      config: of the run.
+      strategy: how many responses a group may keep.
+      learner: the compiled scoring and update.
+      workdir: where the data of an update that is not finite are written.
+    """
+
+    config: Config
+    strategy: Strategy
+    learner: Learner
+    workdir: pathlib.Path
 
     # ---- minibatches -------------------------------------------------------------------------------------------------
 
     def minibatches(self, groups: Sequence[Group], policy: Params, reference: Params | None) -> list[Minibatch]:
-        """The iteration's groups, dealt to as many minibatches as there are updates, with log-probabilities.
+        """Deals the iteration's groups to one minibatch per update, and adds log-probabilities.
 
-        Those of the policy are taken before the first update and stay fixed through all of them (PPO's `old` policy).
+        Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO).
         """
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
         minibatches = []
@@ -93,9 +115,9 @@ class Updates:
         return minibatches
 
     def batch_rows(self, rows: int) -> int:
-        """Rows that a minibatch is padded to: one number for the whole run, so that nothing is compiled twice.
+        """Returns the number of rows that a minibatch is padded to: one for the whole run, so nothing recompiles.
 
-        Each response may need one of its own. Only where a strategy keeps any number of them it grows, by doubling.
+        Each response may need a row of its own. Only if a strategy keeps any number of responses it grows, by doubling.
         Padding costs memory, not time.
         """
         micro_rows = self.learner.micro_rows
@@ -110,13 +132,18 @@ class Updates:
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def check_logprobs(
-        self, minibatches: Sequence[Minibatch], iteration: int, say: Callable[[str], None]
-    ) -> tuple[list[Minibatch], dict[str, float]]:
-        """How far the engine's log-probabilities of its own tokens are from the learner's, where both have the same
-        weights: samples drawn ahead are another policy's.
+        self,
+        minibatches: Sequence[Minibatch],
+        iteration: int,
+        skipped_in_a_row: int,
+        say: Callable[[str], None],
+    ) -> tuple[list[Minibatch], int, dict[str, float]]:
+        """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
+
+        Prefetched responses were drawn from earlier weights and are left out.
 
         Returns:
-          The minibatches whose log-probabilities are finite, and the metrics.
+          The minibatches whose log-probabilities are finite; `skipped_in_a_row` with the others counted; the metrics.
 
         Raises:
           TrainingStopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
@@ -127,7 +154,8 @@ class Updates:
             batch = batch.replace(**{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
             if not np.isfinite(gaps[batch.response_mask]).all():
-                self._not_finite(minibatch, iteration, number, len(minibatches), "a log-probability is not", say)
+                where = f"update {number} of {len(minibatches)}: a log-probability is not"
+                skipped_in_a_row = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row, say)
                 continue
             finite.append(minibatch)
             fresh = batch.response_mask & (batch.policy_version == iteration - 1)
@@ -148,30 +176,40 @@ class Updates:
                 "sampling.attention chose a kernel that rounds more than the learner's, or the weights have grown. "
                 "learning.truncated_is_cap = 2.0 would bound the effect."
             )
-        return finite, {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
+        return finite, skipped_in_a_row, {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
 
-    def _not_finite(
-        self, minibatch: Minibatch, iteration: int, number: int, count: int, what: str, say: Callable[[str], None]
-    ) -> None:
-        """Writes down what the update was to be made of; then the run stops, or goes on without it."""
+    def _skip_or_stop(
+        self,
+        minibatch: Minibatch,
+        iteration: int,
+        number: int,
+        where: str,
+        skipped_in_a_row: int,
+        say: Callable[[str], None],
+    ) -> int:
+        """Writes down the data of an update that is not finite; returns `skipped_in_a_row` with this one.
+
+        Raises:
+          TrainingStopped: the configuration forbids to skip it.
+        """
         file = self.workdir / "non_finite" / f"{iteration:06d}-{number}.json"
         if processes.is_writer():
             file.parent.mkdir(exist_ok=True)
-            write_atomically(
-                file, json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
-            )
-        said = f"iteration {iteration}, update {number} of {count}: {what} finite. What it was made of is in {file}."
-        self.skipped_in_a_row += 1
+            text = json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
+            write_atomically(file, text)
+        message = f"iteration {iteration}, {where} finite. Its data are in {file}."
+        skipped_in_a_row += 1
         learning = self.config.learning
         if learning.non_finite == "stop":
             raise TrainingStopped(
-                f"{said} The update was not applied; learning.non_finite='skip' would go on without it."
+                f"{message} The update was not applied; learning.non_finite='skip' would go on without it."
             )
-        if self.skipped_in_a_row > learning.max_skipped:
+        if skipped_in_a_row > learning.max_skipped:
             raise TrainingStopped(
-                f"{said} That makes {self.skipped_in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
+                f"{message} That makes {skipped_in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
             )
-        say(f"{said} It is skipped.")
+        say(f"{message} It is skipped.")
+        return skipped_in_a_row
 
     # ---- updates -----------------------------------------------------------------------------------------------------
 
@@ -181,36 +219,37 @@ class Updates:
         base: Params | None,
         minibatches: Sequence[Minibatch],
         iteration: int,
+        skipped_in_a_row: int,
         say: Callable[[str], None],
-    ) -> tuple[LearnerState, dict[str, float], TrainingStopped | None]:
-        """One optimiser step a minibatch.
+    ) -> UpdatesDone:
+        """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
-        Returns:
-          The new state, means over the steps that were made, and why the run must end, where one of them was not finite
-          and it must: the state is then the one before that step, and the rest of the minibatches is left out.
+        `state` is donated.
         """
-        begin, results, stopped = time.monotonic(), [], None
+        begin, results, stop = time.monotonic(), [], None
         for number, minibatch in enumerate(minibatches, start=1):
             state, result = self.learner.update(state, minibatch.batch, base)
             result = jax.device_get(result)
             if result.finite:
                 results.append(result)
-                self.skipped_in_a_row = 0
+                skipped_in_a_row = 0
                 continue
-            what = f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: not"
+            where = f"update {number} of {len(minibatches)}: loss {result.loss:.4g}, gradient norm "
+            where += f"{result.grad_norm:.4g}: not"
             try:
-                self._not_finite(minibatch, iteration, number, len(minibatches), what, say)
-            except TrainingStopped as stop:
-                stopped = stop
+                skipped_in_a_row = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row, say)
+            except TrainingStopped as error:
+                stop = error
                 break
         # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.
         columns = {name: [getattr(result, name) for result in results] for name in UpdateMetrics._fields}
-        means = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
-        return state, means | {"update/count": len(results), "time/update_s": time.monotonic() - begin}, stopped
+        metrics = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
+        metrics |= {"update/count": len(results), "time/update_s": time.monotonic() - begin}
+        return UpdatesDone(state, skipped_in_a_row, metrics, stop)
 
 
 def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | str]]]:
-    """The responses of a minibatch: which, how long, and what they were worth."""
+    """Returns prompt, lengths, reward and advantage of each response of a minibatch, as JSON."""
 
     def number(value: float) -> float | str:
         return float(value) if math.isfinite(value) else str(value)  # JSON has no other numbers

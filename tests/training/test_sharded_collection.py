@@ -119,26 +119,24 @@ def collected(strategy: str, log=None, prefetch=0) -> tuple[list[Pool], dict[str
     rates = {prompt.id: (int(prompt.id[1:]) % 7) / 7 for prompt in prompts}
     built = strategies.build(section(strategy))
 
-    def draw(work):
+    def draw(job):
         if log is not None:
-            log.append([prompt.id for prompt in work.prompts])
+            log.append([prompt.id for prompt in job.prompts])
         pools = collect(
-            work.prompts, functools.partial(sample, prefetch=prefetch), verify, work.strategy,
-            replacements=work.replacements, estimate_fn=work.estimate_fn, seed=3, iteration=5, partial=work.partial,
-            prefetch=work.prefetch,
+            job.prompts, functools.partial(sample, prefetch=prefetch), verify, job.strategy,
+            replacements=job.replacements, estimate_fn=job.estimate_fn, seed=3, iteration=5, partial=job.partial,
+            prefetch=job.prefetch,
         )  # fmt: skip
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
 
-    work = sharded_collection.Job(
+    job = sharded_collection.Job(
         prompts,
         built,
         replacements if built.extra_batches else (),
         (lambda prompts: np.array([rates[prompt.id] for prompt in prompts])) if built.plan else None,
         prefetch=upcoming,
     )
-    pools, counts = sharded_collection.collect_everywhere(
-        work, draw, sharded_collection.ExpectedDraws(section(strategy))
-    )
+    pools, counts = sharded_collection.collect_everywhere(job, draw)
     assert counts["tokens"] == sum(len(response.tokens) for pool in pools for response in pool.responses)
     return pools, upcoming.partial
 
@@ -163,7 +161,7 @@ def test_what_is_drawn_ahead_is_everybodys(monkeypatch):
     monkeypatch.setattr(sharded_collection, "processes", processes)
     (_, first), (_, second) = processes.run(lambda index: collected("balance", prefetch=2))
     assert first.keys() == second.keys()
-    assert {int(name[1:]) % 2 for name in first} == {0, 1}, "of both shares"
+    assert {int(name[1:]) % 2 for name in first} == {0, 1}, "of both shards"
 
 
 def test_an_interrupt_of_one_is_an_interrupt_of_all(monkeypatch):
@@ -171,36 +169,24 @@ def test_an_interrupt_of_one_is_an_interrupt_of_all(monkeypatch):
     monkeypatch.setattr(sharded_collection, "processes", processes)
 
     def program(index):
-        def draw(work):
+        def draw(job):
             if index == 1:
                 raise Interrupted
-            return collect(work.prompts, sample, verify, work.strategy), collections.Counter()
+            return collect(job.prompts, sample, verify, job.strategy), collections.Counter()
 
-        work = sharded_collection.Job(make_prompts(["p1", "p2", "p3"]), strategies.build(section("grpo")))
-        return sharded_collection.collect_everywhere(work, draw, sharded_collection.ExpectedDraws(section("grpo")))
+        job = sharded_collection.Job(make_prompts(["p1", "p2", "p3"]), strategies.build(section("grpo")))
+        return sharded_collection.collect_everywhere(job, draw)
 
     assert [type(result) for result in processes.run(program)] == [Interrupted] * 3
 
 
-def test_shares_weigh_about_the_same():
+def test_shards_weigh_about_the_same():
     assert sharded_collection.split([1.0] * 7, 3) == [[0, 3, 6], [1, 4], [2, 5]]
     assert sharded_collection.split([9, 1, 1, 1, 5, 1], 2) == [[0], [1, 2, 3, 4, 5]]
     assert sharded_collection.split([1.0], 3) == [[0], [], []]
     weights = np.random.default_rng(0).gamma(1.0, 10.0, 500).tolist()
-    loads = [sum(weights[place] for place in share) for share in sharded_collection.split(weights, 8)]
+    loads = [sum(weights[index] for index in shard) for shard in sharded_collection.split(weights, 8)]
     assert max(loads) - min(loads) < 0.01 * sum(loads)
-
-
-def test_shares_are_balanced_by_expected_draws():
-    rates = [0.0, 0.5, None]
-    prompts = make_prompts(["p0", "p1", "p2"], lambda row: rates[row])
-    expected = sharded_collection.ExpectedDraws(section("balance"))
-    never, often, unknown = expected(prompts, {})
-    assert never == 12, "no correct one ever comes, so all rounds are drawn"
-    assert 4 < often < 8
-    assert unknown == pytest.approx((never + often) / 2)
-    assert expected(prompts, {"p0": 3, "p1": 5, "p2": 7}) == [3, 5, 7]
-    assert expected(make_prompts(["p0", "p1"]), {}) == [1, 1]
 
 
 LOOKS_AT_ITS_PROMPT = """
@@ -208,34 +194,49 @@ from reinforce_ada_jax.collection.strategies import Strategy, keep_all, one_roun
 
 def mine(config):
     return Strategy(
-        lambda record: 0 if record.rounds else 4 if record.prompt.pass_rate > 0.2 else 8,
+        lambda progress: 0 if progress.rounds else 4 if progress.prompt.pass_rate > 0.2 else 8,
         one_round, keep_all, max_draws=8, max_kept=8,
     )
 """
 
 
-@pytest.mark.parametrize("strategy", ["mine", "ngu"])
-def test_what_enumeration_cannot_follow_is_expected_to_be_even(monkeypatch, tmp_path, strategy):
-    # In one process neither is enumerated: a rule that reads the prompt itself, and one that all but never gives up.
+def test_a_users_rule_is_the_same_in_several_processes(monkeypatch, tmp_path):
     (tmp_path / "file.py").write_text(LOOKS_AT_ITS_PROMPT)
-    settings = section(f"{tmp_path / 'file.py'}:mine" if strategy == "mine" else "ngu")
+    settings = section(f"{tmp_path / 'file.py'}:mine")
     settings.max_draws, settings.retry_probability = 0, 0.999
     prompts = make_prompts((f"p{row}" for row in range(1, 5)), lambda row: (0.1, 0.3, 0.5, 0.0)[row])
+    alone = collect(prompts, sample, verify, strategies.build(settings))
 
     def program(index):
-        expected = sharded_collection.ExpectedDraws(settings)
-        assert expected(make_prompts(["q0"], lambda row: 1.0), {}) == ([4.0] if strategy == "ngu" else [1.0])
-        assert expected(prompts, {}) == [1.0] * 4, "also where something is known of other prompts"
-        assert expected(prompts[:1], {"p1": 3}) == [3.0]
+        def draw(job):
+            return collect(job.prompts, sample, verify, job.strategy), collections.Counter()
 
-        def draw(work):
-            return collect(work.prompts, sample, verify, work.strategy), collections.Counter()
-
-        return sharded_collection.collect_everywhere(
-            sharded_collection.Job(prompts, strategies.build(settings)), draw, expected
-        )[0]
+        return sharded_collection.collect_everywhere(sharded_collection.Job(prompts, strategies.build(settings)), draw)[
+            0
+        ]
 
     processes = Processes(2)
-    (alone,) = Processes(1).run(lambda index: collect(prompts, sample, verify, strategies.build(settings)))
     monkeypatch.setattr(sharded_collection, "processes", processes)
     assert [described(pools) for pools in processes.run(program)] == [described(alone)] * 2
+
+
+def test_shards_are_balanced_by_planned_draws(monkeypatch):
+    drawn_by = [[], []]
+
+    def program(index):
+        def draw(job):
+            drawn_by[index].extend(prompt.id for prompt in job.prompts)
+            return collect(
+                job.prompts, sample, verify, job.strategy, estimate_fn=job.estimate_fn
+            ), collections.Counter()
+
+        # 10 draws for p0 and 2 for the others: p0 weighs as much as all of them.
+        plan = lambda _, ids: np.array([10 if name == "p0" else 2 for name in ids])  # noqa: E731
+        strategy = dataclasses.replace(strategies.build(section("estimate")), plan=plan, max_draws=10)
+        job = sharded_collection.Job(make_prompts(f"p{row}" for row in range(6)), strategy)
+        return sharded_collection.collect_everywhere(job, draw)
+
+    processes = Processes(2)
+    monkeypatch.setattr(sharded_collection, "processes", processes)
+    processes.run(program)
+    assert drawn_by == [["p0"], ["p1", "p2", "p3", "p4", "p5"]]

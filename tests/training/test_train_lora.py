@@ -1,20 +1,21 @@
 """A small run that trains adapters: what it keeps, that it resumes bit for bit, and what is made of it afterwards."""
 
+import contextlib
 import json
 import shutil
-import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli, evaluate, export, train
+from reinforce_ada_jax import cli, evaluate, export
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import loop
 from tests import compiling, forked
 from tests.running import environment, reproducible, restored, saved_config, tiny
 
@@ -158,45 +159,40 @@ def test_adapters_on_another_base_are_refused(unbroken, tmp_path, capsys):
 
 
 @pytest.fixture
-def keep_signals():
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
+def begin():
+    """begin(workdir, changes) -> (run, state) of a run at its beginning, in this process."""
+    with contextlib.ExitStack() as stack:
 
+        def begin(workdir, **changes):
+            config = tiny(**{"logging.tensorboard": False, **changes})
+            return loop.start(config, workdir, lambda *_: None, stack, quiet=True)
 
-def begin(workdir, **changes):
-    """A run at its beginning, in this process."""
-    config = tiny(**{"logging.tensorboard": False, **changes})
-    components = components_lib.build(config, components_lib.model_folder(config.model.path))
-    workdir.mkdir()
-    return train.Run(config, workdir, components, prompts=[], benchmarks={}, params=None)
+        yield begin
 
 
 def pointers(tree):
     return {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)}
 
 
-def test_learner_policy_and_reference_share_one_base(tmp_path, keep_signals):
-    run = begin(tmp_path / "run", **{"lora.rank": 4, "learning.kl_coefficient": 0.1})
-    assert run.reference is run.base
-    assert pointers(run.policy()) == pointers(run.base) | pointers(run.state.params)
-    assert isinstance(run.state, LearnerState) and not pointers(run.state) & pointers(run.base)
-    run.checkpoints.close()
+def test_learner_policy_and_reference_share_one_base(tmp_path, begin):
+    run, state = begin(tmp_path / "run", **{"lora.rank": 4, "learning.kl_coefficient": 0.1})
+    trainer = run.trainer
+    assert trainer.reference is trainer.base
+    assert pointers(trainer.policy(state)) == pointers(trainer.base) | pointers(state.learner.params)
+    assert isinstance(state.learner, LearnerState) and not pointers(state.learner) & pointers(trainer.base)
 
 
-def test_a_frozen_base_is_kept_in_the_precision_of_its_products(tmp_path, keep_signals):
-    run = begin(tmp_path / "run", **{"lora.rank": 4, "model.compute_dtype": "bfloat16"})
-    assert {leaf.dtype for leaf in jax.tree.leaves(run.base)} == {jnp.dtype("bfloat16")}
-    assert {leaf.dtype for leaf in jax.tree.leaves(run.state.params)} == {jnp.dtype("float32")}
-    run.checkpoints.close()
+def test_a_frozen_base_is_kept_in_the_precision_of_its_products(tmp_path, begin):
+    run, state = begin(tmp_path / "run", **{"lora.rank": 4, "model.compute_dtype": "bfloat16"})
+    assert {leaf.dtype for leaf in jax.tree.leaves(run.trainer.base)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.learner.params)} == {jnp.dtype("float32")}
 
 
-def test_without_a_rank_there_is_no_base(tmp_path, keep_signals, capsys):
-    run = begin(tmp_path / "run")
-    assert run.base is None and run.policy() is run.state.params
-    run.save()
-    run.checkpoints.close()
-    (tmp_path / "run" / "config.json").write_text(train.config_lib.to_json(run.config))
+def test_without_a_rank_there_is_no_base(tmp_path, begin, capsys):
+    run, state = begin(tmp_path / "run")
+    assert run.trainer.base is None and run.trainer.policy(state) is state.learner.params
+    loop.save(run, state)
+    run.checkpoints.wait()
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
         export.main(tmp_path / "run", None, tmp_path / "adapter", adapter=True)
     assert "trained all weights (lora.rank is 0): export them without --adapter" in capsys.readouterr().err

@@ -69,17 +69,18 @@ def updates(tmp_path):
 def test_every_update_counts(updates):
     made, minibatches = updates()
     said = []
-    finite, gap = made.check_logprobs(minibatches, 1, said.append)
-    assert finite == minibatches and gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
-    state, metrics, stopped = made.update(0, None, minibatches, 1, said.append)
-    assert state == COUNT and metrics["update/count"] == COUNT and not said and stopped is None
-    assert metrics["update/loss"] == np.mean(range(COUNT))
+    finite, skipped, gap = made.check_logprobs(minibatches, 1, 2, said.append)
+    assert finite == minibatches and gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0} and skipped == 2
+    done = made.update(0, None, minibatches, 1, skipped, said.append)
+    assert done.learner == COUNT and done.metrics["update/count"] == COUNT and not said and done.stop is None
+    assert done.skipped_in_a_row == 0 and done.metrics["update/loss"] == np.mean(range(COUNT))
 
 
 def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):
     made, minibatches = updates([True, False])
-    state, metrics, stopped = made.update(0, None, minibatches, 7, None)
-    assert state == 1 and metrics["update/count"] == 1, "the state before it; the third is left out"
+    done = made.update(0, None, minibatches, 7, 0, None)
+    stopped = done.stop
+    assert done.learner == 1 and done.metrics["update/count"] == 1, "the state before it; the third is left out"
     assert re.match(r"iteration 7, update 2 of 3: loss nan, .* not finite\.", str(stopped))
     file = tmp_path / "non_finite" / "000007-2.json"
     assert str(file) in str(stopped) and "learning.non_finite='skip'" in str(stopped)
@@ -98,16 +99,17 @@ def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_pa
 def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
     made, minibatches = updates([False, True, False], **{"learning.non_finite": "skip"})
     said = []
-    state, metrics, stopped = made.update(5, None, minibatches, 1, said.append)
-    assert stopped is None and state == 6 and metrics["update/count"] == 1 and metrics["update/loss"] == 5.0
-    assert made.skipped_in_a_row == 1 and len(said) == 2 and all("It is skipped." in text for text in said)
+    done = made.update(5, None, minibatches, 1, 0, said.append)
+    assert done.stop is None and done.learner == 6
+    assert done.metrics["update/count"] == 1 and done.metrics["update/loss"] == 5.0
+    assert done.skipped_in_a_row == 1 and len(said) == 2 and all("It is skipped." in text for text in said)
 
 
 def test_too_many_in_a_row_stop(updates):
     made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
-    made.update(0, None, minibatches, 1, [].append)
-    *_, stopped = made.update(0, None, minibatches, 2, [].append)
-    assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(stopped))
+    first = made.update(0, None, minibatches, 1, 0, [].append)
+    second = made.update(first.learner, None, minibatches, 2, first.skipped_in_a_row, [].append)
+    assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(second.stop))
 
 
 def poison(logprobs):
@@ -118,11 +120,11 @@ def poison(logprobs):
 def test_a_log_probability_that_is_not_finite(updates, tmp_path):
     made, minibatches = updates(score=poison)
     with pytest.raises(TrainingStopped, match=r"iteration 1, update 1 of 3: a log-probability is not finite\."):
-        made.check_logprobs(minibatches, 1, None)
+        made.check_logprobs(minibatches, 1, 0, None)
     assert (tmp_path / "non_finite" / "000001-1.json").exists()
     made, minibatches = updates(score=poison, **{"learning.non_finite": "skip"})
-    finite, gap = made.check_logprobs(minibatches, 1, [].append)
-    assert finite == [] and gap["update/logprob_gap_max"] == 0.0 and made.skipped_in_a_row == 3
+    finite, skipped, gap = made.check_logprobs(minibatches, 1, 0, [].append)
+    assert finite == [] and gap["update/logprob_gap_max"] == 0.0 and skipped == 3
 
 
 def test_what_padding_holds_is_no_log_probability(updates):
@@ -131,8 +133,8 @@ def test_what_padding_holds_is_no_log_probability(updates):
         return logprobs
 
     made, minibatches = updates(score=poison_padding)
-    assert made.check_logprobs(minibatches, 1, None) == (
-        minibatches, {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
+    assert made.check_logprobs(minibatches, 1, 0, None) == (
+        minibatches, 0, {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
     )  # fmt: skip
 
 
@@ -142,18 +144,19 @@ def test_a_gap_between_engine_and_learner(updates, dtype):
     said = []
     if dtype == "float32":
         with pytest.raises(TrainingStopped, match=r"engine and learner disagree by 0\.1 .* may differ by 0\.0001"):
-            made.check_logprobs(minibatches, 1, said.append)
+            made.check_logprobs(minibatches, 1, 0, said.append)
         return
-    finite, gap = made.check_logprobs(minibatches, 1, said.append)
+    finite, _, gap = made.check_logprobs(minibatches, 1, 0, said.append)
     assert len(finite) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
     assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and "Likely causes" in said[0]
     # Samples of an earlier policy may differ as much as they like.
-    assert made.check_logprobs(minibatches, 2, said.append)[1]["update/logprob_gap"] == 0.0
+    assert made.check_logprobs(minibatches, 2, 0, said.append)[2]["update/logprob_gap"] == 0.0
 
 
 def test_groups_without_kept_responses_make_no_minibatch(updates):
     made, _ = updates()
     groups = [SimpleNamespace(kept=np.zeros(0, int))] * (2 * COUNT)
     assert made.minibatches(groups, None, None) == []
-    state, metrics, stopped = made.update(3, None, [], 1, None)
-    assert stopped is None and state == 3 and metrics["update/count"] == 0 and metrics["update/loss"] == 0.0
+    done = made.update(3, None, [], 1, 0, None)
+    assert done.stop is None and done.learner == 3
+    assert done.metrics["update/count"] == 0 and done.metrics["update/loss"] == 0.0

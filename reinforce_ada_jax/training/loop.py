@@ -1,0 +1,333 @@
+"""The training loop: start-up in order, the iterations, and the ways in which a run ends.
+
+A run is a sequence of `RunState`s: `iterate` (training/iteration.py) makes the next one, an evaluation and a line of
+metrics complete it, and a checkpoint holds it. `Run` is what the loop works with; it never changes.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import pathlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.reporting.writers import MetricsWriter
+from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import resume, summary
+from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
+from reinforce_ada_jax.training.compile_counter import CompileCounter
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_iteration
+from reinforce_ada_jax.training.state import RunState, from_record, to_record
+from reinforce_ada_jax.training.updates import TrainingStopped
+from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
+
+
+class Evaluator(Protocol):
+    """Evaluation of weights on benchmarks; the command provides it, because `evaluation` is a layer above."""
+
+    def is_done(self, iteration: int) -> bool:
+        """Returns True, in every process, if the work directory has this iteration's results on all benchmarks."""
+        ...
+
+    def __call__(self, params: Params, iteration: int, report: Callable[[str], None], /) -> dict[str, float]:
+        """Returns `evaluation/<set>/...` of the weights, and keeps them in the work directory."""
+        ...
+
+
+# Makes the evaluator of a run from its rollouts and verifiers.
+EvaluatorFn = Callable[[Rollouts, VerifierPool], Evaluator]
+# Reads the benchmarks at start-up; None without benchmarks. Raises ValueError if the user must change something.
+LoadBenchmarksFn = Callable[[Config, pathlib.Path, Components], EvaluatorFn | None]
+IterateFn = Callable[[RunState], tuple[RunState, TrainingStopped | None]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """Settings, programs and files of a training run.
+
+    Attributes:
+      config: of the run.
+      workdir: its work directory.
+      trainer: data and programs.
+      iterate: returns the next state, and why the run must end if it must (`train_iteration`).
+      evaluator: None if the run doesn't evaluate.
+      verifiers: the verifier processes; `run_to_end` starts and ends them.
+      identity: what a resumed run must find unchanged.
+      checkpoints: the folder of checkpoints.
+      writer: of the metrics, in process 0.
+      progress: the line at the terminal.
+      interrupt: Ctrl-C, SIGTERM, and notices that a machine is taken away.
+      compiles: counter of XLA compilations.
+    """
+
+    config: Config
+    workdir: pathlib.Path
+    trainer: Trainer
+    iterate: IterateFn
+    evaluator: Evaluator | None
+    verifiers: VerifierPool
+    identity: Mapping[str, Any]
+    checkpoints: Checkpoints
+    writer: MetricsWriter | None
+    progress: Progress
+    interrupt: Interrupt
+    compiles: CompileCounter
+
+
+class Ending(enum.Enum):
+    """How a run ended. All but the first can be continued with the same command."""
+
+    FINISHED = enum.auto()
+    INTERRUPTED = enum.auto()  # by Ctrl-C
+    PREEMPTED = enum.auto()  # the machine is taken away
+    STOPPED = enum.auto()  # by itself: what went wrong must be fixed first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outcome:
+    """End of a run.
+
+    Attributes:
+      ending: how it ended.
+      message: for the user; "" if the run finished.
+      state: the last state; None if the disk failed.
+    """
+
+    ending: Ending
+    message: str = ""
+    state: RunState | None = None
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def loop(run: Run, state: RunState) -> Outcome:
+    """Runs the iterations that are left.
+
+    Raises:
+      OSError: a file of the run can't be read or written.
+      Exception: an error in this package or in a user's function; the last finished iteration is saved if possible.
+    """
+    config, resuming = run.config, _resuming(run)
+    try:
+        with run.verifiers:
+            if state.iteration == 0 and config.evaluation.every and run.evaluator and not run.evaluator.is_done(0):
+                before = evaluate(run, state)
+                if run.writer is not None:
+                    run.writer.plot(0, before)
+            while state.pending is not None or state.iteration < config.iterations:
+                run.interrupt.agree()
+                run.checkpoints.check()
+                stop = None
+                if state.pending is None:  # otherwise the iteration was saved before its evaluation
+                    state, stop = run.iterate(state)
+                    if stop is not None and state.pending is None:
+                        raise stop
+                if run.evaluator is not None and is_due(config.evaluation.every, state.iteration, config.iterations):
+                    state = dataclasses.replace(state, pending={**(state.pending or {}), **evaluate(run, state)})
+                state = write_metrics(run, state)
+                if stop is not None:
+                    raise stop
+                last, saved = state.iteration == config.iterations, state.iteration in run.checkpoints.iterations()
+                if saved or last or is_due(config.checkpoint.every, state.iteration, config.iterations):
+                    save(run, state)
+    except Interrupted:
+        save(run, state)
+        ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
+        event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
+        return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {resuming}", state)
+    except TrainingStopped as error:
+        save(run, state)
+        message = f"{error} The state before it is saved as iteration {state.iteration}."
+        return Outcome(Ending.STOPPED, message, state)
+    except OSError:
+        raise
+    except Exception as error:
+        # Nothing to save if an update has taken the arrays, or if other processes may not have met the error.
+        if state.donated or processes.count() > 1:
+            raise
+        save(run, state)
+        run.checkpoints.wait()
+        if not isinstance(error, CannotStart):
+            raise
+        return Outcome(Ending.STOPPED, f"{error.line} Iteration {state.iteration} is saved. {resuming}", state)
+    return Outcome(Ending.FINISHED, state=state)
+
+
+def is_due(every: int, iteration: int, iterations: int) -> bool:
+    """Returns True if something done every `every` iterations (0: never) is due; it always is after the last one."""
+    return every > 0 and (iteration % every == 0 or iteration == iterations)
+
+
+def evaluate(run: Run, state: RunState) -> dict[str, float]:
+    """Returns avg@k and pass@k of the current weights."""
+
+    def report(text: str) -> None:
+        run.interrupt.check()
+        run.progress.phase(text)
+
+    assert run.evaluator is not None
+    begin = time.monotonic()
+    metrics = run.evaluator(run.trainer.policy(state), state.iteration, report)
+    averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
+    run.progress.note(f"iteration {state.iteration}: avg@{run.config.evaluation.samples} {', '.join(averages)}")
+    return metrics | {"time/evaluate_s": time.monotonic() - begin}
+
+
+def write_metrics(run: Run, state: RunState) -> RunState:
+    """Writes the pending metrics of an iteration; returns the state without them, with its evaluation."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    metrics = dict(state.pending or {}) | {
+        "compile/count": run.compiles.since_last(),
+        "memory/peak_bytes": memory.get("peak_bytes_in_use", 0),  # 0 if the backend doesn't count
+    }
+    if run.writer is not None:
+        run.writer.write(state.iteration, metrics)
+    run.progress.iteration(
+        {
+            "reward": f"{metrics['reward/first_round']:.3f}",
+            "zero-signal": f"{metrics['collection/zero_signal_share']:.2f}",
+            "entropy": f"{metrics['update/entropy']:.2f}",
+        }
+    )
+    averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
+    return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
+
+
+def save(run: Run, state: RunState) -> None:
+    """Begins to write a checkpoint of a state."""
+    run.checkpoints.save(state.iteration, state.learner, to_record(state) | dict(run.identity), state.evaluation)
+
+
+def _resuming(run: Run) -> str:
+    return f"python -m reinforce_ada_jax.train with the same --config and --workdir={run.workdir} goes on from there."
+
+
+def run_to_end(run: Run, state: RunState) -> Outcome:
+    """Runs the loop; the last state is on disk when this returns."""
+    try:
+        outcome = loop(run, state)
+        run.checkpoints.wait()
+        processes.leave()
+    except OSError as error:
+        newest = max(run.checkpoints.iterations(), default=None)
+        saved = "No checkpoint was finished yet" if newest is None else f"The last complete checkpoint is {newest}"
+        remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
+        return Outcome(Ending.STOPPED, f"{error}. Training stopped. {saved}. {remedy}")
+    return outcome
+
+
+# ---- start-up --------------------------------------------------------------------------------------------------------
+
+
+def start(
+    config: Config,
+    workdir: pathlib.Path,
+    load_benchmarks: LoadBenchmarksFn,
+    stack: contextlib.ExitStack,
+    *,
+    quiet: bool = False,
+) -> tuple[Run, RunState]:
+    """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files.
+
+    Raises:
+      ValueError: the user must change the configuration, a file or the work directory.
+    """
+    silent = quiet or not processes.is_writer()
+    config_lib.check(config)
+    strategies.build(config.collection)  # reads a user's own file
+    config_lib.check_workdir(config, workdir)
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    prompts = components.prompts(config.data.prompts, config)
+    next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
+    make_evaluator = load_benchmarks(config, workdir, components)
+    verifiers = components_lib.verifier_pool(config)
+    # An error in the weights shows before the first file is written.
+    params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
+    processes.check_same("the configurations", config_lib.to_json(config))
+    processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
+    stack.callback(WorkdirLock(workdir).close)
+    write_config(config, workdir)
+    compiles = CompileCounter()
+    trainer = make_trainer(config, workdir, components, prompts, params)
+    checkpoints, identity, state = begin_or_resume(trainer, params, stack)
+    evaluator = None if make_evaluator is None else make_evaluator(trainer.rollouts, verifiers)
+    interrupt = stack.enter_context(Interrupt())
+    writer = None
+    if processes.is_writer():
+        written = state.iteration - (state.pending is not None)
+        logging = config.logging
+        writer = MetricsWriter(
+            workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb, quiet=quiet
+        )
+        stack.callback(writer.close)
+    if not silent:
+        print(summary.summary(config, workdir, components, len(prompts)))
+        if state.iteration:
+            print(f"resuming after iteration {state.iteration}")
+    progress = Progress(config.iterations, state.iteration, quiet=silent)
+    stack.callback(progress.close)
+    iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress)
+    run = Run(
+        config,
+        workdir,
+        trainer,
+        iterate,
+        evaluator,
+        verifiers,
+        identity,
+        checkpoints,
+        writer,
+        progress,
+        interrupt,
+        compiles,
+    )
+    return run, state
+
+
+def begin_or_resume(
+    trainer: Trainer, params: Params | None, stack: contextlib.ExitStack
+) -> tuple[Checkpoints, dict[str, Any], RunState]:
+    """Returns checkpoints, identity and state: that of the newest checkpoint, else one that begins with `params`."""
+    config, components, learner = trainer.config, trainer.components, trainer.learner
+    identity = resume.identity(config, components, trainer.prompts)
+    kept = config.checkpoint
+    checkpoints = Checkpoints(
+        trainer.workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every, writes=True
+    )
+    stack.callback(checkpoints.close)
+    restored = checkpoints.restore_newest(
+        *abstract_state(config, learner),
+        accept=functools.partial(resume.check, trainer.workdir, components.folder, identity),
+        say=lambda text: print(f"warning: {text}"),
+    )
+    if restored is None:
+        if learner.lora is not None:
+            params = components_lib.new_adapters(config, components, learner.lora)
+        elif params is None:
+            params = components_lib.load_params(config, components)
+        estimator = None if trainer.estimator is None else trainer.estimator.to_json()
+        state = RunState(learner.init(params), PromptCursor(seed=config.seed), estimator=estimator)
+    else:
+        state = from_record(*restored)
+    if trainer.estimator is not None and state.estimator is not None:
+        trainer.estimator.load_json(state.estimator)
+    fingerprints(state.learner)  # compiled now, not at the first checkpoint
+    return checkpoints, identity, state

@@ -1,0 +1,74 @@
+"""State of a run between two iterations: everything that the next iteration depends on.
+
+A checkpoint holds exactly a `RunState`: Orbax saves the arrays of `learner`, and `to_record` makes a JSON record of
+the rest. What a run reads again at each start, and must find unchanged, is its identity (training/resume.py).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
+from reinforce_ada_jax.data.prompts import PromptCursor
+from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.types import PartialRollouts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunState:
+    """State after `iteration` finished iterations.
+
+    Attributes:
+      learner: weights (of the adapters, where adapters are trained), moments and update count, on the devices.
+      cursor: position in the data.
+      iteration: number of finished iterations.
+      skipped_in_a_row: updates that were skipped because they were not finite, since the last one that was made.
+      partial_rollouts: responses to the next iteration's prompts that were drawn in slots this one left idle, by prompt
+        id.
+      estimator: state of the estimator of pass rates, as JSON; None without one.
+      pending: metrics of this iteration that are not in metrics.jsonl yet, because its evaluation is not done; None
+        once they are written.
+      evaluation: mean avg@k of these weights over the benchmarks; None if they were not evaluated.
+    """
+
+    learner: LearnerState
+    cursor: PromptCursor
+    iteration: int = 0
+    skipped_in_a_row: int = 0
+    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    estimator: Mapping[str, Any] | None = None
+    pending: Mapping[str, float] | None = None
+    evaluation: float | None = None
+
+    @property
+    def donated(self) -> bool:
+        """True once an update has taken the arrays: this state can't be saved any more."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.learner))
+
+
+def to_record(state: RunState) -> dict[str, Any]:
+    """Returns everything but the arrays and the evaluation, as JSON."""
+    return {
+        "iteration": state.iteration,
+        "cursor": state.cursor.to_json(),
+        "skipped_in_a_row": state.skipped_in_a_row,
+        "pending": state.pending,
+        "partial_rollouts": partial_to_text(state.partial_rollouts),
+        "estimator": state.estimator,
+    }
+
+
+def from_record(learner: LearnerState, record: Mapping[str, Any]) -> RunState:
+    """Returns the state that a checkpoint's arrays and record describe."""
+    return RunState(
+        learner,
+        PromptCursor.from_json(record["cursor"]),
+        record["iteration"],
+        record["skipped_in_a_row"],
+        partial_from_text(record["partial_rollouts"]),
+        record["estimator"],
+        record["pending"],
+        record["evaluation"],
+    )

@@ -1,0 +1,165 @@
+"""The loop in this process: real files and checkpoints, scripted iterations and evaluations."""
+
+import contextlib
+import dataclasses
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.data.prompts import PromptCursor
+from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.rewards.workers import CannotStart
+from reinforce_ada_jax.training import loop
+from reinforce_ada_jax.training.iteration import Chosen
+from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.training.state import RunState, from_record, to_record
+from reinforce_ada_jax.training.updates import TrainingStopped
+from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
+from tests.running import reproducible, restored, tiny
+
+NAMES = ("reward/first_round", "collection/zero_signal_share", "update/entropy")
+
+
+def iterate(state):
+    """An iteration that costs nothing."""
+    iteration = state.iteration + 1
+    return dataclasses.replace(state, iteration=iteration, pending=dict.fromkeys(NAMES, iteration / 3)), None
+
+
+class Evaluator:
+    """Evaluation of a made-up benchmark; a Ctrl-C comes during that of iteration `interrupt_at`."""
+
+    def __init__(self, interrupt_at=None):
+        self.interrupt_at, self.evaluated = interrupt_at, []
+
+    def is_done(self, iteration):
+        return False
+
+    def __call__(self, params, iteration, report):
+        if iteration == self.interrupt_at:
+            signal.raise_signal(signal.SIGINT)
+        report("evaluating")
+        self.evaluated.append(iteration)
+        return {"evaluation/heldout/avg": iteration / 7}
+
+
+def run(workdir, iterate=iterate, evaluator=None, **changes):
+    """(outcome, the state that the run began with) of a run to its end."""
+    config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False, **changes})
+    with contextlib.ExitStack() as stack:
+        made, state = loop.start(config, workdir, lambda *_: None, stack, quiet=True)
+        made = dataclasses.replace(made, iterate=iterate, evaluator=evaluator, verifiers=contextlib.nullcontext())
+        return loop.run_to_end(made, state), state
+
+
+def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path):
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    outcome, _ = run(unbroken, evaluator=Evaluator())
+    assert outcome.ending is Ending.FINISHED and outcome.message == "" and outcome.state.iteration == 6
+    outcome, _ = run(broken, evaluator=Evaluator(interrupt_at=4))
+    assert outcome.ending is Ending.INTERRUPTED and outcome.message.startswith("interrupted; iteration 4 is saved. ")
+    # The update of iteration 4 is made and saved; its line waits for the evaluation.
+    assert [line["iteration"] for line in writers.read_metrics(broken)] == [1, 2, 3]
+    outcome, resumed = run(broken, evaluator=(second := Evaluator()))
+    assert outcome.ending is Ending.FINISHED
+    assert resumed.iteration == 4 and resumed.pending is not None and second.evaluated == [4, 6]
+    assert reproducible(broken) == reproducible(unbroken)
+    assert [line.get("evaluation/heldout/avg") for line in writers.read_metrics(broken)] == [
+        None, 2 / 7, None, 4 / 7, None, 6 / 7
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("error", [CannotStart(["mine.py:grade"], "NameError", "Traceback ..."), TypeError("yours")])
+def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
+    def fail_at_4(state):
+        if state.iteration < 3:
+            return iterate(state)
+        if donated:
+            jax.tree.map(lambda x: x.delete(), state.learner)
+        raise error
+
+    if isinstance(error, CannotStart) and not donated:
+        outcome, _ = run(tmp_path, fail_at_4)
+        assert outcome.ending is Ending.STOPPED
+        assert "mine.py:grade: NameError Iteration 3 is saved. python -m" in outcome.message
+    else:
+        with pytest.raises(type(error)):
+            run(tmp_path, fail_at_4)
+    iterations = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())
+    assert iterations == ([] if donated else [3])
+
+
+@pytest.mark.parametrize("updates_made", [0, 1])
+def test_an_iteration_that_stops_the_run(tmp_path, updates_made):
+    # With an update in the weights the iteration counts; without one it is drawn again.
+    def stop_at_3(state):
+        if state.iteration < 2:
+            return iterate(state)
+        return (iterate(state)[0] if updates_made else state), TrainingStopped("update 2 is not finite.")
+
+    outcome, _ = run(tmp_path, stop_at_3)
+    last = 2 + updates_made
+    assert outcome.ending is Ending.STOPPED
+    assert outcome.message == f"update 2 is not finite. The state before it is saved as iteration {last}."
+    assert [line["iteration"] for line in writers.read_metrics(tmp_path)] == [1, 2, 3][:last]
+    assert restored(tmp_path)[1]["iteration"] == last
+
+
+def test_weights_are_evaluated_before_training_once(tmp_path):
+    first, second = Evaluator(), Evaluator(interrupt_at=0)
+    run(tmp_path, evaluator=first)
+    assert first.evaluated == [0, 2, 4, 6]
+    second.is_done = lambda iteration: iteration == 0
+    assert run(tmp_path / "second", evaluator=second)[0].ending is Ending.FINISHED
+
+
+def test_the_first_interrupt_waits_and_the_second_does_not():
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupt() as interrupt:
+        interrupt.check()
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted):
+            interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_is_due():
+    assert [loop.is_due(4, iteration, 10) for iteration in (0, 3, 4, 8, 9, 10)] == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert not loop.is_due(0, 10, 10)
+
+
+def test_a_record_and_back():
+    response = Response("p1", 0, np.array([3, 4], np.int32), np.array([-0.1, -1e-7], np.float32), False)
+    state = RunState(
+        None,
+        PromptCursor(seed=1, epoch=2, position=3),
+        iteration=7,
+        skipped_in_a_row=2,
+        partial_rollouts={"p1": PartialRollouts((response, None), (Verdict(True, 1.0),), 1)},
+        estimator={"counts": {"p1": [2.0, 1.0]}},
+        pending={"update/loss": 0.1},
+        evaluation=0.25,
+    )
+    back = from_record(None, to_record(state) | {"evaluation": state.evaluation})
+    assert to_record(back) == to_record(state)
+    assert back.cursor == state.cursor and back.evaluation == 0.25 and back.pending == state.pending
+
+
+def test_the_cursor_passes_the_replacements_that_were_used():
+    prompts = [Prompt(f"p{row}", "", "", np.ones(1, np.int32)) for row in range(4)]
+    cursors = [PromptCursor(seed=0, position=position) for position in range(5)]
+    chosen = Chosen(prompts[:2], cursors[2], [(prompts[2], cursors[3]), (prompts[3], cursors[4])], None)
+    assert [chosen.cursor_after(used) for used in (2, 3, 4)] == cursors[2:]
