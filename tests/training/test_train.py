@@ -21,6 +21,7 @@ from reinforce_ada_jax.collection.serialization import partial_from_text
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.evaluation import stored_evaluation
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.token import stream
@@ -292,11 +293,11 @@ def test_more_iterations(start, unbroken, tmp_path):
 POISONED = """
 import runpy
 import numpy
-from reinforce_ada_jax.collection import advantages
+from reinforce_ada_jax.training import iteration
 
 calls = 0
 
-def poisoned(pool, strategy, ages, original=advantages.make_group):
+def poisoned(pool, strategy, ages, original=iteration.make_group):
     global calls
     calls += 1
     group = original(pool, strategy, ages)
@@ -304,7 +305,7 @@ def poisoned(pool, strategy, ages, original=advantages.make_group):
         group.baselines[0] = numpy.nan
     return group
 
-advantages.make_group = poisoned
+iteration.make_group = poisoned
 runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 
@@ -427,12 +428,12 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:5]] == [
         "heldout", "32", f"{average:.3f} ± {error:.3f}", f"{line['evaluation/heldout/pass_at_2']:.3f}"
     ]  # fmt: skip
-    assert shown.endswith(f"table.md are kept in {kept}, results in {workdir / 'evaluations' / '000012.json'}\n")
+    assert shown.endswith(f"table.md are in {kept}, results in {workdir / 'evaluations' / '000012.json'}\n")
 
 
 def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, tmp_path, monkeypatch):
     # A folder knows no iteration, so its samples have addresses of their own; here they get those of the run.
-    monkeypatch.setattr(evaluate, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
+    monkeypatch.setattr(stored_evaluation, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
     monkeypatch.chdir(tmp_path)
     evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
     line = writers.read_metrics(unbroken[0])[-1]
