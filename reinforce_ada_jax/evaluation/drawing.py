@@ -40,11 +40,11 @@ def draw(
 
     Args:
       prompts: with distinct ids.
-      sample_fn: as for `collect`; called once per chunk of prompts.
-      verify_fn: as for `collect`.
+      sample_fn: as for `collect`, as are verify_fn and deterministic; called once per chunk of prompts.
+      verify_fn: grades responses.
       samples: responses per prompt.
       slots: responses that are decoded at the same time.
-      deterministic: as for `collect`.
+      deterministic: the order of events must not depend on time.
       store: opened for writing; gets each response as soon as it is graded.
       decode: tokens to the text that is stored.
       on_progress: called with (prompts done, responses drawn) so far.

@@ -32,15 +32,9 @@ Header = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class GradedResponse:
-    """One graded response, as statistics need it.
+    """One graded response, as statistics need it."""
 
-    Attributes:
-      tokens: their number, including the stop token.
-      truncated: as `Response.truncated`.
-      verdict: of the verifier.
-    """
-
-    tokens: int
+    tokens: int  # their number, including the stop token
     truncated: bool
     verdict: Verdict
 

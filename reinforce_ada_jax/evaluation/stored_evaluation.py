@@ -35,15 +35,10 @@ from reinforce_ada_jax.types import Prompt, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class PolicySource:
-    """Where the weights of an evaluated policy come from.
+    """Source of an evaluated policy's weights: a run's checkpoint, or a model folder."""
 
-    Attributes:
-      workdir: of a run; None for a model folder.
-      folder: the model folder; of a run, its `model.path`.
-    """
-
-    workdir: pathlib.Path | None
-    folder: pathlib.Path
+    workdir: pathlib.Path | None  # of the run; None for a model folder
+    folder: pathlib.Path  # the model folder; of a run, its `model.path`
 
     def newest_iteration(self, config: Config) -> int:
         """Iteration of the newest checkpoint; 0 for a model folder."""
@@ -79,18 +74,11 @@ class PolicySource:
 
 @dataclasses.dataclass(frozen=True)
 class StoredEvaluation:
-    """All responses of an evaluation.
+    """All responses of an evaluation, by benchmark."""
 
-    Attributes:
-      drawn: settings they were drawn with, from the header of the first store.
-      output: the folder of the stores.
-      labels: of each problem, by benchmark and id.
-      responses: by benchmark.
-    """
-
-    drawn: Mapping[str, Any]
-    output: pathlib.Path
-    labels: Mapping[str, Mapping[str, Mapping[str, str]]]
+    drawn: Mapping[str, Any]  # settings, from the header of the first store
+    output: pathlib.Path  # the folder of the stores
+    labels: Mapping[str, Mapping[str, Mapping[str, str]]]  # of each problem, by benchmark and id
     responses: Mapping[str, GradedResponses]
 
 

@@ -12,23 +12,14 @@ EARLY_UPDATES = 25
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Runs compared on one benchmark.
-
-    Attributes:
-      benchmark: its name.
-      title: heading of the column with the names of the runs.
-      updates: after which an evaluation was made.
-      cost_names: headings of the last columns.
-      runs: (name, average after each of `updates` or "", costs) of each run.
-      sentence: on two runs; "" for other numbers.
-    """
+    """Runs compared on one benchmark."""
 
     benchmark: str
-    title: str
-    updates: Sequence[int]
+    title: str  # heading of the column with the names of the runs
+    updates: Sequence[int]  # after which an evaluation was made
     cost_names: Sequence[str]
-    runs: Sequence[tuple[str, Sequence[str], Sequence[str]]]
-    sentence: str
+    runs: Sequence[tuple[str, Sequence[str], Sequence[str]]]  # (name, average after each of `updates` or "", costs)
+    sentence: str  # on two runs; "" for other numbers
 
     def rows(self) -> list[list[str]]:
         """Table for the page, header first."""

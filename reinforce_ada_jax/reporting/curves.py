@@ -30,23 +30,14 @@ CurvesFn = Callable[[int, History], Sequence[Curve]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Figure:
-    """Panels with a title.
+    """Panels with a title, and a caption on how to read them."""
 
-    Attributes:
-      name: of its files.
-      title: its heading.
-      caption: what the panels show, and how to read them.
-      panels: empty if there is nothing to draw.
-      columns: panels side by side.
-      missing: sentences on what is not drawn, and why.
-    """
-
-    name: str
+    name: str  # of its files
     title: str
     caption: str
-    panels: Sequence[Panel]
-    columns: int
-    missing: Sequence[str]
+    panels: Sequence[Panel]  # empty if there is nothing to draw
+    columns: int  # panels side by side
+    missing: Sequence[str]  # sentences on what is not drawn, and why
 
 
 class _Builder:

@@ -38,52 +38,30 @@ MOST_NAMED = 6  # lines named where they end; more have a legend
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curve:
-    """One line.
-
-    Attributes:
-      label: its name.
-      style: index of colour, dashes and marker.
-      x: points that are not finite are left out.
-      y: as x.
-      error: half the length of error bars; None for no bars.
-      band: (lower, upper) ends of a shaded range; None for no range.
-      faint: drawn thin, as the baseline of the others.
-    """
+    """One line. Points that are not finite are left out."""
 
     label: str
-    style: int
+    style: int  # index of colour, dashes and marker
     x: Num[np.ndarray, " N"]
     y: Num[np.ndarray, " N"]
-    error: Num[np.ndarray, " N"] | None = None
-    band: tuple[Num[np.ndarray, " N"], Num[np.ndarray, " N"]] | None = None
-    faint: bool = False
+    error: Num[np.ndarray, " N"] | None = None  # half the length of error bars
+    band: tuple[Num[np.ndarray, " N"], Num[np.ndarray, " N"]] | None = None  # lower and upper ends of a shaded range
+    faint: bool = False  # drawn thin, as a baseline of the others
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Panel:
-    """One plot of curves, or of bars.
-
-    Attributes:
-      title: its heading.
-      x_label: of the x axis, with units.
-      y_label: of the y axis, with units.
-      curves: the lines.
-      bars: {bar: {part: length}}, drawn from left to right, one below the other.
-      limits: of the y axis; None for those of the curves.
-      powers: the x axis is logarithmic, base 2.
-      diagonal: also draws the line y = x.
-      counted: the ticks of the x axis are whole numbers.
-    """
+    """One plot of curves, or of bars: {bar: {part: length}}, drawn from left to right, one below the other."""
 
     title: str
     x_label: str
     y_label: str
     curves: Sequence[Curve] = ()
     bars: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    limits: tuple[float | None, float | None] | None = None
-    powers: bool = False
-    diagonal: bool = False
-    counted: bool = False
+    limits: tuple[float | None, float | None] | None = None  # of the y axis; None for those of the curves
+    powers: bool = False  # the x axis is logarithmic, base 2
+    diagonal: bool = False  # also draws the line y = x
+    counted: bool = False  # the ticks of the x axis are whole numbers
 
 
 def literal(text: str, longest: int = LONGEST_NAME) -> str:

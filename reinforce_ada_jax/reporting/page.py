@@ -96,17 +96,10 @@ def render(
     )
 
 
-def write(
-    output: pathlib.Path,
-    histories: Sequence[History],
-    comparisons: Sequence[Comparison],
-    figures: Sequence[Figure],
-    sampled: Sequence[SampledResponses],
-) -> pathlib.Path:
-    """Writes output/index.html, which shows the figures in the same folder."""
+def write(output: pathlib.Path, page: str) -> pathlib.Path:
+    """Writes output/index.html, which shows the figures in the same folder; returns its path."""
     output.mkdir(parents=True, exist_ok=True)
     file = output / "index.html"
-    page = render(histories, comparisons, figures, sampled)
     # Names of folders may hold surrogates.
     write_atomically(file, page.encode("utf-8", "replace").decode("utf-8"))
     return file

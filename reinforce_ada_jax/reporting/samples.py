@@ -16,24 +16,19 @@ from reinforce_ada_jax.reporting.files import read_records
 from reinforce_ada_jax.rewards.math_answer import last_boxed
 
 MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # per page
+TEXTS = ("problem", "answer", "response")
+OTHERS = ("draw", "correct", "reason", "reward", "advantage", "tokens", "truncated")
 LONGEST_TEXT = 20_000  # characters of a problem or response; the middle of a longer one is left out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampledResponses:
-    """Responses of one run that a report shows.
+    """Responses of one run that a report shows."""
 
-    Attributes:
-      rows: lines of samples/<iteration>.jsonl, each with its `iteration` and the `boxed` answer of its response.
-      shown: number of iterations in `rows`.
-      total: number of iterations that have samples.
-      responses: number of responses in samples/.
-    """
-
-    rows: list[dict[str, Any]]
-    shown: int
-    total: int
-    responses: int
+    rows: list[dict[str, Any]]  # lines of samples/<iteration>.jsonl with `iteration` and the `boxed` answer
+    shown: int  # number of iterations in `rows`
+    total: int  # number of iterations that have samples
+    responses: int  # number of responses in samples/
 
 
 def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndarray], str]) -> None:
@@ -72,12 +67,8 @@ def shortened(text: str) -> str:
 
 def _row(line: dict[str, Any]) -> dict[str, Any]:
     boxed = last_boxed(line["response"])
-    return {
-        "problem": shortened(line["problem"]), "answer": shortened(line["answer"]), "draw": line["draw"],
-        "response": shortened(line["response"]), "boxed": boxed and shortened(boxed), "correct": line["correct"],
-        "reason": line["reason"], "reward": line["reward"], "advantage": line["advantage"], "tokens": line["tokens"],
-        "truncated": line["truncated"],
-    }  # fmt: skip
+    row = {key: shortened(line[key]) for key in TEXTS} | {"boxed": boxed and shortened(boxed)}
+    return row | {key: line[key] for key in OTHERS}
 
 
 def read(workdir: pathlib.Path, most_rows: int, most_bytes: int) -> SampledResponses:
@@ -114,10 +105,10 @@ def description(name: str, sampled: SampledResponses) -> str:
     if len(sampled.rows) == sampled.responses:
         return f"{name}: all {sampled.responses:,} responses of {sampled.total:,} iterations in samples/."
     which = "the newest, and others evenly spaced" if sampled.shown > 1 else "the newest"
+    shown = len(sampled.rows)
     return (
-        f"{name}: {len(sampled.rows):,} of {sampled.responses:,} responses in samples/, of {sampled.shown:,} of "
-        f"{sampled.total:,} iterations ({which}); "
-        f"{sampled.responses - len(sampled.rows):,} are not shown."
+        f"{name}: {shown:,} of {sampled.responses:,} responses in samples/, of {sampled.shown:,} of {sampled.total:,} "
+        f"iterations ({which}); {sampled.responses - shown:,} are not shown."
     )
 
 

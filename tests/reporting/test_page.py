@@ -94,7 +94,7 @@ def test_a_folder_whose_name_is_no_text_can_be_reported(tmp_path):
     # Only names are looked at: drawing has its own test.
     workdir = make_run(tmp_path / os.fsdecode(b"run-\xff"), [1, 1], {})
     history = history_lib.load(workdir)
-    written = page_lib.write(tmp_path / "out", [history], [], [], samples.read_all([workdir]))
+    written = page_lib.write(tmp_path / "out", page_lib.render([history], [], [], samples.read_all([workdir])))
     assert "run-?" in written.read_text("utf-8")
 
 
