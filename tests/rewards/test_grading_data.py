@@ -28,7 +28,7 @@ def rows(path):
 
 
 def verdict(case):
-    """Of a bare pair what a response with this box gets; of two texts what Math-Verify's options in `config` give."""
+    """Returns the verdict on a bare pair as a boxed response, or on two texts with the options in `config`."""
     if case["format"] == "bare":
         return math_answer.grade(rf"\boxed{{{case['pred']}}}", case["gold"])
     config = case["config"]
