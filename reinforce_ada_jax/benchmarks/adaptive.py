@@ -14,8 +14,6 @@ from absl import flags
 from reinforce_ada_jax.benchmarks import engines, models, workloads
 from reinforce_ada_jax.benchmarks.options import random_weights
 from reinforce_ada_jax.benchmarks.workloads import Workload
-from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
@@ -51,18 +49,11 @@ def _with_barrier(once: Callable[[bool], dict[str, Any]], barrier: bool, repeat:
     return result
 
 
-def measure(
-    architecture: Architecture,
-    params: Params,
-    workload: Workload,
-    options: EngineOptions,
-    *,
-    replicas: int,
-    barrier: bool,
-    repeat: int,
-) -> dict[str, Any]:
-    """Measures a workload on a warm engine, and with `barrier` the same samples with all rounds in step."""
-    rollouts, params = engines.make_rollouts(architecture, params, options, replicas)
+def measure(options: flags.FlagValues, workload: Workload, engine_options: EngineOptions) -> dict[str, Any]:
+    """Measures a workload on a warm engine, and with --barrier the same samples with all rounds in step."""
+    architecture, replicas = models.smallest(), options.replicas or 1
+    params = random_weights(options, architecture, options.dtype)
+    rollouts, params = engines.make_rollouts(architecture, params, engine_options, replicas)
     progress = Progress(total=1, done=0)
 
     def report(closed: int, drawn: int) -> None:
@@ -77,9 +68,9 @@ def measure(
 
     # Warm-up: the same programs, but two tokens a response.
     engines.draw(rollouts, params, dataclasses.replace(workload, lengths=np.minimum(workload.lengths, 2)))
-    result = _with_barrier(once, barrier, repeat) | engines.describe(architecture, options, replicas)
+    result = _with_barrier(once, options.barrier, options.repeat or 1)
     progress.close()
-    return result
+    return result | engines.describe(architecture, engine_options, replicas)
 
 
 def simulate(
@@ -98,16 +89,12 @@ def simulate(
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
-    """Measures the workload of the flags."""
-    architecture = models.smallest()
+    """Measures, or with --simulate simulates, the workload of the flags."""
     sizes = workloads.AdaptiveSizes(prompts=options.prompts, scale=options.scale)
     lengths = workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
-    workload = workloads.adaptive(sizes, lengths, architecture.vocab_size, options.seed)
+    workload = workloads.adaptive(sizes, lengths, models.smallest().vocab_size, options.seed)
     engine_options = engines.engine_options(workload, options)
-    if options.simulate:
-        cost = engines.simulation_cost(options)
-        return simulate(workload, engine_options, cost, barrier=options.barrier, limit=options.max_response_tokens)
-    return measure(
-        architecture, random_weights(options, architecture, options.dtype), workload, engine_options,
-        replicas=options.replicas or 1, barrier=options.barrier, repeat=options.repeat or 1,
-    )  # fmt: skip
+    if not options.simulate:
+        return measure(options, workload, engine_options)
+    cost = engines.simulation_cost(options)
+    return simulate(workload, engine_options, cost, barrier=options.barrier, limit=options.max_response_tokens)

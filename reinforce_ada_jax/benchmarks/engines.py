@@ -89,16 +89,10 @@ def draw(
     barrier: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
-    """Draws the whole workload once.
+    """Draws the whole workload once; `params` are empty for a simulated engine.
 
-    Args:
-      rollouts: over an engine or a simulated one.
-      params: empty for a simulated one.
-      workload: prompts and prescribed lengths.
-      stream: of the samples' addresses, so that repetitions differ in their tokens.
-      limit: tokens that pages are reserved for, as where nobody knows the length beforehand; None: the prescribed
-        length, which ends the response.
-      barrier, on_progress: see `collect`.
+    Repetitions of another `stream` differ in their tokens. Pages are reserved for `limit` tokens, as for a response of
+    unknown length, or by default for the prescribed length, which ends the response.
     """
 
     def sampling(request: Request) -> SamplingParams:

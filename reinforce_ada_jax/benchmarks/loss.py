@@ -57,13 +57,13 @@ def _chunked(hidden, embedding, targets, *, chunk):
     return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in results)
 
 
-def _implementation(name: str, chunk: int, tile: tuple[int, int] | None) -> Callable[..., tuple[Array, ...]]:
+def _implementation(name: str, chunk: int) -> Callable[..., tuple[Array, ...]]:
     """(log-probability, entropy) of each target: a function of hidden states, head and targets."""
     if name == "naive":
         return _naive
     if name == "chunked":
         return functools.partial(_chunked, chunk=chunk)
-    return functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=tile or TILE))
+    return functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=TILE))
 
 
 def _loss(statistics_of, hidden, embedding, targets):
@@ -79,22 +79,12 @@ def _loss(statistics_of, hidden, embedding, targets):
 class LossWorker:
     """One implementation in a process of its own; see baselines/json_worker.py."""
 
-    def __init__(
-        self,
-        name: str,
-        rows: int,
-        length: int,
-        words: int,
-        columns: int,
-        dtype: str,
-        chunk: int,
-        tile: list[int] | None,
-    ):
+    def __init__(self, name: str, rows: int, length: int, words: int, columns: int, dtype: str, chunk: int):
         keys = jax.random.split(jax.random.key(0), 3)
         hidden = jax.random.normal(keys[0], (rows, length, columns), jnp.dtype(dtype))
         embedding = jax.random.normal(keys[1], (words, columns), jnp.dtype(dtype)) / columns**0.5
         targets = jax.random.randint(keys[2], (rows, length), 0, words)
-        statistics_of = _implementation(name, chunk, None if tile is None else (tile[0], tile[1]))
+        statistics_of = _implementation(name, chunk)
         program = jax.jit(jax.value_and_grad(functools.partial(_loss, statistics_of), argnums=(0, 1)))
         self.inputs = jax.block_until_ready((hidden, embedding, targets))
         self.program = program.lower(*self.inputs).compile()
@@ -119,8 +109,8 @@ def _free_bytes() -> int:
     return 1024 * int(re.findall(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)[0])
 
 
-def _summary(runs: list[dict[str, float]], warm_up: int) -> dict[str, Any]:
-    timed = runs[warm_up:]
+def _summary(runs: list[dict[str, float]]) -> dict[str, Any]:
+    timed = runs[1:]
     return {
         "extra_bytes": int(max(run["extra_bytes"] for run in runs)),
         "seconds": statistics.median(run["seconds"] for run in timed),
@@ -132,35 +122,20 @@ def _summary(runs: list[dict[str, float]], warm_up: int) -> dict[str, Any]:
 
 def measure(
     *,
-    rows: int = 16,
-    length: int = 1024,
-    words: int = 151_936,
-    columns: int = 256,
+    rows: int,
+    length: int,
+    words: int,
+    columns: int,
     dtype: str = "float32",
-    repeat: int = 3,
-    warm_up: int = 1,
     chunk: int = 128,
-    tile: tuple[int, int] | None = None,
+    repeat: int = 3,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Measures memory and seconds of value and gradients for rows x length tokens.
+    """Measures memory and seconds of value and gradients for rows x length tokens; docs/performance.md has the keys.
 
-    An implementation whose temporaries, by the compiler's count, need more memory than the machine has now isn't run.
-
-    Args:
-      rows, length: of the batch, in responses and tokens.
-      words, columns: sizes of the vocabulary and of a hidden state.
-      dtype: of hidden states and head.
-      repeat, warm_up: repetitions with a clock, and before them without.
-      chunk: positions that "chunked" takes at a time.
-      tile: of "fused"; None: its own default.
-      log: receives a line for every step.
-
-    Returns:
-      By implementation "temporary_bytes", which the compiler plans beside inputs and results, "extra_bytes", the most
-      that the process grew by, without the returned gradients, medians of "seconds" and of "cpu_seconds" of all its
-      threads, which other programs disturb less, "all_seconds" and "loss"; None where it wasn't run. Then
-      "seconds_ratio", "cpu_seconds_ratio" and "temporary_bytes_ratio" of "fused" to "naive", and "sizes".
+    `words` and `columns` are the sizes of vocabulary and hidden states, `chunk` the positions that "chunked" takes at a
+    time. An implementation whose temporaries, by the compiler's count, need more memory than the machine has now isn't
+    run: its results are None.
 
     Raises:
       RuntimeError: a process ended.
@@ -172,7 +147,7 @@ def measure(
     try:
         for name in IMPLEMENTATIONS:
             processes[name] = JsonSubprocess(name, [sys.executable, "-m", "reinforce_ada_jax.benchmarks.loss"])
-            planned = processes[name].ask("load", name=name, tile=tile, **sizes)
+            planned = processes[name].ask("load", name=name, **sizes)
             results[name] = planned | dict.fromkeys(("extra_bytes", "seconds", "cpu_seconds", "all_seconds", "loss"))
             log(f"{name}: the compiler plans {planned['temporary_bytes'] / 1e9:.2f} GB")
         for name in IMPLEMENTATIONS:
@@ -180,7 +155,7 @@ def measure(
                 runs[name] = []
             else:
                 log(f"{name}: not run, {_free_bytes() / 1e9:.2f} GB are free")
-        for turn in range(warm_up + repeat):
+        for turn in range(1 + repeat):
             for name, taken in runs.items():
                 taken.append(processes[name].ask("run"))
                 log(f"{name}, repetition {turn}: {taken[-1]}")
@@ -188,7 +163,7 @@ def measure(
         for process in processes.values():
             process.close()
     for name, taken in runs.items():
-        results[name] |= _summary(taken, warm_up)
+        results[name] |= _summary(taken)
     ratios = {}
     for key in ("seconds", "cpu_seconds", "temporary_bytes"):
         fused, naive = results["fused"][key], results["naive"][key]

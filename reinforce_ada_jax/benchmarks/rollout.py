@@ -8,7 +8,6 @@ import pathlib
 import resource
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,33 +86,18 @@ def copy_bytes_per_s(num_bytes: int) -> float:
 
 
 def measure(
+    options: flags.FlagValues,
     architecture: Architecture,
     params: Params,
     workload: Workload,
-    options: EngineOptions,
-    *,
-    replicas: int,
-    repeat: int,
+    engine_options: EngineOptions,
     baseline: Baseline | None,
-    copy_bytes: int,
-    log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Warms up, then times the whole workload, in turns with the baseline: other programs disturb both alike.
-
-    Args:
-      architecture: of `params`.
-      params: weights on the first device.
-      workload: a fixed number of draws for each prompt.
-      options: of each replica.
-      replicas: copies of the weights that decode side by side.
-      repeat: timed repetitions.
-      baseline: warmed up here too.
-      copy_bytes: size of the array whose copying gives the memory bandwidth; 0: don't measure it.
-      log: receives a line for every step.
-    """
+    """Warms up, then times the whole workload, in turns with the baseline: other programs disturb both alike."""
+    replicas, repeat, log = options.replicas or 1, options.repeat or 5, options_lib.log
     compiles = CompileCounter()
     begin = time.perf_counter()
-    rollouts, params = engines.make_rollouts(architecture, params, options, replicas)
+    rollouts, params = engines.make_rollouts(architecture, params, engine_options, replicas)
     tokens = engines.check_lengths(engines.draw(rollouts, params, workload), workload)
     warmup_s = time.perf_counter() - begin
     log(f"warm-up {warmup_s:.1f} s, {compiles.total} programs")
@@ -150,8 +134,9 @@ def measure(
         "recompilations": compiles.total - compile_count,
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    if copy_bytes:
-        decode_steps, rate = last.slot_steps // (options.slots * replicas), copy_bytes_per_s(copy_bytes)
+    if options.requests:
+        decode_steps = last.slot_steps // (engine_options.slots * replicas)
+        rate = copy_bytes_per_s(options.copy_mb * 2**20)
         needed = engines.decode_bytes(architecture, workload, decode_steps, options.dtype)
         result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / rate}
     if baseline is not None:
@@ -161,7 +146,7 @@ def measure(
             "settings": baseline.settings, **baseline.description,
         }  # fmt: skip
         result["ratio"] = baseline_median / median
-    return result | engines.describe(architecture, options, replicas)
+    return result | engines.describe(architecture, engine_options, replicas)
 
 
 def _workload(options: flags.FlagValues, vocab_size: int) -> Workload:
@@ -217,11 +202,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     try:
         gaps = _logprob_gaps(options, architecture, params, workload, baseline)
         params = jax.tree.map(lambda weight: weight.astype(options.dtype), params)
-        result = measure(
-            architecture, params, workload, engine_options, replicas=options.replicas or 1,
-            repeat=options.repeat or 5, baseline=baseline,
-            copy_bytes=0 if options.workload else options.copy_mb * 2**20, log=options_lib.log,
-        )  # fmt: skip
+        result = measure(options, architecture, params, workload, engine_options, baseline)
     finally:
         if baseline is not None:
             baseline.close()

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.planning import roofline
-from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
+from reinforce_ada_jax.policy.architecture import Architecture, to_hf
 
 BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_update.py"}
 BASELINE_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
@@ -126,10 +126,6 @@ def _learner(
     return process, description
 
 
-def _relative(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / abs(theirs)
-
-
 def _logprob_gap(ours: list[list[float]], theirs: list[list[float]], name: str, dtype: str) -> float:
     gap = max(float(np.abs(np.subtract(*pair)).max()) for pair in zip(ours, theirs, strict=True))
     if dtype == "float32" and not gap <= LOGPROB_TOLERANCE:
@@ -142,8 +138,12 @@ def _logprob_gap(ours: list[list[float]], theirs: list[list[float]], name: str, 
 
 def _gaps(ours: list[dict[str, float]], theirs: list[dict[str, float]], name: str, dtype: str) -> dict[str, float]:
     """Relative differences of the losses of the first updates, and of the norm of the first gradient."""
-    losses = [_relative(a["loss"], b["loss"]) for a, b in zip(ours[:COMPARED], theirs[:COMPARED], strict=True)]
-    gaps = {"loss": max(losses), "grad_norm": _relative(ours[0]["grad_norm"], theirs[0]["grad_norm"])}
+
+    def gap_of(key: str, updates: int) -> float:
+        pairs = zip(ours[:updates], theirs[:updates], strict=True)
+        return max(abs(a[key] - b[key]) / abs(b[key]) for a, b in pairs)
+
+    gaps = {"loss": gap_of("loss", COMPARED), "grad_norm": gap_of("grad_norm", 1)}
     for what, gap in gaps.items():
         if dtype == "float32" and not gap <= TOLERANCE:
             raise ValueError(
@@ -159,7 +159,7 @@ def necessary_flops(architecture: Architecture, examples: list[dict[str, Any]]) 
     return sum(length * roofline.necessary_flops_per_token(architecture, length) for length in lengths)
 
 
-def _summary(runs: list[dict[str, float]], tokens: int, flops: float, device: str) -> dict[str, Any]:
+def _summary(runs: list[dict[str, float]], tokens: int, flops: float | int, device: str) -> dict[str, Any]:
     """Medians of the timed updates; the first one, which compiles, is left out."""
     timed = runs[1:]
     seconds = statistics.median(run["seconds"] for run in timed)
@@ -188,13 +188,12 @@ def _host(runs: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def host_time(layers: int, log: Callable[[str], None]) -> dict[str, Any]:
+def host_time(layers: int) -> dict[str, Any]:
     """Measures the host's share of an update of a model with `layers` layers that costs the device next to nothing.
 
     Every update is waited for before the next one is handed over, so that none is delayed by the one before it.
     """
-    shape = to_hf(models.smallest(), "float32") | {"num_hidden_layers": layers}
-    architecture = from_hf(shape)
+    architecture = dataclasses.replace(models.smallest(), num_layers=layers)
     sizes = Sizes(rows=8, prompt_tokens=8, response_tokens=8, micro_batches=2)
     examples = make_examples(sizes, workloads.constant(8), architecture.vocab_size)
     process, _ = _learner("ours", None, architecture, sizes, per_row=1, devices=1, threads=0)
@@ -205,81 +204,71 @@ def host_time(layers: int, log: Callable[[str], None]) -> dict[str, Any]:
         process.close()
     result = {"layers": layers, "updates": HOST_UPDATES, **_host(runs)}
     result["whole_update_s"] = statistics.median(run["seconds"] for run in runs)
-    log(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
+    options_lib.log(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
     return result
 
 
-def _in_turns(
-    processes: Mapping[str, JsonSubprocess], turns: int, log: Callable[[str], None]
-) -> dict[str, list[dict[str, float]]]:
+def _in_turns(processes: Mapping[str, JsonSubprocess], turns: int) -> dict[str, list[dict[str, float]]]:
     """Runs `turns` updates of each process, alternating."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
     for turn in range(turns):
         for name, process in processes.items():
             runs[name].append(process.ask("run"))
         line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
-        log(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
+        options_lib.log(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
     return runs
 
 
-def _ratios(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[str, float]:
-    keys = {"time": "seconds_per_update", "cpu_time": "cpu_seconds_per_update", "memory": "extra_bytes"}
-    return {f"{what}_ratio": ours[key] / theirs[key] for what, key in keys.items()}
+def _start(
+    options: flags.FlagValues, architecture: Architecture, sizes: Sizes, ending: contextlib.ExitStack
+) -> tuple[dict[str, JsonSubprocess], dict[str, dict[str, Any]]]:
+    """Starts our processes and the baseline's; returns them and their descriptions by name."""
+    processes, described = {}, {}
+    model, against, threads = options_lib.model_folder(options, architecture), options.against, options.threads
+    for name, per_row in ({"ours": 1} | ({"packed": options.pack} if options.pack > 1 else {})).items():
+        processes[name], described[name] = _learner(
+            name, model, architecture, sizes, per_row=per_row, devices=options.replicas or 1, threads=threads
+        )
+        ending.callback(processes[name].close)
+    if against is not None:
+        command = [options.against_python, str(BASELINES[against])]
+        processes[against] = JsonSubprocess(against, command, **_threads(threads))
+        ending.callback(processes[against].close)
+        described[against] = processes[against].load_baseline(
+            model=str(model), dtype=sizes.dtype, micro_batches=1 if options.against_plain else sizes.micro_batches,
+            learning=LEARNING, settings=_baseline_settings(options),
+        )  # fmt: skip
+    return processes, described
 
 
-def measure(  # noqa: PLR0913 (what is measured, against what, and how often)
-    architecture: Architecture,
-    model: pathlib.Path | None,
-    sizes: Sizes,
-    lengths: Lengths,
-    *,
-    repeat: int,
-    per_row: int = 1,
-    devices: int = 1,
-    threads: int = 0,
-    against: str | None = None,
-    against_python: str = sys.executable,
-    against_plain: bool = False,
-    host_layers: int = 28,
-    log: Callable[[str], None] = lambda text: None,
-) -> dict[str, Any]:
-    """Measures seconds and memory of an update; the first one of each process is not timed.
+def _baseline_settings(options: flags.FlagValues) -> dict[str, Any]:
+    return BASELINE_SETTINGS | {"recompute": not options.against_plain}
 
-    Args:
-      architecture: of the model.
-      model: a folder with its weights; None: random ones, which no baseline can read.
-      sizes, lengths: of the minibatch and its responses.
-      repeat: timed updates.
-      per_row: above 1: also with up to this many responses to a row.
-      devices: over which ours splits rows.
-      threads: of each process; 0: all cores.
-      against: one of `BASELINES`.
-      against_python: the interpreter of its environment.
-      against_plain: it takes the minibatch as one piece and recomputes nothing; else both cut it alike.
-      host_layers: of the model whose host time is measured.
-      log: receives a line for every step.
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures seconds and memory of the update of the flags; the first one of each process is not timed.
 
     Raises:
       ValueError: sizes that don't fit, a baseline that doesn't start, or one that computes something else.
       RuntimeError: a process ended.
     """
+    architecture, against = options_lib.architecture_of(options), options.against
+    options_lib.check_baseline(options, BASELINES)
+    sizes = Sizes(
+        rows=options.rows or 64,
+        prompt_tokens=options.prompt_tokens or 64,
+        response_tokens=options.response_tokens or 128,
+        micro_batches=options.micro_batches,
+        dtype=options.dtype,
+        seed=options.seed,
+    )
+    if sizes.rows % sizes.micro_batches:
+        raise ValueError(f"--rows={sizes.rows} can't be cut into --micro_batches={sizes.micro_batches}.")
+    lengths = options_lib.response_lengths(options, default=sizes.response_tokens)
     examples = make_examples(sizes, lengths, architecture.vocab_size)
-    settings = BASELINE_SETTINGS | {"recompute": not against_plain}
     gaps = {}
     with contextlib.ExitStack() as ending:
-        processes, described = {}, {}
-        for name, packed in ({"ours": 1} | ({"packed": per_row} if per_row > 1 else {})).items():
-            processes[name], described[name] = _learner(
-                name, model, architecture, sizes, per_row=packed, devices=devices, threads=threads
-            )
-            ending.callback(processes[name].close)
-        if against is not None:
-            processes[against] = JsonSubprocess(against, [against_python, str(BASELINES[against])], **_threads(threads))
-            ending.callback(processes[against].close)
-            described[against] = processes[against].load_baseline(
-                model=str(model), dtype=sizes.dtype, micro_batches=1 if against_plain else sizes.micro_batches,
-                learning=LEARNING, settings=settings,
-            )  # fmt: skip
+        processes, described = _start(options, architecture, sizes, ending)
         scored = processes["ours"].ask("score", examples=examples)["logprobs"]
         if against is not None:
             theirs = processes[against].ask("score", examples=examples)["logprobs"]
@@ -287,7 +276,7 @@ def measure(  # noqa: PLR0913 (what is measured, against what, and how often)
         examples = _with_old_logprobs(examples, scored, sizes.seed)
         for name, process in processes.items():
             described[name] |= process.ask("begin", examples=examples)
-        runs = _in_turns(processes, 1 + max(repeat, COMPARED - 1), log)
+        runs = _in_turns(processes, 1 + max(options.repeat or 5, COMPARED - 1))
     tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
     flops = necessary_flops(architecture, examples)
     found = {
@@ -300,31 +289,9 @@ def measure(  # noqa: PLR0913 (what is measured, against what, and how often)
         result["packed"] = found["packed"] | {"gaps": packed_gaps}
         result["packing_speedup"] = found["ours"]["seconds_per_update"] / found["packed"]["seconds_per_update"]
     if against is not None:
-        result["against"] = {"name": against, **settings, **found[against]}
+        result["against"] = {"name": against, **_baseline_settings(options), **found[against]}
         result["gaps"] = gaps | _gaps(runs["ours"], runs[against], against, sizes.dtype)
-        result |= _ratios(found["ours"], found[against])
-    result["host"] = host_time(host_layers, log)
+        keys = {"time": "seconds_per_update", "cpu_time": "cpu_seconds_per_update", "memory": "extra_bytes"}
+        result |= {f"{what}_ratio": found["ours"][key] / found[against][key] for what, key in keys.items()}
+    result["host"] = host_time(options.layers)
     return result | {"sizes": dataclasses.asdict(sizes), "model": models.describe(architecture)}
-
-
-def run(options: flags.FlagValues) -> dict[str, Any]:
-    """Measures the update of the flags."""
-    architecture = options_lib.architecture_of(options)
-    options_lib.check_baseline(options, BASELINES)
-    model = options_lib.model_folder(options, architecture)
-    sizes = Sizes(
-        rows=options.rows or 64,
-        prompt_tokens=options.prompt_tokens or 64,
-        response_tokens=options.response_tokens or 128,
-        micro_batches=options.micro_batches,
-        dtype=options.dtype,
-        seed=options.seed,
-    )
-    if sizes.rows % sizes.micro_batches:
-        raise ValueError(f"--rows={sizes.rows} can't be cut into --micro_batches={sizes.micro_batches}.")
-    return measure(
-        architecture, model, sizes, options_lib.response_lengths(options, default=sizes.response_tokens),
-        repeat=options.repeat or 5, per_row=options.pack, devices=options.replicas or 1, threads=options.threads,
-        against=options.against, against_python=options.against_python, against_plain=options.against_plain,
-        host_layers=options.layers, log=options_lib.log,
-    )  # fmt: skip

@@ -19,24 +19,10 @@ from reinforce_ada_jax.planning.roofline import Chip
 class ProgramResult:
     """Memory and least time of a compiled program; sizes and work per device.
 
-    Attributes:
-      program: its name.
-      hbm_peak_bytes: of the program alone, arguments included; None where it needs too much of another memory.
-      hbm_beside_bytes: memory that a run keeps on the device meanwhile.
-      hbm_limit_bytes: memory of the device.
-      flops, bytes: of one unit, counted in `roofline.py`.
-      fits: the peak and the memory beside it are within the limit.
-      over_bytes: by how much they are not.
-      unit: "call", or "step" of the loop inside.
-      compile_seconds: time that compiling took.
-      hbm_argument_bytes, hbm_temporary_bytes: None where the program doesn't fit by itself.
-      reason: the compiler's message in that case.
-      sent_bytes: to other devices, from the compiled program; counted by hand, or None, where the target shows none.
-      collectives: their number by kind; empty where the target shows none.
-      compute_seconds, link_seconds, least_seconds: by rooflines.
-      bound: the roofline that gives the least time.
-      necessary_flops: by the usual rule; None where there is none.
-      compiled_over_counted_flops: XLA's count over ours, each loop's body once; None where they don't compare.
+    The peak is the program's alone, arguments included; `hbm_beside_bytes` is what a run keeps there meanwhile. Where a
+    program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
+    `sent_bytes` is read from the compiled program; where a target shows none it is counted by hand, or None, and there
+    are no `collectives`. `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
     """
 
     program: str

@@ -25,14 +25,7 @@ NUM_PASS_RATES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A run on a slice.
-
-    Attributes:
-      config: the run's configuration; its mesh covers the slice.
-      architecture: of the model.
-      options: of one replica's engine.
-      chip: one device of the slice.
-    """
+    """A run on a slice: `options` are those of one replica's engine, and `config.mesh` covers the slice."""
 
     config: Config
     architecture: Architecture
@@ -170,10 +163,7 @@ def _next_micro_batches(config: Config) -> int | None:
 def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: int) -> list[str]:
     """Returns the changes that make the run fit, a line each, the cheapest first; nothing where all fits.
 
-    Args:
-      run: the run on its slice.
-      results: of its programs, or of `resident_result` alone.
-      learner_bytes: weights and moments on each device, weights under adapters among them.
+    `learner_bytes` are those of weights and moments on each device, weights under adapters among them.
     """
     failed = [result for result in results if not result.fits]
     if not failed:

@@ -36,10 +36,8 @@ class Program:
     """One compiled program of a run.
 
     Attributes:
-      name: the program's name in tables and in JSON.
       lower: returns the program lowered for its abstract arguments.
-      cost: least work of one `unit`.
-      unit: "call", or "step" of the loop inside.
+      cost: least work of one `unit`, a "call" or a "step" of the loop inside.
       beside_bytes: memory that a training run keeps on each device beside this program.
       trip_count: of its outermost loop in one unit, where data ends the loop.
       necessary_flops: FLOPs by the usual rule, to compare with.
@@ -67,13 +65,7 @@ class AbstractRun:
     is a KL term. Decoding's copy of the weights lives during a collection, unless decoding reads the learner's arrays.
     All minibatches of an iteration are placed before the first update.
 
-    Attributes:
-      config: the run's configuration.
-      engine: its engine.
-      learner: its learner.
-      state: the learner's state.
-      batch: one minibatch.
-      base: the frozen weights under the adapters; None where all weights are trained.
+    `base` are the frozen weights under the adapters; None where all weights are trained.
     """
 
     config: Config

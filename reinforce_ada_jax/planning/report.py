@@ -139,14 +139,7 @@ def _mesh_over(topology: str, config: Config) -> Mesh:
 def check_slice(
     config: Config, topology: str, model: str | None, means: Statistics, log: Callable[[str], None]
 ) -> list[ProgramResult]:
-    """Compiles one program after the other for a slice, and prints the table and the plan.
-
-    Args:
-      config: a run's configuration, checked.
-      topology: of the slice, such as v5e:2x4.
-      model: a folder with a config.json, in place of the configured one.
-      means: lengths and draws that the plan assumes.
-      log: receives the text.
+    """Compiles one program after the other for a slice, and logs the table and the plan for these means.
 
     Returns:
       The programs' results; only `resident_result` where that alone is too much.

@@ -271,7 +271,7 @@ def test_costs_by_name(capsys):
 
 def test_an_unknown_benchmark(capsys):
     with pytest.raises(SystemExit):
-        benchmark.main(["rollouts"], None)
+        benchmark.main(["rollouts"], parsed())
     assert "rollout, adaptive" in capsys.readouterr().err
 
 
