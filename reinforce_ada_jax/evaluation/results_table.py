@@ -24,7 +24,7 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([row(header), row(rule), *map(row, lines)])
 
 
-def _beside(row: paper_results.Row, name: str | None, problems: int) -> tuple[str, str]:
+def _paper_cell(row: paper_results.Row, name: str | None, problems: int) -> tuple[str, str]:
     """Returns (cell, note) of a result of the paper; the note says why it cannot be compared."""
     if name is None:
         return "", ""
@@ -67,9 +67,9 @@ def table(
     def line(
         name: str, problems: int, average: float, error: float, cells: Sequence[str], column: str | None
     ) -> list[str]:
-        beside = [_beside(row, column, problems) for row in rows]
-        notes.update(dict.fromkeys(note for _, note in beside if note))
-        return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *(cell for cell, _ in beside), *cells]
+        papers = [_paper_cell(row, column, problems) for row in rows]
+        notes.update(dict.fromkeys(note for _, note in papers if note))
+        return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *(cell for cell, _ in papers), *cells]
 
     shares = ("truncated_share", "no_answer_share", "failure_share")
     header = ["benchmark", "problems", f"avg@{samples}", *(row.name for row in rows)]

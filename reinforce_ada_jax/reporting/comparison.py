@@ -51,9 +51,9 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
     budget = min(spent)
     level = [at_tokens(history, benchmark, budget) for history in (first, second)]
     return (
-        f"After {last:.0f} updates {second.name} stands at {ends[1]:.3f} and {first.name} at {ends[0]:.3f}, and "
-        f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens to get there; when both have generated "
-        f"{budget:,.0f} tokens, {second.name} stands at {level[1]:.3f} and {first.name} at {level[0]:.3f}."
+        f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}, and "
+        f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it; when both have generated "
+        f"{budget:,.0f} tokens, {second.name} reaches {level[1]:.3f} and {first.name} {level[0]:.3f}."
     )
 
 

@@ -108,15 +108,15 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
         run(benchmark, output, **changes)
     assert before in capsys.readouterr().out and before == (output / "table.md").read_text("utf-8")
 
-    # The function is mended: what is stored isn't its verdict any more.
+    # The function is fixed: the stored verdicts are not its own any more.
     reward.write_text("def grade(response, answer): return answer != 'fine'")
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
         run(benchmark, output, **changes)
     message = capsys.readouterr().err
     assert "graded differently" in message and "file: " in message and "--regrade" in message
 
-    for place, name in ((components_lib, "build"), (huggingface, "load"), (stored_evaluation, "Rollouts")):
-        monkeypatch.setattr(place, name, none_needed)
+    for module, name in ((components_lib, "build"), (huggingface, "load"), (stored_evaluation, "Rollouts")):
+        monkeypatch.setattr(module, name, none_needed)
     run(benchmark, output, regrade=True, **changes)
     assert "| four      |        4 | 0.750 ± 0.250 |" in capsys.readouterr().out
     now = [json.loads(line) for line in (output / "four.jsonl").read_text("utf-8").splitlines()]

@@ -82,8 +82,8 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert sum(manifest["histogram"]) == 48
     assert manifest["histogram"][1] == counts["kept"] > 0  # of 4 draws only 1 is in 0 < p <= 0.313
     assert manifest["histogram"][0] == counts["pass_rate_too_low"]
-    for place, file in (("input", source), ("output", output)):
-        assert manifest[place]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    for key, file in (("input", source), ("output", output)):
+        assert manifest[key]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert manifest["seed"] == 0 and manifest["config"]["data"]["prompts"] == str(source)
     assert "stops on 2 '<eos>'" in shown and f"kept {counts['kept']}" in shown and "\n    0.250 *" in shown
     # What training reads: the problems in their order, with the pass rate and the label.

@@ -25,8 +25,8 @@ def test_table(tmp_path, runs):
 def test_sentence_on_two_runs(runs):
     # balance spent 800 / 200 = 4 times the tokens. With 200 tokens it had gone a quarter of its way: 0.2 + 0.6 / 4.
     assert compare(list(map(load, runs)), "heldout").sentence == (
-        "After 2 updates balance stands at 0.800 and grpo at 0.600, and balance generated 4.0 times the tokens to get "
-        "there; when both have generated 200 tokens, balance stands at 0.350 and grpo at 0.600."
+        "After 2 updates balance reaches 0.800 and grpo 0.600, and balance generated 4.0 times the tokens for it; when "
+        "both have generated 200 tokens, balance reaches 0.350 and grpo 0.600."
     )
 
 
@@ -34,7 +34,7 @@ def test_sentence_compares_where_both_runs_have_been(tmp_path, runs):
     # balance ended after 2 updates. By then the longer run was half way from 0.2 to 0.6 and had spent 200 tokens.
     longer = make_run(tmp_path / "longer", tokens=[100] * 4, averages={0: 0.2, 4: 0.6})
     sentence = compare([load(longer), load(runs[1])], "heldout").sentence
-    assert sentence.startswith("After 2 updates balance stands at 0.800 and longer at 0.400, and balance generated 4.0")
+    assert sentence.startswith("After 2 updates balance reaches 0.800 and longer 0.400, and balance generated 4.0")
 
 
 def test_every_benchmark_has_its_comparison(tmp_path, runs):
