@@ -199,12 +199,6 @@ def _line(problem: Problem, pass_rate: float) -> str:
     return json.dumps(row | problem.get("labels", {}), ensure_ascii=False) + "\n"
 
 
-def _input_hash(source: str, problems: Sequence[Problem]) -> str:
-    """Returns the hash of a file's bytes, or of the problems of another source."""
-    file = pathlib.Path(source)
-    return _sha256(file.read_bytes() if file.is_file() else json.dumps(list(problems)).encode())
-
-
 def _write(
     config: Config,
     files: OutputFiles,
@@ -234,9 +228,11 @@ def _write(
             f"no prompt has {band}, so nothing is written. Move --min_pass_rate and --max_pass_rate to where the "
             f"prompts are (the same command chooses again without drawing: {files.draws} has the responses)."
         )
+    file = pathlib.Path(source)
+    content = file.read_bytes() if file.is_file() else json.dumps(list(problems)).encode()
     text = "".join(_line(problem, rates[problem["id"]]) for problem in chosen)
     manifest = {
-        "input": {"source": source, "sha256": _input_hash(source, problems)},
+        "input": {"source": source, "sha256": _sha256(content)},
         "output": {"file": files.output.name, "sha256": _sha256(text.encode())},
         "model": {"path": config.model.path, "fingerprint": drawn["model"]},
         "seed": config.seed,
