@@ -32,14 +32,10 @@ _WRONG, _CORRECT = Verdict(correct=False, reward=0.0), Verdict(correct=True, rew
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcomes:
-    """Final states of a prompt and their probabilities at P pass rates.
+    """Final states (rounds, draws, correct draws) of a prompt, and their probabilities at P pass rates.
 
-    Attributes:
-      rounds: rounds in each of the S final states.
-      drawn: draws in each.
-      correct: correct draws in each.
-      probability: of each state at each pass rate; a column sums to 1 minus the part that was cut.
-      cut: the largest probability left out at any pass rate; 0 for strategies with a limit.
+    A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part; 0 for strategies
+    with a limit.
     """
 
     rounds: Int[np.ndarray, " S"]
@@ -61,8 +57,7 @@ class Expectations:
       unmet: probability that the stopping rule is not met.
       zero_signal: probability that every advantage is 0, or that nothing is kept.
       zero_variance: probability that the whole pool is correct, or all of it wrong.
-      kept_correct: expected correct responses that reach the update.
-      kept_wrong: expected wrong responses that reach the update.
+      kept_correct, kept_wrong: expected correct and wrong responses that reach the update.
       pool_mean: expected mean of the pool, which the stopping rule biases.
       signal: expected weight of grad p in the update (see `expectations`); nan at p = 0 and 1.
       relative_signal: signal / f'(p) of the objective E[f(p)]; 1 where the update is unbiased.
@@ -96,10 +91,7 @@ COLUMNS = tuple(field.name for field in dataclasses.fields(Expectations) if fiel
 
 
 def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
-    """Returns the probabilities of 0 to `size` correct draws out of `size`.
-
-    They are built draw by draw, so that nothing overflows or cancels.
-    """
+    """Returns the probabilities of 0 to `size` correct draws, built draw by draw: nothing overflows or cancels."""
     probability = np.zeros((size + 1, len(p)))
     probability[0] = 1.0
     for _ in range(size):
@@ -109,22 +101,13 @@ def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
 
 
 def outcomes(
-    strategy: Strategy,
-    pass_rates: Float[np.ndarray, " P"],
-    *,
-    estimate: float | None = None,
-    planned: int | None = None,
+    strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None = None, planned: int | None = None
 ) -> Outcomes:
     """Returns the distribution of (rounds, draws, correct draws) with which a prompt of each pass rate ends.
 
-    It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. A
+    It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. The
+    strategy decides by the counts in a PromptProgress alone, which has this `estimate` and `planned` for all prompts. A
     strategy without `max_draws` is cut where less than 1e-12 is left at every pass rate.
-
-    Args:
-      strategy: decides by the counts in a PromptProgress, and by nothing else.
-      pass_rates: in [0, 1].
-      estimate: `PromptProgress.estimate` of all prompts, where the strategy plans.
-      planned: `PromptProgress.planned`.
 
     Raises:
       ValueError: the strategy breaks its own bounds, or never ends.
@@ -173,13 +156,10 @@ def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> In
 
 
 def group_terms(strategy: Strategy, drawn: int, correct: int) -> tuple[int, int, float, float, bool]:
-    """Returns the terms of the group of a pool with these counts, its correct responses first.
+    """Returns (correct rows, wrong rows, sum of advantages of each, all advantages are 0) of a pool with these counts.
 
-    The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
-    looks at the order, these are its terms for this order.
-
-    Returns:
-      (correct rows, wrong rows, sum of their advantages, sum of those of the wrong rows, every advantage is 0).
+    Its correct responses come first. The built-in `keep` rules keep equally many correct and wrong responses in every
+    order of draws; for a rule that looks at the order, these are its terms for this order.
     """
     verdicts = (_CORRECT,) * correct + (_WRONG,) * (drawn - correct)
     group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds=1, met=True), strategy)
@@ -207,7 +187,7 @@ def _block(
     strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None, planned: int | None
 ) -> dict[str, Float[np.ndarray, " P"]]:
     """Returns the columns at some pass rates, and mean and variance of the sum of A_i (r_i - p) over kept responses."""
-    ends = outcomes(strategy, pass_rates, estimate=estimate, planned=planned)
+    ends = outcomes(strategy, pass_rates, estimate, planned)
     kept_correct, kept_wrong, sum_correct, sum_wrong, zero = _terms(strategy, ends)
     final = (
         PromptProgress(PROMPT, *state, estimate=estimate, planned=planned)
@@ -281,28 +261,8 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
     )
 
 
-def expected_draws(
-    config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]
-) -> Float[np.ndarray, " P"]:
-    """Computes `expectations(...).draws` alone, of a strategy that does not plan.
-
-    No group is made, which takes most of the time where a pool may have thousands of draws (`ngu` without a limit and
-    a retry_probability of 0.99: 0.07 s instead of 13 s).
-
-    Raises:
-      ValueError: the settings break a rule, a pass rate is not in [0, 1], or the strategy never ends.
-    """
-    strategy, pass_rates = strategies.build(config), check_pass_rates(pass_rates)
-    ends = [outcomes(strategy, pass_rates[start : start + BLOCK]) for start in range(0, len(pass_rates), BLOCK)]
-    return np.concatenate([_mean(block, block.drawn) for block in ends])
-
-
 def check_pass_rates(pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
-    """Returns `pass_rates` as an array.
-
-    Raises:
-      ValueError: there is none, or one is outside [0, 1].
-    """
+    """Returns `pass_rates` as an array; ValueError where there is none, or one is outside [0, 1]."""
     pass_rates = np.asarray(pass_rates, np.float64)
     if pass_rates.ndim != 1 or not pass_rates.size or not ((pass_rates >= 0) & (pass_rates <= 1)).all():
         raise ValueError(f"pass rates must be numbers in [0, 1], at least one; they are {pass_rates.tolist()}.")

@@ -21,12 +21,7 @@ from reinforce_ada_jax.config import EstimatorConfig
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curve:
-    """Learning curve of a population; index u is the state after u updates.
-
-    Attributes:
-      draws: responses drawn so far.
-      pass_rate: mean pass rate of the population.
-    """
+    """Responses drawn and mean pass rate of a population after 0, 1, 2, ... updates."""
 
     draws: Float[np.ndarray, " U"]
     pass_rate: Float[np.ndarray, " U"]
@@ -52,10 +47,7 @@ def draw_counts(
     estimates: Float[np.ndarray, " P"] | None = None,
     planned: Int[np.ndarray, " P"] | None = None,
 ) -> tuple[Int[np.ndarray, " P"], Int[np.ndarray, " P"]]:
-    """Samples (drawn, correct) of one prompt of each pass rate: `enumeration.outcomes`, round by round.
-
-    It samples only the counts, of all prompts together, hundreds of times as fast as the loop over responses.
-    """
+    """Samples (drawn, correct) of one prompt of each pass rate, hundreds of times as fast as the collection loop."""
     count = len(pass_rates)
     plans: list[tuple[float | None, int | None]] = [(None, None)] * count
     if estimates is not None and planned is not None:

@@ -91,7 +91,7 @@ def epsilon_effect(
     found, unit = expectations(config, pass_rates), 1.0
     if strategies.build(config).plan is not None:
         shares = objectives.sample_weight(config.allocation, "log", pass_rates, epsilon=config.objective_epsilon)
-        unit = shares.mean()
+        unit = float(np.mean(shares))
     return found.relative_signal * unit, found.variance
 
 

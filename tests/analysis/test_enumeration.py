@@ -131,15 +131,6 @@ def test_signal_is_absolute():
     np.testing.assert_allclose(many.signal, ((1 - p) / p + p / (1 - p)) / 2, rtol=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["grpo", "positive", "balance", "dapo", "ngu"])
-def test_expected_draws_are_those_of_the_expectations(monkeypatch, strategy):
-    settings, rates = config(strategy, retry_probability=0.9), [0.1, 0.5, 0.0, 1.0, 0.1]
-    draws = expectations(settings, rates).draws
-    monkeypatch.setattr(enumeration, "make_group", None)  # which takes long where pools have thousands of draws
-    monkeypatch.setattr(enumeration, "BLOCK", 2)
-    np.testing.assert_allclose(enumeration.expected_draws(settings, rates), draws, rtol=1e-14)
-
-
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.95])
 def test_retries_without_a_limit(chance):
     # A round of n is all wrong with chance u = q^n, and is then followed by another with chance c: geometric.
