@@ -1,7 +1,7 @@
-"""What `benchmark iteration` measures: iterations of `train`, by phase, with rounds free, in step, and overlapping.
+"""`benchmark iteration`: iterations of training by phase, with rounds free, in step, and overlapping.
 
-The iterations are those of training, with clocks around their phases. Where the weights are made up, so are response
-lengths and verdicts: a random model ends no response and solves nothing. Everything else is done, grading too.
+The iterations are those of training, with clocks around their phases. Random weights end no response and solve nothing,
+so with them response lengths and verdicts are scripted too; everything else is done, grading included.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
@@ -43,30 +44,24 @@ from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_it
 from reinforce_ada_jax.training.loop import begin_or_resume
 from reinforce_ada_jax.training.state import to_record
 from reinforce_ada_jax.training.updates import Updates
-from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
+from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
-# What is set in each; of prompts, seeds and everything else they are alike.
+# Settings of each variant; prompts, seeds and everything else are alike.
 VARIANTS = {
     "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
     "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
     "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
 }
 PHASES = ("collect", "score", "update", "checkpoint")
-PASS_RATES = (0.6, 1.2)
+PASS_RATES = (0.6, 1.2)  # a and b of the scripted Beta distribution
 
 
-# ---- a model that isn't there ----------------------------------------------------------------------------------------
+# ---- scripted responses ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """Response lengths and verdicts, each a function of its address: no variant changes them.
-
-    Attributes:
-      lengths: of responses, cut at the configuration's limit.
-      limit: that one.
-      seed: of all.
-    """
+    """Response lengths up to `limit` tokens, and verdicts: each a function of its address, alike in every variant."""
 
     lengths: Lengths
     limit: int
@@ -76,41 +71,44 @@ class Script:
         return np.random.default_rng([self.seed, zlib.crc32("/".join(map(str, address)).encode())])
 
     def length(self, request: Request) -> int:
-        """Tokens at which a response ends at the latest."""
+        """Returns the tokens of a response."""
         drawn = self.lengths(self._random("length", request.prompt.id, request.draw), (1,))[0]
         return int(np.clip(np.round(drawn), 1, self.limit))
 
     def verdict(self, prompt: Prompt, response: Response) -> Verdict:
-        """Right with the chance of its prompt, which is Beta distributed."""
-        chance = self._random("chance", prompt.id).beta(*PASS_RATES)
-        correct = bool(self._random("verdict", prompt.id, response.draw).random() < chance)
+        """Returns a verdict that is correct at the prompt's pass rate."""
+        pass_rate = self._random("chance", prompt.id).beta(*PASS_RATES)
+        correct = bool(self._random("verdict", prompt.id, response.draw).random() < pass_rate)
         return Verdict(correct, float(correct))
 
 
 class ScriptedRollouts(Rollouts):
-    """Rollouts that end responses as the script says."""
+    """Rollouts whose responses have the script's lengths."""
 
-    def __init__(self, engine: Any, script: Script):
+    def __init__(self, engine: Engine, script: Script):
         super().__init__(engine)
         self.script = script
 
-    def sampler(self, params: Any, *, sampling: SamplingParams, **terms: Any) -> Any:
+    def sampler(
+        self, params: Params, *, sampling: SamplingParams | Callable[[Request], SamplingParams], **settings: Any
+    ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
         """As that of `Rollouts`."""
 
-        def of_request(request: Request) -> SamplingParams:
-            return dataclasses.replace(sampling, max_tokens=self.script.length(request))
+        def scripted(request: Request) -> SamplingParams:
+            configured = sampling if isinstance(sampling, SamplingParams) else sampling(request)
+            return dataclasses.replace(configured, max_tokens=self.script.length(request))
 
-        return super().sampler(params, sampling=of_request, **terms)
+        return super().sampler(params, sampling=scripted, **settings)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScriptedComponents(Components):
-    """Components whose verifiers grade, and are not listened to."""
+    """Components whose verifiers grade, but whose verdicts are the script's."""
 
-    script: Script | None = None
+    script: Script
 
     def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
-        """As that of `Components`, with the script's verdicts once the graded ones are there."""
+        """As that of `Components`, with the script's verdicts at the time of the graded ones."""
         grade = super().verify_fn(verifiers, shaping, grader)
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
@@ -118,27 +116,27 @@ class ScriptedComponents(Components):
             graded = grade(pairs)
             if not isinstance(graded, Future):
                 return scripted
-            heard: Future[list[Verdict]] = Future()
+            replaced: Future[list[Verdict]] = Future()
 
             def finish(graded: Future[list[Verdict]]) -> None:
-                if heard.set_running_or_notify_cancel():
+                if replaced.set_running_or_notify_cancel():
                     error = graded.exception()
-                    heard.set_result(scripted) if error is None else heard.set_exception(error)
+                    replaced.set_result(scripted) if error is None else replaced.set_exception(error)
 
             graded.add_done_callback(finish)
-            return heard
+            return replaced
 
         return verify
 
 
 def make_folder(folder: pathlib.Path, tokenizer: pathlib.Path, architecture: Architecture, seed: int) -> None:
-    """A model of random weights with another's tokenizer.
+    """Writes a model of random weights with the tokenizer of another folder.
 
     Raises:
-      ValueError: `tokenizer` is no folder with one.
+      ValueError: `tokenizer` is not a folder.
     """
     if not tokenizer.is_dir():
-        raise ValueError(f"{tokenizer} is no folder: --config.model.path must name one, for its tokenizer.")
+        raise ValueError(f"{tokenizer} is not a folder: --config.model.path must name one, for its tokenizer.")
     params = transformer.init(architecture, jax.random.key(seed))
     huggingface.save(folder, architecture, params)
     for file in tokenizer.iterdir():
@@ -150,16 +148,17 @@ def make_folder(folder: pathlib.Path, tokenizer: pathlib.Path, architecture: Arc
 
 
 class Clock:
-    """Seconds by phase, of one iteration."""
+    """Seconds of one iteration by phase; "programs" are those of the learner on the device."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
 
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def call(self, phase: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function and adds its seconds to a phase."""
         begin = time.perf_counter()
-        yield
+        result = function(*arguments)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+        return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,60 +169,60 @@ class ClockedUpdates(Updates):
 
     def minibatches(self, *arguments: Any) -> Any:
         """As that of `Updates`."""
-        with self.clock("score"):
-            return super().minibatches(*arguments)
+        return self.clock.call("score", super().minibatches, *arguments)
 
     def check_logprobs(self, *arguments: Any) -> Any:
         """As that of `Updates`."""
-        with self.clock("score"):
-            return super().check_logprobs(*arguments)
+        return self.clock.call("score", super().check_logprobs, *arguments)
 
     def update(self, *arguments: Any) -> Any:
         """As that of `Updates`."""
-        with self.clock("update"):
-            return super().update(*arguments)
+        return self.clock.call("update", super().update, *arguments)
 
 
 class ClockedRun:
-    """A run whose phases are timed, and the programs of its learner."""
+    """A run whose phases are timed, and the programs of its learner; `stack` closes its files."""
 
-    def __init__(self, trainer: Trainer, params: Params, script: Script | None, stack: contextlib.ExitStack):
-        """The files are closed by `stack`."""
-        self.clock, learner = Clock(), trainer.learner
+    def __init__(
+        self,
+        trainer: Trainer,
+        verifiers: VerifierPool,
+        params: Params,
+        script: Script | None,
+        stack: contextlib.ExitStack,
+    ):
+        self.clock, learner, self.verifiers = Clock(), trainer.learner, verifiers
         for name in ("score", "update"):
             setattr(learner, name, functools.partial(self._on_device, getattr(learner, name)))
         updates = ClockedUpdates(trainer.config, trainer.strategy, learner, trainer.workdir, self.clock)
-        self.trainer = dataclasses.replace(trainer, updates=updates)
-        if script is not None:
-            rollouts = ScriptedRollouts(trainer.components.engine, script)
-            self.trainer = dataclasses.replace(self.trainer, rollouts=rollouts)
+        rollouts = trainer.rollouts if script is None else ScriptedRollouts(trainer.components.engine, script)
+        self.trainer = dataclasses.replace(trainer, updates=updates, rollouts=rollouts)
         self.checkpoints, self.identity, self.state = begin_or_resume(self.trainer, params, stack)
         self.interrupt = stack.enter_context(Interrupt())
 
     def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        with self.clock("programs"):
-            return jax.block_until_ready(program(*arguments))
+        return self.clock.call("programs", lambda: jax.block_until_ready(program(*arguments)))
 
-    def timed_iteration(self, verifiers: VerifierPool) -> dict[str, float]:
-        """One iteration with a checkpoint: its seconds by phase, and what it collected.
+    def timed_iteration(self) -> dict[str, float]:
+        """Runs one iteration with a checkpoint; returns its seconds by phase, and counts of its collection.
 
-        Writing goes on beside the next iteration in a run; it is waited for here, after the clock.
+        In a run a checkpoint is written during the next iteration; here writing is waited for, after the clock.
         """
         self.clock.seconds = seconds = {}
         begin = time.perf_counter()
         progress = Progress(total=1, done=0, quiet=True)
-        state, stop = train_iteration(self.trainer, verifiers, self.interrupt, progress, self.state)
+        state, stop = train_iteration(self.trainer, self.verifiers, self.interrupt, progress, self.state)
         if stop is not None:
             raise stop
         assert state.pending is not None
         metrics, self.state = state.pending, dataclasses.replace(state, pending=None)
-        with self.clock("checkpoint"):
-            self.checkpoints.save(state.iteration, state.learner, to_record(self.state) | self.identity)
+        record = to_record(self.state) | self.identity
+        self.clock.call("checkpoint", self.checkpoints.save, state.iteration, state.learner, record)
         total = time.perf_counter() - begin
         self.checkpoints.wait()
         written = time.perf_counter() - begin - total
         seconds["collect"] = metrics["time/collect_s"]
-        # Of the collection, what the device didn't wait for the host.
+        # The device is busy in a collection unless it waits for the host.
         busy = seconds["collect"] - metrics["time/host_between_windows_s"] + seconds.get("programs", 0.0)
         phases = {f"{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
         return {
@@ -249,25 +248,28 @@ def _begin(
     architecture: Architecture | None,
     stack: contextlib.ExitStack,
 ) -> ClockedRun:
-    """A run of a configuration in a new work directory; with an architecture, of random weights of that shape."""
+    """Begins a run in a new work directory; with an architecture, of random weights of that shape."""
+    workdir.mkdir()
+    verifiers = stack.enter_context(components_lib.verifier_pool(config))
     folder = components_lib.model_folder(config.model.path)
     if architecture is not None:
+        make_folder(workdir / "model", folder, architecture, config.seed)
         folder = workdir / "model"
-        make_folder(folder, components_lib.model_folder(config.model.path), architecture, config.seed)
     config_lib.check(config)
     components = components_lib.build(config, folder)
     prompts = components.prompts(config.data.prompts, config)
-    made_up = architecture is not None or not any(folder.glob("*.safetensors"))
-    script = Script(lengths, config.sampling.max_response_tokens, config.seed) if made_up else None
-    if script is not None:
+    has_weights, script = any(folder.glob("*.safetensors")), None
+    if architecture is not None or not has_weights:
+        script = Script(lengths, config.sampling.max_response_tokens, config.seed)
         fields = {field.name: getattr(components, field.name) for field in dataclasses.fields(components)}
         components = ScriptedComponents(**fields, script=script)
-    if any(folder.glob("*.safetensors")):
+    if has_weights:
         params = components_lib.load_params(config, components)
     else:
         dtype = jnp.dtype(config.model.parameter_dtype)
         params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh, dtype)
-    return ClockedRun(make_trainer(config, workdir, components, prompts, params), params, script, stack)
+    trainer = make_trainer(config, workdir, components, prompts, params)
+    return ClockedRun(trainer, verifiers, params, script, stack)
 
 
 def measure(
@@ -279,21 +281,14 @@ def measure(
     architecture: Architecture | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Iterations of each variant in turns, the first of each not timed: it compiles.
+    """Measures iterations of each variant in turns; the first of each compiles and is not timed.
 
-    Args:
-      config: of a run; what a variant is about is set here, and nothing is evaluated.
-      variants: of `VARIANTS`.
-      repeat: timed iterations of each.
-      lengths: of responses, where weights are made up.
-      architecture: makes them up, for the tokenizer of the configured model.
-      log: receives a line for every step.
+    Nothing is evaluated. An architecture gives random weights of that shape, with the configured model's tokenizer, and
+    `lengths` are those of the responses of random weights.
 
     Returns:
-      By variant, medians over iterations: "seconds" and its parts ("collect_s" with waiting for verdicts, "score_s"
-      with the batches' making, "update_s", "checkpoint_s", as long as the loop is held up, "other_s"), "verify_s",
-      which grading took beside decoding, "outside_device_share", the share of time in which no program ran, and tokens
-      collected. Then "barrier_ratio" and "overlap_ratio", tokens a second of "rounds" over theirs.
+      By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio" and "overlap_ratio", tokens
+      a second of "rounds" over theirs.
 
     Raises:
       ValueError: an unknown variant, or a configuration that can't be run.
@@ -301,32 +296,34 @@ def measure(
     unknown = sorted(set(variants) - set(VARIANTS))
     if unknown or not variants:
         raise ValueError(f"--variants has {unknown}; it must name some of {', '.join(VARIANTS)}.")
-    runs, taken = {}, {name: [] for name in variants}
+    quiet = {"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0}
+    timed: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for name in variants:
-            quiet = {"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0}
-            own = config_lib.replaced(config, VARIANTS[name] | quiet)
-            workdir = pathlib.Path(folder) / name
-            workdir.mkdir()
-            verifiers = stack.enter_context(components_lib.verifier_pool(own))
-            runs[name] = _begin(own, workdir, lengths, architecture, stack), verifiers
+        runs = {
+            name: _begin(
+                config_lib.replaced(config, VARIANTS[name] | quiet), pathlib.Path(folder) / name, lengths, architecture,
+                stack,
+            )
+            for name in variants
+        }  # fmt: skip
         for turn in range(1 + repeat):
-            for name, (run, verifiers) in runs.items():
-                taken[name].append(run.timed_iteration(verifiers))
-                log(f"iteration {turn}, {name}: {taken[name][-1]['seconds']:.2f} s")
-        shape = models.describe(run.trainer.components.architecture)
+            for name, run in runs.items():
+                timed[name].append(run.timed_iteration())
+                log(f"iteration {turn}, {name}: {timed[name][-1]['seconds']:.2f} s")
+        trainer = runs[variants[0]].trainer
     result: dict[str, Any] = {
-        name: {key: statistics.median(one[key] for one in timed[1:]) for key in timed[0]}
-        | {"iterations": repeat, "first_iteration_s": timed[0]["seconds"], "all_seconds": [x["seconds"] for x in timed]}
-        for name, timed in taken.items()
+        name: {key: statistics.median(one[key] for one in taken[1:]) for key in taken[0]}
+        | {"iterations": repeat, "first_iteration_s": taken[0]["seconds"], "all_seconds": [x["seconds"] for x in taken]}
+        for name, taken in timed.items()
     }
     for name in set(variants) - {"rounds"}:
         if "rounds" in result:
             result[f"{name}_ratio"] = result["rounds"]["tokens_per_s"] / result[name]["tokens_per_s"]
     device = jax.devices()[0]
     return result | {
-        "scripted": isinstance(run.trainer.rollouts, ScriptedRollouts), "device": device.device_kind,
-        "platform": device.platform, "jax": jax.__version__, "model": shape,
+        "scripted": isinstance(trainer.rollouts, ScriptedRollouts), "device": device.device_kind,
+        "platform": device.platform, "jax": jax.__version__,
+        "model": models.describe(trainer.components.architecture),
     }  # fmt: skip
 
 

@@ -77,6 +77,6 @@ def _response(prompt: Prompt, draw: int) -> Response:
 def test_what_is_refused():
     with pytest.raises(ValueError, match="must name some of rounds, barrier, overlap"):
         iteration.measure(tiny(), variants=("rounds", "steps"), lengths=LENGTHS)
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="not a folder"):
         config = tiny(**{"model.path": "/nowhere"})
         iteration.measure(config, lengths=LENGTHS, architecture=models.smallest())
