@@ -115,17 +115,7 @@ def policy_terms(
 
     Only `logprobs` is differentiated. Values under the mask may be anything, nan and infinities included.
 
-    Args:
-      config: clips, ratio and cap.
-      logprobs: of the sampled tokens, under the policy being updated.
-      old_logprobs: the same under the policy before the iteration's first update.
-      advantages: of the response, at each of its tokens.
-      mask: True or 1 at tokens of responses.
-      behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
-      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
-
-    Raises:
-      ValueError: a cap without behaviour_logprobs, or an unknown ratio.
+    Args and errors: as for `policy_loss`.
     """
     if config.ratio not in ("token", "sequence"):
         raise ValueError(f"ratio is {config.ratio!r}; it must be one of token, sequence.")
@@ -233,8 +223,12 @@ def policy_loss(
       config: its settings.
       logprobs: of the sampled tokens, under the policy being updated; differentiated, as is `entropy`.
       entropy: of the policy where it chose them.
-      old_logprobs: as for `policy_terms`, like `advantages`, `mask`, `behaviour_logprobs` and `segment_one_hot`.
+      old_logprobs: under the policy before the iteration's first update.
+      advantages: of the response, at each of its tokens.
+      mask: True or 1 at tokens of responses.
+      behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
       reference_logprobs: under the reference policy; without them the metric "kl" is 0.
+      segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
       counts: of the whole minibatch, of which these rows may be a part; None: these rows are all.
 
     Returns:
@@ -242,7 +236,7 @@ def policy_loss(
       "approx_kl" and "kl".
 
     Raises:
-      ValueError: as `policy_terms` and `aggregate` do, or a KL coefficient without `reference_logprobs`.
+      ValueError: a cap without behaviour_logprobs, a KL coefficient without reference_logprobs, or an unknown name.
     """
     if config.kl_coefficient and reference_logprobs is None:
         raise ValueError(f"kl_coefficient is {config.kl_coefficient}, which needs reference_logprobs.")

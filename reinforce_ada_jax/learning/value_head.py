@@ -1,7 +1,6 @@
-"""Pass rates estimated from the policy's own hidden states, for the strategy `estimate`: the estimator "value".
+"""Pass rates estimated from the policy's hidden states: the estimator "value" of the strategy `estimate`.
 
-The other estimator, which needs no model, is in collection/estimators.py; this one has the same methods, but for the
-policy's weights that `estimate` takes.
+The other estimator, which needs no model, is in collection/estimators.py; only this one's `estimate` takes weights.
 """
 
 import functools
@@ -37,14 +36,14 @@ class Head(NamedTuple):
 def prompt_features(
     architecture: Architecture, params: Params, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike
 ) -> Float[Array, "B D"]:
-    """h / D, h the policy's hidden state (after the final norm) at the last token of each right-padded prompt.
+    """Computes h / D, h the policy's final hidden state at the last token of each right-padded prompt.
 
     Divided by D, a step of Adam moves the log odds by at most rate * mean |h|, whatever the width. On cipher
     (32 prompts and 256 draws an iteration, 8 steps at rate 0.03; squared error of the estimates in the third epoch)
     h / D has 0.094 at D = 64, and with its features repeated to D = 1536; h / sqrt(D) 0.099 and 0.146; h itself 0.176
     and 0.287. The best constant has 0.105, the best linear head 0.076.
 
-    Rows without a token give anything finite.
+    Rows without a token give any finite numbers.
     """
     hidden = hidden_states(merge(architecture, params), tokens, dtype=dtype)
     last = jnp.take_along_axis(hidden, jnp.maximum(length - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -54,19 +53,13 @@ def prompt_features(
 def head_loss(
     head: Head, features: Float[Array, "P D"], correct: Float[Array, " P"], drawn: Float[Array, " P"]
 ) -> Float[Array, ""]:
-    """The mean over all draws of the cross-entropy between outcome and estimate.
+    """Computes the mean over all draws of the cross-entropy between outcome and estimate.
 
     - sum_x [k_x log p_x + (N_x - k_x) log(1 - p_x)] / sum_x N_x,   p_x = sigmoid(w . h_x / D + b)
 
-    A prompt weighs as much as it was drawn: that is the likelihood of the draws, whose maximum doesn't depend on why
-    they were as many as they were. (Equal weights learn cipher's pass rates as well: 0.0943 and 0.0944.) Rows with 0
-    draws are padding.
-
-    Args:
-      head: w and b.
-      features: of each prompt, finite (`prompt_features`).
-      correct: k, how many of its draws were correct.
-      drawn: N.
+    with k_x = `correct` of N_x = `drawn` draws. A prompt's weight is its number of draws: that is the likelihood, whose
+    maximum doesn't depend on the rule that ended the draws. (Equal weights learn cipher's pass rates as well: 0.0943
+    and 0.0944.) Rows with 0 draws are padding.
     """
     log_odds = jnp.einsum("PD,D->P", features, head.weights) + head.bias
     # Both logarithms in terms of the log odds: softplus is finite where log(sigmoid) underflows.
@@ -85,7 +78,7 @@ def fit(
     learning_rate: float,
     steps: int,
 ) -> tuple[Head, optax.OptState, Float[Array, ""]]:
-    """`steps` steps of Adam down `head_loss`, each on all prompts; gives (head, state, the loss before the first)."""
+    """Takes `steps` steps of Adam on `head_loss`, each on all prompts; returns (head, state, loss before the first)."""
 
     def one(carry, _):
         head, state = carry
@@ -100,10 +93,10 @@ def fit(
 class ValueHead:
     """A linear head with a sigmoid on the policy's hidden state at the last prompt token.
 
-    It begins at weights 0 and bias 0, so with 1/2 for every prompt, and is fitted to each iteration's draws by a few
-    steps of Adam. The policy is only read: its program has no slope, and the head's has no policy.
+    It starts at 0, an estimate of 1/2 for every prompt, and is fitted to each iteration's draws by a few steps of Adam.
+    The policy is only read.
 
-    Source: arXiv 2510.04996 (Ada-Est), which estimates pass rates so; the sizes here are our own.
+    Source: arXiv 2510.04996 (Ada-Est); the sizes are our own.
     """
 
     def __init__(
@@ -117,16 +110,16 @@ class ValueHead:
         steps: int,
         rows: int,
     ):
-        """A head that has seen nothing.
+        """Makes a head before its first fit.
 
         Args:
-          architecture: of the policy.
-          mesh: where the policy's weights are.
-          dtype: of the policy's activations; the head is float32.
+          architecture: of the policy, like `mesh` and `dtype`; the head is float32.
+          mesh: the policy's.
+          dtype: of activations.
           max_prompt_tokens: limit of a prompt.
           learning_rate: of Adam.
-          steps: of Adam, each on all prompts observed, for every `observe`.
-          rows: prompts in one forward pass; rounded up to what the mesh splits evenly.
+          steps: of Adam at each `observe`.
+          rows: prompts in one forward pass; rounded up to a multiple of data * fsdp.
         """
         self._max_prompt_tokens = max_prompt_tokens
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -139,10 +132,7 @@ class ValueHead:
         self._features: dict[str, Float[np.ndarray, " D"]] = {}  # of the prompts last estimated, by id
 
     def estimate(self, params: Params, prompts: Sequence[Prompt]) -> Float[np.ndarray, " P"]:
-        """The pass rates expected under these weights, in [1e-3, 1 - 1e-3], float64.
-
-        Keeps the prompts' features, in place of those of the call before, for `observe`.
-        """
+        """Estimates the pass rates under these weights, in [1e-3, 1 - 1e-3], float64; keeps features for `observe`."""
         self._features = {}
         for start in range(0, len(prompts), self._rows):
             chunk = prompts[start : start + self._rows]
@@ -153,17 +143,12 @@ class ValueHead:
             features = processes.fetch(self._program(params, *map(mesh_lib.place, (tokens, length), self._placed)))
             self._features |= {prompt.id: row for prompt, row in zip(chunk, features, strict=False)}
         features = np.array([self._features[prompt.id] for prompt in prompts], np.float64)
-        log_odds = (
-            features.reshape(len(prompts), len(self._head.weights)) @ self._head.weights.astype(np.float64)
-            + self._head.bias
-        )
+        weights = self._head.weights.astype(np.float64)
+        log_odds = features.reshape(len(prompts), len(weights)) @ weights + self._head.bias
         return np.clip(np.exp(-np.logaddexp(0.0, -log_odds)), MARGIN, 1 - MARGIN)
 
     def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
-        """Fits the head to what was drawn.
-
-        Returns:
-          "estimator/loss", the mean cross-entropy of a draw before the fit; nothing where nothing was drawn.
+        """Fits the head to the pools; returns "estimator/loss" before the fit, or nothing where nothing was drawn.
 
         Raises:
           ValueError: a pool of a prompt that is not among those last estimated.

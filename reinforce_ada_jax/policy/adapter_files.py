@@ -1,9 +1,7 @@
 """Adapters as files: the folder that `peft` reads, and the mark of the base that they belong to."""
 
 import hashlib
-import json
 import pathlib
-import shutil
 import struct
 from typing import Any
 
@@ -90,23 +88,12 @@ def save(
       folder: doesn't exist yet, or is empty.
       architecture: of the base.
       adapters: arrays that this process can read whole, on any mesh.
-      lora: what they are.
+      lora: their rank, alpha and targets.
       base: the base's folder, named in the file.
 
     Raises:
-      ValueError: the destination holds something.
+      ValueError: the destination is not empty.
     """
-    folder = pathlib.Path(folder).absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
-    partial = folder.parent / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-    partial.mkdir(parents=True)
-    try:
-        config = json.dumps(peft_config(lora, str(base.absolute())), indent=2) + "\n"
-        (partial / CONFIG).write_text(config, encoding="utf-8")
+    with weight_files.new_folder(pathlib.Path(folder).absolute()) as partial:
+        weight_files.write_json(partial / CONFIG, peft_config(lora, str(base.absolute())))
         save_file(peft_tensors(architecture, adapters, lora), partial / WEIGHTS, metadata={"format": "pt"})
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise

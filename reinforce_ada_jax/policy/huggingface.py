@@ -6,11 +6,9 @@ folder that doesn't fit its config.json costs seconds, not a loaded model.
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
 import shutil
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +117,7 @@ def read_config(folder: str | pathlib.Path) -> Architecture:
 
 
 def _check(folder: pathlib.Path, architecture: Architecture, headers: dict[str, weight_files.Header]) -> None:
-    # All that doesn't fit, in one error: who repairs a folder wants to know it all at once.
+    # All problems in one error: a folder is repaired at once.
     wanted, problems = parts(architecture), []
     codes = weight_files.DTYPE_CODES.values()
     for name, part in wanted.items():
@@ -248,12 +246,10 @@ def _check_params(architecture: Architecture, weights: dict[str, jax.Array]) -> 
         )
 
 
-def _check_folders(folder: pathlib.Path, tokenizer_from: pathlib.Path | None) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
-    if tokenizer_from is not None and not any((tokenizer_from / name).is_file() for name in TOKENIZER_FILES):
+def _check_tokenizer(folder: pathlib.Path) -> None:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"{tokenizer_from} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])}, ...): name the folder of the "
+            f"{folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])}, ...): name the folder of the "
             "model that training began from."
         )
 
@@ -263,10 +259,6 @@ def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def _write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def save(
@@ -280,8 +272,6 @@ def save(
 ) -> None:
     """Writes a folder that `load` and transformers' `from_pretrained` read; whole, or not at all.
 
-    The files are written beside `folder`, in `.NAME.partial`, which takes its name at the end.
-
     Args:
       folder: doesn't exist yet, or is empty.
       architecture: of `params`.
@@ -291,12 +281,13 @@ def save(
       max_shard_bytes: a model beyond this is written in several files and an index.
 
     Raises:
-      ValueError: the destination holds something, there is no tokenizer in `tokenizer_from`, the weights aren't those
-        of the architecture, or have a dtype that isn't written.
+      ValueError: the destination is not empty, `tokenizer_from` has no tokenizer, the weights aren't those of the
+        architecture, or have a dtype that isn't written.
     """
     folder = pathlib.Path(folder).absolute()
     tokenizer_from = None if tokenizer_from is None else pathlib.Path(tokenizer_from)
-    _check_folders(folder, tokenizer_from)
+    if tokenizer_from is not None:
+        _check_tokenizer(tokenizer_from)
     weights = transformer.flatten(params)
     _check_params(architecture, weights)
     wanted = parts(architecture)
@@ -310,19 +301,12 @@ def save(
         value = np.asarray(_read_part(weights[part.weight], part.start, part.ours))
         return part.to_theirs(value.astype(dtypes[part.weight], copy=False))
 
-    partial = folder.parent / f".{folder.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a save that was killed
-    partial.mkdir(parents=True)
-    try:
+    with weight_files.new_folder(folder) as partial:
         config = to_hf(architecture, dtypes["embedding"].name)
-        _write_json(partial / "config.json", config)
+        weight_files.write_json(partial / "config.json", config)
         ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
-        _write_json(partial / "generation_config.json", ends)
+        weight_files.write_json(partial / "generation_config.json", ends)
         if tokenizer_from is not None:
             _copy_tokenizer(tokenizer_from, partial)
         specs = {name: (part.theirs, dtypes[part.weight]) for name, part in wanted.items()}
         weight_files.write(partial, specs, read, max_shard_bytes)
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Adapted
-from reinforce_ada_jax.policy.transformer import Params, flatten, nest, weight_shapes
+from reinforce_ada_jax.policy.transformer import Declared, Params, flatten, nest, weight_shapes
 
 # PEFT's name of a projection: our weight.
 TARGETS = {
@@ -57,12 +57,12 @@ def make(rank: int, alpha: float, targets: Collection[str]) -> Lora | None:
     return Lora(rank, alpha, tuple(name for name in TARGETS if name in targets)) if rank else None
 
 
-def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+def adapter_shapes(architecture: Architecture, lora: Lora) -> dict[str, Declared]:
     """Every adapter's (shape, logical axes), by dotted path.
 
     A has the weight's inputs and B its outputs, on the axes that the weight has for them, so they are split alike.
     """
-    found: dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] = {}
+    found: dict[str, Declared] = {}
     declared = weight_shapes(architecture)
     for target in lora.targets:
         shape, axes = declared[TARGETS[target]]
@@ -80,12 +80,7 @@ def num_parameters(architecture: Architecture, lora: Lora) -> int:
 
 def shardings(architecture: Architecture, lora: Lora, mesh: Mesh) -> Params:
     """The sharding of every adapter on `mesh`, in the shape of the adapters."""
-    return nest(
-        {
-            name: mesh_lib.weight_sharding(mesh, name, shape, axes)
-            for name, (shape, axes) in adapter_shapes(architecture, lora).items()
-        }
-    )
+    return transformer.shardings(mesh, adapter_shapes(architecture, lora))
 
 
 def init(

@@ -6,7 +6,7 @@ and is called inside compiled programs only.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
 
 Params = dict[str, Any]
+Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
 # attend(query, key, value, layer_index, carry) -> (mixed, carry, kept): the attention of one layer.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 # The same with segment_ids=[B, T] by name: a token attends to its own segment.
@@ -66,7 +67,7 @@ def merge(architecture: Architecture, params: Params) -> Decoder:
     return nnx.merge(_abstract(architecture)[0], params)
 
 
-def weight_shapes(architecture: Architecture) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+def weight_shapes(architecture: Architecture) -> dict[str, Declared]:
     """Every weight's (shape, logical axes), by dotted path into `params`."""
     flat = nnx.to_flat_state(_abstract(architecture)[1])
     return {".".join(map(str, path)): (leaf.shape, leaf.get_metadata("axes")) for path, leaf in flat}
@@ -82,14 +83,14 @@ def flatten(params: Params) -> dict[str, Any]:
     return traverse_util.flatten_dict(params, sep=".")
 
 
+def shardings(mesh: Mesh, declared: Mapping[str, Declared]) -> Params:
+    """The shardings of declared weights on `mesh`, nested as the weights are."""
+    return nest({name: mesh_lib.weight_sharding(mesh, name, *shape_axes) for name, shape_axes in declared.items()})
+
+
 def param_shardings(architecture: Architecture, mesh: Mesh) -> Params:
     """The sharding of every weight on `mesh`, in the shape of `params`."""
-    return nest(
-        {
-            name: mesh_lib.weight_sharding(mesh, name, shape, axes)
-            for name, (shape, axes) in weight_shapes(architecture).items()
-        }
-    )
+    return shardings(mesh, weight_shapes(architecture))
 
 
 def init(architecture: Architecture, key: jax.Array, mesh: Mesh | None = None, dtype=jnp.float32) -> Params:

@@ -3,12 +3,14 @@
 What the tensors mean is `huggingface.py`'s. Nothing here opens a pickle.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -205,6 +207,31 @@ def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
+@contextlib.contextmanager
+def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives `.NAME.partial` beside `folder` to write into, and renames it at the end: all files appear, or none.
+
+    Raises:
+      ValueError: `folder` exists and is not an empty folder.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
+    partial = folder.parent / f".{folder.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def write_json(file: pathlib.Path, value: dict[str, Any]) -> None:
+    """Writes an object as indented JSON."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
 def write(
     folder: pathlib.Path,
     specs: dict[str, tuple[tuple[int, ...], np.dtype]],
@@ -236,4 +263,4 @@ def write(
                 stream.write(np.ascontiguousarray(read(name)).view(np.uint8).data)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / INDEX, index)

@@ -106,14 +106,6 @@ def fit(
     return params
 
 
-def train(architecture: Architecture, tokenizer: Tokenizer, seed: int, limits: tuple[int, int]) -> Params:
-    """The warm-started weights."""
-    rng = np.random.default_rng(seed)
-    batches = iter(lambda: demonstration_batch(tokenizer, rng, *limits), None)
-    params = initial_params(architecture, seed)
-    return fit(architecture, params, batches, updates=UPDATES, learning_rate=LEARNING_RATE)
-
-
 def main(config, output: pathlib.Path) -> None:
     """Trains, and writes tokenizer and weights into the new folder `output`."""
     with cli.user_input():
@@ -124,7 +116,10 @@ def main(config, output: pathlib.Path) -> None:
         tokenizer = Tokenizer.load(tokenizer_folder)
         architecture = make_architecture(tokenizer)
         limits = (config.data.max_prompt_tokens, config.sampling.max_response_tokens)
-        params = train(architecture, tokenizer, config.seed, limits)
+        rng = np.random.default_rng(config.seed)
+        batches = iter(lambda: demonstration_batch(tokenizer, rng, *limits), None)
+        params = initial_params(architecture, config.seed)
+        params = fit(architecture, params, batches, updates=UPDATES, learning_rate=LEARNING_RATE)
         huggingface.save(output, architecture, params, tokenizer_from=tokenizer_folder)
     print(f"{architecture.num_parameters:,} weights written to {output}")
 
