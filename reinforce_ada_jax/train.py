@@ -9,8 +9,12 @@ is in training/loop.py, one iteration in training/iteration.py, and what a check
 import contextlib
 import functools
 import pathlib
+import sys
+import types
+from typing import Any
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
@@ -33,11 +37,11 @@ def _benchmarks(config: Config, workdir: pathlib.Path, components: Components) -
     return functools.partial(Evaluator, components, config, workdir, benchmarks) if benchmarks else None
 
 
-def train(config: Config, workdir: str | pathlib.Path, *, quiet: bool = True) -> TrainedRun:
+def train(config: Config | ConfigDict, workdir: str | pathlib.Path, *, quiet: bool = True) -> TrainedRun:
     """Trains as configured, or resumes the run in `workdir`; the function of the command, for notebooks.
 
     Args:
-      config: settings, for example `config.replaced(config.defaults(), {"model.path": "package:cipher"})`.
+      config: settings, such as `get_config()` of a file in configs/, or `defaults()` with some of them changed.
       workdir: folder of the run's files; made if there is none.
       quiet: show no progress.
 
@@ -49,6 +53,7 @@ def train(config: Config, workdir: str | pathlib.Path, *, quiet: bool = True) ->
       TrainingStopped: the run can't go on; its state is saved.
       Interrupted: Ctrl-C or SIGTERM; the state is saved, and the same call resumes it.
     """
+    config = config if isinstance(config, Config) else config_lib.resolve(config)
     with contextlib.ExitStack() as stack:
         run, state = loop.start(config, pathlib.Path(workdir), _benchmarks, stack, quiet=quiet)
         outcome = loop.run_to_end(run, state)
@@ -72,6 +77,16 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
             f"finished iteration {config.iterations}. Weights: {workdir}/checkpoints; export them with\n"
             f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
         )
+
+
+class _Command(types.ModuleType):
+    """This module, which can be called: `reinforce_ada_jax.train` is both the command's module and the function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TrainedRun:
+        return train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Command
 
 
 if __name__ == "__main__":
