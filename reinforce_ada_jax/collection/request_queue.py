@@ -33,7 +33,8 @@ class CollectionQueue:
         iteration: int,
     ):
         """Arguments as for `collect`; the prompts have distinct ids, and their index is their position."""
-        self._prompts = {rollouts.prompt.id: rollouts for rollouts in prompts}
+        self.prompts = list(prompts)  # in order, and after them the replacements that were opened
+        self._by_id = {rollouts.prompt.id: rollouts for rollouts in prompts}
         self._replacements = collections.deque(replacements)
         self._strategy, self._verification = strategy, verification
         self._barrier, self._seed, self._iteration = barrier, seed, iteration
@@ -51,16 +52,9 @@ class CollectionQueue:
         self._advance(verification.submit([rollouts for rollouts in prompts if rollouts.phase is Phase.VERIFYING]))
 
     @property
-    def prompts(self) -> list[PromptRollouts]:
-        """The prompts in order, and after them the replacements that were opened."""
-        return list(self._prompts.values())
-
-    @property
     def num_closed(self) -> int:
         """Closed prompts of this collection."""
-        return sum(rollouts.phase is Phase.CLOSED and not rollouts.prefetch for rollouts in self._prompts.values())
-
-    # ---- for the sampler -----------------------------------------------------------------------------------------
+        return sum(rollouts.phase is Phase.CLOSED and not rollouts.prefetch for rollouts in self.prompts)
 
     def take(self, limit: int) -> list[Request]:
         self._advance(self._verification.read())
@@ -69,8 +63,8 @@ class CollectionQueue:
         return self._take(self._waiting, limit)
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        done = all(rollouts.phase is Phase.CLOSED or rollouts.prefetch for rollouts in self._prompts.values())
-        return [] if done else self._take(self._waiting_prefetch, limit)
+        is_open = any(rollouts.phase is not Phase.CLOSED and not rollouts.prefetch for rollouts in self.prompts)
+        return self._take(self._waiting_prefetch, limit) if is_open else []
 
     def _take(self, waiting: list[tuple[int, int, Request]], limit: int) -> list[Request]:
         taken = [heapq.heappop(waiting)[-1] for _ in range(min(limit, len(waiting)))]
@@ -86,8 +80,6 @@ class CollectionQueue:
         closed, self._newly_closed = self._newly_closed, []
         return closed
 
-    # ---- for the loop --------------------------------------------------------------------------------------------
-
     def receive(self, responses: Iterable[Response]) -> None:
         """Reads the verdicts that are due, then submits the rounds that `responses` complete.
 
@@ -97,7 +89,7 @@ class CollectionQueue:
         self._advance(self._verification.read(at_yield=True))
         complete = []
         for response in responses:
-            rollouts = self._prompts.get(response.prompt_id)
+            rollouts = self._by_id.get(response.prompt_id)
             address = response.prompt_id, response.draw
             if rollouts is None or address not in self._in_flight:
                 how = "twice" if rollouts and any(rollouts.responses[response.draw : response.draw + 1]) else "unasked"
@@ -124,8 +116,6 @@ class CollectionQueue:
                 f"{waiting} not taken."
             )
 
-    # ---- from round to round -------------------------------------------------------------------------------------
-
     def _advance(self, prompts: Iterable[PromptRollouts]) -> None:
         """Starts the next round of each prompt, or closes it, as the strategy decides."""
         for rollouts in prompts:
@@ -147,7 +137,7 @@ class CollectionQueue:
             heapq.heappush(waiting, (rollouts.rounds, next(self._order), request))
 
     def _held(self) -> list[PromptRollouts]:
-        return [rollouts for rollouts in self._prompts.values() if rollouts.phase is Phase.HELD]
+        return [rollouts for rollouts in self.prompts if rollouts.phase is Phase.HELD]
 
     def _release(self) -> bool:
         """Starts the rounds behind the barrier, in the order of the prompts; False where there are none."""
@@ -168,6 +158,7 @@ class CollectionQueue:
         if rollouts.prefetch or not self._replacements:
             return
         if not self._strategy.keep(rollouts.pool(self._strategy).correct).size:
-            opened = PromptRollouts(self._replacements.popleft(), len(self._prompts))
-            self._prompts[opened.prompt.id] = opened
+            opened = PromptRollouts(self._replacements.popleft(), len(self.prompts))
+            self.prompts.append(opened)
+            self._by_id[opened.prompt.id] = opened
             self._advance([opened])

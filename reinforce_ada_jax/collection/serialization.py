@@ -27,7 +27,7 @@ class CollectedShard:
 
     pools: list[Pool]
     partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
-    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
 
 
 def to_bytes(shard: CollectedShard) -> bytes:

@@ -33,7 +33,7 @@ class VerificationQueue:
 
     def read(self, *, at_yield: bool = False) -> list[PromptRollouts]:
         """Reads the verdicts that are due; returns the prompts whose rounds they finish."""
-        finished = []
+        finished: list[PromptRollouts] = []
         while self._pending and (at_yield if self._deterministic else self._pending[0][1].done()):
             finished += self.read_next()
         return finished
