@@ -25,6 +25,7 @@ from reinforce_ada_jax.config import DAY, INSTRUCTION, SYSTEM, Config
 DATE = datetime.date.fromisoformat(DAY)
 # The JSON files of models have a few MB at most, tokenizer.json a few dozen.
 MAX_JSON_BYTES = 64 * 2**20
+_REMEDY = "copy it from the model's folder again."
 # Limits of a template and one rendering: the longest published template has 10,000 characters, and one iteration per
 # message.
 MAX_SOURCE, MAX_ITERATIONS, MAX_SIZE, MAX_SECONDS = 10**6, 10**5, 10**6, 10.0
@@ -57,23 +58,22 @@ def chat_from_config(config: Config) -> Chat:
     return Chat(config.data.system, config.data.instruction, datetime.date.fromisoformat(config.data.date))
 
 
+def _check_size(file: pathlib.Path) -> None:
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{file} has {size:,} bytes, more than {MAX_JSON_BYTES:,}: {_REMEDY}")
+
+
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """Returns the object in a JSON file, {} when there is no such file; ValueError for any other content."""
     if not file.exists():
         return {}
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(
-            f"{file} has {file.stat().st_size:,} bytes, more than {MAX_JSON_BYTES:,}: copy it from the model's folder "
-            "again."
-        )
+    _check_size(file)
     try:
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:  # nesting too deep for the decoder
-        raise ValueError(f"{file} is not valid JSON ({error}): copy it from the model's folder again.") from error
+        raise ValueError(f"{file} is not valid JSON ({error}): {_REMEDY}") from error
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{file} holds a {type(value).__name__}, not an object: copy it from the model's folder again."
-        )
+        raise ValueError(f"{file} holds a {type(value).__name__}, not an object: {_REMEDY}")
     return value
 
 
@@ -81,12 +81,11 @@ def read_template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
     """Returns the folder's chat template or None; chat_template.jinja precedes the others, as in transformers."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"{file} has {file.stat().st_size:,} bytes, more than {MAX_JSON_BYTES:,}: copy it again.")
+        _check_size(file)
         try:
             return file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is no text ({error}): copy it from the model's folder again.") from error
+            raise ValueError(f"{file} is not text ({error}): {_REMEDY}") from error
     template = read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list) and all(isinstance(entry, dict) and "name" in entry for entry in template):
         named = {str(entry["name"]): entry.get("template") for entry in template}

@@ -54,8 +54,7 @@ class SentencePieceVocabulary:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
         except Exception as error:  # classes from C++
             raise ValueError(
-                f"{file} is neither a SentencePiece model nor tiktoken's ranks ({error}): copy it from the model's "
-                "folder again."
+                f"{file} is neither a SentencePiece model nor tiktoken's ranks ({error}): copy it again."
             ) from error
         # The same without the space before the text: after an added token, and for models without that space.
         self._inner = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
@@ -188,9 +187,7 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
     try:
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     except Exception as error:  # the class that `tokenizers` raises
-        raise ValueError(
-            f"{folder}: vocab.json and merges.txt are not byte pairs ({error}): copy them again."
-        ) from error
+        raise ValueError(f"{folder}: vocab.json and merges.txt are not byte pairs ({error}): copy both.") from error
     tokenizer = tokenizers.Tokenizer(model)
     if name == "GPT2Tokenizer":
         prefix = bool(config.get("add_prefix_space", False))

@@ -135,7 +135,7 @@ def test_bounds_leave_room_for_what_templates_do():
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja is no text"),
+        ({"chat_template.jinja": b"\xff\xfe"}, "chat_template.jinja is not text"),
         ({"chat_template.json": b'{"chat_template": 3}'}, "its chat template is a int, not text"),
         ({"chat_template.json": b'{"chat_template": [3]}'}, "its chat template is a list, not text"),
         ({"chat_template.json": b"[]"}, "chat_template.json holds a list, not an object"),
