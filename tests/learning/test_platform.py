@@ -1,0 +1,36 @@
+import jax.numpy as jnp
+import pytest
+
+from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig
+from reinforce_ada_jax.learning.learner import loss_config
+from reinforce_ada_jax.learning.platform import resolve
+
+
+@pytest.mark.parametrize(
+    ("name", "head_backend", "attention", "remat"),
+    [("cpu", "scan", "jnp", "dots"), ("gpu", "scan", "jnp", "full"), ("tpu", "pallas_tpu", "splash", "full")],
+)
+def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
+    platform = resolve(name, LearningConfig(), hidden_size=4096, dtype=jnp.bfloat16)
+    assert (platform.head_backend, platform.attention, platform.remat) == (head_backend, attention, remat)
+    assert platform.first_moment_dtype is None and platform.interpret == (name != "tpu")
+    assert platform.head_tile == ((512, 512) if name == "tpu" else (1024, 1024))
+
+
+def test_settings_come_before_the_platform():
+    learning = LearningConfig(attention="splash", remat="full", first_moment_dtype="bfloat16")
+    platform = resolve("cpu", learning, hidden_size=4096, dtype=jnp.float32)
+    assert (platform.attention, platform.remat, platform.first_moment_dtype) == ("splash", "full", "bfloat16")
+    assert platform.interpret
+
+
+@pytest.mark.parametrize(
+    ("cap", "overlap", "expected"), [(None, 0, None), (None, 1, 2.0), (3.0, 1, 3.0), (3.0, 0, 3.0)]
+)
+def test_responses_of_earlier_weights_have_a_capped_weight(cap, overlap, expected):
+    config = Config(
+        learning=LearningConfig(truncated_is_cap=cap, clip_low=0.1),
+        collection=CollectionConfig(overlap_iterations=overlap),
+    )
+    assert loss_config(config).truncated_is_cap == expected
+    assert loss_config(config).clip_low == 0.1
