@@ -153,31 +153,27 @@ class Clock:
     def __init__(self):
         self.seconds: dict[str, float] = {}
 
-    def call(self, phase: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, phase: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Calls a function and adds its seconds to a phase."""
         begin = time.perf_counter()
-        result = function(*arguments)
+        result = function(*arguments, **keywords)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
         return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClockedUpdates(Updates):
-    """Updates whose phases are timed."""
+    """Updates whose scoring is timed."""
 
     clock: Clock
 
-    def minibatches(self, *arguments: Any) -> Any:
+    def minibatches(self, *arguments: Any, **keywords: Any) -> Any:
         """As that of `Updates`."""
-        return self.clock.call("score", super().minibatches, *arguments)
+        return self.clock.call("score", super().minibatches, *arguments, **keywords)
 
-    def check_logprobs(self, *arguments: Any) -> Any:
+    def check_logprobs(self, *arguments: Any, **keywords: Any) -> Any:
         """As that of `Updates`."""
-        return self.clock.call("score", super().check_logprobs, *arguments)
-
-    def update(self, *arguments: Any) -> Any:
-        """As that of `Updates`."""
-        return self.clock.call("update", super().update, *arguments)
+        return self.clock.call("score", super().check_logprobs, *arguments, **keywords)
 
 
 class ClockedRun:
@@ -221,7 +217,7 @@ class ClockedRun:
         total = time.perf_counter() - begin
         self.checkpoints.wait()
         written = time.perf_counter() - begin - total
-        seconds["collect"] = metrics["time/collect_s"]
+        seconds["collect"], seconds["update"] = metrics["time/collect_s"], metrics["time/update_s"]
         # The device is busy in a collection unless it waits for the host.
         busy = seconds["collect"] - metrics["time/host_between_windows_s"] + seconds.get("programs", 0.0)
         phases = {f"{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
