@@ -10,7 +10,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -135,6 +135,19 @@ class PartialRollouts:
     responses: tuple[Response | None, ...]
     verdicts: tuple[Verdict, ...]
     rounds: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """Prompts of the next collection, of which one collection may draw responses where slots would be idle.
+
+    Attributes:
+      prompts: with ids that differ from each other's and from the current prompts'.
+      partial: rollouts by prompt id: `collect` adds those that it drew, and the next collection resumes from them.
+    """
+
+    prompts: Sequence[Prompt]
+    partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
 
 
 @runtime_checkable

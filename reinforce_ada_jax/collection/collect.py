@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.collection.prompt_rollouts import PromptRollouts
 from reinforce_ada_jax.collection.request_queue import CollectionQueue
 from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
 from reinforce_ada_jax.collection.verification import VerificationQueue, VerifyFn
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, RequestQueue, Response
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, RequestQueue, Response
 
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]

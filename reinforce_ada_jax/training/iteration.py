@@ -19,7 +19,6 @@ from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import Ema, calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics
-from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
@@ -40,7 +39,7 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.updates import TrainingStopped, Updates
-from reinforce_ada_jax.types import Pool, Prompt
+from reinforce_ada_jax.types import Pool, Prefetch, Prompt
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from reinforce_ada_jax.collection.collect import EstimateFn
-from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
 
 Counts = collections.Counter[str]
 

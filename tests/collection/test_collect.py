@@ -11,9 +11,8 @@ import pytest
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
-from reinforce_ada_jax.types import Prompt, Response, Verdict
+from reinforce_ada_jax.types import Prefetch, Prompt, Response, Verdict
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.sampling import state
 from reinforce_ada_jax.sampling import token as token_lib
@@ -23,7 +22,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training.compile_counter import CompileCounter
-from reinforce_ada_jax.types import Prompt, Request, Verdict
+from reinforce_ada_jax.types import Prefetch, Prompt, Request, Verdict
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine
 

@@ -12,11 +12,10 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.prefetch import Prefetch
 from reinforce_ada_jax.collection.serialization import from_bytes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.training import sharded_collection
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, Response, Verdict
 
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 
