@@ -40,7 +40,7 @@ def test_binomial():
 @pytest.mark.parametrize(
     ("size", "rounds", "k_pos"), [(2, 12, 1), (4, 8, 1), (8, 4, 1), (8, 4, 3), (5, 7, 9), (32, 2, 4)]
 )
-def test_draws_until_so_many_are_correct(size, rounds, k_pos):
+def test_draws_until_k_pos_are_correct(size, rounds, k_pos):
     sizes = {"group_size": 2, "samples_per_round": size, "max_rounds": rounds, "k_pos": k_pos, "keep": "pool"}
     found = expectations(config("positive", **sizes), RATES)
     # Round j + 1 is drawn where fewer than k_pos of the first j * M are correct.
@@ -283,7 +283,7 @@ def test_rows_make_prompts_that_keep_more_count_for_more():
     np.testing.assert_allclose(both.signal, signals, rtol=1e-12)
 
 
-def test_a_strategy_by_counts_of_ones_own():
+def test_a_users_strategy_by_counts():
     # Rounds of 1, then 2, and a third of 3 with chance 1/4, whatever the outcomes: 3 * 3/4 + 6 * 1/4 draws.
     sizes = (1, 2, 3, 0)
     strategy = dataclasses.replace(

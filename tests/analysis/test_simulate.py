@@ -126,7 +126,7 @@ def test_a_config_file_and_flags_over_it():
     assert lines_after(shown.stdout, "pass rate")[0][1] == f"{4 + 4 * 6 / 16:.2f}"
 
 
-def test_a_strategy_of_ones_own(tmp_path, capsys):
+def test_a_users_strategy(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
         "from reinforce_ada_jax.collection import strategies\n"
@@ -278,7 +278,7 @@ def test_learning(tmp_path, capsys, monkeypatch):
     for title in ("gradients as they are", "gradients of equal lengths, as Adam makes them"):
         assert list(found[title]) == list(studies.STRATEGIES["learning"])
         assert all(1 / 3 < entry["by_update"][0] < entry["by_update"][1] < 1 for entry in found[title].values())
-    # Uniform draws of 8 a prompt, whoever allots them; 64 prompts an update.
+    # Draws are 8 a prompt on average with either strategy; 64 prompts an update.
     cells = {row[0]: row for row in lines_after(shown, "1 up.")}
     assert cells["grpo@8"][-2] == cells["estimate+log"][-2] == "8.0" and cells["grpo@4"][-2] == "4.0"
     assert shown.count("Farthest after 4 updates: ") == 2

@@ -64,7 +64,7 @@ def test_ids_are_made_of_the_text():
     assert content_id("1+1?", "2") == "82831a5898978c02"
     ids = [problem["id"] for problem in from_columns(ROWS, "set")]
     assert ids == [content_id("1+1?", "2"), content_id("2+2?", "4")]
-    # They don't change when rows come in another order, or more of them; a row that is there twice is told apart.
+    # They don't change when rows come in another order, or more of them; a row that occurs twice gets two ids.
     assert [problem["id"] for problem in from_columns([ROWS[1], *ROWS], "set")] == [ids[1], ids[0], f"{ids[1]}-2"]
 
 

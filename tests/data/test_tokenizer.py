@@ -80,7 +80,7 @@ def test_plain_rendering_takes_the_post_processor_and_chat_does_not(tmp_path):
         tokenizer.render("1+1", "qwen")
 
 
-def test_chat_says_what_it_is_told(tmp_path):
+def test_chat_renders_its_messages(tmp_path):
     write_folder(tmp_path, CHATML_TOKENS, {"eos_token": "<|endoftext|>", "chat_template": CHATML})
     tokenizer = Tokenizer.load(tmp_path)
     published = tokenizer.render("What is $1+1$?", "qwen_math")
