@@ -68,7 +68,7 @@ def summary(result: dict[str, Any], indent: str = "") -> str:
 def main(arguments: list[str], values: flags.FlagValues) -> None:
     """Runs the benchmark that the first argument names, prints its numbers, and keeps them in --json."""
     if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
-        cli.fail(f"say which benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
+        cli.fail(f"name one benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
     result = {"benchmark": arguments[0], **measured(arguments[0], values)}
     print(summary(result))
     if values.json:

@@ -302,10 +302,10 @@ def measure(
             )
             for name in variants
         }  # fmt: skip
-        for turn in range(1 + repeat):
+        for number in range(1 + repeat):
             for name, run in runs.items():
                 timed[name].append(run.timed_iteration())
-                log(f"iteration {turn}, {name}: {timed[name][-1]['seconds']:.2f} s")
+                log(f"iteration {number}, {name}: {timed[name][-1]['seconds']:.2f} s")
         trainer = runs[variants[0]].trainer
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in taken[1:]) for key in taken[0]}

@@ -86,7 +86,7 @@ def train_all(
         workdir = folder / f"{entry.name}-{seed}"
         train(entry, seed, workdir)
         history = load(workdir)
-        average = history.evaluations[BENCHMARK][2][-1]
+        average = history.evaluations[BENCHMARK].average[-1]
         print(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
         return history
 
@@ -98,10 +98,11 @@ def train_all(
     }
 
 
-def at_updates(history: History, updates: float) -> tuple[float, float]:
+def at_updates(history: History, updates: int) -> tuple[float, float]:
     """Returns (average, tokens generated) after a number of updates."""
-    evaluated, tokens, average, _ = history.evaluations[BENCHMARK]
-    return float(np.interp(updates, evaluated, average)), float(np.interp(updates, evaluated, tokens))
+    accuracy = history.evaluations[BENCHMARK]
+    averages = float(np.interp(updates, accuracy.updates, accuracy.average))
+    return averages, float(np.interp(updates, accuracy.updates, accuracy.tokens))
 
 
 def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
@@ -153,16 +154,17 @@ def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Draws held-out accuracy against updates and against tokens: mean and range over seeds."""
     most_tokens = max(run.tokens[-1] for runs in histories.values() for run in runs)
 
-    def curve(style: int, name: str, runs: list[History], column: int, last: float) -> drawing.Curve:
-        grid = np.linspace(0, last, 9 if column == 0 else max(3, round(21 * last / most_tokens)))
-        curves = [np.interp(grid, run.evaluations[BENCHMARK][column], run.evaluations[BENCHMARK][2]) for run in runs]
-        band = np.min(curves, axis=0), np.max(curves, axis=0)
-        return drawing.Curve(name, style, grid, np.mean(curves, axis=0), band=band)
-
-    updates = [curve(i, name, runs, 0, UPDATES) for i, (name, runs) in enumerate(histories.items())]
-    tokens = [
-        curve(i, name, runs, 1, min(run.tokens[-1] for run in runs)) for i, (name, runs) in enumerate(histories.items())
-    ]
+    updates, tokens = [], []
+    for style, (name, runs) in enumerate(histories.items()):
+        accuracies = [run.evaluations[BENCHMARK] for run in runs]
+        last = min(run.tokens[-1] for run in runs)
+        by_updates, by_tokens = np.linspace(0, UPDATES, 9), np.linspace(0, last, max(3, round(21 * last / most_tokens)))
+        for curves, x, averages in (
+            (updates, by_updates, [np.interp(by_updates, one.updates, one.average) for one in accuracies]),
+            (tokens, by_tokens, [np.interp(by_tokens, one.tokens, one.average) for one in accuracies]),
+        ):
+            band = np.min(averages, axis=0), np.max(averages, axis=0)
+            curves.append(drawing.Curve(name, style, x, np.mean(averages, axis=0), band=band))
     panels = [
         drawing.Panel(BENCHMARK, "updates", "avg@16", updates), drawing.Panel(BENCHMARK, "tokens", "avg@16", tokens),
     ]  # fmt: skip

@@ -155,10 +155,10 @@ def measure(
                 runs[name] = []
             else:
                 log(f"{name}: not run, {_free_bytes() / 1e9:.2f} GB are free")
-        for turn in range(1 + repeat):
+        for number in range(1 + repeat):
             for name, taken in runs.items():
                 taken.append(processes[name].ask("run"))
-                log(f"{name}, repetition {turn}: {taken[-1]}")
+                log(f"{name}, repetition {number}: {taken[-1]}")
     finally:
         for process in processes.values():
             process.close()

@@ -208,14 +208,14 @@ def host_time(layers: int) -> dict[str, Any]:
     return result
 
 
-def _in_turns(processes: Mapping[str, JsonSubprocess], turns: int) -> dict[str, list[dict[str, float]]]:
-    """Runs `turns` updates of each process, alternating."""
+def _in_turns(processes: Mapping[str, JsonSubprocess], updates: int) -> dict[str, list[dict[str, float]]]:
+    """Runs a number of updates of each process, alternating."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
-    for turn in range(turns):
+    for number in range(updates):
         for name, process in processes.items():
             runs[name].append(process.ask("run"))
         line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
-        options_lib.log(f"update {turn}{' (not timed)' if turn == 0 else ''}: {line}")
+        options_lib.log(f"update {number}{' (not timed)' if number == 0 else ''}: {line}")
     return runs
 
 

@@ -62,7 +62,7 @@ class Workload:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Of the longest prompt."""
+        """Tokens of the longest prompt."""
         return max(len(prompt.tokens) for prompt in self.prompts)
 
 

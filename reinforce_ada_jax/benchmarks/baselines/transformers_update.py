@@ -7,7 +7,7 @@ imports json_worker.py beside it and nothing else of ours. After "load", as desc
     {"command": "begin", "examples": [...]}  -> {}: the minibatch that every update takes
     {"command": "run"}                       -> {"seconds", "loss", "grad_norm", ...}, one update
 
-An update is that of a usual trainer: layers recomputed in the backward pass (unless told not to), the logits of the
+An update is that of a usual trainer: layers recomputed in the backward pass (settings["recompute"]), the logits of the
 response tokens alone, clipped policy loss, clipped gradient, AdamW. Weights are float32; with bfloat16, products are
 autocast.
 """
