@@ -1,4 +1,4 @@
-"""How a command starts: flags, and errors of the user's making on one screen, without a stack trace."""
+"""Start of a command: flags, and errors in the user's input as one line without a stack trace."""
 
 import contextlib
 import errno
@@ -10,16 +10,16 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-# Exit codes: the run stopped itself; the user's input is at fault; the run was interrupted and can be resumed. One more
-# is watchdog.RESTART: the machine is being taken away, or another process of the run is gone; start it again.
+# Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
+# distributed.watchdog.RESTART: the machine is taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
-# What the operating system says of a path, and says again however often the command is started;
+# Errors of a path that come again however often the command is started;
 _FOR_GOOD = frozenset({
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
     errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.EXDEV,
 })  # fmt: skip
-# and of a disk, often without a name.
+# and errors of a disk, often without a name.
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
@@ -40,9 +40,9 @@ def fail(message: object, code: int = BAD_INPUT) -> NoReturn:
 
 @contextlib.contextmanager
 def user_input() -> Iterator[None]:
-    """Around everything that reads what the user gave: a ValueError there says what to mend, and ends the process.
+    """Ends the process with one line for a ValueError in the user's input, or an OSError about a file or a folder.
 
-    So does what the operating system says of a file or a folder. What it says of anything else passes.
+    Any other error passes.
     """
     try:
         yield
@@ -50,22 +50,22 @@ def user_input() -> Iterator[None]:
         fail(error)
     except OSError as error:
         if error.filename is not None and error.errno in _FOR_GOOD:
-            fail(f"{_said(error)}: name another path, or mend what stands there and who may use it.")
+            fail(f"{_text(error)}: name another path, or fix the file there or its permissions.")
         if error.filename is not None or error.errno in _OF_DISKS:
-            # Another time it may go well: launch/ starts again what ended as STOPPED, and not what is BAD_INPUT.
-            fail(f"{_said(error)}. Mend that (a full disk: make room), then start the same command again.", STOPPED)
+            # This may succeed later: launch/ starts a run again that ended with STOPPED, but not with BAD_INPUT.
+            fail(f"{_text(error)}. Fix this (on a full disk, free space), then run the same command.", STOPPED)
         raise
 
 
-def _said(error: OSError) -> str:
-    """As Python says it, without the number: "Not a directory: 'a/b'"."""
-    names = [repr(str(name)) for name in (error.filename, error.filename2) if name is not None]
-    return ": ".join([error.strerror, *([" -> ".join(names)] if names else [])])
+def _text(error: OSError) -> str:
+    """Returns the text of an error without its number: "Not a directory: 'a/b'"."""
+    names = " -> ".join(repr(str(name)) for name in (error.filename, error.filename2) if name is not None)
+    return f"{error.strerror}: {names}" if names else str(error.strerror)
 
 
 @contextlib.contextmanager
 def interruptible(kept: str) -> Iterator[None]:
-    """Around long work whose results are kept as they come: Ctrl-C ends the process with a word on how to go on."""
+    """Ends the process at Ctrl-C, and says that the results so far are kept and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -94,13 +94,13 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def run_with_arguments(main: Callable[[list[str]], None]) -> None:
-    """Parses the flags and calls `main` with what is left."""
+    """Parses the flags and calls `main` with the other arguments."""
     logging.set_verbosity(logging.WARNING)
     app.run(lambda argv: main(argv[1:]), flags_parser=_parse)
 
 
 def run(main: Callable[[], None]) -> None:
-    """Parses the flags and calls `main`, which takes nothing else."""
+    """Parses the flags and calls `main`; other arguments are refused."""
 
     def without_arguments(arguments: list[str]) -> None:
         if arguments:

@@ -231,9 +231,9 @@ def test_a_store_under_a_file(tmp_path, capsys):
         (OSError(errno.EROFS, "Read-only file system", "/a"), cli.BAD_INPUT, "Read-only file system: '/a': "),
         (OSError(errno.EXDEV, "Cross-device link", "/a", None, "/b"), cli.BAD_INPUT, "link: '/a' -> '/b': "),
         # A disk may be well again when launch/ starts the run again, which it doesn't after BAD_INPUT.
-        (OSError(errno.ENOSPC, "No space left on device"), cli.STOPPED, "No space left on device. Mend that"),
-        (OSError(errno.EIO, "Input/output error", "/a"), cli.STOPPED, "Input/output error: '/a'. Mend that"),
-        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/a"), cli.STOPPED, "'/mnt/a'. Mend"),
+        (OSError(errno.ENOSPC, "No space left on device"), cli.STOPPED, "No space left on device. Fix this"),
+        (OSError(errno.EIO, "Input/output error", "/a"), cli.STOPPED, "Input/output error: '/a'. Fix this"),
+        (OSError(errno.ENOTCONN, "Transport endpoint is not connected", "/mnt/a"), cli.STOPPED, "'/mnt/a'. Fix this"),
     ],
     ids=lambda value: type(value).__name__,
 )

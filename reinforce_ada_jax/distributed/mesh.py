@@ -1,4 +1,4 @@
-"""The device mesh, and the one table that maps logical axes to mesh axes.
+"""Device mesh, and the one table that maps logical axes to mesh axes.
 
 Mesh axes are `data` (rows only), `fsdp` (rows, and weights along the model axis) and `tensor` (heads, feed-forward,
 vocabulary). Every weight declares its logical axes where it is declared (`policy/layers.py`); nothing else decides
@@ -27,15 +27,20 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
 }
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
+) -> Mesh:
     """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
 
-    Devices of one process stand together, and `tensor`, the innermost axis, stays within a process: each decodes for
+    Devices of one process are neighbours, and `tensor`, the innermost axis, stays within a process: each decodes for
     itself.
 
     Raises:
-      ValueError: there are fewer devices; or they are several processes', and some would be left out or `tensor` would
-        reach across them.
+      ValueError: there are fewer devices; or, with several processes, some would be left out or `tensor` would span
+        processes.
     """
     devices = jax.devices() if devices is None else devices
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -56,9 +61,7 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[j
 
 
 def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:
-    """This process's part of a mesh (or another's), as a mesh with the same `tensor`; the mesh itself where that is all
-    of it.
-    """
+    """Returns the part of a mesh that one process has (by default this one), as a mesh with the same `tensor`."""
     if not mesh.is_multi_process:
         return mesh
     process = jax.process_index() if process is None else process
@@ -67,44 +70,46 @@ def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:
 
 
 def local_view(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """The shards that this process has of an array which is whole along `data` and `fsdp`, as an array on its
-    `local_mesh`; nothing is copied.
+    """Returns this process's shards of an array, not split along `data` and `fsdp`, as an array on its `local_mesh`.
+
+    Nothing is copied.
     """
+    assert isinstance(array.sharding, NamedSharding)
     there = NamedSharding(mesh, array.sharding.spec)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     return jax.make_array_from_single_device_arrays(array.shape, there, [shards[d] for d in mesh.devices.flat])
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes on each device, of arrays or of their abstract counterparts: of the largest shard of each, in all."""
+    """Returns the bytes on each device of a tree of arrays, or of their shapes: the sum of the largest shards."""
     shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     return sum(shards)
 
 
 def place(array: np.ndarray, there: NamedSharding) -> jax.Array:
-    """A host array on the devices of a mesh; each process, all with the same array, hands over its own shards."""
+    """Puts a host array, the same in each process, on the devices of a mesh."""
     if there.is_fully_addressable:
         return jax.device_put(array, there)
     return jax.make_array_from_callback(array.shape, there, lambda index: array[index])
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """The partition of an array with these logical axes (None: not split)."""
+    """Returns the partition of an array with these logical axes (None: not split)."""
     return PartitionSpec(*(None if axis is None else LOGICAL_TO_MESH[axis] for axis in axes))
 
 
 def tensor_spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """The partition for decoding: split over `tensor` alone, whole along `data` and `fsdp`."""
+    """Returns the partition for decoding: split over `tensor` alone, whole along `data` and `fsdp`."""
     return PartitionSpec(*(axis if axis == "tensor" else None for axis in spec(axes)))
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """The sharding of an array with these logical axes on `mesh`."""
+    """Returns the sharding of an array with these logical axes on `mesh`."""
     return NamedSharding(mesh, spec(axes))
 
 
 def weight_sharding(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
-    """`sharding` of a weight, after checking that every split axis divides.
+    """Returns `sharding` of a weight, after checking that every split axis divides.
 
     Raises:
       ValueError: naming the weight, the axis, its size and the mesh axis that doesn't divide it.

@@ -1,4 +1,4 @@
-"""Whether Google Cloud is about to take this machine away, as its metadata server tells everyone who asks.
+"""Notice from Google Cloud that it is about to take this machine away, read from its metadata server.
 
 A spot node gets SIGTERM as well, but only some 30 seconds before its end, and not every process of it does.
 """
@@ -16,12 +16,12 @@ POLL_S, TIMEOUT_S = 5.0, 2.0
 
 
 def on_google_cloud() -> bool:
-    """Whether this is one of Google's machines; only there is a metadata server to be asked."""
+    """Returns True on a machine of Google Cloud; only these have the metadata server."""
     return PRODUCT.exists() and "Google" in PRODUCT.read_text(errors="replace")
 
 
 def noticed(server: str = SERVER) -> bool:
-    """Whether the machine is preempted, or about to be ended for maintenance. No answer is no notice."""
+    """Returns True if the machine is preempted, or about to be ended for maintenance; no answer is no notice."""
 
     def value(name: str) -> str:
         request = urllib.request.Request(
@@ -36,13 +36,13 @@ def noticed(server: str = SERVER) -> bool:
         return False
 
 
-def watch(tell: Callable[[], None], *, server: str = SERVER, poll_s: float = POLL_S) -> threading.Thread:
-    """Calls `tell` once, from a thread of its own, when there is a notice."""
+def watch(on_notice: Callable[[], None], *, server: str = SERVER, poll_s: float = POLL_S) -> threading.Thread:
+    """Calls `on_notice` once, from its own thread, when there is a notice."""
 
     def ask() -> None:
         while not noticed(server):
             time.sleep(poll_s)
-        tell()
+        on_notice()
 
     thread = threading.Thread(target=ask, name="preemption", daemon=True)
     thread.start()

@@ -1,10 +1,10 @@
-"""Several processes as one run: one a host, each with devices of its own, all with the same program.
+"""Several processes as one run: one per host, each with its own devices, all with the same program.
 
-Every process decodes its share of the prompts for itself; they meet in `exchange` and in programs over the whole mesh.
-So each of them must take the same steps in the same order: what one alone knows, it tells the others first
-(`exchange`, `any_of`). Only process 0 writes files other than checkpoints.
+How two hosts agree: every process decodes its shard of the prompts (training/sharded_collection.py); they meet in
+`exchange` and in programs over the whole mesh. So all must take the same steps in the same order, and a process that
+alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes files other than checkpoints.
 
-With one process everything here is free: nothing is sent and nothing is compiled.
+With one process nothing is sent and nothing is compiled.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from reinforce_ada_jax.distributed.watchdog import TIMEOUT_S, Watchdog
 
 # Bytes that `exchange` sends at a time. One size, so that one program serves every exchange of a run.
 CHUNK = 2**20
-# Seconds for which a host may not see in a shared folder what another one wrote: NFS and gcsfuse keep old answers.
+# Seconds until a host sees in a shared folder what another one wrote: NFS and gcsfuse cache answers.
 SHARED_AFTER_S = 60
-NEWS_S = 5  # between a collective that fails and the news that a process is gone
+NEWS_S = 5  # from a collective that fails to the message that a process is gone
 # The variables that name the processes where no cluster does; the first is JAX's own.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
@@ -60,16 +60,16 @@ def _numbers(given: dict[str, str]) -> tuple[int, int]:
     missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in given]
     numbers = [given.get(name, "") for name in (COUNT, INDEX)]
     if missing or not all(number.isdecimal() for number in numbers) or not int(numbers[1]) < int(numbers[0]):
-        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        found = ", ".join(f"{name}={value}" for name, value in given.items())
         raise ValueError(
             f"a run of several processes needs {ADDRESS}=HOST:PORT, {COUNT}=N and {INDEX}=0..N-1 in the environment of "
-            f"each; here it has {said}. Set all three, or none."
+            f"each; here it has {found}. Set all three, or none."
         )
     return int(numbers[0]), int(numbers[1])
 
 
 def _host(address: str) -> str:
-    """The host of HOST:PORT; an IPv6 address may stand in brackets."""
+    """Returns the host of HOST:PORT; an IPv6 address may be in brackets."""
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
@@ -78,42 +78,46 @@ def _join_watchdog() -> None:
 
     global _watchdog  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
     store, address = jax_distributed.global_state.client, jax_distributed.global_state.coordinator_address
+    assert store is not None and address is not None  # `initialize` has joined the run
     key = "reinforce_ada_jax/watchdog"
     _watchdog = Watchdog(index(), count())
     if index() == 0:
         store.key_value_set(key, _watchdog.listen(_host(os.environ.get(BIND, ""))))
     else:
         try:
-            said = store.blocking_key_value_get(key, 1000 * TIMEOUT_S)
+            greeting = store.blocking_key_value_get(key, 1000 * TIMEOUT_S)
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(
-                f"process 0 at {address} did not say within {TIMEOUT_S} s where it listens ({error}): see what its "
-                "log says."
+                f"process 0 at {address} published no port within {TIMEOUT_S} s ({error}). See its log."
             ) from error
-        _watchdog.connect(_host(address), said)
+        _watchdog.connect(_host(address), greeting)
     _watchdog.start()
 
 
 def index() -> int:
-    """This process, from 0."""
+    """Returns the number of this process, from 0."""
     return jax.process_index()
 
 
 def count() -> int:
-    """Processes of the run."""
+    """Returns the number of processes of the run."""
     return jax.process_count()
 
 
 def is_writer() -> bool:
-    """Whether this process writes the run's files and speaks for it at the terminal."""
+    """Returns True in the process that writes the files of the run and prints its messages."""
     return index() == 0
 
 
 def exchange(payload: bytes) -> list[bytes]:
-    """Everybody's payload, by process; each must call it, and gets the same."""
+    """Returns the payloads of all processes, in order; every process must call it."""
     if count() == 1:
         return [payload]
-    sizes = multihost_utils.process_allgather(np.int64([len(payload)]).view(np.int32)).view(np.int64)[:, 0].tolist()
+    sizes = (
+        multihost_utils.process_allgather(np.array([len(payload)], np.int64).view(np.int32))
+        .view(np.int64)[:, 0]
+        .tolist()
+    )
     received = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), CHUNK):
         chunk = np.zeros(CHUNK, np.uint8)
@@ -125,12 +129,12 @@ def exchange(payload: bytes) -> list[bytes]:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether the flag is set in any process."""
+    """Returns True in every process if the flag is set in any; every process must call it."""
     return flag if count() == 1 else any(map(bool, exchange(b"1" if flag else b"")))
 
 
 def check_same(what: str, text: str) -> None:
-    """Raises ValueError where a process has another text; also a point that none passes before all are there."""
+    """Raises ValueError if a process has another text; no process returns before all have called it."""
     texts = exchange(text.encode())
     others = [process for process, theirs in enumerate(texts) if theirs != texts[0]]
     if others:
@@ -141,35 +145,35 @@ def check_same(what: str, text: str) -> None:
 
 
 def fetch(array: jax.Array | np.ndarray) -> np.ndarray:
-    """The whole of an array on the host, in each process, wherever its parts are."""
+    """Returns the whole array on the host, in every process, wherever its shards are."""
     if isinstance(array, np.ndarray) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return multihost_utils.process_allgather(array, tiled=True)
 
 
 def ask_to_stop() -> None:
-    """Tells the others that this process was asked to stop; they hear of it in `asked_to_stop`."""
+    """Tells the others that this process was asked to stop; `asked_to_stop` is then True there."""
     if _watchdog is not None:
         _watchdog.ask_to_stop()
 
 
 def asked_to_stop() -> bool:
-    """Whether another process said so."""
+    """Returns True if another process called `ask_to_stop`."""
     return _watchdog is not None and _watchdog.asked_to_stop
 
 
 def leave() -> None:
-    """Says that this process ends as all do: the others are not to take it for lost."""
+    """Announces that this process ends, so that the others don't report it as lost."""
     if _watchdog is not None:
         _watchdog.leave()
 
 
 @contextlib.contextmanager
 def member() -> Iterator[None]:
-    """Around `initialize` and a run: leaves the others at its end; a failure in it ends this process at once.
+    """Leaves the run at the end of `initialize` and a run; an error in them ends this process at once.
 
-    The others notice by the end of its connection. JAX's own way out waits until all processes come there, which those
-    that wait in a program never do.
+    The others notice that the connection ends. JAX's own exit waits for all processes, but those that wait in a program
+    never come there.
     """
     try:
         yield
@@ -187,6 +191,6 @@ def member() -> Iterator[None]:
 
 
 def _wait_for_news(error: BaseException) -> None:
-    """Where a collective failed, somebody else is probably gone: the watchdog says who, and ends this process."""
+    """Waits after a failed collective: probably a process is gone, and the watchdog says which and ends this one."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         time.sleep(NEWS_S)

@@ -5,7 +5,7 @@ The first one becomes a flag, which is read where the state can be saved; a seco
 
 import signal
 import threading
-from typing import Any, Self
+from typing import Any
 
 from reinforce_ada_jax.distributed import preemption, processes
 
@@ -29,7 +29,7 @@ class Interrupt:
         if preemption.on_google_cloud():
             preemption.watch(self.on_notice)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Interrupt":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,17 +1,12 @@
-"""The whole state of a run, saved and restored together by Orbax.
+"""Checkpoints of a run, saved and restored by Orbax; training/state.py says what one holds.
 
-One checkpoint a saved iteration: the learner's state (weights, moments, update count) as arrays, and a JSON record with
-everything else that the next iteration depends on (the data cursor, the seed). Where adapters are trained, the
-weights are theirs alone, and the record names the base.
+Saving runs in the background, one checkpoint at a time; one that was unfinished when the process died is never offered
+for a resume. Each array has a fingerprint in the JSON record, computed on the devices before it is written, so a
+flipped bit or a missing file is found before anything is trained on it.
 
-Saving goes on beside the run, one checkpoint at a time; one that was not finished when the process died is never
-offered for a resume. Each array has a fingerprint in the record, taken on the devices before it was written, so a
-flipped bit or a missing piece is found before anything is trained on it.
-
-What is learned of an iteration after it was saved (its evaluation, where a run was asked to end in the middle of it)
-goes into the record alone, a small file: it is written anew beside itself and renamed, so a kill leaves the old one or
-the new one, and the arrays are never touched. The record holds the evaluation too, so a resumed run knows which
-checkpoints are the best.
+What is learned of an iteration after it was saved (its evaluation, if a run was interrupted there) goes into the record
+alone: a small file, written atomically, so that a kill never touches the arrays. The record holds the evaluation, too,
+so a resumed run knows which checkpoints are the best.
 """
 
 import contextlib
@@ -39,19 +34,19 @@ from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import init
 from reinforce_ada_jax.reporting.files import write_atomically
 
-# Where damaged checkpoints are put, beside those that are whole.
+# Folder for damaged checkpoints, beside `checkpoints`.
 DAMAGED = "damaged_checkpoints"
-# Threads of a save that has failed may still put files into its folder while that is removed.
+# Threads of a failed save may still write files into its folder while it is removed.
 REMOVALS = 20
 
 
-def _is_said_elsewhere(record: logging.LogRecord) -> bool:
-    """Whether a log line is a stack trace of Orbax's threads: one for each array, where an error here says it once."""
+def _is_repeated(record: logging.LogRecord) -> bool:
+    """Returns True for a stack trace of Orbax's threads, one per array: an error here says it once."""
     return record.exc_info is not None and ("orbax" in record.pathname or record.name == "asyncio")
 
 
-for _name in ("absl", "asyncio"):  # Orbax logs by absl; what its coroutines leave behind, asyncio logs
-    logging.getLogger(_name).addFilter(lambda record: not _is_said_elsewhere(record))
+for _name in ("absl", "asyncio"):  # asyncio logs errors of Orbax's coroutines
+    logging.getLogger(_name).addFilter(lambda record: not _is_repeated(record))
 
 
 class DamagedError(ValueError):
@@ -59,16 +54,16 @@ class DamagedError(ValueError):
 
 
 class NotSavedError(OSError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; those before it are unchanged."""
 
 
 def holds_checkpoint(workdir: pathlib.Path) -> bool:
-    """Whether there may be something to resume from, without opening anything."""
+    """Returns True if there may be a checkpoint to resume from, without opening anything."""
     return any((workdir / "checkpoints").glob("[0-9]*"))
 
 
 def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
-    """Stands for the arrays of a checkpoint: of their `fingerprints` in its record, so no array is read.
+    """Returns a hash of a checkpoint's arrays, from the fingerprints in its record: no array is read.
 
     Raises:
       DamagedError: the record can't be read.
@@ -82,12 +77,12 @@ def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
 
 
 def _record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
-    """Where Orbax puts what `JsonSave` is given."""
+    """Returns the file that Orbax writes for `JsonSave`."""
     return folder / str(iteration) / "run" / "metadata"
 
 
 def abstract_state(config: Config, learner: Learner) -> tuple[LearnerState, LearnerState]:
-    """Shapes and shardings of the learner's state: what a checkpoint is restored into."""
+    """Returns shapes and shardings of the learner's state, to restore a checkpoint into."""
     dtype = jnp.dtype(config.model.parameter_dtype)
     make = functools.partial(init, learner.architecture)
     if learner.lora is not None:
@@ -103,18 +98,17 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 
 @jax.jit
 def fingerprints(state: LearnerState) -> list[UInt32[Array, ""]]:
-    """A number for each array, in the order of the tree: every word times an odd number of its place, modulo 2^32.
+    """Returns a number per array: the sum of its words, each times the odd number 2 i + 1 of its index i, modulo 2^32.
 
-    An odd factor loses no bit, so one flipped bit always shows; so do words that changed places, but for one
-    case in 2^31 or so.
+    An odd factor loses no bit, so a flipped bit always shows; swapped words do, except in about one case in 2^31.
     """
 
     def one(x):
-        words, place = _words(x), jnp.zeros(x.shape, jnp.uint32)
+        words, index = _words(x), jnp.zeros(x.shape, jnp.uint32)
         for axis in range(x.ndim):
             stride = functools.reduce(lambda a, b: a * b % 2**32, x.shape[axis + 1 :], 1)
-            place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
-        return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+            index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
+        return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
 
     return [one(x) for x in jax.tree.leaves(state)]
 
@@ -129,13 +123,13 @@ def _with_checksum(record: dict[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Kept(checkpoint_managers.PreservationPolicy):
-    """Which checkpoints stay. Orbax's own policies know the evaluations of this process alone.
+    """Rule for the checkpoints to keep; Orbax's own policies know only the evaluations of this process.
 
     Attributes:
-      newest: how many of the newest.
-      best: how many of those with the best evaluation; of equal ones the newest.
-      every: those of every so many iterations; 0: none.
-      evaluations: by iteration, of those that were evaluated.
+      newest: number of newest ones to keep.
+      best: number of those with the best evaluation; of equal ones the newest.
+      every: keep each iteration that this divides; 0: none.
+      evaluations: evaluation by iteration.
     """
 
     newest: int
@@ -144,7 +138,7 @@ class Kept(checkpoint_managers.PreservationPolicy):
     evaluations: dict[int, float]
 
     def of(self, iterations: Sequence[int]) -> set[int]:
-        """Those that stay of some."""
+        """Returns the iterations to keep."""
         evaluated = sorted((self.evaluations[i], i) for i in iterations if i in self.evaluations)
         kept = set(sorted(iterations)[-self.newest :])
         kept |= {i for _, i in evaluated[-self.best :]} if self.best else set()
@@ -152,11 +146,11 @@ class Kept(checkpoint_managers.PreservationPolicy):
 
     def should_preserve(
         self,
-        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        checkpoints: Sequence[Any],  # PolicyCheckpointInfo, a protocol that can't be checked at run time
         *,
         context: checkpoint_managers.PreservationContext,
     ) -> list[bool]:
-        """As Orbax asks for it."""
+        """Answers Orbax."""
         del context
         kept = self.of([checkpoint.step for checkpoint in checkpoints])
         return [checkpoint.step in kept for checkpoint in checkpoints]
@@ -168,21 +162,16 @@ class Checkpoints:
     def __init__(
         self, workdir: pathlib.Path, *, keep: int, keep_best: int = 0, keep_every: int = 0, writes: bool = False
     ):
-        """Opens the folder, or begins it.
+        """Opens the folder, or makes it; `keep`, `keep_best` and `keep_every` are `newest`, `best`, `every` of `Kept`.
 
-        Args:
-          workdir: of the run.
-          keep: how many of the newest stay.
-          keep_best: how many of those with the best evaluation stay as well.
-          keep_every: those of every so many iterations stay as well; 0: none.
-          writes: this is the one training in the work directory: what a kill left unfinished is removed, and may be as
-            large as a checkpoint. Whoever reads beside a training would take away what it is just writing.
+        With `writes` this is the one training in the work directory, and files of unfinished saves are removed. A
+        reader beside a training would remove what that is writing.
         """
         self.folder = workdir.absolute() / "checkpoints"
         self._writes = writes
         if writes:
             self._remove_unfinished()
-            processes.any_of(False)  # until they are gone
+            processes.any_of(False)  # waits until they are gone
         self._kept = Kept(keep, keep_best, keep_every, {})
         self._manager = ocp.CheckpointManager(
             self.folder,
@@ -198,13 +187,13 @@ class Checkpoints:
         for _ in range(REMOVALS):
             unfinished = list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
             for folder in unfinished:
-                shutil.rmtree(folder, ignore_errors=True)  # what can't be removed costs room, and does no other harm
+                shutil.rmtree(folder, ignore_errors=True)  # a folder that stays only costs space
             if not unfinished:
                 return
             time.sleep(0.1)
 
     def _saved_evaluations(self) -> dict[int, float]:
-        """By iteration, as process 0 reads them. An unreadable record has none: it is found damaged when it is used."""
+        """Returns evaluations by iteration, as process 0 reads them; an unreadable record has none."""
         found = {}
         for iteration in self.iterations() if processes.is_writer() else ():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -215,25 +204,24 @@ class Checkpoints:
         return dict(map(tuple, pairs))
 
     def latest(self) -> int | None:
-        """The newest complete iteration, or None."""
+        """Returns the newest complete iteration, or None."""
         return self._manager.latest_step()
 
     def iterations(self) -> list[int]:
-        """All complete iterations, ascending."""
+        """Returns all complete iterations, ascending."""
         return sorted(self._manager.all_steps())
 
     def save(self, iteration: int, learner: LearnerState, run: dict[str, Any], evaluation: float | None = None) -> None:
-        """Begins to write iteration `iteration`, once the one before is written.
+        """Begins to write a checkpoint, once the one before is written; the state may be donated when this returns.
 
-        The state may be donated when this returns. Of an iteration that is saved already, what is new in the record is
-        on disk then. An evaluation that it has stays where none is given; arrays other than the saved ones are not
-        taken, nor is their record.
+        If the iteration is saved already, with the same arrays, only its record is replaced; a saved evaluation stays
+        if none is given.
 
         Args:
-          iteration: finished ones.
+          iteration: number of finished iterations.
           learner: the arrays.
           run: the record, as JSON.
-          evaluation: of these weights, higher is better; None where there was none.
+          evaluation: of these weights, higher is better; None if they were not evaluated.
         """
         numbers = [int(number) for number in jax.device_get(fingerprints(learner))]
         record = run | {"fingerprints": numbers, "evaluation": evaluation}
@@ -250,14 +238,14 @@ class Checkpoints:
             self._manager.save(iteration, args=items)
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
-        """Puts a record in the place of a saved one, and removes what would not be there had it been there at once."""
-        self._manager.wait_until_finished()  # until it is in its place
+        """Replaces a saved record, and removes the checkpoints that are not kept under its evaluation."""
+        self._manager.wait_until_finished()
         saved = self.record(iteration)
         if record["evaluation"] is None:
             record["evaluation"] = saved.get("evaluation")
-        news = record["fingerprints"] == saved["fingerprints"] and _checksum(record) != _checksum(saved)
-        # As process 0 sees it, whose record it is; and nobody goes on before all have read what was there.
-        if not processes.exchange(b"news" if news else b"")[0]:
+        changed = record["fingerprints"] == saved["fingerprints"] and _checksum(record) != _checksum(saved)
+        # Process 0 writes the record, so it decides; and all have read the old one when it does.
+        if not processes.exchange(b"changed" if changed else b"")[0]:
             return
         if processes.is_writer():
             write_atomically(_record_file(self.folder, iteration), json.dumps(_with_checksum(record)))
@@ -269,12 +257,12 @@ class Checkpoints:
                 self._manager.delete(other)
 
     def check(self) -> None:
-        """Raises NotSavedError where writing beside the run went wrong."""
+        """Raises NotSavedError if a save in the background failed."""
         with self._writing():
             self._manager.check_for_errors()
 
     def wait(self) -> None:
-        """Returns when all that was saved is on disk; raises NotSavedError where it can't be."""
+        """Waits until all saves are on disk; raises NotSavedError if one failed."""
         with self._writing():
             self._manager.wait_until_finished()
 
@@ -282,17 +270,17 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a full disk is an OSError of Python's or a ValueError of TensorStore's
+        except Exception as error:  # a full disk: OSError of Python, or ValueError of TensorStore
             raise NotSavedError(f"no checkpoint could be written to {self.folder}: {_first_line(error)}") from error
 
     def record(self, iteration: int) -> dict[str, Any]:
-        """The JSON record of an iteration.
+        """Returns the JSON record of an iteration.
 
         Raises:
           DamagedError: it can't be read, or is not what was saved.
         """
         try:
-            saved = self._manager.restore(iteration, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            saved = self._manager.restore(iteration, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
             record, checksum = saved["record"], saved["checksum"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedError(self._damaged(iteration, f"its record can't be read ({_first_line(error)})")) from error
@@ -303,7 +291,7 @@ class Checkpoints:
     def restore(
         self, iteration: int, shapes: LearnerState, shardings: LearnerState
     ) -> tuple[LearnerState, dict[str, Any]]:
-        """The state of an iteration, every array born where `shardings` says.
+        """Returns arrays (sharded as `shardings`) and record of an iteration.
 
         Raises:
           DamagedError: a part of it can't be read, or is not what was saved.
@@ -312,12 +300,13 @@ class Checkpoints:
         target = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
         )
-        broken = None
+        broken: Exception | None = None
+        learner: Any = None
         try:
             learner = self._manager.restore(
                 iteration, args=ocp.args.Composite(learner=ocp.args.StandardRestore(target))
-            ).learner
-        except Exception as error:  # whatever Orbax and TensorStore make of a broken file
+            )["learner"]
+        except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
             broken = error
         if processes.any_of(broken is not None):
             what = "its arrays can't be read" + (f" ({_first_line(broken)})" if broken else "")
@@ -337,12 +326,12 @@ class Checkpoints:
         accept: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
     ) -> tuple[LearnerState, dict[str, Any]] | None:
-        """The newest state that is whole, or None where no checkpoint was ever finished.
+        """Returns the newest undamaged state, or None if no checkpoint was ever finished.
 
-        Those that are damaged are put aside, and `say` is told; `accept` refuses a record by raising ValueError.
+        Damaged ones are moved away, and `say` gets a warning; `accept` refuses a record by raising ValueError.
 
         Raises:
-          ValueError: none is whole; or not all processes see the same folder.
+          ValueError: all are damaged; or not all processes see the same folder.
         """
         iterations = self._iterations_of_all()
         for iteration in reversed(iterations):
@@ -350,21 +339,18 @@ class Checkpoints:
                 accept(self.record(iteration))
                 return self.restore(iteration, shapes, shardings)
             except DamagedError as error:
-                self._put_aside(iteration)
-                say(f"{error} It is put aside in {self.folder.with_name(DAMAGED)}.")
+                self._move_away(iteration)
+                say(f"{error} It was moved to {self.folder.with_name(DAMAGED)}.")
         if iterations:
             raise ValueError(
-                f"none of the {len(iterations)} checkpoints in {self.folder} was whole, so there is nothing to go on "
-                "from. Restore the folder from a copy, or begin anew with another --workdir."
+                f"all {len(iterations)} checkpoints in {self.folder} were damaged: the run can't be resumed. Restore "
+                "the folder from a copy, or start again with another --workdir."
             )
         return None
 
     def _iterations_of_all(self) -> list[int]:
-        """All complete iterations, once every process sees the same.
-
-        Raises:
-          ValueError: they see different ones for too long.
-        """
+        """Returns all complete iterations, once every process sees the same; ValueError if they differ for too long."""
+        seen: list[bytes] = []
         for _ in range(processes.SHARED_AFTER_S):
             seen = processes.exchange(json.dumps(self.iterations()).encode())
             if len(set(seen)) == 1:
@@ -377,21 +363,21 @@ class Checkpoints:
             "mounted bucket, NFS)."
         )
 
-    def _put_aside(self, iteration: int) -> None:
+    def _move_away(self, iteration: int) -> None:
         if processes.is_writer():
             there = self.folder.with_name(DAMAGED)
             there.mkdir(exist_ok=True)
             number = sum(1 for _ in there.iterdir())
             (self.folder / str(iteration)).rename(there / f"{iteration}.{number}")
         self._kept.evaluations.pop(iteration, None)
-        processes.any_of(False)  # until it is gone
+        processes.any_of(False)  # waits until it is gone
         self._manager.reload()
 
     def _damaged(self, iteration: int, what: str) -> str:
         return f"the checkpoint of iteration {iteration} in {self.folder} is damaged: {what}."
 
     def close(self) -> None:
-        """Releases Orbax's threads, and the room that a failed save took; `wait`, before, says why it failed."""
+        """Releases Orbax's threads, and the space of a failed save; call `wait` before, which says why it failed."""
         with contextlib.suppress(Exception):
             self._manager.close()
         if self._writes:

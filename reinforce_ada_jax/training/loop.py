@@ -11,8 +11,8 @@ import functools
 import pathlib
 import re
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -39,6 +39,7 @@ from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
 
 
+@runtime_checkable
 class Evaluator(Protocol):
     """Evaluation of weights on benchmarks; the command provides it, because `evaluation` is a layer above."""
 
@@ -82,7 +83,7 @@ class Run:
     trainer: Trainer
     iterate: IterateFn
     evaluator: Evaluator | None
-    verifiers: VerifierPool
+    verifiers: contextlib.AbstractContextManager[Any]
     identity: Mapping[str, Any]
     checkpoints: Checkpoints
     writer: MetricsWriter | None
@@ -118,36 +119,49 @@ class Outcome:
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
-def loop(run: Run, state: RunState) -> Outcome:
-    """Runs the iterations that are left.
+def iterations(run: Run, state: RunState) -> Iterator[RunState]:
+    """Runs the iterations that are left, and yields each new state: the last one is the one to save.
+
+    Raises:
+      Interrupted: the run was asked to end.
+      TrainingStopped: it must not go on.
+    """
+    config, last = run.config, run.config.iterations
+    if state.iteration == 0 and config.evaluation.every and run.evaluator and not run.evaluator.is_done(0):
+        before = evaluate(run, run.evaluator, state)
+        if run.writer is not None:
+            run.writer.plot(0, before)
+    while state.pending is not None or state.iteration < last:
+        run.interrupt.agree()
+        run.checkpoints.check()
+        stop = None
+        if state.pending is None:  # otherwise the iteration was saved before its evaluation
+            state, stop = run.iterate(state)
+            yield state
+        if state.pending is not None:  # otherwise nothing of the iteration is in the weights
+            if run.evaluator and is_due(config.evaluation.every, state.iteration, last):
+                state = state.with_metrics(evaluate(run, run.evaluator, state))
+            state = write_metrics(run, state)
+            yield state
+        if stop is not None:
+            raise stop
+        saved = state.iteration in run.checkpoints.iterations()
+        if saved or state.iteration == last or is_due(config.checkpoint.every, state.iteration, last):
+            save(run, state)
+
+
+def loop(run: Run, begin: RunState) -> Outcome:
+    """Runs the iterations that are left, and saves the last state however they end.
 
     Raises:
       OSError: a file of the run can't be read or written.
       Exception: an error in this package or in a user's function; the last finished iteration is saved if possible.
     """
-    config, resuming = run.config, _resuming(run)
+    state, resuming = begin, _resuming(run)
     try:
         with run.verifiers:
-            if state.iteration == 0 and config.evaluation.every and run.evaluator and not run.evaluator.is_done(0):
-                before = evaluate(run, state)
-                if run.writer is not None:
-                    run.writer.plot(0, before)
-            while state.pending is not None or state.iteration < config.iterations:
-                run.interrupt.agree()
-                run.checkpoints.check()
-                stop = None
-                if state.pending is None:  # otherwise the iteration was saved before its evaluation
-                    state, stop = run.iterate(state)
-                    if stop is not None and state.pending is None:
-                        raise stop
-                if run.evaluator is not None and is_due(config.evaluation.every, state.iteration, config.iterations):
-                    state = dataclasses.replace(state, pending={**(state.pending or {}), **evaluate(run, state)})
-                state = write_metrics(run, state)
-                if stop is not None:
-                    raise stop
-                last, saved = state.iteration == config.iterations, state.iteration in run.checkpoints.iterations()
-                if saved or last or is_due(config.checkpoint.every, state.iteration, config.iterations):
-                    save(run, state)
+            for state in iterations(run, begin):  # noqa: B007  (the last one is used below)
+                pass
     except Interrupted:
         save(run, state)
         ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
@@ -176,16 +190,15 @@ def is_due(every: int, iteration: int, iterations: int) -> bool:
     return every > 0 and (iteration % every == 0 or iteration == iterations)
 
 
-def evaluate(run: Run, state: RunState) -> dict[str, float]:
+def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:
     """Returns avg@k and pass@k of the current weights."""
 
     def report(text: str) -> None:
         run.interrupt.check()
         run.progress.phase(text)
 
-    assert run.evaluator is not None
     begin = time.monotonic()
-    metrics = run.evaluator(run.trainer.policy(state), state.iteration, report)
+    metrics = evaluator(run.trainer.policy(state), state.iteration, report)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
     run.progress.note(f"iteration {state.iteration}: avg@{run.config.evaluation.samples} {', '.join(averages)}")
     return metrics | {"time/evaluate_s": time.monotonic() - begin}

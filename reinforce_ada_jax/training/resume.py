@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of: what a run reads anew at each start, and must find as it was."""
+"""Identity of a run: what it reads again at each start, and must find unchanged."""
 
 import dataclasses
 import json
@@ -14,10 +14,9 @@ from reinforce_ada_jax.types import Prompt
 
 
 def identity(config: Config, components: Components, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """As JSON: the architecture, and fingerprints of the prompts and of the weights that stay as they are.
+    """Returns, as JSON, the architecture and fingerprints of the prompts and of the frozen weights.
 
-    Those are the base under adapters ("base"), or what the KL term compares with ("reference"); None where there is
-    none.
+    These are the base under adapters ("base"), or the reference of the KL term ("reference"); otherwise None.
     """
     weights = None
     if config.lora.rank or config.learning.kl_coefficient:
@@ -31,13 +30,13 @@ def identity(config: Config, components: Components, prompts: Sequence[Prompt]) 
 
 
 def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Raises ValueError where `saved`, a checkpoint's record, is of another run than the configured one.
+    """Raises ValueError if `saved`, the record of a checkpoint, belongs to another run than the configured one.
 
     Args:
       workdir: of the run.
-      folder: the model's.
-      ours: the `identity` of the run as it is now.
-      saved: a record with another `identity` in it; older ones lack a part.
+      folder: of the model.
+      ours: `identity` of the run as it is now.
+      saved: a record with the `identity` of the run that wrote it.
     """
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
@@ -49,8 +48,8 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
     if ours["base"] is not None:
         adapter_files.check_base(folder, saved["base"])
     for part, what in {"prompts": "prompts of data.prompts", "reference": "weights of model.path"}.items():
-        if ours[part] != saved.get(part, ours[part]):
+        if ours[part] != saved[part]:
             raise ValueError(
-                f"the {what} are not those that the run in {workdir} began with: it would go on as another one. "
-                "Restore them, or choose another --workdir."
+                f"the {what} are not those that the run in {workdir} began with. Restore them, or choose another "
+                "--workdir."
             )

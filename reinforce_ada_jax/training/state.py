@@ -47,6 +47,10 @@ class RunState:
         """True once an update has taken the arrays: this state can't be saved any more."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.learner))
 
+    def with_metrics(self, metrics: Mapping[str, float]) -> "RunState":
+        """Returns the state with more metrics of its iteration pending."""
+        return dataclasses.replace(self, pending={**(self.pending or {}), **metrics})
+
 
 def to_record(state: RunState) -> dict[str, Any]:
     """Returns everything but the arrays and the evaluation, as JSON."""

@@ -47,7 +47,7 @@ class Minibatch:
 
 def examples(group: Group) -> list[Example]:
     """Returns the kept responses of a group with their rewards, baselines and weight."""
-    pool, rewards = group.pool, group.pool.rewards
+    pool, rewards = group.pool, group.pool.rewards.tolist()
     return [
         Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
         for draw, baseline in zip(group.kept, group.baselines, strict=True)
@@ -108,9 +108,9 @@ class Updates:
                 num_rows=self.batch_rows(len(kept)),
                 per_row=self.config.learning.responses_per_row,
             ))  # fmt: skip
-            batch = batch.replace(old_logprobs=self.learner.score(policy, batch))
+            batch = dataclasses.replace(batch, old_logprobs=self.learner.score(policy, batch))
             if reference is not None:
-                batch = batch.replace(reference_logprobs=self.learner.score(reference, batch))
+                batch = dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch))
             minibatches.append(Minibatch(dealt, batch))
         return minibatches
 
@@ -151,7 +151,7 @@ class Updates:
         total, largest, num_tokens, finite = 0.0, 0.0, 0, []
         for number, minibatch in enumerate(minibatches, start=1):
             batch = minibatch.batch
-            batch = batch.replace(**{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
+            batch = dataclasses.replace(batch, **{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
             if not np.isfinite(gaps[batch.response_mask]).all():
                 where = f"update {number} of {len(minibatches)}: a log-probability is not"
@@ -252,7 +252,7 @@ def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | st
     """Returns prompt, lengths, reward and advantage of each response of a minibatch, as JSON."""
 
     def number(value: float) -> float | str:
-        return float(value) if math.isfinite(value) else str(value)  # JSON has no other numbers
+        return value if math.isfinite(value) else str(value)  # JSON has no other numbers
 
     rows = []
     for group in minibatch.groups:
@@ -260,7 +260,7 @@ def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | st
             response = group.pool.responses[draw]
             rows.append({
                 "prompt": group.pool.prompt.id, "draw": draw, "prompt_tokens": len(group.pool.prompt.tokens),
-                "response_tokens": len(response.tokens), "reward": number(group.pool.rewards[draw]),
-                "advantage": number(advantage), "least_logprob": number(response.logprobs.min()),
+                "response_tokens": len(response.tokens), "reward": number(float(group.pool.rewards[draw])),
+                "advantage": number(advantage), "least_logprob": number(float(response.logprobs.min())),
             })  # fmt: skip
     return {"responses": rows}

@@ -138,7 +138,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
 def test_nothing_whole_is_no_new_beginning(copied, learner):
     for iteration in (1, 2, 3):
         truncate(largest_file(copied / "checkpoints" / str(iteration) / "learner"))
-    with pytest.raises(ValueError, match=r"none of the 3 checkpoints in .* was whole.*begin anew with another"):
+    with pytest.raises(ValueError, match=r"all 3 checkpoints in .* were damaged.*start again with another"):
         newest(copied, learner, [])
 
 
