@@ -1,4 +1,4 @@
-"""The test process: eight CPU devices, decided before jax is imported, no silent promotion of ranks, and Ctrl-C."""
+"""The test process: eight CPU devices, decided before jax is imported, no silent promotion, and Ctrl-C."""
 
 import os
 import signal
@@ -17,6 +17,7 @@ os.environ |= compiling.keeping(os.environ.get("PYTEST_XDIST_WORKER", "main"))
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_unconfigure() -> None:

@@ -19,7 +19,7 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
 
 def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = None) -> optax.GradientTransformation:
     """The optimiser that the `learning` section describes; `first_moment_dtype` None: that of the weights."""
-    return optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(learning.clip_norm),
         optax.adamw(
             warmup_schedule(learning.learning_rate, learning.warmup_updates),
@@ -30,6 +30,13 @@ def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = No
             mu_dtype=first_moment_dtype,
         ),
     )
+
+    def update(gradients, state, params=None):
+        # AdamW raises a float to an integer count, which a caller's strict promotion of dtypes would refuse.
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(gradients, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):

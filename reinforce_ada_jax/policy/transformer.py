@@ -154,7 +154,8 @@ def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):
     """Causal attention: a token attends to itself and the tokens before it, in its own segment if given."""
     del layer_index
     own = None if segment_ids is None else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
-    return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
+    with jax.numpy_dtype_promotion("standard"):  # jax promotes bfloat16 to float32 in it
+        return jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True), carry, None
 
 
 def hidden_states(

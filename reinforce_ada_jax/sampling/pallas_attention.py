@@ -110,7 +110,7 @@ def pallas_tpu(
     def attend(query, key_pages, value_pages, lengths, table):
         # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
         mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()
-        with mode:
+        with mode, jax.numpy_dtype_promotion("standard"):  # the kernel promotes bfloat16 to float32
             return tpu_kernel(query, key_pages, value_pages, lengths, table, pages_per_compute_block=block_pages)
 
     # In float32, so that nothing is rounded by the scale (the kernel has none) or between blocks: it keeps the running
