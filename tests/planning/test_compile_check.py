@@ -48,6 +48,13 @@ PARAMETERS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What jax makes of its own attention while it lowers bfloat16 for a TPU mixes dtypes."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def test_published_sizes():
     assert {name: from_hf(sizes).num_parameters for name, sizes in PUBLISHED.items()} == PARAMETERS
 
