@@ -12,7 +12,7 @@ kernel for both would read and write d_hidden or d_head in HBM at every tile.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def _run(
     outputs: list[tuple[str, jax.ShapeDtypeStruct]],
     *,
     vocab_outside: bool = False,
-) -> list[Array]:
+) -> Sequence[Array]:
     """Runs a kernel over all tiles; each output, with its kind of block, has a float32 block in VMEM to sum in."""
     rows, vocab = config.tile
     padding = -hidden.shape[0] % rows
