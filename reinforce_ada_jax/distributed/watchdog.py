@@ -1,12 +1,12 @@
-"""How the processes of a run notice that one of them is gone.
+"""Watchdog: how the processes of a run notice that one of them is gone.
 
-Process 0 holds a TCP connection to each other one. A connection that ends without a farewell is a process that died;
-whoever notices says so and ends its own process, because it may be waiting in a collective that will never come back.
-Process 0 passes the news on, so that all say which one it was. JAX's own watch takes longer and ends in a stack trace.
+Process 0 holds a TCP connection to each other one. If a connection ends without a leave message, its process died. The
+process that notices prints it and ends, because it may be waiting in a collective that never returns; process 0 tells
+the others, so that all name the same process. JAX's own heartbeat takes longer and ends in a stack trace.
 
 Process 0 listens where JAX's coordinator does, on all of the machine's addresses, until all others have joined. To join
-takes a secret of 16 bytes, new at each start, that the others get through JAX's coordinator. Whoever connects and says
-something else, or nothing, is put off and keeps nobody waiting.
+takes a secret of 16 bytes, new at each start, that the others get through JAX's coordinator. A connection that sends
+something else, or nothing, is closed and delays nobody.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ import sys
 import threading
 import time
 
-# Exit code: the run is whole, and whoever watches over it starts it again (EX_TEMPFAIL of sysexits.h).
+# Exit code: the state is saved, and a supervisor should start the run again (EX_TEMPFAIL of sysexits.h).
 RESTART = 75
-# A host that vanishes without closing its connections is given up after IDLE_S + PROBES * PROBE_S seconds.
+# A host that vanishes without closing its connections is lost after IDLE_S + PROBES * PROBE_S seconds.
 IDLE_S, PROBE_S, PROBES = 10, 5, 4
 TIMEOUT_S = 60  # to connect
-# Process 0 waits so long for the others. JAX lets none on before all are there, so they come within seconds, or, after
-# TIMEOUT_S of trying, not at all; and JAX takes a process for dead 100 s after its last word.
+# Seconds that process 0 waits for the others. JAX starts all together, so they connect within seconds, or, after
+# TIMEOUT_S of trying, not at all; and JAX takes a process for dead 100 s after its last heartbeat.
 JOIN_S = 90
-STRANGERS = 128  # connections that may wait to be taken in beside those of the others: a full queue costs seconds
-GREETING_S = 10  # from a connection to the secret; who has joined in earnest says it at once
+STRANGERS = 128  # connections of strangers that may queue beside those of the others: a full queue costs seconds
+GREETING_S = 10  # from a connection to the secret, which a process of the run sends at once
 
-# Messages are three bytes: what, and which process.
+# Messages are three bytes: a kind, and a process.
 _JOIN, _LEAVE, _STOP, _GONE = b"J", b"L", b"S", b"G"
 _SECRET = 16
 _GREETING = _SECRET + 3  # the secret, and a message
@@ -47,9 +47,9 @@ def _kept_alive(link: socket.socket) -> socket.socket:
 
 
 def _listening(host: str, backlog: int) -> socket.socket:
-    """A free port of an address; of all addresses, of both families where the machine has both, where `host` is ""."""
+    """Returns a server on a free port of an address; if `host` is "", of all addresses of both families."""
     if host in ("", "::") and socket.has_dualstack_ipv6():
-        # A machine may have the family, and no address of it.
+        # A machine may have the family but no address of it.
         with contextlib.suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     family = socket.AF_INET
@@ -62,17 +62,17 @@ def _numbered(process: int) -> bytes:
     return bytes([process % 256, process // 256])
 
 
-def _number(said: bytes) -> int:
-    return said[0] + 256 * said[1]
+def _number(data: bytes) -> int:
+    return data[0] + 256 * data[1]
 
 
-def _more(link: socket.socket, said: bytearray) -> bool:
-    """Adds what has come of a greeting, and no byte of what follows it; False where no more comes."""
+def _more(link: socket.socket, data: bytearray) -> bool:
+    """Reads more of a greeting, and nothing after it; returns False if the connection ended."""
     try:
-        received = link.recv(_GREETING - len(said))
+        received = link.recv(_GREETING - len(data))
     except OSError:
         return False
-    said += received
+    data += received
     return bool(received)
 
 
@@ -88,11 +88,11 @@ class Watchdog:
         self._secret = b""
 
     def listen(self, host: str = "") -> str:
-        """In process 0: opens a port for the others, and gives what they connect with.
+        """Opens a port in process 0; returns what the others `connect` with.
 
         Args:
-          host: the address to listen on; "" for all of this machine's. What its own name stands for may be an address
-            that others don't reach (127.0.1.1 on Debian), or, behind a service's address, none of its own.
+          host: the address to listen on; "" for all of this machine's. The machine's own name may resolve to an address
+            that others don't reach (127.0.1.1 on Debian), or, behind a service, to none of its own.
 
         Raises:
           ValueError: nothing can listen there.
@@ -107,13 +107,13 @@ class Watchdog:
         self._secret = secrets.token_bytes(_SECRET)
         return f"{self._server.getsockname()[1]} {self._secret.hex()}"
 
-    def connect(self, host: str, said: str) -> None:
-        """In all others: connects with process 0, with what its `listen` gave.
+    def connect(self, host: str, greeting: str) -> None:
+        """Connects another process with process 0; `greeting` is what its `listen` returned.
 
         Raises:
           ValueError: it can't be reached.
         """
-        port, secret = said.split()
+        port, secret = greeting.split()
         try:
             link = _kept_alive(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
             link.sendall(bytes.fromhex(secret) + _JOIN + _numbered(self.index))
@@ -126,33 +126,33 @@ class Watchdog:
         self._links[0] = link
 
     def start(self) -> None:
-        """Waits until all are connected (process 0), and begins to watch.
+        """Waits until all are connected (in process 0), and starts the thread that watches.
 
         Raises:
           ValueError: some did not connect within JOIN_S.
         """
         if self._server is not None:
             with self._server, selectors.DefaultSelector() as selector:
-                self._take_in(self._server, selector)
+                self._accept_all(self._server, selector)
             self._server = None
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def _take_in(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
-        """Fills `_links`. Each connection is heard as it speaks, so that one that doesn't is in nobody's way."""
+    def _accept_all(self, server: socket.socket, selector: selectors.BaseSelector) -> None:
+        """Fills `_links`. Greetings are read as they arrive, so that a silent connection delays nobody."""
         server.setblocking(False)
         selector.register(server, selectors.EVENT_READ)
-        guests: dict[socket.socket, tuple[float, bytearray]] = {}  # until when, and what was said so far
+        guests: dict[socket.socket, tuple[float, bytearray]] = {}  # deadline, and the greeting so far
         deadline = time.monotonic() + JOIN_S
         try:
             while len(self._links) < self.count - 1:
                 self._check_in_time(deadline, server)
                 ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
-                for link, (until, said) in list(guests.items()):
-                    ended = link in ready and not _more(link, said)
-                    if ended or len(said) == _GREETING or time.monotonic() > until:
+                for link, (until, data) in list(guests.items()):
+                    ended = link in ready and not _more(link, data)
+                    if ended or len(data) == _GREETING or time.monotonic() > until:
                         selector.unregister(link)
                         del guests[link]
-                        self._admit(link, bytes(said))
+                        self._admit(link, bytes(data))
                 if server in ready:
                     with contextlib.suppress(OSError):  # it is gone again
                         link = server.accept()[0]
@@ -171,10 +171,10 @@ class Watchdog:
                 f"{server.getsockname()[1]}: see what their logs say, and {_REMEDY}"
             )
 
-    def _admit(self, link: socket.socket, said: bytes) -> None:
-        """Keeps the connection of a process that said the secret; ends any other, a port scanner's say."""
-        if len(said) == _GREETING and hmac.compare_digest(said[:-2], self._secret + _JOIN):
-            process = _number(said[-2:])
+    def _admit(self, link: socket.socket, data: bytes) -> None:
+        """Keeps the connection of a process that sent the secret; closes any other, for example a port scanner's."""
+        if len(data) == _GREETING and hmac.compare_digest(data[:-2], self._secret + _JOIN):
+            process = _number(data[-2:])
             if 0 < process < self.count and process not in self._links:
                 link.setblocking(True)
                 self._links[process] = _kept_alive(link)
@@ -182,11 +182,11 @@ class Watchdog:
         link.close()
 
     def ask_to_stop(self) -> None:
-        """Tells all others."""
+        """Tells all others that this process was asked to stop."""
         self._send(_STOP, self.index)
 
     def leave(self) -> None:
-        """Says farewell: from now on nobody's end matters."""
+        """Announces that this process ends; from now on no other process is reported as lost."""
         self.leaving = True
         self._send(_LEAVE, self.index)
 
@@ -201,11 +201,12 @@ class Watchdog:
                 selector.register(link, selectors.EVENT_READ, process)
             while selector.get_map():
                 for key, _ in selector.select():
-                    if not self._hear(key.fileobj, key.data):
+                    assert isinstance(key.fileobj, socket.socket)
+                    if not self._receive(key.fileobj, key.data):
                         selector.unregister(key.fileobj)
 
-    def _hear(self, link: socket.socket, process: int) -> bool:
-        """Takes one message; False where the connection has nothing more to say."""
+    def _receive(self, link: socket.socket, process: int) -> bool:
+        """Handles one message; returns False if the connection sends no more."""
         try:
             message = link.recv(3, socket.MSG_WAITALL)
         except OSError:
@@ -228,8 +229,8 @@ class Watchdog:
         if self.index == 0:
             self._send(_GONE, process)
         print(
-            f"\nerror: process {process} of {self.count} is gone, so process {self.index} ends too. What went wrong "
-            "stands in that one's log. The same command, started for all of them, goes on from the newest checkpoint.",
+            f"\nerror: process {process} of {self.count} is gone, so process {self.index} ends too. See the log of "
+            f"process {process}. The same command, started for all processes, goes on from the newest checkpoint.",
             file=sys.stderr,
             flush=True,
         )

@@ -192,7 +192,7 @@ def test_strangers_at_the_port_neither_join_nor_hold_anybody_up(monkeypatch):
         assert time.monotonic() - began < 5.0 < watchdog.GREETING_S
         # What is said after the greeting is left for the watch to hear.
         links[0].sendall(b"S\x02\x00")
-        assert line._hear(line._links[2], 2) and line.asked_to_stop
+        assert line._receive(line._links[2], 2) and line.asked_to_stop
         for link in early:
             if link.fileno() >= 0:
                 link.settimeout(5.0)
@@ -224,7 +224,7 @@ def test_a_process_joins_once(monkeypatch):
             other = join(2, 3, "127.0.0.1", said)
         assert sorted(line._links) == [1, 2]
         first.sendall(b"S\x01\x00")
-        assert line._hear(line._links[1], 1), "the first is the one that counts"
+        assert line._receive(line._links[1], 1), "the first is the one that counts"
     for link in (first, second, other):
         link.close()
 
