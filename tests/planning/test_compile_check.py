@@ -84,8 +84,10 @@ def test_programs_take_just_what_rollouts_hand_over(monkeypatch):
         calls[key] = shapes(arguments)
         return program(*arguments)
 
-    for name in ("_decode_window", "_open_prompts"):
-        monkeypatch.setattr(engine, name, functools.partial(record, getattr(engine, name)))
+    wrapped = {
+        name: functools.partial(record, getattr(engine._programs, name)) for name in ("decode_window", "open_prompts")
+    }
+    monkeypatch.setattr(engine, "_programs", dataclasses.replace(engine._programs, **wrapped))
     tiny_engine.draw(rollouts, draws=1)
     assert calls == {p.name: shapes(low.args_info[0]) for p, low in zip(programs, lowered, strict=True)}
     for low in lowered:
