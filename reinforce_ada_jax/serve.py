@@ -10,6 +10,7 @@ one stops it at once. Nothing that a client sends makes it read or write a file.
 import asyncio
 import dataclasses
 import signal
+from typing import Any
 
 from absl import flags
 
@@ -66,7 +67,12 @@ def define_flags() -> None:
         define[field.type](field.name, None if required else field.default, field.metadata["text"], required=required)
 
 
+def settings_from_flags() -> ServerSettings:
+    """Returns the settings that the flags have."""
+    values: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(ServerSettings)}
+    return ServerSettings(**values)
+
+
 if __name__ == "__main__":
     define_flags()
-    names = [field.name for field in dataclasses.fields(ServerSettings)]
-    cli.run(lambda: main(ServerSettings(**{name: flags.FLAGS[name].value for name in names})))
+    cli.run(lambda: main(settings_from_flags()))

@@ -24,6 +24,7 @@ from reinforce_ada_jax.sampling.programs import REPLICA_AXES, make_programs, num
 from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
+    Occupancy,
     PrefillBatch,
     Prefix,
     SamplingParams,
@@ -149,9 +150,9 @@ class Engine:
         """Waits for a window; returns each replica's outputs, on the host."""
         return self._unstack(outputs)
 
-    def fetch(self, state: DecodeState) -> list[DecodeState]:
+    def fetch(self, state: DecodeState) -> list[Occupancy]:
         """Waits for a state; returns each replica's pool, prompts, queue and slots, on the host."""
-        return self._unstack(state.replace(key_pages=None, value_pages=None, outputs=None))
+        return self._unstack(Occupancy(pool=state.pool, prompts=state.prompts, queue=state.queue, slots=state.slots))
 
     # ---- token by token, one replica -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.rows import Rows
-from reinforce_ada_jax.sampling.state import RUNNING, DecodeState, EngineOptions, WindowOutputs
+from reinforce_ada_jax.sampling.state import RUNNING, EngineOptions, Occupancy, WindowOutputs
 from reinforce_ada_jax.types import Request
 
 
@@ -48,7 +48,7 @@ def check_rows(options: EngineOptions, rows: Rows) -> None:
 
 def check_state(
     options: EngineOptions,
-    state: DecodeState,
+    state: Occupancy,
     rows: Rows,
     unread: Sequence[WindowOutputs],
     guaranteed_free_pages: int,
@@ -79,7 +79,7 @@ def check_state(
     _check_slots(options, state, rows, active)
 
 
-def _check_requests(state: DecodeState, rows: Rows, unread: Sequence[WindowOutputs], waiting, active) -> None:
+def _check_requests(state: Occupancy, rows: Rows, unread: Sequence[WindowOutputs], waiting, active) -> None:
     """Checks that each request waits for its prompt, is decoded, or has ended in a window that is not read yet."""
     queue, in_flight = state.queue, rows.in_flight
     ended = [row for outputs in unread for row in np.flatnonzero(outputs.rows.status != RUNNING).tolist()]
@@ -93,7 +93,7 @@ def _check_requests(state: DecodeState, rows: Rows, unread: Sequence[WindowOutpu
         _require(home == row, f"the request of output row {output_row} waits for prompt row {row}")
 
 
-def _check_pages(options: EngineOptions, state: DecodeState, rows: Rows, active: np.ndarray) -> None:
+def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
     """Checks that each page is free, a prompt's, or a slot's own."""
     pool, prompts, slots = state.pool, state.prompts, state.slots
     available = int(pool.available)
@@ -107,7 +107,7 @@ def _check_pages(options: EngineOptions, state: DecodeState, rows: Rows, active:
                        slots=slots.table[active][own])  # fmt: skip
 
 
-def _check_slots(options: EngineOptions, state: DecodeState, rows: Rows, active: np.ndarray) -> None:
+def _check_slots(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
     """Checks that slots read their own prompts' pages, with room for the next token and for the last one."""
     prompts, slots = state.prompts, state.slots
     requests = [rows.in_flight[row] for row in slots.output_row[active].tolist()]
@@ -140,7 +140,7 @@ def check_outputs(outputs: WindowOutputs, in_flight: Mapping[int, Request]) -> N
     _require(bool((lengths >= 1).all()), f"output rows {ended[lengths < 1].tolist()} ended without a token")
 
 
-def check_idle(options: EngineOptions, state: DecodeState) -> None:
+def check_idle(options: EngineOptions, state: Occupancy) -> None:
     """Checks that a replica holds nothing after a session.
 
     Raises:

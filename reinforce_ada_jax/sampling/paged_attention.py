@@ -48,11 +48,12 @@ def paged_attention(
     """
     if backend == "jnp":
         return _live_pages(query, key_pages, value_pages, lengths, table)
-    if backend == "pallas_tpu":
-        return pallas_attention.pallas_tpu(query, key_pages, value_pages, lengths, table, mesh=mesh)
-    if backend == "pallas_gpu":
-        return pallas_attention.pallas_gpu(query, key_pages, value_pages, lengths, table, mesh=mesh)
-    raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
+    kernels = {"pallas_tpu": pallas_attention.pallas_tpu, "pallas_gpu": pallas_attention.pallas_gpu}
+    if backend not in kernels:
+        raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
+    if mesh is None:
+        raise ValueError(f"attention backend {backend!r} needs the mesh that its heads are split over.")
+    return kernels[backend](query, key_pages, value_pages, lengths, table, mesh=mesh)
 
 
 def _live_pages(query, key_pages, value_pages, lengths, table):

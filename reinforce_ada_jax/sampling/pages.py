@@ -8,20 +8,33 @@ Which physical page a row gets depends on history; what is computed from it does
 """
 
 import types
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
 NULL = 0
+# The same records hold device arrays in programs and numpy arrays on the host: for a type checker, either.
+if TYPE_CHECKING:
+    ArrayLike = Any
+else:
+    ArrayLike = Array | np.ndarray
+Tokens = TypeVar("Tokens", int, Array, np.ndarray)
 
 
-@struct.dataclass
-class PagePool:
+class Record(struct.PyTreeNode):
+    """Frozen pytree of arrays; of shardings or abstract shapes, too, so that its fields are not checked at run time."""
+
+    __no_type_check__ = True
+
+
+class PagePool(Record):
     """`stack[:available]` are the free pages, the next one to go last."""
 
-    stack: Int[Array, " pages"]
-    available: Int[Array, ""]
+    stack: Int[ArrayLike, " pages"]
+    available: Int[ArrayLike, ""]
 
 
 def make_pool(num_pages: int, xp: types.ModuleType = jnp) -> PagePool:
@@ -53,6 +66,6 @@ def release(pool: PagePool, pages: Int[Array, "R width"], held: Bool[Array, "R w
     )
 
 
-def num_pages(tokens: int | Array, page_size: int) -> int | Array:
-    """Pages that hold this many tokens."""
+def num_pages(tokens: Tokens, page_size: int) -> Tokens:
+    """Returns the number of pages that hold this many tokens."""
     return (tokens + page_size - 1) // page_size

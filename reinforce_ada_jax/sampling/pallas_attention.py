@@ -63,7 +63,8 @@ def _over_heads(
     inside = not jax.sharding.get_abstract_mesh().empty
     attend = jax.shard_map(
         attend,
-        **(dict(axis_names={"tensor"}) if inside else dict(mesh=mesh)),
+        mesh=None if inside else mesh,
+        axis_names={"tensor"} if inside else set(mesh.axis_names),
         in_specs=(of_query, of_pool, of_pool, PartitionSpec(), PartitionSpec()),
         out_specs=of_query,
         check_vma=False,  # a kernel doesn't say along which axes its result varies
@@ -109,7 +110,8 @@ def pallas_tpu(
 
     def attend(query, key_pages, value_pages, lengths, table):
         # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
-        mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()
+        # True, which its annotation omits, chooses it.
+        mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()  # type: ignore[arg-type]
         with mode, jax.numpy_dtype_promotion("standard"):  # the kernel promotes bfloat16 to float32
             return tpu_kernel(query, key_pages, value_pages, lengths, table, pages_per_compute_block=block_pages)
 

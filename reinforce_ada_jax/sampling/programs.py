@@ -57,7 +57,7 @@ class Programs:
 def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, learner_mesh: Mesh) -> Programs:
     """Returns the programs of an engine on `mesh`; `learner_mesh` may span further processes."""
     dtype, replicas = jnp.dtype(options.dtype), num_replicas(mesh)
-    decoding = dict(dtype=dtype, backend=options.attention, mesh=mesh)
+    decoding: Any = dict(dtype=dtype, backend=options.attention, mesh=mesh)  # keyword arguments
     replica_axes = () if replicas == 1 else (REPLICA_AXES,)
     by_replica = NamedSharding(mesh, PartitionSpec(*replica_axes))
     by_kv_head = NamedSharding(mesh, PartitionSpec(*replica_axes, "tensor"))

@@ -10,7 +10,7 @@ host knows is therefore one window old, and every decision of a scheduler is saf
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -22,8 +22,8 @@ from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.prefill_batches import prefill_batches
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import (
-    DecodeState,
     EngineOptions,
+    Occupancy,
     PrefillBatch,
     SamplingParams,
     WindowInputs,
@@ -32,6 +32,7 @@ from reinforce_ada_jax.sampling.state import (
 from reinforce_ada_jax.types import Request, RequestQueue, Response
 
 
+@runtime_checkable
 class DecodeEngine(Protocol):
     """What rollouts need of an engine; the state is the engine's own, and each call replaces it."""
 
@@ -47,7 +48,7 @@ class DecodeEngine(Protocol):
         self, params: Any, state: Any, inputs: Sequence[WindowInputs], /
     ) -> tuple[Any, WindowOutputs]: ...
     def fetch_outputs(self, outputs: WindowOutputs, /) -> list[WindowOutputs]: ...
-    def fetch(self, state: Any, /) -> list[DecodeState]: ...
+    def fetch(self, state: Any, /) -> list[Occupancy]: ...
 
 
 @dataclasses.dataclass
@@ -100,7 +101,7 @@ class Rollouts:
 
     def sampler(
         self,
-        params: Params,
+        params: Params | None,
         *,
         stream: int,
         sampling: SamplingParams | Callable[[Request], SamplingParams],
@@ -110,7 +111,7 @@ class Rollouts:
         """Returns a `sample_fn` that draws from `params`.
 
         Args:
-          params: the learner's weights.
+          params: the learner's weights; None for an engine that has none.
           stream: first word of every address (`token.stream`).
           sampling: parameters of all responses, or a function that returns those of a request.
           prefetch_stream: the stream of requests for the next iteration; None leaves idle slots idle.
@@ -136,7 +137,7 @@ class Rollouts:
 
         return sample_fn
 
-    def _decode_weights(self, params: Params) -> Params:
+    def _decode_weights(self, params: Params | None) -> Params | None:
         jax.block_until_ready(params)
         begin = time.monotonic()
         weights = jax.block_until_ready(self.engine.decode_weights(params))
@@ -162,14 +163,14 @@ class Rollouts:
 class _Terms:
     """Weights and parameters of a session; see `Rollouts.sampler`."""
 
-    weights: Params
+    weights: Params | None
     stream: int
     prefetch_stream: int | None
     policy_version: int
     sampling_of: Callable[[Request], SamplingParams]
 
     def address(self, request: Request) -> np.ndarray:
-        stream = self.prefetch_stream if request.prefetch else self.stream
+        stream = self.prefetch_stream if request.prefetch and self.prefetch_stream is not None else self.stream
         return token_lib.address(stream, request.prompt.id, request.draw)
 
 

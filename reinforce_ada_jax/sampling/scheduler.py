@@ -15,8 +15,8 @@ from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
     TRUNCATED,
-    DecodeState,
     EngineOptions,
+    Occupancy,
     SamplingParams,
     WindowInputs,
     WindowOutputs,
@@ -138,7 +138,7 @@ class Scheduler:
             ))  # fmt: skip
         return responses
 
-    def check(self, state: DecodeState, unread: Sequence[WindowOutputs]) -> None:
+    def check(self, state: Occupancy, unread: Sequence[WindowOutputs]) -> None:
         """Raises BrokenInvariant where the scheduler and the state after the newest window do not agree."""
         invariants.check_rows(self.options, self.rows)
         invariants.check_state(self.options, state, self.rows, unread, self.budget.guaranteed_free_pages)

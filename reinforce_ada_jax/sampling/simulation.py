@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.state import DecodeState, EngineOptions, PrefillBatch, WindowInputs, WindowOutputs
+from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, PrefillBatch, WindowInputs, WindowOutputs
 from reinforce_ada_jax.sampling.window_model import WindowModel
 
 
@@ -97,7 +97,7 @@ class SimulatedEngine:
         """Returns those of the one replica."""
         return [outputs]
 
-    def fetch(self, state: WindowModel) -> list[DecodeState]:
+    def fetch(self, state: WindowModel) -> list[Occupancy]:
         """Returns a copy of the one replica's state."""
         return [jax.tree.map(np.array, state.state)]
 

@@ -1,19 +1,20 @@
-"""What decoding carries: the sizes of an engine, the state pytree of its programs, and the state they begin with.
+"""Records of decoding: an engine's sizes, the state pytree of its programs, and the empty state.
 
-Frozen records without behaviour; what happens to them is in decode.py, and who holds which page in pages.py.
+They have no behaviour: decode.py has the programs, pages.py the allocation of pages.
 """
 
 import dataclasses
 import math
+import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling import pages as pages_lib
-from reinforce_ada_jax.sampling.pages import PagePool
+from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, Record
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
@@ -25,25 +26,24 @@ ADDRESS_WORDS = 4
 ROWS_PER_SLOT = 4
 
 
-@struct.dataclass
-class Sampling:
-    """How responses are drawn (`SamplingParams`): scalars for one, arrays for the rows of a queue or the slots."""
+class Sampling(Record):
+    """`SamplingParams` as scalars for one response, or as arrays for queue entries or slots."""
 
-    max_tokens: Int[Array, " R"]  # response tokens at most
-    temperature: Float[Array, " R"]
-    top_k: Int[Array, " R"]
-    top_p: Float[Array, " R"]
+    max_tokens: Int[ArrayLike, "*R"]  # response tokens at most
+    temperature: Float[ArrayLike, "*R"]
+    top_k: Int[ArrayLike, "*R"]
+    top_p: Float[ArrayLike, "*R"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn.
+    """Sampling parameters of one response.
 
     Attributes:
       max_tokens: response tokens at most.
       temperature: 0 takes the most probable token.
-      top_k: draw among so many of the most probable tokens; 0 for all.
-      top_p: draw among the fewest tokens that hold this much probability, of what top_k left; in (0, 1].
+      top_k: draw among the k most probable tokens; 0 for all.
+      top_p: draw among the fewest tokens, of those that top_k leaves, with this probability in sum; in (0, 1].
     """
 
     max_tokens: int
@@ -59,112 +59,113 @@ class SamplingParams:
             )
 
     def as_arrays(self) -> Sampling:
-        """The same, as the device has it."""
+        """Returns the same as scalars for the device."""
         return Sampling(
-            max_tokens=np.int32(self.max_tokens), temperature=np.float32(self.temperature),
-            top_k=np.int32(self.top_k), top_p=np.float32(self.top_p),
+            max_tokens=np.asarray(self.max_tokens, np.int32), temperature=np.asarray(self.temperature, np.float32),
+            top_k=np.asarray(self.top_k, np.int32), top_p=np.asarray(self.top_p, np.float32),
         )  # fmt: skip
 
 
-@struct.dataclass
-class Prompts:
-    """Open prompts, a row each: their pages are held until the host closes them."""
+class Prompts(Record):
+    """Open prompts by row; their pages are held until the host closes them."""
 
-    table: Int[Array, "R prompt_width"]
-    length: Int[Array, " R"]  # tokens of the prompt; the cache holds all but the last
-    last_token: Int[Array, " R"]
+    table: Int[ArrayLike, "R prompt_width"]
+    length: Int[ArrayLike, " R"]  # tokens of the prompt; the cache holds all but the last
+    last_token: Int[ArrayLike, " R"]
 
 
-@struct.dataclass
-class WindowInputs:
-    """What the host hands over with a window.
+class WindowInputs(Record):
+    """Host inputs of a decode window.
 
     Attributes:
-      prompt_row: of each request, where its prompt is open.
+      prompt_row: of each request, the row of its open prompt.
       output_row: of each request, the row of `Outputs` that it will fill.
-      address: of each request.
+      address: of each request (`token.address`).
       sampling: of each request.
-      count: requests; the first so many entries. They stand behind those that wait already.
-      closing: prompt rows of which no draw is running or waiting, to be given up.
+      count: number of requests, at the front; they queue behind those that wait already.
+      closing: prompt rows to release; none of their draws runs or waits.
       reserve: pages that new responses must leave free, for prompts about to be opened.
     """
 
-    prompt_row: Int[Array, " Q"]
-    output_row: Int[Array, " Q"]
-    address: UInt32[Array, "Q 4"]
+    prompt_row: Int[ArrayLike, " Q"]
+    output_row: Int[ArrayLike, " Q"]
+    address: UInt32[ArrayLike, "Q 4"]
     sampling: Sampling
-    count: Int[Array, ""]
-    closing: Bool[Array, " R"]
-    reserve: Int[Array, ""]
+    count: Int[ArrayLike, ""]
+    closing: Bool[ArrayLike, " R"]
+    reserve: Int[ArrayLike, ""]
 
 
-@struct.dataclass
-class PrefillBatch:
+class PrefillBatch(Record):
     """Prompts of about one length, right-padded; rows of the prompt table beyond its end are padding."""
 
-    tokens: Int[Array, "B T"]
-    length: Int[Array, " B"]
-    rows: Int[Array, " B"]
+    tokens: Int[ArrayLike, "B T"]
+    length: Int[ArrayLike, " B"]
+    rows: Int[ArrayLike, " B"]
 
 
-@struct.dataclass
-class Queue:
-    """Requests that wait for a slot: a ring, in which entry i stands at i modulo its size. [head, end) wait."""
+class Queue(Record):
+    """Ring of requests that wait for a slot: entries head to end - 1, each at its number modulo the size."""
 
-    prompt_row: Int[Array, " Q"]
-    output_row: Int[Array, " Q"]
-    key: UInt32[Array, "Q 2"]
+    prompt_row: Int[ArrayLike, " Q"]
+    output_row: Int[ArrayLike, " Q"]
+    key: UInt32[ArrayLike, "Q 2"]
     sampling: Sampling
-    head: Int[Array, ""]
-    end: Int[Array, ""]
+    head: Int[ArrayLike, ""]
+    end: Int[ArrayLike, ""]
 
 
-@struct.dataclass
-class Slots:
-    """What is being decoded side by side. An inactive slot is masked padding."""
+class Slots(Record):
+    """Responses that are decoded at the same time. An inactive slot is masked padding."""
 
-    active: Bool[Array, " S"]
-    token: Int[Array, " S"]  # the next input; its key and value are not in the cache yet
-    position: Int[Array, " S"]  # of `token` in its sequence
-    count: Int[Array, " S"]  # response tokens so far
+    active: Bool[ArrayLike, " S"]
+    token: Int[ArrayLike, " S"]  # the next input; its key and value are not in the cache yet
+    position: Int[ArrayLike, " S"]  # of `token` in its sequence
+    count: Int[ArrayLike, " S"]  # response tokens so far
     sampling: Sampling
-    key: UInt32[Array, "S 2"]
-    output_row: Int[Array, " S"]
-    table: Int[Array, "S width"]
-    shared: Int[Array, " S"]  # leading table entries that belong to the prompt
-    used: Int[Array, " S"]  # table entries in use; those from `shared` on are the slot's own
+    key: UInt32[ArrayLike, "S 2"]
+    output_row: Int[ArrayLike, " S"]
+    table: Int[ArrayLike, "S width"]
+    shared: Int[ArrayLike, " S"]  # leading table entries that belong to the prompt
+    used: Int[ArrayLike, " S"]  # table entries in use; those from `shared` on are the slot's own
 
 
-@struct.dataclass
-class Outputs:
+class Outputs(Record):
     """Responses, finished or growing, each in the row that its request named."""
 
-    tokens: Int[Array, "O max_response"]
-    logprobs: Float[Array, "O max_response"]
-    length: Int[Array, " O"]
-    status: Int[Array, " O"]
+    tokens: Int[ArrayLike, "O max_response"]
+    logprobs: Float[ArrayLike, "O max_response"]
+    length: Int[ArrayLike, " O"]
+    status: Int[ArrayLike, " O"]
 
 
-@struct.dataclass
-class DecodeState:
+class Occupancy(Record):
+    """Pages, prompt rows, queue entries and slots in use: the part of a state that the host can check."""
+
+    pool: PagePool
+    prompts: Prompts
+    queue: Queue
+    slots: Slots
+
+
+class DecodeState(Record):
     """Everything that decoding carries from one decode step to the next, donated to each program and given back."""
 
-    key_pages: Float[Array, "K L*pages page_size padded_H"]
-    value_pages: Float[Array, "K L*pages page_size padded_H"]
+    key_pages: Float[ArrayLike, "K all_pages page_size padded_H"]
+    value_pages: Float[ArrayLike, "K all_pages page_size padded_H"]
     pool: PagePool
     prompts: Prompts
     queue: Queue
     slots: Slots
     outputs: Outputs
-    seed: Int[Array, ""]
-    stop_ids: Int[Array, " stops"]
-    busy: Int[Array, ""]  # slot-steps that made a token in this window
-    decode_steps: Int[Array, ""]  # taken in this window
+    seed: Int[ArrayLike, ""]
+    stop_ids: Int[ArrayLike, " stops"]
+    busy: Int[ArrayLike, ""]  # slot-steps that made a token in this window
+    decode_steps: Int[ArrayLike, ""]  # taken in this window
 
 
-@struct.dataclass
-class WindowOutputs:
-    """What the host reads of a window: a copy, so that the next window may begin before it is read.
+class WindowOutputs(Record):
+    """Outputs of a decode window, copied so that the next window may begin before the host reads them.
 
     Attributes:
       rows: status other than RUNNING where a response ended in this window.
@@ -175,20 +176,19 @@ class WindowOutputs:
     """
 
     rows: Outputs
-    waiting: Int[Array, ""]
-    free_pages: Int[Array, ""]
-    busy: Int[Array, ""]
-    decode_steps: Int[Array, ""]
+    waiting: Int[ArrayLike, ""]
+    free_pages: Int[ArrayLike, ""]
+    busy: Int[ArrayLike, ""]
+    decode_steps: Int[ArrayLike, ""]
 
 
-@struct.dataclass
-class Prefix:
-    """Keys and values of prompts, contiguous: what prefill gives, and what pages are filled from."""
+class Prefix(Record):
+    """Contiguous keys and values of prompts, from which pages are filled."""
 
-    keys: Float[Array, "L B T K H"]
-    values: Float[Array, "L B T K H"]
-    length: Int[Array, " B"]  # tokens of the prompt; 0 for a padding row
-    last_token: Int[Array, " B"]
+    keys: Float[ArrayLike, "L B T K H"]
+    values: Float[ArrayLike, "L B T K H"]
+    length: Int[ArrayLike, " B"]  # tokens of the prompt; 0 for a padding row
+    last_token: Int[ArrayLike, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,33 +229,18 @@ class EngineOptions:
         return pages_lib.num_pages(self.max_prompt_tokens, self.page_size)
 
 
-def empty_state(o: EngineOptions, architecture: Architecture | None = None) -> DecodeState:
-    """Returns a state with no prompt open, no slot active, and every page free.
+def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
+    """Returns records of no open prompt, no active slot and free pages, as arrays of `xp` (jnp or numpy)."""
 
-    Without an architecture it is in numpy, without cache and outputs: the window model's.
-    """
-    xp = np if architecture is None else jnp
-
-    def integers(*shape):
+    def integers(*shape: int) -> Any:
         return xp.zeros(shape, xp.int32)
 
-    def sampling(rows):
+    def sampling(rows: int) -> Sampling:
         floats = dict(temperature=xp.ones(rows, xp.float32), top_p=xp.ones(rows, xp.float32))
         return Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats)
 
-    slots, outputs, key_pages, value_pages = o.slots, None, None, None
-    if architecture is not None:
-        pages = (architecture.num_layers * o.pages, o.page_size, o.padded_head_dim(architecture))
-        key_pages, value_pages = (xp.zeros((architecture.num_kv_heads, *pages), xp.dtype(o.dtype)) for _ in range(2))
-        outputs = Outputs(
-            tokens=integers(o.output_rows, o.max_response_tokens),
-            logprobs=xp.zeros((o.output_rows, o.max_response_tokens), xp.float32),
-            length=integers(o.output_rows),
-            status=integers(o.output_rows),
-        )
-    return DecodeState(
-        key_pages=key_pages,
-        value_pages=value_pages,
+    rows, slots = o.output_rows, o.slots
+    return Occupancy(
         pool=pages_lib.make_pool(o.pages, xp),
         prompts=Prompts(
             table=integers(o.open_prompts, o.prompt_width),
@@ -263,28 +248,37 @@ def empty_state(o: EngineOptions, architecture: Architecture | None = None) -> D
             last_token=integers(o.open_prompts),
         ),
         queue=Queue(
-            prompt_row=integers(o.output_rows),
-            output_row=integers(o.output_rows),
-            key=xp.zeros((o.output_rows, 2), xp.uint32),
-            sampling=sampling(o.output_rows),
-            head=integers(),
-            end=integers(),
+            prompt_row=integers(rows), output_row=integers(rows), key=xp.zeros((rows, 2), xp.uint32),
+            sampling=sampling(rows), head=integers(), end=integers(),
         ),
         slots=Slots(
-            active=xp.zeros(slots, bool),
-            token=integers(slots),
-            position=integers(slots),
-            count=integers(slots),
-            sampling=sampling(slots),
-            key=xp.zeros((slots, 2), xp.uint32),
-            output_row=integers(slots),
-            table=integers(slots, o.table_width),
-            shared=integers(slots),
-            used=integers(slots),
+            active=xp.zeros(slots, bool), token=integers(slots), position=integers(slots), count=integers(slots),
+            sampling=sampling(slots), key=xp.zeros((slots, 2), xp.uint32), output_row=integers(slots),
+            table=integers(slots, o.table_width), shared=integers(slots), used=integers(slots),
         ),
-        outputs=outputs,
-        seed=xp.int32(o.seed),
-        stop_ids=xp.asarray(o.stop_ids, xp.int32),
-        busy=integers(),
-        decode_steps=integers(),
+    )  # fmt: skip
+
+
+def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
+    """Returns a state with no prompt open, no slot active, and every page free."""
+    layers_pages = architecture.num_layers * o.pages
+    pages = (architecture.num_kv_heads, layers_pages, o.page_size, o.padded_head_dim(architecture))
+    empty = empty_occupancy(o)
+    return DecodeState(
+        key_pages=jnp.zeros(pages, jnp.dtype(o.dtype)),
+        value_pages=jnp.zeros(pages, jnp.dtype(o.dtype)),
+        pool=empty.pool,
+        prompts=empty.prompts,
+        queue=empty.queue,
+        slots=empty.slots,
+        outputs=Outputs(
+            tokens=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.int32),
+            logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
+            length=jnp.zeros(o.output_rows, jnp.int32),
+            status=jnp.zeros(o.output_rows, jnp.int32),
+        ),
+        seed=jnp.int32(o.seed),
+        stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
+        busy=jnp.int32(0),
+        decode_steps=jnp.int32(0),
     )

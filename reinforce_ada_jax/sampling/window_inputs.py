@@ -30,7 +30,7 @@ def window_inputs(
       reserve: pages that new responses must leave free.
     """
 
-    def column(values: Sequence, dtype: type, empty: float = 0) -> np.ndarray:
+    def column(values: Sequence, dtype: type, empty: int = 0) -> np.ndarray:
         array = np.full(options.output_rows, empty, dtype)
         array[: len(entries)] = values
         return array
@@ -48,7 +48,7 @@ def window_inputs(
             top_k=column([entry.sampling.top_k for entry in entries], np.int32),
             top_p=column([entry.sampling.top_p for entry in entries], np.float32, 1),
         ),
-        count=np.int32(len(entries)),
+        count=np.asarray(len(entries), np.int32),
         closing=closing,
-        reserve=np.int32(reserve),
+        reserve=np.asarray(reserve, np.int32),
     )

@@ -16,13 +16,12 @@ from reinforce_ada_jax.sampling.state import (
     RUNNING,
     STOPPED,
     TRUNCATED,
-    DecodeState,
     EngineOptions,
     Outputs,
     PrefillBatch,
     WindowInputs,
     WindowOutputs,
-    empty_state,
+    empty_occupancy,
 )
 
 # (address, max_tokens) -> the tokens of the response, and True if max_tokens ended it.
@@ -33,13 +32,13 @@ class WindowModel:
     """One replica: a state that each call changes in place.
 
     Attributes:
-      state: as the device has it, without cache and outputs.
+      state: that part of the device's state.
       responses: (tokens, truncated) of each request in the queue or in a slot, by output row.
     """
 
     def __init__(self, options: EngineOptions, respond: Respond):
         self.options, self._respond = options, respond
-        self.state: DecodeState = empty_state(options)
+        self.state = empty_occupancy(options, np)
         self.responses: dict[int, tuple[np.ndarray, bool]] = {}
 
     # ---- what a test may look at ---------------------------------------------------------------------------------
@@ -75,13 +74,14 @@ class WindowModel:
 
         def starved() -> bool:
             idle = o.slots - slots.active.sum()
-            return queue.head >= queue.end and idle >= max(1, o.slots // 4) and len(ended) >= max(1, o.slots // 8)
+            dry = bool(queue.head >= queue.end and idle >= max(1, o.slots // 4))
+            return dry and len(ended) >= max(1, o.slots // 8)
 
         def wanted() -> bool:
-            return decode_steps < o.window and slots.active.any() and not starved()
+            return decode_steps < o.window and bool(slots.active.any()) and not starved()
 
         def few_left(width: int) -> bool:
-            return queue.head >= queue.end and slots.active.sum() <= width
+            return bool(queue.head >= queue.end and slots.active.sum() <= width)
 
         def advance() -> None:
             """Decodes until a response ends or the window does: in between nothing can change."""
@@ -125,7 +125,7 @@ class WindowModel:
     def _close_prompts(self, closing: np.ndarray) -> None:
         prompts = self.state.prompts
         for row in np.flatnonzero(closing).tolist():
-            self._free(prompts.table[row, : num_pages(prompts.length[row] - 1, self.options.page_size)])
+            self._free(prompts.table[row, : num_pages(int(prompts.length[row]) - 1, self.options.page_size)])
 
     def _enqueue(self, inputs: WindowInputs) -> None:
         queue, size = self.state.queue, self.options.output_rows
@@ -186,6 +186,6 @@ class WindowModel:
             outputs.status[row] = TRUNCATED if truncated else STOPPED
         queue = self.state.queue
         return WindowOutputs(
-            rows=outputs, waiting=queue.end - queue.head, free_pages=self.state.pool.available.copy(),
-            busy=np.int32(busy), decode_steps=np.int32(decode_steps),
+            rows=outputs, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
+            busy=np.asarray(busy, np.int32), decode_steps=np.asarray(decode_steps, np.int32),
         )  # fmt: skip

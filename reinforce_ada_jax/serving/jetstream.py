@@ -29,9 +29,10 @@ def _stand_in_for_seqio() -> None:
     if "seqio" in sys.modules or importlib.util.find_spec("seqio") is not None:
         return
     seqio, vocabularies = types.ModuleType("seqio"), types.ModuleType("seqio.vocabularies")
-    vocabularies.Vocabulary = type("Vocabulary", (), {})
-    vocabularies.SentencePieceVocabulary = type("SentencePieceVocabulary", (vocabularies.Vocabulary,), {})
-    seqio.vocabularies = vocabularies
+    vocabulary = type("Vocabulary", (), {})
+    sentence_piece = type("SentencePieceVocabulary", (vocabulary,), {})
+    vars(vocabularies).update(Vocabulary=vocabulary, SentencePieceVocabulary=sentence_piece)
+    vars(seqio).update(vocabularies=vocabularies)
     sys.modules |= {"seqio": seqio, "seqio.vocabularies": vocabularies}
 
 
@@ -92,6 +93,6 @@ def orchestrator() -> types.ModuleType:
     root.setLevel(level)
     root.handlers[:] = handlers
     if not hasattr(jax, "tree_map"):
-        jax.tree_map = jax.tree_util.tree_map
+        setattr(jax, "tree_map", jax.tree_util.tree_map)  # noqa: B010  (a removed name, unknown to type checkers)
     _survive_idling(module.Driver)
     return module

@@ -130,7 +130,7 @@ class Servicer:
     async def _accept(self, request: Any, context: grpc.aio.ServicerContext) -> np.ndarray:
         """Returns the prompt's tokens when the Driver may have them; or ends the call with the reason for a refusal."""
         try:
-            check_supported(request, context.invocation_metadata() or ())
+            check_supported(request, tuple(context.invocation_metadata() or ()))
             self._check_limits(request)
             prompt = await asyncio.to_thread(self._prompt, request)
         except ValueError as error:

@@ -13,7 +13,7 @@ import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL
 from reinforce_ada_jax.sampling.simulation import HostArray
-from reinforce_ada_jax.sampling.state import DecodeState, EngineOptions, PrefillBatch, WindowInputs, WindowOutputs
+from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, PrefillBatch, WindowInputs, WindowOutputs
 from reinforce_ada_jax.sampling.window_model import WindowModel
 
 VOCABULARY = 50_000
@@ -111,5 +111,5 @@ class PageEngine:
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         return [jax.tree.map(lambda x, at=replica: x[at], outputs) for replica in range(self.replicas)]
 
-    def fetch(self, state: list[PageReplica]) -> list[DecodeState]:
+    def fetch(self, state: list[PageReplica]) -> list[Occupancy]:
         return [jax.tree.map(np.array, replica.state) for replica in state]

@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.config import defaults, least_pages, validate
+from reinforce_ada_jax.config import Config, check, least_pages, replaced
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.sampling.state import Prefix, SamplingParams
 from reinforce_ada_jax.training.components import engine_options
 from tests.policy.adapting import ALL, random_adapters
 from tests.sampling import tiny
 
 GREEDY = SamplingParams(8, temperature=0.0)
+NOTHING = Prefix(*np.zeros((4, 1)))  # never read
 
 
 def tiny_engine(mesh=None, **changes):
@@ -36,27 +37,29 @@ def pointers(tree):
 
 
 def test_options_are_those_of_the_configuration():
-    config = defaults()
-    config.seed, config.model.compute_dtype, config.data.max_prompt_tokens = 5, "float32", 17
-    config.sampling.update(dict(slots=4, window=2, page_size=4, prefill_rows=2, max_response_tokens=12))
+    config = replaced(Config(), {
+        "seed": 5, "model.compute_dtype": "float32", "data.max_prompt_tokens": 17, "sampling.slots": 4,
+        "sampling.window": 2, "sampling.page_size": 4, "sampling.prefill_rows": 2, "sampling.max_response_tokens": 12,
+    })  # fmt: skip
     options = engine_options(config, (3, 7))
     expected = dataclasses.replace(tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=4 * 8 + 5 * 5 + 1)
     assert options == expected
-    config.collection.barrier, config.collection.prompts_per_iteration = True, 8
-    assert engine_options(config, (3, 7)).open_prompts == 8
+    barrier = replaced(config, {"collection.barrier": True, "collection.prompts_per_iteration": 8})
+    assert engine_options(barrier, (3, 7)).open_prompts == 8
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
     assert (int(state.seed), state.stop_ids.tolist()) == (5, [3, 7])
     # An evaluation with longer responses is decoded by the same engine.
-    config.evaluation.update(dict(benchmarks=("a.jsonl",), max_response_tokens=20))
-    assert engine_options(config, (3, 7)).max_response_tokens == 20
+    longer = replaced(config, {"evaluation.benchmarks": ("a.jsonl",), "evaluation.max_response_tokens": 20})
+    assert engine_options(longer, (3, 7)).max_response_tokens == 20
 
 
 def test_the_fewest_pages_are_those_of_the_scarce_engine():
-    config = defaults()
-    config.model.path, config.data.prompts, config.data.max_prompt_tokens = "m", "p", 17
-    config.sampling.update(dict(page_size=4, max_response_tokens=12, pages=14))
-    validate(config)
+    config = replaced(Config(), {
+        "model.path": "m", "data.prompts": "p", "data.max_prompt_tokens": 17, "sampling.page_size": 4,
+        "sampling.max_response_tokens": 12, "sampling.pages": 14,
+    })  # fmt: skip
+    check(config)
     assert least_pages(config) == tiny.SCARCE["pages"]
 
 
@@ -150,10 +153,10 @@ def test_every_replica_has_slots_and_pages_of_its_own():
     assert state.key_pages.sharding.shard_shape(state.key_pages.shape) == (1, 1, 2 * 14, 4, 8)
     assert state.slots.active.sharding.shard_shape(state.slots.active.shape) == (1, 8)
     with pytest.raises(ValueError, match="one by one in one replica, and there are 4"):
-        engine.insert(None, None, 0, None, None)
+        engine.insert(state, NOTHING, 0, np.zeros(4, np.uint32), GREEDY)
 
 
 def test_slots_are_not_filled_one_by_one_from_a_pool_too_small_for_all():
     # 8 slots of 8 pages, 14 pages: pages would be allocated twice.
     with pytest.raises(ValueError, match="8 slots of 8 pages do not fit into a pool of 14"):
-        tiny_engine().insert(None, None, 0, None, None)
+        tiny_engine().insert(tiny_engine().init_decode_state(), NOTHING, 0, np.zeros(4, np.uint32), GREEDY)

@@ -50,7 +50,7 @@ def test_nothing_to_see_gives_zeros(case):
 def test_an_unknown_backend_is_refused(case):
     query, _, _, (key_pages, value_pages), table = case
     with pytest.raises(ValueError, match="attention backend 'magic' is not one of jnp"):
-        paged_attention(query, key_pages, value_pages, LENGTHS, table, backend="magic")
+        paged_attention(*map(jnp.asarray, (query, key_pages, value_pages, LENGTHS, table)), backend="magic")
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f])

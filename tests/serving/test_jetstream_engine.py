@@ -11,7 +11,7 @@ import pytest
 import reinforce_ada_jax
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.config import Config, replaced
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -45,9 +45,10 @@ class Served:
 def served():
     architecture, params = huggingface.load(CIPHER)
     tokenizer = Tokenizer.load(CIPHER)
-    config = defaults()
-    config.model.compute_dtype, config.data.max_prompt_tokens = "float32", 8
-    config.sampling.update(dict(slots=3, window=4, page_size=4, prefill_rows=1, max_response_tokens=LIMIT))
+    config = replaced(Config(), {
+        "model.compute_dtype": "float32", "data.max_prompt_tokens": 8, "sampling.slots": 3, "sampling.window": 4,
+        "sampling.page_size": 4, "sampling.prefill_rows": 1, "sampling.max_response_tokens": LIMIT,
+    })  # fmt: skip
     options = engine_options(config, tokenizer.stop_ids)
     engine = JetStreamEngine(Engine(architecture, options, mesh=mesh_lib.make_mesh()), tokenizer, GREEDY)
     texts = [problem["problem"] for problem in cipher.problems("heldout")[:8]]
