@@ -149,7 +149,10 @@ def test_too_few_pages_for_one_response(tmp_path, capsys):
         ({"iterations": -1}, ["iterations is -1"]),
         ({"data.prompts": "none.jsonl"}, ["no file none.jsonl", "cipher:train"]),
         ({"evaluation.benchmarks": ("none.jsonl",)}, ["no file none.jsonl"]),
-        ({"collection.prompts_per_iteration": 2048}, ["takes 2,048 different prompts", "there are 1,024", "or add prompts"]),
+        (
+            {"collection.prompts_per_iteration": 2048},
+            ["takes 2,048 different prompts", "there are 1,024", "or add prompts"],
+        ),
         ({"model.path": "Qwen/Qwen2.5-1.5B"}, ["Qwen/Qwen2.5-1.5B is not a folder", "not a hub id"]),
         ({"data.template": "qwen_math"}, ["no chat template", "data.template='plain'"]),
         ({"mesh.data": 16}, ["mesh.data", "= 16", "8 devices", "lower one of them"]),
