@@ -89,18 +89,10 @@ def make_trainer(
     if config.learning.kl_coefficient:  # adapters begin as no change, so their base is the reference
         dtype = config.model.compute_dtype
         reference = components_lib.load_params(config, components, dtype) if base is None else base
+    updates, rollouts = Updates(config, strategy, learner, workdir), Rollouts(components.engine)
+    estimator = components_lib.make_estimator(config, components) if strategy.plan else None
     return Trainer(
-        config,
-        workdir,
-        components,
-        prompts,
-        strategy,
-        learner,
-        Updates(config, strategy, learner, workdir),
-        Rollouts(components.engine),
-        components_lib.make_estimator(config, components) if strategy.plan else None,
-        base,
-        reference,
+        config, workdir, components, prompts, strategy, learner, updates, rollouts, estimator, base, reference
     )
 
 

@@ -213,13 +213,11 @@ def write_metrics(run: Run, state: RunState) -> RunState:
     }
     if run.writer is not None:
         run.writer.write(state.iteration, metrics)
-    run.progress.iteration(
-        {
-            "reward": f"{metrics['reward/first_round']:.3f}",
-            "zero-signal": f"{metrics['collection/zero_signal_share']:.2f}",
-            "entropy": f"{metrics['update/entropy']:.2f}",
-        }
-    )
+    run.progress.iteration({
+        "reward": f"{metrics['reward/first_round']:.3f}",
+        "zero-signal": f"{metrics['collection/zero_signal_share']:.2f}",
+        "entropy": f"{metrics['update/entropy']:.2f}",
+    })  # fmt: skip
     averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
     return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
 
@@ -298,21 +296,8 @@ def start(
     progress = Progress(config.iterations, state.iteration, quiet=silent)
     stack.callback(progress.close)
     iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress)
-    run = Run(
-        config,
-        workdir,
-        trainer,
-        iterate,
-        evaluator,
-        verifiers,
-        identity,
-        checkpoints,
-        writer,
-        progress,
-        interrupt,
-        compiles,
-    )
-    return run, state
+    files = (identity, checkpoints, writer, progress, interrupt, compiles)
+    return Run(config, workdir, trainer, iterate, evaluator, verifiers, *files), state
 
 
 def begin_or_resume(

@@ -8,8 +8,11 @@ import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax import train
 from reinforce_ada_jax.data.prompts import PromptCursor
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.training import loop
@@ -163,3 +166,16 @@ def test_the_cursor_passes_the_replacements_that_were_used():
     cursors = [PromptCursor(seed=0, position=position) for position in range(5)]
     chosen = Chosen(prompts[:2], cursors[2], [(prompts[2], cursors[3]), (prompts[3], cursors[4])], None)
     assert [chosen.cursor_after(used) for used in (2, 3, 4)] == cursors[2:]
+
+
+def test_training_from_a_notebook(tmp_path):
+    settings = {"iterations": 1, "evaluation.every": 0, "logging.tensorboard": False, "learning.prompts_per_update": 4}
+    config = tiny(**settings | {"collection.prompts_per_iteration": 4, "sampling.slots": 32})
+    done = train.train(config, tmp_path / "run")
+    assert done.iteration == 1 and [line["iteration"] for line in done.metrics] == [1]
+    state, _ = restored(tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, done.params, state.params)
+    done.export(tmp_path / "model")
+    assert huggingface.load(tmp_path / "model")[0] == done.architecture
+    with pytest.raises(ValueError, match="data.prompts"):
+        train.train(config_lib.replaced(config, {"data.prompts": ""}), tmp_path / "other")
