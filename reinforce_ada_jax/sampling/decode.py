@@ -37,12 +37,12 @@ from reinforce_ada_jax.sampling.state import (
     WindowOutputs,
 )
 
-# With an empty queue and no more than such a part of the slots active, the others aren't computed any more.
+# With an empty queue and at most 1/2, 1/4 or 1/16 of the slots active, only these are computed.
 NARROWER = (2, 4, 16)
 
 
 def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
-    """Keys and values of right-padded prompts. Those at and beyond `length - 1` are never read."""
+    """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
 
     def attend(query, key, value, layer_index, carry):
         mixed, carry, _ = causal_attend(query, key, value, layer_index, carry)
@@ -78,7 +78,7 @@ def _page_size(state: DecodeState) -> int:
 
 
 def open_prompts(state: DecodeState, prefix: Prefix, rows: Int[Array, " B"]) -> DecodeState:
-    """Holds pages for prompts and fills them. `rows` beyond the table (padding) are dropped."""
+    """Allocates and fills the pages of prompts. `rows` beyond the table (padding) are dropped."""
     width = state.prompts.table.shape[1]
     counts = jnp.where(prefix.length > 0, num_pages(prefix.length - 1, _page_size(state)), 0)
     pool, table = pages_lib.allocate(state.pool, counts, width)
@@ -91,7 +91,7 @@ def open_prompts(state: DecodeState, prefix: Prefix, rows: Int[Array, " B"]) -> 
 
 
 def close_prompts(state: DecodeState, closing: Bool[Array, " R"]) -> DecodeState:
-    """Gives back the pages of prompts of which no draw is running or waiting."""
+    """Releases the pages of prompts; none of their draws runs or waits."""
     counts = num_pages(state.prompts.length - 1, _page_size(state))
     held = (jnp.arange(state.prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
     return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held))
@@ -103,7 +103,7 @@ def _own_pages(slots: Slots) -> Bool[Array, "S width"]:
 
 
 def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
-    """Makes slots inactive and gives their own pages back."""
+    """Makes slots inactive and releases their own pages."""
     slots = state.slots
     pool = pages_lib.release(state.pool, slots.table, _own_pages(slots) & ended[:, None])
     slots = slots.replace(
@@ -145,7 +145,7 @@ def insert(
 
 
 def enqueue(state: DecodeState, inputs: WindowInputs) -> DecodeState:
-    """Puts the host's requests behind those that wait. It never hands over more than there is room for."""
+    """Appends the host's requests to the queue, which has room for them."""
     queue, size = state.queue, state.queue.prompt_row.shape[0]
     entry = jnp.arange(size)
     place = jnp.where(entry < inputs.count, (queue.end + entry) % size, size)
@@ -165,7 +165,7 @@ def enqueue(state: DecodeState, inputs: WindowInputs) -> DecodeState:
 
 
 def refill(state: DecodeState, reserve: Int[Array, ""] | int = 0) -> DecodeState:
-    """Idle slots take the requests at the head of the queue, in order, as long as `reserve` pages stay free."""
+    """Starts requests from the head of the queue in idle slots, in order, as long as `reserve` pages stay free."""
     slots, queue, prompts = state.slots, state.queue, state.prompts
     page_size, width = _page_size(state), slots.table.shape[1]
     idle = ~slots.active
@@ -238,7 +238,7 @@ def _copy_pages(
 def decode_token(
     model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, mesh: Mesh | None = None
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
-    """One token for every active slot, written to its output row. Also says which responses ended with it."""
+    """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
     slots, outputs = state.slots, state.outputs
     page_size, pages_per_layer = _page_size(state), state.pool.stack.shape[0]
     page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
@@ -298,16 +298,16 @@ def decode_window(
     backend: str,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, WindowOutputs]:
-    """Up to `window` tokens for all slots, refilled from the queue as they become free.
+    """Decodes up to `window` tokens in all slots, which are refilled from the queue as they become free.
 
-    It ends before that when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and
-    an eighth of them finished: then the host can do better than wait. With the queue empty and few slots active
-    (`NARROWER`), only so many are computed.
+    It ends earlier when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and as many
+    responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
+    active (`NARROWER`), only these are computed.
     """
     num_slots = state.slots.active.shape[0]
     widths = [num_slots // part for part in NARROWER if num_slots >= part]
     state = enqueue(close_prompts(state, inputs.closing), inputs)
-    # What the last window finished stands in its outputs.
+    # Responses that the last window finished are in its outputs.
     running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
     state = state.replace(outputs=running, busy=jnp.int32(0), decode_steps=jnp.int32(0))
 

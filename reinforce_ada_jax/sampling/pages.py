@@ -1,6 +1,6 @@
-"""The pool of cache pages: who holds which, in-graph.
+"""The pool of cache pages, allocated and released inside compiled programs.
 
-A page holds the keys and values of `page_size` tokens for every layer. Free pages stand on a stack; allocation pops,
+A page holds the keys and values of `page_size` tokens for every layer. Free pages are on a stack; allocation pops,
 release pushes, and both are vectorised over rows, so that a compiled program can do them in the middle of decoding.
 Page `NULL` is never handed out: idle slots and padding write there, and unused table entries point there.
 
@@ -44,9 +44,9 @@ def make_pool(num_pages: int, xp: types.ModuleType = jnp) -> PagePool:
 
 
 def allocate(pool: PagePool, counts: Int[Array, " R"], width: int) -> tuple[PagePool, Int[Array, "R width"]]:
-    """Takes `counts[r]` pages for each row r; entries beyond a row's count are `NULL`.
+    """Allocates `counts[r]` pages for each row r; entries beyond a row's count are `NULL`.
 
-    The caller sees to it that sum(counts) <= pool.available and counts <= width.
+    The caller ensures sum(counts) <= pool.available and counts <= width.
     """
     before = jnp.cumsum(counts) - counts
     column = jnp.arange(width)[None]
@@ -56,7 +56,7 @@ def allocate(pool: PagePool, counts: Int[Array, " R"], width: int) -> tuple[Page
 
 
 def release(pool: PagePool, pages: Int[Array, "R width"], held: Bool[Array, "R width"]) -> PagePool:
-    """Gives back those of `pages` that are marked as held."""
+    """Releases those of `pages` that are marked as held."""
     pages, held = pages.reshape(-1), held.reshape(-1)
     out_of_range = pool.stack.shape[0]
     place = jnp.where(held, pool.available + jnp.cumsum(held) - 1, out_of_range)

@@ -27,7 +27,7 @@ TPU_SCALAR_BYTES = 2**20
 GPU_BLOCK_TOKENS = 64
 # Programs that keep a large GPU busy (an H100 has 132 multiprocessors); fewer slots and heads than that split tokens.
 GPU_PROGRAMS = 256
-# Triton multiplies matrices with at least so many rows and columns.
+# Triton multiplies matrices with at least this many rows and columns.
 TRITON_TILE = 16
 # The maximum of no scores: finite, so that the difference of two of them is 0.
 NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)

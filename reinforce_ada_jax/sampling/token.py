@@ -16,30 +16,30 @@ from reinforce_ada_jax.sampling.state import Sampling
 
 
 def stream(iteration: int, evaluation: bool = False) -> int:
-    """The first word of an address: training and evaluation of one iteration never share a draw."""
+    """Returns the first word of an address: training and evaluation of an iteration share no draw."""
     return 2 * iteration + evaluation
 
 
 def address(stream_word: int, prompt_id: str, draw: int) -> np.ndarray:
-    """uint32[4]: where the randomness of one response lives, under the run's seed."""
+    """Returns uint32[4], the address of a response: with the run's seed it decides all its randomness."""
     digest = hashlib.blake2b(prompt_id.encode(), digest_size=8).digest()
     high, low = np.frombuffer(digest, "<u4")
     return np.array([stream_word, high, low, draw], np.uint32)
 
 
 def draw_keys(seed: Int[Array, ""], addresses: UInt32[Array, "S 4"]) -> UInt32[Array, "S 2"]:
-    """The key data of each response: the run's seed with the address folded in word by word."""
+    """Returns the key data of each response: the run's seed with the address folded in word by word."""
 
     fold = jax.vmap(lambda key, word: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), word)))
     first = jnp.broadcast_to(jax.random.key_data(jax.random.key(seed)), (addresses.shape[0], 2))
-    # A scan over the words, for the compiler's sake: it meets the hash once in place of four times.
+    # A scan over the words, so that the hash is compiled once instead of four times.
     return jax.lax.scan(lambda keys, words: (fold(keys, words), None), first, addresses.T)[0]
 
 
 def perturbed_scores(
     logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]
 ) -> Float[Array, "S V"]:
-    """log pi + Gumbel noise of this draw and position; the argmax is a sample of pi."""
+    """Returns log pi + Gumbel noise of this draw and position; the argmax is a sample of pi."""
 
     def perturbed(row):
         logprobs, key_data, position = row
@@ -50,7 +50,7 @@ def perturbed_scores(
 
 
 def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:
-    """-inf for tokens outside of the `top_k` most probable, and of the smallest set that holds `top_p` of those.
+    """Sets to -inf all but the `top_k` most probable tokens, and of these all but the smallest set that holds `top_p`.
 
     The order is that of `transformers`: temperature, then k, then p of what k left. The most probable token always
     stays. Ties with the k-th token stay, too. k = 0 and p = 1 leave everything.
@@ -68,7 +68,7 @@ def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Flo
 
 
 def _argmax(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
-    """The first place of each row's maximum. XLA's own argmax compares pairs one by one on a CPU: 10 times slower."""
+    """Returns the first index of each row's maximum; XLA's argmax takes 10 times as long on a CPU."""
     place = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None]
     is_largest = scores == jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(is_largest, place, scores.shape[-1] - 1), axis=-1)
@@ -80,7 +80,7 @@ def sample(
     positions: Int[Array, " S"],
     sampling: Sampling,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """One token per slot, and its log-probability under the untruncated distribution at the slot's temperature.
+    """Samples one token per slot; also returns its log-probability, untruncated, at the slot's temperature.
 
     Args:
       logits: of the next token.
@@ -91,7 +91,7 @@ def sample(
     greedy = sampling.temperature == 0
     logprobs = distribution(logits, jnp.where(greedy, 1.0, sampling.temperature)[:, None])
     cut = (sampling.top_k > 0) | (sampling.top_p < 1)
-    # Sorting a vocabulary is dear; training never does.
+    # Sorting a vocabulary is expensive; training never does.
     allowed = jax.lax.cond(jnp.any(cut), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs)
     scores = jnp.where(greedy[:, None], logprobs, perturbed_scores(allowed, keys, positions))
     tokens = _argmax(scores)
