@@ -21,7 +21,7 @@ _PUBLIC = {
     if isinstance(node, ast.ImportFrom) and node.module
     for alias in node.names
 }
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605  (made of the declarations)
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605  # pyright: ignore[reportUnsupportedDunderAll]  (__init__.pyi declares it)
 
 
 def __getattr__(name: str) -> Any:

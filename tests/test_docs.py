@@ -200,6 +200,7 @@ RUN_BY = {
     "benchmark iteration": "tests/benchmarks/test_iteration.py::test_one_iteration_by_its_phases",
     "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
     "benchmark learning": "by hand: hours of two cores",
+    "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",
     "make lint": ".ci/run",
