@@ -23,11 +23,14 @@ _FOR_GOOD = frozenset({
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
-def define_config() -> flags.FlagHolder[ConfigDict]:
-    """The flag --config=FILE.py, whose keys are flags too: --config.collection.strategy=grpo."""
-    holder = config_flags.DEFINE_config_file(
-        "config", None, "A file with get_config(), such as configs/tiny.py; override with --config.SECTION.KEY=VALUE."
-    )
+def define_config(settings: str = "") -> flags.FlagHolder[ConfigDict]:
+    """Defines the flag --config=FILE.py, whose settings are flags too: --config.collection.strategy=grpo.
+
+    Args:
+      settings: description of the settings for --help (`config.reference.help_text`).
+    """
+    text = "A file with get_config(), such as configs/tiny.py; override with --config.SECTION.KEY=VALUE."
+    holder = config_flags.DEFINE_config_file("config", None, f"{text}\n\n{settings}")
     flags.mark_flag_as_required("config")
     return holder
 
@@ -72,7 +75,18 @@ def interruptible(kept: str) -> Iterator[None]:
         fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
 
 
+def _show_help() -> NoReturn:
+    """Prints what the command does, its flags, and the settings that --config has."""
+    print(sys.modules["__main__"].__doc__)
+    print(flags.FLAGS.main_module_help())
+    if "config" in flags.FLAGS:
+        print(f"\n  --config: {flags.FLAGS['config'].help}")
+    sys.exit(0)
+
+
 def _parse(argv: list[str]) -> list[str]:
+    if {"-h", "-help", "--help"} & {*argv[1:]}:
+        _show_help()
     try:
         arguments = flags.FLAGS(argv)
         # A file that could not be read shows when its configuration is first touched.

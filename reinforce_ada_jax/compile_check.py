@@ -19,7 +19,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, reference
 from reinforce_ada_jax.planning import plan, report
 
 
@@ -57,7 +57,7 @@ def main(
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config()
+    CONFIG = cli.define_config(reference.help_text())
     TOPOLOGY = flags.DEFINE_string("topology", None, "The slice: v5e:2x4, v5p:2x2x1, v6e:2x4, ...", required=True)
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
     PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; half of the limit.")

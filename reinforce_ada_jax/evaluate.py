@@ -16,7 +16,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, reference
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
 from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
@@ -72,7 +72,7 @@ def main(
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config()
+    CONFIG = cli.define_config(reference.help_text())
     WORKDIR = flags.DEFINE_string("workdir", None, "A run's work directory: its newest checkpoint is evaluated.")
     MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder to evaluate instead.")
     BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, in place of the configured ones.")

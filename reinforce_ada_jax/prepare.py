@@ -19,7 +19,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, reference
 from reinforce_ada_jax.evaluation.preparation import OutputFiles, prepare
 
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
@@ -33,7 +33,7 @@ def main(config: Config, source: str, output: pathlib.Path, pass_rates: tuple[fl
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config()
+    CONFIG = cli.define_config(reference.help_text())
     INPUT = flags.DEFINE_string(
         "input", None, "Problems: a JSONL file, or any other source that data.prompts may name.", required=True
     )

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, reference
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.distributed.watchdog import RESTART
@@ -90,7 +90,7 @@ sys.modules[__name__].__class__ = _Command
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config()
+    CONFIG = cli.define_config(reference.help_text())
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )

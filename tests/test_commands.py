@@ -301,3 +301,14 @@ def test_warm_start_overwrites_nothing(tmp_path, capsys):
     text = refused(capsys, warm_start.main, tiny(), tmp_path)
     check_message(text, f"{tmp_path} exists already", "another --output")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_the_flags_and_every_setting():
+    for flag in ("--help", "-h"):
+        done = subprocess.run(
+            [sys.executable, "-m", "reinforce_ada_jax.compile_check", flag],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "--topology" in done.stdout and done.stderr == ""
+        missing = [key for key, _ in config_lib.settings() if f"--config.{key}=" not in done.stdout]
+        assert missing == []
