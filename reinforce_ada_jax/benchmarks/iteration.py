@@ -90,7 +90,13 @@ class ScriptedRollouts(Rollouts):
         self.script = script
 
     def sampler(
-        self, params: Params, *, sampling: SamplingParams | Callable[[Request], SamplingParams], **settings: Any
+        self,
+        params: Params | None,
+        *,
+        stream: int,
+        sampling: SamplingParams | Callable[[Request], SamplingParams],
+        prefetch_stream: int | None = None,
+        policy_version: int = 0,
     ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
         """As that of `Rollouts`."""
 
@@ -98,7 +104,13 @@ class ScriptedRollouts(Rollouts):
             configured = sampling if isinstance(sampling, SamplingParams) else sampling(request)
             return dataclasses.replace(configured, max_tokens=self.script.length(request))
 
-        return super().sampler(params, sampling=scripted, **settings)
+        return super().sampler(
+            params,
+            stream=stream,
+            sampling=scripted,
+            prefetch_stream=prefetch_stream,
+            policy_version=policy_version,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

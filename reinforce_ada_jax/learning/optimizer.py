@@ -31,10 +31,12 @@ def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = No
         ),
     )
 
-    def update(gradients, state, params=None):
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         # AdamW raises a float to an integer count, which a caller's strict promotion of dtypes would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(gradients, state, params)
+            return optimizer.update(updates, state, params)
 
     return optax.GradientTransformation(optimizer.init, update)
 
