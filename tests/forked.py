@@ -102,6 +102,11 @@ def _parent(read: frozenset[tuple[str, str]]) -> socket.socket:
     return _PARENTS[read][1]
 
 
+def parents() -> set[int]:
+    """Returns the process ids of the processes that fork."""
+    return {process.pid for process, _ in _PARENTS.values()}
+
+
 def close() -> None:
     """Ends the processes that fork."""
     while _PARENTS:

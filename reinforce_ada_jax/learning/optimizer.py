@@ -17,6 +17,18 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
     return schedule
 
 
+def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns `optimizer` for callers with strict promotion of dtypes: Adam raises a float to an integer count."""
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        with jax.numpy_dtype_promotion("standard"):
+            return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(optimizer.init, update)
+
+
 def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = None) -> optax.GradientTransformation:
     """The optimiser that the `learning` section describes; `first_moment_dtype` None: that of the weights."""
     optimizer = optax.chain(
@@ -30,15 +42,7 @@ def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = No
             mu_dtype=first_moment_dtype,
         ),
     )
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
-        # AdamW raises a float to an integer count, which a caller's strict promotion of dtypes would refuse.
-        with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(updates, state, params)
-
-    return optax.GradientTransformation(optimizer.init, update)
+    return with_standard_promotion(optimizer)
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: Params, shardings: Params, mesh: Mesh):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.learning.optimizer import with_standard_promotion
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge
 from reinforce_ada_jax.types import Pool, Prompt
@@ -83,7 +84,7 @@ def fit(
     def one(carry, _):
         head, state = carry
         loss, slope = jax.value_and_grad(head_loss)(head, features, correct, drawn)
-        changes, state = optax.adam(learning_rate).update(slope, state)
+        changes, state = with_standard_promotion(optax.adam(learning_rate)).update(slope, state)
         return (cast(Head, optax.apply_updates(head, changes)), state), loss
 
     (head, state), losses = jax.lax.scan(one, (head, state), length=steps)

@@ -84,7 +84,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     def decode_token(params, state):
         active = state.slots.active
         state, ended = decode.decode_token(merge(architecture, params), state, **decoding)
-        result = jnp.stack([state.slots.token, active, state.slots.count], axis=1).astype(jnp.int32)
+        result = jnp.stack([state.slots.token, active.astype(jnp.int32), state.slots.count], axis=1)
         return decode.release_slots(state, ended), result
 
     return Programs(

@@ -19,6 +19,7 @@ from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.types import Verdict
+from tests import forked
 from tests.rewards import graders
 
 RIGHT, WRONG = Verdict(True, 1.0), Verdict(False, 0.0)
@@ -29,9 +30,9 @@ def failed(reason):
 
 
 def children():
-    """Process ids of this process's children, zombies included."""
+    """Process ids of this process's children, zombies included; without the one that forks commands for tests."""
     with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
-        return file.read().split()
+        return [child for child in file.read().split() if int(child) not in forked.parents()]
 
 
 def is_running(pid):
