@@ -153,14 +153,14 @@ def barrier_holds_every_prompt(config: Config) -> None:
         raise ValueError(
             f"sampling.open_prompts is {sampling.open_prompts}, collection.prompts_per_iteration is {prompts}: with "
             "collection.barrier every prompt stays open until the last round, so all must be open at a time. Use at "
-            "least so many, or 0 to have them counted for you."
+            "least that many, or 0 to have them counted for you."
         )
     at_once = (prompts - 1) * math.ceil(longest / sampling.page_size) + least_pages(config)
     if 0 < sampling.pages < at_once:
         raise ValueError(
             f"sampling.pages is {sampling.pages}: with collection.barrier all {prompts} prompts of up to {longest} "
             f"tokens keep their pages until the last round, and with a response's they are {at_once} of "
-            f"{sampling.page_size} tokens. Use at least so many, or 0 to have them counted for you."
+            f"{sampling.page_size} tokens. Use at least that many, or 0 to have them counted for you."
         )
 
 
@@ -171,7 +171,7 @@ def pages_hold_a_response(config: Config) -> None:
         raise ValueError(
             f"sampling.pages is {sampling.pages}: a prompt of {config.data.max_prompt_tokens} tokens with a response "
             f"of {longest_response(config)} needs {least} pages of {sampling.page_size} tokens (one "
-            "of them reserved). Use at least so many, or 0 to have them counted for you."
+            "of them reserved). Use at least that many, or 0 to have them counted for you."
         )
 
 

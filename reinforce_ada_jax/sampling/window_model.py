@@ -47,7 +47,7 @@ class WindowModel:
         """Called when a slot has taken a request of the prompt in a row."""
 
     def on_advance(self, slots: np.ndarray, num_tokens: int) -> None:
-        """Called before these slots decode so many tokens each."""
+        """Called before these slots decode the given numbers of tokens."""
 
     def on_end(self, slot: int) -> None:
         """Called when a slot's response has ended, before its pages are released."""

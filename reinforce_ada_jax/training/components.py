@@ -104,7 +104,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
 
     Raises:
-      ValueError: what the user can mend, in the folder, the configuration or the machine.
+      ValueError: the folder, the configuration or the machine is wrong; the message says what to change.
     """
     architecture = read_config(folder)
     tokenizer = Tokenizer.load(folder)
