@@ -5,11 +5,12 @@ import errno
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+Converted = TypeVar("Converted")
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
 # distributed.watchdog.RESTART: the machine is taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -33,6 +34,12 @@ def define_config(settings: str = "") -> flags.FlagHolder[ConfigDict]:
     holder = config_flags.DEFINE_config_file("config", None, f"{text}\n\n{settings}")
     flags.mark_flag_as_required("config")
     return holder
+
+
+def converted(holder: flags.FlagHolder[ConfigDict], convert: Callable[[ConfigDict], Converted]) -> Converted:
+    """Returns the configuration as `convert` makes it; an error in it ends the process with one message."""
+    with user_input():
+        return convert(holder.value)
 
 
 def fail(message: object, code: int = BAD_INPUT) -> NoReturn:

@@ -86,7 +86,7 @@ if __name__ == "__main__":
     REGRADE = flags.DEFINE_bool("regrade", False, "Grade the stored responses again; no model is needed.")
     cli.run(
         lambda: main(
-            config_lib.resolve(CONFIG.value), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
+            cli.converted(CONFIG, config_lib.resolve), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
             OUTPUT.value, REGRADE.value,
         )
     )  # fmt: skip

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
     cli.run(
         lambda: main(
-            config_lib.resolve(CONFIG.value), INPUT.value, pathlib.Path(OUTPUT.value), (LEAST.value, MOST.value),
-            COUNT.value,
+            cli.converted(CONFIG, config_lib.resolve), INPUT.value, pathlib.Path(OUTPUT.value),
+            (LEAST.value, MOST.value), COUNT.value,
         )
     )  # fmt: skip

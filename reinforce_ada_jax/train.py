@@ -54,6 +54,8 @@ def train(config: Config | ConfigDict, workdir: str | pathlib.Path, *, quiet: bo
       Interrupted: Ctrl-C or SIGTERM; the state is saved, and the same call resumes it.
     """
     config = config if isinstance(config, Config) else config_lib.resolve(config)
+    if processes.count() > 1:
+        raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
         run, state = loop.start(config, pathlib.Path(workdir), _benchmarks, stack, quiet=quiet)
         outcome = loop.run_to_end(run, state)
@@ -72,9 +74,9 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
         outcome = loop.run_to_end(run, state)
     if outcome.ending is not Ending.FINISHED:
         cli.fail(outcome.message, EXIT_CODES[outcome.ending])
-    if processes.is_writer():
+    if processes.is_writer() and outcome.state is not None:
         print(
-            f"finished iteration {config.iterations}. Weights: {workdir}/checkpoints; export them with\n"
+            f"finished iteration {outcome.state.iteration}. Weights: {workdir}/checkpoints; export them with\n"
             f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
         )
 
@@ -103,6 +105,6 @@ if __name__ == "__main__":
         with processes.member():  # a process that can't join must end at once, too
             with cli.user_input():
                 processes.initialize(cluster=DISTRIBUTED.value)
-            main(config_lib.resolve(CONFIG.value), pathlib.Path(WORKDIR.value), quiet=QUIET.value)
+            main(cli.converted(CONFIG, config_lib.resolve), pathlib.Path(WORKDIR.value), quiet=QUIET.value)
 
     cli.run(start)

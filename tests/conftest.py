@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tests import compiling, forked
+from tests import compiling, forked, typechecking  # noqa: F401  (named in pyproject.toml)
 
 # A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -31,7 +31,7 @@ def make_mesh(
     data: int = 1,
     fsdp: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
+    devices: Sequence[Any] | None = None,  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
 ) -> Mesh:
     """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
 

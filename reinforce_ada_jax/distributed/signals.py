@@ -34,7 +34,7 @@ class Interrupt:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
         del frame

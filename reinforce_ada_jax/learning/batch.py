@@ -60,6 +60,8 @@ class Batch:
       reference_logprobs: under the reference policy, where there is a KL term.
     """
 
+    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
+
     tokens: Int[AnyArray, "*M B T"]
     positions: Int[AnyArray, "*M B T"]
     segment_ids: Int[AnyArray, "*M B T"]

@@ -47,6 +47,8 @@ class Adapted:
     "in" and "out" are the weight's own axes, as many as it has; stacked layers have one more in front.
     """
 
+    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
+
     weight: jax.Array  # [*in, *out]
     a: jax.Array  # [*in, rank]
     b: jax.Array  # [rank, *out]

@@ -24,7 +24,7 @@ def _require(holds: bool, broken: str) -> None:
         raise BrokenInvariant(f"an invariant of the engine is broken: {broken}.")
 
 
-def _require_partition(size: int, name: str, **parts: Iterable[int]) -> None:
+def _require_partition(size: int, name: str, **parts: Iterable[int] | np.ndarray) -> None:
     """Requires every number of range(size) in exactly one of the parts, once."""
     numbers = [int(number) for part in parts.values() for number in part]
     if len(numbers) == size and set(numbers) == set(range(size)):

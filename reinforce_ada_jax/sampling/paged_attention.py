@@ -8,6 +8,7 @@ pallas_attention.py. All of them read live pages only: those that hold tokens of
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -26,11 +27,11 @@ def choose_backend(name: str) -> str:
 
 
 def paged_attention(
-    query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size padded_H"],
-    value_pages: Float[Array, "K pages page_size padded_H"],
-    lengths: Int[Array, " S"],
-    table: Int[Array, "S width"],
+    query: Float[Array | np.ndarray, "S N H"],
+    key_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    value_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    lengths: Int[Array | np.ndarray, " S"],
+    table: Int[Array | np.ndarray, "S width"],
     *,
     backend: str,
     mesh: Mesh | None = None,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as plgpu
@@ -47,7 +48,12 @@ def padded_head_dim(head_dim: int, backend: str) -> int:
 
 
 def _over_heads(
-    attend: Callable[..., jax.Array], query: jax.Array, key_pages: jax.Array, *rest: jax.Array, mesh: Mesh, backend: str
+    attend: Callable[..., jax.Array],
+    query: jax.Array | np.ndarray,
+    key_pages: jax.Array | np.ndarray,
+    *rest: jax.Array | np.ndarray,
+    mesh: Mesh,
+    backend: str,
 ) -> jax.Array:
     """Runs `attend` on every device with its own heads, padded to the head dimension of the pool."""
     head_dim, padded_dim = query.shape[-1], key_pages.shape[-1]
@@ -82,11 +88,11 @@ def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
 
 
 def pallas_tpu(
-    query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size padded_H"],
-    value_pages: Float[Array, "K pages page_size padded_H"],
-    lengths: Int[Array, " S"],
-    table: Int[Array, "S width"],
+    query: Float[Array | np.ndarray, "S N H"],
+    key_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    value_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    lengths: Int[Array | np.ndarray, " S"],
+    table: Int[Array | np.ndarray, "S width"],
     *,
     mesh: Mesh,
     interpret: bool = False,
@@ -127,14 +133,14 @@ def pallas_tpu(
 
 
 def _gpu_kernel(
-    query_ref: Float[Array, "rows H"],
-    key_ref: Float[Array, "pages page_size H"],
-    value_ref: Float[Array, "pages page_size H"],
-    length_ref: Int[Array, ""],
-    table_ref: Int[Array, " width"],
-    mixed_ref: Float[Array, "rows H"],
-    max_score_ref: Float[Array, " rows"],
-    total_ref: Float[Array, " rows"],
+    query_ref,  # [rows, H]
+    key_ref,  # [pages, page_size, H]
+    value_ref,  # [pages, page_size, H]
+    length_ref,  # []
+    table_ref,  # [width]
+    mixed_ref,  # [rows, H]
+    max_score_ref,  # [rows]
+    total_ref,  # [rows]
     *,
     scale: float,
 ):
@@ -174,11 +180,11 @@ def _gpu_kernel(
 
 
 def pallas_gpu(
-    query: Float[Array, "S N H"],
-    key_pages: Float[Array, "K pages page_size padded_H"],
-    value_pages: Float[Array, "K pages page_size padded_H"],
-    lengths: Int[Array, " S"],
-    table: Int[Array, "S width"],
+    query: Float[Array | np.ndarray, "S N H"],
+    key_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    value_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    lengths: Int[Array | np.ndarray, " S"],
+    table: Int[Array | np.ndarray, "S width"],
     *,
     mesh: Mesh,
     interpret: bool = False,

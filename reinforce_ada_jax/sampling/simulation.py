@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, PrefillBatch, WindowInputs, WindowOutputs
 from reinforce_ada_jax.sampling.window_model import WindowModel
@@ -66,11 +67,11 @@ class SimulatedEngine:
         """The time at which the last program ends."""
         return self._device_s
 
-    def decodes_from(self, params: None) -> bool:
+    def decodes_from(self, params: Params | None) -> bool:
         """Returns True: there are no weights."""
         return True
 
-    def decode_weights(self, params: None) -> None:
+    def decode_weights(self, params: Params | None) -> None:
         """Returns None: there are no weights."""
 
     def init_decode_state(self) -> WindowModel:

@@ -37,7 +37,7 @@ class JetStreamEngine(_api.Engine):
         return self.engine.decode_weights(params)
 
     def prefill(
-        self, *, params: Params, existing_prefix: None = None, padded_tokens: jax.Array | np.ndarray, true_length: int
+        self, *, params: Params, existing_prefix: object = None, padded_tokens: jax.Array | np.ndarray, true_length: int
     ) -> Prefix:
         """Returns the prefix of one prompt. JetStream deletes it after `insert`, so it shares no array."""
         if existing_prefix is not None:

@@ -97,7 +97,7 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 
 
 @jax.jit
-def fingerprints(state: LearnerState) -> list[UInt32[Array, ""]]:
+def fingerprints(state: LearnerState | Array) -> list[UInt32[Array, ""]]:
     """Returns a number per array: the sum of its words, each times the odd number 2 i + 1 of its index i, modulo 2^32.
 
     An odd factor loses no bit, so a flipped bit always shows; swapped words do, except in about one case in 2^31.

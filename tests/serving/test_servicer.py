@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import servicer as servicer_lib
 from reinforce_ada_jax.serving.servicer import PREFILLED, Servicer, pb2
 from tests.serving.test_tokenizer import of_bytes
@@ -61,7 +62,8 @@ class Driver:
 
 def make(waiting=3) -> tuple[Servicer, Driver]:
     driver = Driver()
-    engine = types.SimpleNamespace(options=OPTIONS, architecture=types.SimpleNamespace(vocab_size=300))
+    engine = object.__new__(Engine)  # without programs: a servicer looks at its sizes only
+    engine.options, engine.architecture = OPTIONS, types.SimpleNamespace(vocab_size=300)
     return Servicer(driver, engine, of_bytes(), waiting), driver
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import signal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
 from reinforce_ada_jax.data.prompts import PromptCursor
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
@@ -20,7 +22,7 @@ from reinforce_ada_jax.training.iteration import Chosen
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
 from tests.running import reproducible, restored, tiny
 
 NAMES = ("reward/first_round", "collection/zero_signal_share", "update/entropy")
@@ -146,8 +148,9 @@ def test_what_is_due():
 
 def test_a_record_and_back():
     response = Response("p1", 0, np.array([3, 4], np.int32), np.array([-0.1, -1e-7], np.float32), False)
+    learner = LearnerState({}, (), jnp.int32(0))
     state = RunState(
-        None,
+        learner,
         PromptCursor(seed=1, epoch=2, position=3),
         iteration=7,
         skipped_in_a_row=2,
@@ -156,7 +159,7 @@ def test_a_record_and_back():
         pending={"update/loss": 0.1},
         evaluation=0.25,
     )
-    back = from_record(None, to_record(state) | {"evaluation": state.evaluation})
+    back = from_record(learner, to_record(state) | {"evaluation": state.evaluation})
     assert to_record(back) == to_record(state)
     assert back.cursor == state.cursor and back.evaluation == 0.25 and back.pending == state.pending
 
@@ -164,7 +167,7 @@ def test_a_record_and_back():
 def test_the_cursor_passes_the_replacements_that_were_used():
     prompts = [Prompt(f"p{row}", "", "", np.ones(1, np.int32)) for row in range(4)]
     cursors = [PromptCursor(seed=0, position=position) for position in range(5)]
-    chosen = Chosen(prompts[:2], cursors[2], [(prompts[2], cursors[3]), (prompts[3], cursors[4])], None)
+    chosen = Chosen(prompts[:2], cursors[2], [(prompts[2], cursors[3]), (prompts[3], cursors[4])], Prefetch(()))
     assert [chosen.cursor_after(used) for used in (2, 3, 4)] == cursors[2:]
 
 

@@ -1,15 +1,15 @@
 """Minibatches of an iteration, with a learner that is scripted: what is refused, skipped, written down and said."""
 
+import dataclasses
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.learning.learner import UpdateMetrics
+from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.training.updates import TrainingStopped, Updates
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
@@ -33,7 +33,12 @@ def make_groups(config):
     return groups
 
 
-class ScriptedLearner:
+def after(updates: int) -> LearnerState:
+    """The state after so many updates; it has no weights."""
+    return LearnerState({}, (), updates)
+
+
+class ScriptedLearner(Learner):
     """Scores as the engine did, and makes updates whose gradients are finite or not, as `finite` says."""
 
     micro_rows = 8
@@ -49,9 +54,9 @@ class ScriptedLearner:
 
     def update(self, state, batch, base):
         finite = next(self.finite)
-        loss = np.float32(state) if finite else np.float32(np.nan)
+        loss = np.float32(state.updates) if finite else np.float32(np.nan)
         numbers = dict.fromkeys(UpdateMetrics._fields, loss)
-        return state + finite, UpdateMetrics(**numbers | {"finite": np.bool(finite)})
+        return after(state.updates + finite), UpdateMetrics(**numbers | {"finite": np.bool(finite)})
 
 
 @pytest.fixture
@@ -61,7 +66,7 @@ def updates(tmp_path):
             "collection.prompts_per_iteration": 2 * COUNT, "learning.prompts_per_update": 2, **changes,
         })  # fmt: skip
         made = Updates(config, strategies.build(config.collection), ScriptedLearner(finite, score), tmp_path)
-        return made, made.minibatches(make_groups(config), None, None)
+        return made, made.minibatches(make_groups(config), {}, None)
 
     return make
 
@@ -71,16 +76,16 @@ def test_every_update_counts(updates):
     said = []
     finite, skipped, gap = made.check_logprobs(minibatches, 1, 2, said.append)
     assert finite == minibatches and gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0} and skipped == 2
-    done = made.update(0, None, minibatches, 1, skipped, said.append)
-    assert done.learner == COUNT and done.metrics["update/count"] == COUNT and not said and done.stop is None
+    done = made.update(after(0), None, minibatches, 1, skipped, said.append)
+    assert done.learner.updates == COUNT and done.metrics["update/count"] == COUNT and not said and done.stop is None
     assert done.skipped_in_a_row == 0 and done.metrics["update/loss"] == np.mean(range(COUNT))
 
 
 def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):
     made, minibatches = updates([True, False])
-    done = made.update(0, None, minibatches, 7, 0, None)
+    done = made.update(after(0), None, minibatches, 7, 0, print)
     stopped = done.stop
-    assert done.learner == 1 and done.metrics["update/count"] == 1, "the state before it; the third is left out"
+    assert done.learner.updates == 1 and done.metrics["update/count"] == 1, "the state before it; the third is left out"
     assert re.match(r"iteration 7, update 2 of 3: loss nan, .* not finite\.", str(stopped))
     file = tmp_path / "non_finite" / "000007-2.json"
     assert str(file) in str(stopped) and "learning.non_finite='skip'" in str(stopped)
@@ -99,15 +104,15 @@ def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_pa
 def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
     made, minibatches = updates([False, True, False], **{"learning.non_finite": "skip"})
     said = []
-    done = made.update(5, None, minibatches, 1, 0, said.append)
-    assert done.stop is None and done.learner == 6
+    done = made.update(after(5), None, minibatches, 1, 0, said.append)
+    assert done.stop is None and done.learner.updates == 6
     assert done.metrics["update/count"] == 1 and done.metrics["update/loss"] == 5.0
     assert done.skipped_in_a_row == 1 and len(said) == 2 and all("It is skipped." in text for text in said)
 
 
 def test_too_many_in_a_row_stop(updates):
     made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
-    first = made.update(0, None, minibatches, 1, 0, [].append)
+    first = made.update(after(0), None, minibatches, 1, 0, [].append)
     second = made.update(first.learner, None, minibatches, 2, first.skipped_in_a_row, [].append)
     assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(second.stop))
 
@@ -120,7 +125,7 @@ def poison(logprobs):
 def test_a_log_probability_that_is_not_finite(updates, tmp_path):
     made, minibatches = updates(score=poison)
     with pytest.raises(TrainingStopped, match=r"iteration 1, update 1 of 3: a log-probability is not finite\."):
-        made.check_logprobs(minibatches, 1, 0, None)
+        made.check_logprobs(minibatches, 1, 0, print)
     assert (tmp_path / "non_finite" / "000001-1.json").exists()
     made, minibatches = updates(score=poison, **{"learning.non_finite": "skip"})
     finite, skipped, gap = made.check_logprobs(minibatches, 1, 0, [].append)
@@ -133,7 +138,7 @@ def test_what_padding_holds_is_no_log_probability(updates):
         return logprobs
 
     made, minibatches = updates(score=poison_padding)
-    assert made.check_logprobs(minibatches, 1, 0, None) == (
+    assert made.check_logprobs(minibatches, 1, 0, print) == (
         minibatches, 0, {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
     )  # fmt: skip
 
@@ -155,8 +160,9 @@ def test_a_gap_between_engine_and_learner(updates, dtype):
 
 def test_groups_without_kept_responses_make_no_minibatch(updates):
     made, _ = updates()
-    groups = [SimpleNamespace(kept=np.zeros(0, int))] * (2 * COUNT)
-    assert made.minibatches(groups, None, None) == []
-    done = made.update(3, None, [], 1, 0, None)
-    assert done.stop is None and done.learner == 3
+    nothing = {"kept": np.zeros(0, int), "advantages": np.zeros(0), "baselines": np.zeros(0)}
+    groups = [dataclasses.replace(group, **nothing) for group in make_groups(made.config)]
+    assert made.minibatches(groups, {}, None) == []
+    done = made.update(after(3), None, [], 1, 0, print)
+    assert done.stop is None and done.learner.updates == 3
     assert done.metrics["update/count"] == 0 and done.metrics["update/loss"] == 0.0

@@ -1,0 +1,5 @@
+"""How tests execute the package's annotations: by beartype, with ints where floats are annotated (PEP 484)."""
+
+from beartype import BeartypeConf, beartype
+
+typechecked = beartype(conf=BeartypeConf(is_pep484_tower=True))
