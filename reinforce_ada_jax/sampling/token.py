@@ -27,7 +27,7 @@ def address(stream_word: int, prompt_id: str, draw: int) -> np.ndarray:
     return np.array([stream_word, high, low, draw], np.uint32)
 
 
-def draw_keys(seed: Int[Array, ""] | int, addresses: UInt32[Array, "S 4"]) -> UInt32[Array, "S 2"]:
+def draw_keys(seed: Int[Array, ""] | int, addresses: UInt32[Array | np.ndarray, "S 4"]) -> UInt32[Array, "S 2"]:
     """Returns the key data of each response: the run's seed with the address folded in word by word."""
 
     fold = jax.vmap(lambda key, word: jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), word)))

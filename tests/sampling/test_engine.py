@@ -102,7 +102,7 @@ def test_what_the_hand_over_took_is_counted():
         took.append(rollouts.reshard)
     words = sum(leaf.size for leaf in jax.tree.leaves(tiny.params()))
     assert [reshard.bytes for reshard in took] == [2 * words, 0]
-    assert took[0].seconds > took[1].seconds > 0
+    assert min(one.seconds for one in took) > 0
     # Split over `fsdp` for learning, whole on each device for decoding.
     mesh = mesh_lib.make_mesh(fsdp=4)
     rollouts = Rollouts(tiny_engine(mesh))

@@ -184,7 +184,7 @@ def test_concurrent_clients_get_what_direct_decoding_gives(server, questions):
             by_text = (index + max_tokens) % 2 == 0
             content = dict(text_content=dict(text=text)) if by_text else dict(token_content=dict(token_ids=prompt))
             requests.append(content | dict(max_tokens=max_tokens))
-            wanted.append((tokenizer.decode(np.array(tokens)) if by_text else "", tokens, finish))
+            wanted.append((tokenizer.decode(np.array(tokens, np.int32)) if by_text else "", tokens, finish))
     with ThreadPoolExecutor(len(requests)) as clients:
         answers = list(clients.map(lambda request: server.ask(**request), requests))
     assert answers == wanted
