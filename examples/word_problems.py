@@ -1,4 +1,4 @@
-r"""What docs/tutorial.md begins with: problems in words, a tokenizer and a small model, made without network.
+r"""Input of docs/tutorial.md: problems in words, a tokenizer and a small model, made without network.
 
     python examples/word_problems.py --output=runs/words
 

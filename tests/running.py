@@ -61,7 +61,7 @@ def killed_after(process: Forked, file: pathlib.Path, lines: int, how: int = sig
 
 
 def saved_config(workdir: pathlib.Path) -> Config:
-    """What config.json of a work directory says."""
+    """Returns the configuration in config.json of a work directory."""
     return config_lib.from_json((workdir / "config.json").read_text())
 
 

@@ -34,7 +34,7 @@ from reinforce_ada_jax.types import Request, RequestQueue, Response
 
 @runtime_checkable
 class DecodeEngine(Protocol):
-    """What rollouts need of an engine; the state is the engine's own, and each call replaces it."""
+    """Engine interface that rollouts use; the state is the engine's own, and each call replaces it."""
 
     options: EngineOptions
 

@@ -93,7 +93,7 @@ class Run:
 
 
 class Ending(enum.Enum):
-    """How a run ended. All but the first can be continued with the same command."""
+    """End of a run. The same command continues all but a finished one."""
 
     FINISHED = enum.auto()
     INTERRUPTED = enum.auto()  # by Ctrl-C
