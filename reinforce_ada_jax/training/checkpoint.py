@@ -18,6 +18,7 @@ import logging
 import pathlib
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -271,6 +272,8 @@ class Checkpoints:
         try:
             yield
         except Exception as error:  # a full disk: OSError of Python, or ValueError of TensorStore
+            # Orbax leaves coroutines of the other arrays unawaited; Python would warn after our last line.
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             raise NotSavedError(f"no checkpoint could be written to {self.folder}: {_first_line(error)}") from error
 
     def record(self, iteration: int) -> dict[str, Any]:
