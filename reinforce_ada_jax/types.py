@@ -102,6 +102,7 @@ class Pool:
       rounds: rounds drawn.
       met: the strategy's stopping rule was met (False: the round limit ended the prompt).
       estimate: pass rate expected before drawing, where the strategy plans; else None.
+      round_sizes: draws of each round, in order; empty: all rounds have the same size.
     """
 
     prompt: Prompt
@@ -110,6 +111,7 @@ class Pool:
     rounds: int
     met: bool
     estimate: float | None = None
+    round_sizes: tuple[int, ...] = ()
 
     @property
     def rewards(self) -> Float[np.ndarray, " N"]:
@@ -121,6 +123,11 @@ class Pool:
         """Correctness in draw order."""
         return np.array([verdict.correct for verdict in self.verdicts], bool)
 
+    @property
+    def first_round_size(self) -> int:
+        """Draws of the first round: their number follows from no outcome."""
+        return self.round_sizes[0] if self.round_sizes else len(self.verdicts) // max(self.rounds, 1)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartialRollouts:
@@ -130,11 +137,13 @@ class PartialRollouts:
       responses: one for each draw of the started rounds, by draw; None where it is missing.
       verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished round.
       rounds: finished rounds.
+      round_sizes: draws of each started round, in order.
     """
 
     responses: tuple[Response | None, ...]
     verdicts: tuple[Verdict, ...]
     rounds: int
+    round_sizes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ import collections
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Shaped
 
 from reinforce_ada_jax.collection.advantages import Group
 
@@ -42,14 +43,20 @@ def sampling_dynamics(groups: Sequence[Group], group_size: int) -> dict[str, flo
     }
 
 
+def _mean_of_firsts(values: Sequence[Shaped[np.ndarray, " _"]], counts: Sequence[int]) -> float:
+    """Computes the mean over prompts of the mean of each one's first values."""
+    return float(np.mean([each[:count].mean() for each, count in zip(values, counts, strict=True)]))
+
+
 def collection_metrics(
     groups: Sequence[Group], group_size: int, num_prompts: int | None = None
 ) -> dict[str, float | int]:
     """Computes the metrics of one iteration's collection.
 
     `reward/first_round` is the one to compare strategies by: the mean over prompts of the mean reward of the first
-    min(n, N) draws. `reward/first_round_correct` is the same for correctness: an unbiased pass rate. `reward/pool`,
-    the mean over all responses, is biased by the stopping rule.
+    min(n, M) draws, where M is the size of the prompt's first round. No outcome decides their number; the first n draws
+    of rounds smaller than n would be fewer where a prompt stops early. `reward/first_round_correct` is the same for
+    correctness: an unbiased pass rate. `reward/pool`, the mean over all responses, is biased by the stopping rule.
 
     Args:
       groups: one for each prompt of the iteration, at least one; replacements last.
@@ -64,11 +71,12 @@ def collection_metrics(
     """
     pools = [group.pool for group in groups]
     first = pools[:num_prompts]
+    first_draws = [min(group_size, pool.first_round_size) for pool in first]
     responses = [response for pool in pools for response in pool.responses]
     reasons = collections.Counter(verdict.reason for pool in pools for verdict in pool.verdicts if verdict.reason)
     return {
-        "reward/first_round": float(np.mean([pool.rewards[:group_size].mean() for pool in first])),
-        "reward/first_round_correct": float(np.mean([pool.correct[:group_size].mean() for pool in first])),
+        "reward/first_round": _mean_of_firsts([pool.rewards for pool in first], first_draws),
+        "reward/first_round_correct": _mean_of_firsts([pool.correct for pool in first], first_draws),
         "reward/pool": float(np.concatenate([pool.rewards for pool in pools]).mean()),
         "collection/responses": len(responses),
         "collection/tokens": sum(len(response.tokens) for response in responses),

@@ -32,6 +32,7 @@ class PromptRollouts:
       responses: one for each draw of the rounds so far, by draw; None where it is missing.
       verdicts: those of the finished rounds, by draw.
       rounds: finished rounds.
+      round_sizes: draws of each started round.
     """
 
     prompt: Prompt
@@ -43,16 +44,18 @@ class PromptRollouts:
     responses: list[Response | None] = dataclasses.field(default_factory=list)
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     rounds: int = 0
+    round_sizes: list[int] = dataclasses.field(default_factory=list)
 
     def resume(self, partial: PartialRollouts) -> None:
         """Continues from the draws of an earlier collection."""
         self.responses, self.verdicts, self.rounds = list(partial.responses), list(partial.verdicts), partial.rounds
+        self.round_sizes = list(partial.round_sizes)
         if len(self.verdicts) < len(self.responses):
             self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
     def partial(self) -> PartialRollouts:
         """Returns the draws so far, for the next collection to resume from."""
-        return PartialRollouts(tuple(self.responses), tuple(self.verdicts), self.rounds)
+        return PartialRollouts(tuple(self.responses), tuple(self.verdicts), self.rounds, tuple(self.round_sizes))
 
     def progress(self) -> PromptProgress:
         """Returns the counts of the finished rounds."""
@@ -63,11 +66,13 @@ class PromptRollouts:
         """Returns the pool of a closed prompt."""
         met = strategy.met(self.progress())
         responses = tuple(response for response in self.responses if response is not None)
-        return Pool(self.prompt, responses, tuple(self.verdicts), self.rounds, met, self.estimate)
+        sizes = tuple(self.round_sizes)
+        return Pool(self.prompt, responses, tuple(self.verdicts), self.rounds, met, self.estimate, sizes)
 
     def start_round(self, size: int) -> None:
         """WAITING -> SAMPLING."""
         self.responses += [None] * size
+        self.round_sizes.append(size)
         self.phase = Phase.SAMPLING
 
     def requests(self) -> list[Request]:

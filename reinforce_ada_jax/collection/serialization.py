@@ -60,10 +60,16 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
     arrays_of = zip(np.split(tokens, ends), np.split(logprobs, ends), strict=True)
     # Pools first, then partial rollouts, as they were written: the arrays have no other index.
     pools = [
-        Pool(prompt_of[record["prompt"]], *_rollouts(record, arrays_of), record["met"], record["estimate"])
+        Pool(
+            prompt_of[record["prompt"]], *_rollouts(record, arrays_of), record["met"], record["estimate"],
+            tuple(record["round_sizes"]),
+        )
         for record in header["pools"]
-    ]
-    partial = {record["prompt"]: PartialRollouts(*_rollouts(record, arrays_of)) for record in header["partial"]}
+    ]  # fmt: skip
+    partial = {
+        record["prompt"]: PartialRollouts(*_rollouts(record, arrays_of), tuple(record["round_sizes"]))
+        for record in header["partial"]
+    }
     return CollectedShard(pools, partial, header["counts"])
 
 
@@ -81,6 +87,7 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
     return {
         "prompt": prompt_id,
         "rounds": rollouts.rounds,
+        "round_sizes": rollouts.round_sizes,
         "verdicts": [[v.correct, v.reward, v.reason] for v in rollouts.verdicts],
         "responses": [
             None if r is None else [r.draw, len(r.tokens), r.truncated, r.policy_version] for r in rollouts.responses

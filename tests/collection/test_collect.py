@@ -92,7 +92,7 @@ def everything(in_flight):
 def summary(pool, strategy):
     group = make_group(pool, strategy)
     tokens = [response.tokens.tolist() for response in pool.responses]
-    drawn = pool.prompt.id, tokens, pool.verdicts, pool.rounds, pool.met, pool.estimate
+    drawn = pool.prompt.id, tokens, pool.verdicts, pool.rounds, pool.met, pool.estimate, pool.round_sizes
     return *drawn, group.kept.tolist(), group.advantages.tolist()
 
 

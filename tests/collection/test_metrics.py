@@ -1,7 +1,12 @@
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.metrics import MAX_ROUND_METRICS, collection_metrics
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
@@ -30,7 +35,7 @@ def test_by_hand():
         make_group("c", [1.0], [1.0], rounds=1, met=True, lengths=[4], reasons=["too_long"]),
     ]  # fmt: skip
     assert collection_metrics(groups, group_size=2) == {
-        # First two draws: means 0, 0 and 1 (c has one). The pool means 0, 1/2, 1 would give 1/2.
+        # The first two draws: means 0, 0 and 1 (c has one). Pool means 0, 1/2, 1 would give 1/2.
         "reward/first_round": pytest.approx(1 / 3),
         "reward/first_round_correct": pytest.approx(1 / 3),
         # 3 hits in 11 responses.
@@ -80,6 +85,57 @@ def test_replacements_are_counted_and_kept_out_of_the_first_round():
     assert metrics["collection/replacements"] == 1
     assert metrics["collection/dropped_share"] == metrics["collection/zero_signal_share"] == pytest.approx(1 / 3)
     assert metrics["collection/kept"] == 4
+
+
+def first_round_of_all_sequences(sizes, group_size, met) -> float:
+    """`reward/first_round` over all sequences of outcomes, once each: its expectation at a pass rate of 1/2."""
+    outcomes = list(itertools.product((0.0, 1.0), repeat=sum(sizes)))
+    strategy = strategies.Strategy(
+        next_draws=lambda progress: 0 if met(progress) else (*sizes, 0)[progress.rounds],
+        met=met,
+        keep=strategies.keep_all,
+        max_draws=sum(sizes),
+        max_kept=None,
+    )
+    prompts = [Prompt(str(row), "", "", np.zeros(1, np.int32)) for row in range(len(outcomes))]
+
+    def sample(queue):
+        while requests := queue.take(64):
+            token = np.zeros(1, np.int32), np.zeros(1, np.float32)
+            yield [Response(request.prompt.id, request.draw, *token, False) for request in requests]
+
+    def verify(pairs):
+        rewards = [outcomes[int(prompt.id)][response.draw] for prompt, response in pairs]
+        return [Verdict(reward > 0.5, reward) for reward in rewards]
+
+    pools = collect(prompts, sample, verify, strategy)
+    assert {pool.round_sizes for pool in pools} == {sizes[:rounds] for rounds in range(1, len(sizes) + 1)}
+    none = np.zeros(0)
+    groups = [Group(pool, np.zeros(0, int), none, none, 1.0) for pool in pools]
+    return collection_metrics(groups, group_size)["reward/first_round"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "group_size"),
+    [
+        ((1,) * 6, 4),  # single draws
+        ((2, 2, 2), 4),  # the first n draws would be 2 of mean 2/3 (three in four) or 4 of mean 1/4: 0.5625
+        ((4, 4), 4),
+        ((1, 5), 4),
+        ((5, 1), 4),
+    ],
+)
+def test_first_round_is_the_pass_rate_for_rounds_of_any_size(sizes, group_size):
+    assert first_round_of_all_sequences(sizes, group_size, lambda progress: progress.correct > 0) == 0.5
+
+
+def test_first_round_is_the_first_n_draws_where_the_round_has_more():
+    # A first round of 5, n = 4, then one more draw: its fifth draw is no part of the mean, its fourth is.
+    group = make_group("a", [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], [], rounds=2, met=True, lengths=[1] * 6)
+    unequal = Group(dataclasses.replace(group.pool, round_sizes=(5, 1)), group.kept, *[np.zeros(0)] * 2, 1.0)
+    assert collection_metrics([unequal], group_size=4)["reward/first_round"] == 0.5
+    # A pool that does not name its rounds has equal ones: 3 and 3.
+    assert collection_metrics([group], group_size=4)["reward/first_round"] == pytest.approx(1 / 3)
 
 
 def test_outcome_and_reward_are_two_things():

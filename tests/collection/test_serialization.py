@@ -19,7 +19,7 @@ def response(prompt_id: str, draw: int) -> Response:
     return Response(prompt_id, draw, tokens, LOGPROBS[: draw + 1], truncated=draw == 1, policy_version=7 * draw)
 
 
-PARTIAL = {"n0": PartialRollouts((None, response("n0", 1)), (), 0), "n1": PartialRollouts((), (), 0)}
+PARTIAL = {"n0": PartialRollouts((None, response("n0", 1)), (), 0, (2,)), "n1": PartialRollouts((), (), 0)}
 
 
 def described(record) -> str:
@@ -28,7 +28,7 @@ def described(record) -> str:
 
 def test_a_shard_is_read_as_it_was_written():
     verdicts = (Verdict(True, 1.0), Verdict(False, -0.1, "too_long"), Verdict(False, 0.0, "no_answer"))
-    full = Pool(PROMPTS[1], tuple(response("p1", draw) for draw in range(3)), verdicts, 2, True)
+    full = Pool(PROMPTS[1], tuple(response("p1", draw) for draw in range(3)), verdicts, 2, True, round_sizes=(2, 1))
     empty = Pool(PROMPTS[0], (), (), 0, False, 0.25)
     shard = CollectedShard([full, empty], PARTIAL, {"tokens": 3.0})
     found = from_bytes(to_bytes(shard), PROMPTS)
