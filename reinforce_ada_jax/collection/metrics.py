@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.types import Pool
 
 # Reasons of a verdict where the verifier failed; "no_answer" or "too_long" are failures of the response.
 FAILURES = ("timeout", "crash", "error")
@@ -14,30 +15,57 @@ FAILURES = ("timeout", "crash", "error")
 MAX_ROUND_METRICS = 32
 
 
-def sampling_dynamics(groups: Sequence[Group], group_size: int) -> dict[str, float | int]:
-    """Computes how draws are distributed over prompts, and why rules were not met.
+def _correct_within(pool: Pool, rounds: int) -> int:
+    """Returns the number of correct responses in the first rounds of a pool."""
+    sizes = pool.round_sizes or (pool.first_round_size,) * pool.rounds
+    return int(pool.correct[: sum(sizes[:rounds])].sum())
+
+
+def sampling_dynamics(
+    groups: Sequence[Group], group_size: int, num_prompts: int, thresholds: tuple[int, int]
+) -> dict[str, float | int]:
+    """Computes how draws are distributed over prompts, when rules were met, and why others were not.
+
+    Args:
+      groups: of all prompts.
+      group_size: n.
+      num_prompts: number of prompts before replacements.
+      thresholds: (k_pos, k_neg).
 
     Returns:
-      Under `collection/`: `active_round_<k>`, prompts that drew a k-th round, for k = 1 to the last round drawn
-      (at most 32); `draws_mean`, `draws_p10`, `draws_p50`, `draws_p90`, `draws_max`, responses per prompt;
-      `extra_samples`, responses beyond the first n of each prompt; shares of all prompts whose rule was not met and
-      that have no correct response (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The rest of
+      Under `collection/`, for k = 1 to the last round drawn (at most 32): `active_round_<k>`, prompts that drew a k-th
+      round; `met_round_<k>`, prompts whose rule was met within k rounds; `met_k_pos_round_<k>`, prompts with at least
+      k_pos correct responses in their first k rounds. `draws_mean`, `draws_p10`, `draws_p50`,
+      `draws_p90`, `draws_max`, responses per prompt; `extra_samples`, all responses minus the n * num_prompts of GRPO:
+      negative where fewer are drawn. Shares of all prompts: with fewer than k_pos correct responses at the end
+      (`below_k_pos_share`), with fewer than k_neg wrong ones (`below_k_neg_share`); of those whose rule was not met,
+      with no correct response (`unmet_no_correct_share`) or no wrong one (`unmet_no_wrong_share`). The rest of
       `unmet_share` has both, but too few of one.
     """
     pools = [group.pool for group in groups]
     rounds = np.array([pool.rounds for pool in pools])
+    met = np.array([pool.met for pool in pools])
     draws = np.array([len(pool.responses) for pool in pools])
+    num_correct = np.array([pool.correct.sum() for pool in pools])
     unmet = [pool for pool in pools if not pool.met]
+    k_pos, k_neg = thresholds
     last = min(int(rounds.max()), MAX_ROUND_METRICS)
     p10, p50, p90 = np.percentile(draws, (10, 50, 90)).tolist()
     return {
         **{f"collection/active_round_{number}": int((rounds >= number).sum()) for number in range(1, last + 1)},
+        **{f"collection/met_round_{number}": int((met & (rounds <= number)).sum()) for number in range(1, last + 1)},
+        **{
+            f"collection/met_k_pos_round_{number}": sum(_correct_within(pool, number) >= k_pos for pool in pools)
+            for number in range(1, last + 1)
+        },
         "collection/draws_mean": float(draws.mean()),
         "collection/draws_p10": p10,
         "collection/draws_p50": p50,
         "collection/draws_p90": p90,
         "collection/draws_max": int(draws.max()),
-        "collection/extra_samples": int(np.maximum(draws - group_size, 0).sum()),
+        "collection/extra_samples": int(draws.sum()) - group_size * num_prompts,
+        "collection/below_k_pos_share": float(np.mean(num_correct < k_pos)),
+        "collection/below_k_neg_share": float(np.mean(draws - num_correct < k_neg)),
         "collection/unmet_no_correct_share": sum(not pool.correct.any() for pool in unmet) / len(pools),
         "collection/unmet_no_wrong_share": sum(bool(pool.correct.all()) for pool in unmet) / len(pools),
     }
@@ -49,7 +77,10 @@ def _mean_of_firsts(values: Sequence[Shaped[np.ndarray, " _"]], counts: Sequence
 
 
 def collection_metrics(
-    groups: Sequence[Group], group_size: int, num_prompts: int | None = None
+    groups: Sequence[Group],
+    group_size: int,
+    num_prompts: int | None = None,
+    thresholds: tuple[int, int] | None = None,
 ) -> dict[str, float | int]:
     """Computes the metrics of one iteration's collection.
 
@@ -62,6 +93,7 @@ def collection_metrics(
       groups: one for each prompt of the iteration, at least one; replacements last.
       group_size: n.
       num_prompts: number of prompts before any outcome was known, which `reward/first_round` covers. None: all.
+      thresholds: (k_pos, k_neg) of `sampling_dynamics`. None: those of a balanced group, (n // 2, n - n // 2).
 
     Returns:
       The keys above, `sampling_dynamics`, and `collection/verdict_<reason>`, counts of verdicts with a reason. Shares
@@ -88,7 +120,7 @@ def collection_metrics(
         "collection/weight_clipped_share": float(np.mean([group.weight_clipped for group in groups])),
         "collection/unmet_share": float(np.mean([not pool.met for pool in pools])),
         "collection/truncated_share": float(np.mean([response.truncated for response in responses])),
-        **sampling_dynamics(groups, group_size),
+        **sampling_dynamics(groups, group_size, len(first), thresholds or (group_size // 2, -(-group_size // 2))),
         "collection/verifier_failures": sum(reasons[reason] for reason in FAILURES),
         **{f"collection/verdict_{reason}": reasons[reason] for reason in sorted(reasons)},
     }

@@ -14,6 +14,7 @@ from reinforce_ada_jax.reporting.drawing import Curve, Panel
 from reinforce_ada_jax.reporting.history import EVALUATING, History, smooth
 
 SMOOTHED = 5  # iterations
+ROUNDS_TO_MEET = 2  # as in figure 5 of arXiv 2510.04996
 EARLY, LATE = slice(None, 25), slice(-25, None)
 RELIABILITY_BINS = 5  # of collection/estimators.py
 UPDATES = "updates"
@@ -60,9 +61,9 @@ class _Builder:
             what = "is without " + ", ".join(without) if drawn else "is not drawn"
             self.missing.append(f"“{panel.title}” {what}: no {needs}.")
 
-    def metric(self, title: str, key: str, y_label: str, top: float | None = None) -> None:
-        """Adds a panel of one metric against updates."""
-        panel = Panel(title, UPDATES, y_label, limits=(0.0, top), counted=True)
+    def metric(self, title: str, key: str, y_label: str, top: float | None = None, lowest: float | None = 0.0) -> None:
+        """Adds a panel of one metric against updates; its axis goes from `lowest` to `top`, None: as the curves do."""
+        panel = Panel(title, UPDATES, y_label, limits=(lowest, top), counted=True)
         self.add(panel, lambda index, run: _smoothed(index, run, run.updates, key), key)
 
     def figure(self, name: str, title: str, caption: str, columns: int = 3) -> Figure:
@@ -149,6 +150,15 @@ def _active(history: History, part: slice, num_rounds: int) -> Float[np.ndarray,
     return np.array(counts) / counts[0] if counts and counts[0] else None
 
 
+def _met_within(history: History, prefix: str, num_rounds: int) -> Float[np.ndarray, " I"] | None:
+    """Computes the share of prompts that `collection/<prefix>_round_<k>` counts for some rounds, by iteration."""
+    keys = [f"collection/{prefix}_round_{number}" for number in range(1, num_rounds + 1)]
+    found = [history.metrics[key] for key in keys if key in history.metrics]
+    prompts = _column(history, "collection/active_round_1")
+    # An iteration whose prompts drew fewer rounds lacks the last keys: the count of its last round stands for them.
+    return np.fmax.reduce(found) / prompts if found and prompts is not None else None
+
+
 def sampling(histories: Sequence[History]) -> Figure:
     """Returns draws per prompt, prompts that continue from round to round, and prompts that end unmet."""
     builder = _Builder(histories)
@@ -173,14 +183,26 @@ def sampling(histories: Sequence[History]) -> Figure:
         name = f"Prompts that draw a round, {title}"
         panel = Panel(name, "round", "share of prompts", limits=(0.0, 1.05), counted=True)
         builder.add(panel, active, "collection/active_round_1")
-    builder.metric("Extra samples", "collection/extra_samples", "responses beyond the first n")
-    for side in ("correct", "wrong"):
-        builder.metric(f"Unmet, no {side} response", f"collection/unmet_no_{side}_share", "share of prompts")
+
+    for what, prefix in (("k_pos correct", "met_k_pos"), ("Rule met", "met")):
+
+        def met(index: int, run: History, prefix=prefix) -> list[Curve]:
+            shares = _met_within(run, prefix, ROUNDS_TO_MEET)
+            return [] if shares is None else [Curve(run.name, index, run.updates, smooth(shares, SMOOTHED))]
+
+        name = f"{what} within two rounds"
+        panel = Panel(name, UPDATES, "share of prompts", limits=(0.0, 1.05), counted=True)
+        builder.add(panel, met, f"collection/{prefix}_round_1")
+    builder.metric("Extra samples", "collection/extra_samples", "responses beyond GRPO's", lowest=None)
+    for side, word in (("pos", "correct"), ("neg", "wrong")):
+        name = f"Fewer than k_{side} {word} at the end"
+        builder.metric(name, f"collection/below_k_{side}_share", "share of prompts")
     caption = (
         "Top: responses drawn for a prompt, the mean and, shaded, the range from the 10th to the 90th percentile; the "
-        "share of prompts that draw a first, second, ... round, in the first and in the last 25 iterations. Bottom: "
-        "responses beyond the n of a group in an iteration; prompts whose stopping rule was not met by the last round, "
-        "because none of the responses was correct, or none wrong. Where the axis is updates, means over the last "
+        "share of prompts that draw a first, second, ... round, in the first and in the last 25 iterations. Middle: "
+        "prompts with k_pos correct responses within two rounds, prompts whose rule was met by then (all, where a "
+        "strategy has none), and the responses of an iteration minus n for each of its prompts. Bottom: prompts that "
+        "end with fewer than k_pos correct or k_neg wrong responses. Where the axis is updates, means over the last "
         f"{SMOOTHED} iterations."
     )
     return builder.figure("sampling", "Sampling dynamics", caption)

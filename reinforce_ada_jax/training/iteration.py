@@ -20,7 +20,7 @@ from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import Ema, calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics
 from reinforce_ada_jax.collection.strategies import Strategy
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupt
@@ -222,8 +222,9 @@ def collect_groups(
     job = Job(chosen.prompts, trainer.strategy, replacements, estimate_fn, state.partial_rollouts, chosen.upcoming)
     pools, counts = sharded_collection.collect_everywhere(job, draw)
     groups = _groups(trainer, state, pools)
-    metrics = collection_metrics(groups, config.collection.group_size, len(chosen.prompts)) | calibration(pools)
-    return groups, metrics | {
+    thresholds = collection_rules.goals(config.collection)
+    metrics = collection_metrics(groups, config.collection.group_size, len(chosen.prompts), thresholds)
+    return groups, metrics | calibration(pools) | {
         "collection/slot_utilisation": counts["tokens"] / max(counts["slot_steps"], 1),
         "collection/prefills": counts["prefills"],
         "collection/dispatches": counts["dispatches"],

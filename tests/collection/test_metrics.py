@@ -60,8 +60,19 @@ def test_by_hand():
         "collection/draws_p50": 4.0,
         "collection/draws_p90": pytest.approx(5.6),
         "collection/draws_max": 6,
-        # 4 and 2 beyond the first two; one draw fewer than two takes nothing away.
-        "collection/extra_samples": 6,
+        # 11 draws; three groups of two are 6.
+        "collection/extra_samples": 5,
+        # c in its only round, b in its second, a never.
+        "collection/met_round_1": 1,
+        "collection/met_round_2": 2,
+        "collection/met_round_3": 2,
+        # A correct response within 1, 2, 3 rounds: the third draw of b is in its second round.
+        "collection/met_k_pos_round_1": 1,
+        "collection/met_k_pos_round_2": 2,
+        "collection/met_k_pos_round_3": 2,
+        # Of one each: a has no correct response, c no wrong one.
+        "collection/below_k_pos_share": pytest.approx(1 / 3),
+        "collection/below_k_neg_share": pytest.approx(1 / 3),
         "collection/unmet_no_correct_share": pytest.approx(1 / 3),
         "collection/unmet_no_wrong_share": 0.0,
         # A response without an answer or too long to look at is no failure of the verifier.
@@ -83,6 +94,8 @@ def test_replacements_are_counted_and_kept_out_of_the_first_round():
     # A replacement is there because another failed: with it the pass rate of the data would be 1/2, not 1/4.
     assert metrics["reward/first_round"] == metrics["reward/first_round_correct"] == 0.25
     assert metrics["collection/replacements"] == 1
+    # The draws for a replacement are extra: 6 in all, where two prompts of GRPO have 4.
+    assert metrics["collection/extra_samples"] == 2
     assert metrics["collection/dropped_share"] == metrics["collection/zero_signal_share"] == pytest.approx(1 / 3)
     assert metrics["collection/kept"] == 4
 
@@ -148,6 +161,38 @@ def test_outcome_and_reward_are_two_things():
     assert (metrics["reward/first_round"], metrics["reward/first_round_correct"]) == (0.75, 1.0)
 
 
+def test_extra_samples_are_negative_where_fewer_are_drawn():
+    groups = [make_group(name, [0.0] * 2, [], rounds=1, met=True, lengths=[1] * 2) for name in "ab"]
+    assert collection_metrics(groups, group_size=4)["collection/extra_samples"] == -4
+
+
+def test_shares_below_the_thresholds_at_the_end():
+    rewards = {"a": [1.0, 1.0, 1.0, 0.0], "b": [1.0, 0.0, 0.0, 0.0], "c": [1.0, 1.0, 0.0, 0.0], "d": [0.0] * 4}
+    groups = [make_group(name, row, [], rounds=2, met=name == "a", lengths=[1] * 4) for name, row in rewards.items()]
+    found = {
+        thresholds: tuple(
+            collection_metrics(groups, 4, thresholds=thresholds)[f"collection/below_k_{side}_share"]
+            for side in ("pos", "neg")
+        )
+        for thresholds in ((3, 1), (1, 0), None, (4, 4))
+    }
+    # Correct 3, 1, 2, 0 of 4. None: 2 and 2.
+    assert found == {(3, 1): (0.75, 0.0), (1, 0): (0.25, 0.0), None: (0.5, 0.25), (4, 4): (1.0, 0.75)}
+    # The thresholds of an odd group: 1 correct and 2 wrong of three.
+    assert collection_metrics(groups, 3)["collection/below_k_pos_share"] == 0.25
+    assert collection_metrics(groups, 3)["collection/below_k_neg_share"] == 0.25
+
+
+def test_thresholds_met_within_rounds_of_different_sizes():
+    # Rounds of 1, 3 and 2: correct draws 0, 3 and 5.
+    group = make_group("a", [1.0, 0.0, 0.0, 1.0, 0.0, 1.0], [], rounds=3, met=True, lengths=[1] * 6)
+    pool = dataclasses.replace(group.pool, round_sizes=(1, 3, 2))
+    metrics = collection_metrics([dataclasses.replace(group, pool=pool)], 4, thresholds=(2, 3))
+    assert [metrics[f"collection/met_k_pos_round_{number}"] for number in (1, 2, 3)] == [0, 1, 1]
+    # The rule was met at the end, with the third wrong one.
+    assert [metrics[f"collection/met_round_{number}"] for number in (1, 2, 3)] == [0, 0, 1]
+
+
 def test_unmet_prompts_by_the_side_they_lack():
     wanted = {
         "none right": ([0.0, 0.0, 0.0], False),
@@ -168,5 +213,6 @@ def test_unmet_prompts_by_the_side_they_lack():
 
 def test_rounds_without_a_limit_do_not_make_keys_without_a_limit():
     group = make_group("hard", [0.0] * 50, [], rounds=50, met=False, lengths=[1] * 50)
-    rounds = [key for key in collection_metrics([group], group_size=2) if "active_round" in key]
-    assert rounds == [f"collection/active_round_{number}" for number in range(1, MAX_ROUND_METRICS + 1)]
+    for name in ("active", "met", "met_k_pos"):
+        rounds = [key for key in collection_metrics([group], group_size=2) if f"/{name}_round" in key]
+        assert rounds == [f"collection/{name}_round_{number}" for number in range(1, MAX_ROUND_METRICS + 1)]

@@ -49,7 +49,7 @@ def test_a_run_without_a_key_is_left_out_and_said(tmp_path):
     assert [curve.label for curve in made.panels[0].curves] == ["new"]
     assert "“Extra samples” is without old: no collection/extra_samples." in made.missing
     assert "“Draws for a prompt” is not drawn: no collection/draws_*." in made.missing
-    assert len(made.missing) == 6
+    assert len(made.missing) == 8
 
 
 def test_prompts_active_in_each_round(tmp_path):
@@ -62,6 +62,26 @@ def test_prompts_active_in_each_round(tmp_path):
     for curve, shares in zip(early.curves, ([1, 6 / 8, 2 / 8], [1, 0, 0]), strict=True):
         np.testing.assert_array_equal(curve.x, [1, 2, 3])
         np.testing.assert_allclose(curve.y, shares)
+
+
+def test_thresholds_met_within_two_rounds(tmp_path):
+    # Of 4 and of 8 prompts (with replacements). The second iteration drew one round: its count stands for two.
+    metrics = {
+        "active_round_1": [4, 8], "active_round_2": [3, None], "active_round_3": [2, None],
+        "met_round_1": [1, 6], "met_round_2": [2, None], "met_round_3": [4, None],
+        "met_k_pos_round_1": [2, 8], "met_k_pos_round_2": [3, None], "met_k_pos_round_3": [4, None],
+        "below_k_pos_share": [0.5, 0.25], "below_k_neg_share": [0.0, 0.5], "extra_samples": [-4, 8],
+    }  # fmt: skip
+    run = history(tmp_path / "ada", **{f"collection/{name}": values for name, values in metrics.items()})
+    panels = {panel.title: panel for panel in curves.sampling([run]).panels}
+    # Means over the iterations so far: 2/4, 6/8 and 3/4, 8/8.
+    np.testing.assert_allclose(panels["Rule met within two rounds"].curves[0].y, [0.5, 0.625])
+    np.testing.assert_allclose(panels["k_pos correct within two rounds"].curves[0].y, [0.75, 0.875])
+    np.testing.assert_allclose(panels["Fewer than k_pos correct at the end"].curves[0].y, [0.5, 0.375])
+    np.testing.assert_allclose(panels["Fewer than k_neg wrong at the end"].curves[0].y, [0.0, 0.25])
+    # Fewer samples than GRPO's are below the axis, not cut off at 0.
+    np.testing.assert_allclose(panels["Extra samples"].curves[0].y, [-4, 2])
+    assert panels["Extra samples"].limits == (None, None)
 
 
 def test_early_and_late_rounds_are_of_25_iterations(tmp_path):
