@@ -7,11 +7,12 @@ PYTHON ?= python3
 VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 AUDIT_VENV ?= .venv-audit
+DOCS_VENV ?= .venv-docs
 DEMO ?= runs/demo
 RUN := $(VENV)/bin/python -m
 TINY := --config=configs/tiny.py
 
-.PHONY: setup demo test slow parity lint audit clean
+.PHONY: setup demo test slow parity lint docs audit clean
 
 setup: $(VENV)/.installed
 
@@ -51,6 +52,15 @@ lint: setup
 	$(RUN) ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(RUN) pyright --pythonpath=$(VENV)/bin/python
 
+# The documentation site in site/: without a network once the environment is there; any warning is an error.
+docs: $(DOCS_VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+
+$(DOCS_VENV)/.installed: requirements-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.txt
+	touch $@
+
 # Known vulnerabilities of the pinned packages. Needs the network: it asks pypi.org for its advisories.
 audit: $(AUDIT_VENV)/.installed
 	$(AUDIT_VENV)/bin/pip-audit --strict --requirement requirements.txt --no-deps --disable-pip
@@ -61,4 +71,4 @@ $(AUDIT_VENV)/.installed:
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) $(AUDIT_VENV) runs
+	rm -rf $(VENV) $(PARITY_VENV) $(AUDIT_VENV) $(DOCS_VENV) runs site

@@ -1,7 +1,7 @@
 """A run's weights as a Hugging Face folder, loadable by `transformers` and by this package.
 
-    python -m reinforce_ada_jax.export --workdir=DIR [--iteration=K] --output=HF_DIR
-    python -m reinforce_ada_jax.export --workdir=DIR [--iteration=K] --adapter --output=PEFT_DIR
+    python -m reinforce_ada_jax.export --workdir=DIR [--iteration=40] --output=HF_DIR
+    python -m reinforce_ada_jax.export --workdir=DIR [--iteration=40] --adapter --output=PEFT_DIR
 
 Adapters are merged into their base or, with --adapter, written alone in the format of `peft`.
 """

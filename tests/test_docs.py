@@ -1,6 +1,7 @@
 """The documents say what is so: commands and examples run, tables hold the defaults, links lead somewhere."""
 
 import ast
+import fnmatch
 import json
 import pathlib
 import re
@@ -19,7 +20,10 @@ from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.data.prompts import load_problems
+from reinforce_ada_jax.evaluation import scores
+from reinforce_ada_jax.evaluation.response_store import GradedResponse
 from reinforce_ada_jax.learning.learner import UpdateMetrics
+from reinforce_ada_jax.types import Verdict
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment
 
@@ -93,6 +97,69 @@ def test_every_strategy_is_in_the_table():
     assert [name.strip("`") for name, *_ in table_below("strategies.md", "## The six")] == list(strategies.BUILT_IN)
 
 
+# ---- README.md, docs/how_to/reward.md --------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1200
+
+
+def test_the_reward_of_the_readme():
+    names: dict = {}
+    exec(code_block("../README.md", "def grade"), names)
+    assert [names["grade"](text, "12") for text in ("5 + 7 = 12", "12, or 13", "no", "-12")] == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_the_reward_that_returns_a_verdict():
+    names: dict = {}
+    exec(code_block("how_to/reward.md", "def grade"), names)
+    assert names["grade"]("5 + 7 = 12", "12") == Verdict(correct=True, reward=1.0)
+    assert names["grade"]("5 + 7", "12") == Verdict(correct=False, reward=0.0)
+    assert names["grade"]("none", "12") == Verdict(correct=False, reward=0.0, reason="no_answer")
+
+
+# ---- docs/reference --------------------------------------------------------------------------------------------------
+
+
+def test_reference_pages_are_made_from_the_code():
+    command = [sys.executable, "dev/reference.py", "--check"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+METRIC = re.compile(r"(reward|collection|update|estimator|evaluation|time|memory|compile)/[\w*/]+")
+
+
+def written_metrics() -> set[str]:
+    """Keys of metrics.jsonl in the sources, with "*" for each inserted value."""
+    keys = set()
+    for file in PACKAGE.rglob("*.py"):
+        if file.relative_to(PACKAGE).parts[0] in ("reporting", "benchmarks"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                keys.add("".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                keys.add(node.value)
+    keys = {key for key in keys if METRIC.fullmatch(key)} - {"update/*", "evaluation/*/*", "evaluation/*/avg"}
+    statistics = scores.statistics([[GradedResponse(1, False, Verdict(True, 1.0))]])
+    return (
+        {key for key in keys if f"{key}*" not in keys and not key.endswith("_")}
+        | {f"update/{name}" for name in UpdateMetrics._fields if name != "finite"}
+        | {f"evaluation/*/{re.sub('_1$', '_*', key)}" for key in statistics}
+    )
+
+
+def test_every_metric_is_documented():
+    text, written = (DOCS / "reference" / "metrics.md").read_text(), written_metrics()
+    cells = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    documented = {re.sub(r"<\w+>", "*", key) for key in re.findall(r"`([^`]+)`", cells)}
+    assert len(written) > 50
+    assert {key for key in written if not fnmatch.filter(documented, key)} == set()
+    assert {key for key in documented if not any(fnmatch.fnmatch(key, pattern) for pattern in written)} == set()
+
+
 # ---- docs/problems.md ------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +183,7 @@ def anchors(document: pathlib.Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-DOCUMENTS = (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "launch" / "README.md", *sorted(DOCS.glob("*.md")))
+DOCUMENTS = (ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "launch" / "README.md", *sorted(DOCS.rglob("*.md")))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: f"{document.parent.name}/{document.stem}")
@@ -205,6 +272,7 @@ RUN_BY = {
     "make test": ".ci/run",
     "make lint": ".ci/run",
     "make parity": ".ci/run",
+    "make docs": ".ci/run",
     "make demo": "tests/test_demo.py::test_balance_learns_more_from_an_update_than_grpo",
     "make slow": "by hand: minutes to hours",
     "make audit": "by hand: it asks pypi.org",

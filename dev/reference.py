@@ -1,0 +1,161 @@
+"""Writes the reference pages that are made from the code: docs/reference/commands.md, exit_codes.md and functions.md.
+
+    .venv/bin/python dev/reference.py            # writes them
+    .venv/bin/python dev/reference.py --check    # fails where a page differs from the code
+
+docs/settings.md is made by `python -m reinforce_ada_jax.config.reference`.
+"""
+
+import ast
+import importlib
+import io
+import json
+import os
+import pathlib
+import re
+import runpy
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "reference"
+COMMANDS = ("train", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
+NOTE = "This page is made from the code by `python dev/reference.py`.\n"
+
+
+def _flags_of(program: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """Returns (docstring, [(flag, default, text)]) of a command, which is started up to the point where it parses."""
+    from absl import app, flags  # noqa: PLC0415
+
+    from reinforce_ada_jax import cli  # noqa: PLC0415
+
+    cli.run = cli.run_with_arguments = app.run = lambda *_args, **_kwargs: None
+    name = f"reinforce_ada_jax.{program}"
+    before = set(flags.FLAGS)
+    sys.modules.pop(name, None)
+    sys.argv = [name]
+    namespace = runpy.run_module(name, run_name="__main__")
+    rows = []
+    for flag in sorted(set(flags.FLAGS) - before):
+        entry = flags.FLAGS[flag]
+        text = re.sub(r"^<.*?>: ", "", (entry.help or "").partition("\n\n")[0].partition("\n  ")[0])
+        choices = f" One of {', '.join(entry.parser.enum_values)}." if hasattr(entry.parser, "enum_values") else ""
+        default = "" if entry.default is None else entry.serialize().partition("=")[2] or str(entry.default)
+        if entry.boolean and entry.default is not None:
+            default = str(entry.default).lower()
+        if flag == "config" or default in ("[]", "none"):
+            default = ""
+        if default == sys.executable:
+            default, text = "", f"{text} Default: the interpreter that runs the command."
+        rows.append((flag, default, " ".join(text.split()) + choices))
+    return namespace["__doc__"] or "", rows
+
+
+def _in_fork(program: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """Returns `_flags_of` from a process of its own: flags are defined once per process."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                json.dump(_flags_of(program), output)
+                output.flush()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        if status:
+            raise RuntimeError(f"reinforce_ada_jax.{program} failed while its flags were read: status {status}.")
+        output.seek(0)
+        text, rows = json.load(output)
+        return text, [tuple(row) for row in rows]
+
+
+def commands_page() -> str:
+    """Returns docs/reference/commands.md: purpose and flags of each command."""
+    sys.path.insert(0, str(ROOT))
+    for program in COMMANDS:
+        importlib.import_module(f"reinforce_ada_jax.{program}")
+    page = io.StringIO()
+    page.write(f"# Commands\n\n{NOTE}\n")
+    page.write("Each heading is a module, started with `python -m`. `--config.SECTION.KEY=VALUE` changes one\n")
+    page.write("[setting](../settings.md) of the commands that have `--config`. `--help` prints the same text.\n")
+    for program in COMMANDS:
+        text, rows = _in_fork(program)
+        page.write(f"\n## {program}\n\n{text.strip()}\n")
+        page.write("\n| flag | default | meaning |\n|---|---|---|\n")
+        for flag, default, meaning in rows:
+            shown = f"`{default}`" if default else ""
+            page.write(f"| `--{flag}` | {shown} | {meaning.replace('|', '&#124;')} |\n")
+    return page.getvalue()
+
+
+EXIT_CODES = {
+    "cli.STOPPED": "The run stopped itself. The last line says why, and which state is complete. Examples: a full disk, a loss that is not finite.",  # noqa: E501
+    "cli.BAD_INPUT": "The input was refused, and would be refused again. One line says what to change.",
+    "watchdog.RESTART": "Start the same command again. SIGTERM or a preemption notice arrived and the state is saved, or another process of the run died.",  # noqa: E501
+    "cli.INTERRUPTED": "Ctrl-C. The last finished iteration is saved; the same command resumes. A second Ctrl-C ends the process without saving.",  # noqa: E501
+}
+
+
+def exit_codes_page() -> str:
+    """Returns docs/reference/exit_codes.md, with the numbers that the code has."""
+    from reinforce_ada_jax import cli  # noqa: PLC0415
+    from reinforce_ada_jax.distributed import watchdog  # noqa: PLC0415
+
+    owners = {"cli": cli, "watchdog": watchdog}
+    lines = [
+        f"# Exit codes\n\n{NOTE}",
+        "| code | name | meaning |\n|---|---|---|\n| 0 | | The command finished. |",
+    ]
+    for name, meaning in EXIT_CODES.items():
+        module, _, constant = name.partition(".")
+        lines.append(f"| {getattr(owners[module], constant)} | `{name}` | {meaning} |")
+    lines.append(
+        "\nA scheduler starts the same command again after 75, and may do so after 1. It must not after 2 or 130.\n"
+        "`launch/` does this on Google Cloud ([TPU](../tpu.md#5-a-host-is-taken-away)). What a restart loses is\n"
+        "described in [resume](../concepts/resume.md).\n\n"
+        "`compile_check` ends with code 1 where a program does not fit."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def functions_page() -> str:
+    """Returns docs/reference/functions.md: an entry of mkdocstrings for each public name."""
+    stub = ast.parse((ROOT / "reinforce_ada_jax" / "__init__.pyi").read_text()).body
+    lines = [
+        f"# Public functions\n\n{NOTE}",
+        "`import reinforce_ada_jax as ada` gives the names below. [Examples](../api.md) of each part run in tests.\n",
+    ]
+    for node in stub:
+        if not (isinstance(node, ast.ImportFrom) and node.module and node.module != "reinforce_ada_jax"):
+            continue
+        for alias in node.names:
+            lines.append(f"## ada.{alias.asname or alias.name}\n\n::: {node.module}.{alias.name}\n")
+    return "\n".join(lines)
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """Returns {file: text} of all pages."""
+    return {
+        FOLDER / "commands.md": commands_page(),
+        FOLDER / "exit_codes.md": exit_codes_page(),
+        FOLDER / "functions.md": functions_page(),
+    }
+
+
+def main() -> None:
+    """Writes the pages, or compares them."""
+    made = pages()
+    if "--check" in sys.argv[1:]:
+        different = [file.name for file, text in made.items() if not file.exists() or file.read_text() != text]
+        if different:
+            sys.exit(f"error: {', '.join(different)} differ from the code: run python dev/reference.py.")
+        return
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in made.items():
+        file.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
