@@ -22,6 +22,8 @@ from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 NEGLIGIBLE = 1e-12
 # for at most this many rounds: retries with a probability of 0.95 are negligible after 540.
 MAX_ROUNDS = 20_000
+# `Outcomes.success_round` and `.success_correct` of a prompt without a correct draw.
+NO_SUCCESS = (-1, 0)
 # Pass rates followed together; bounds the memory that 100,000 distinct ones take.
 BLOCK = 512
 
@@ -32,7 +34,10 @@ _WRONG, _CORRECT = Verdict(correct=False, reward=0.0), Verdict(correct=True, rew
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Outcomes:
-    """Final states (rounds, draws, correct draws) of a prompt, and their probabilities at P pass rates.
+    """Final states of a prompt, and their probabilities at P pass rates.
+
+    A state has the numbers of rounds, draws and correct draws. For a strategy with `coefficients` it also has the first
+    round with a correct draw (-1: none; not followed for other strategies), and the correct draws of that round.
 
     A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part; 0 for strategies
     with a limit.
@@ -41,6 +46,8 @@ class Outcomes:
     rounds: Int[np.ndarray, " S"]
     drawn: Int[np.ndarray, " S"]
     correct: Int[np.ndarray, " S"]
+    success_round: Int[np.ndarray, " S"]
+    success_correct: Int[np.ndarray, " S"]
     probability: Float[np.ndarray, "S P"]
     cut: float = 0.0
 
@@ -64,6 +71,8 @@ class Expectations:
       variance: Var(g) / E[g]^2, the noise-to-signal ratio of one prompt; inf or nan where E[g] = 0.
       variance_draws: `variance` * `draws`. Two strategies with equal values learn equally much from equal numbers of
         draws, whatever the number of prompts.
+      score_noise: E[sum of a_i^2] / signal^2, the noise of responses that differ beyond their verdict, in units of the
+        variance of one score. In a large policy it is most of the noise.
       rows: mean number of kept responses over the P prompts.
     """
 
@@ -81,6 +90,7 @@ class Expectations:
     relative_signal: Float[np.ndarray, " P"]
     variance: Float[np.ndarray, " P"]
     variance_draws: Float[np.ndarray, " P"]
+    score_noise: Float[np.ndarray, " P"]
     rows: float
 
 
@@ -103,7 +113,7 @@ def binomial(size: int, p: Float[np.ndarray, " P"]) -> Float[np.ndarray, "K P"]:
 def outcomes(
     strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None = None, planned: int | None = None
 ) -> Outcomes:
-    """Returns the distribution of (rounds, draws, correct draws) with which a prompt of each pass rate ends.
+    """Returns the distribution of the states (`Outcomes`) with which a prompt of each pass rate ends.
 
     It goes from state to state by `next_draws`, `continue_probability` and binomial rounds, as collect.py does. The
     strategy decides by the counts in a PromptProgress alone, which has this `estimate` and `planned` for all prompts. A
@@ -113,22 +123,23 @@ def outcomes(
       ValueError: the strategy breaks its own bounds, or never ends.
     """
     by_size: dict[int, np.ndarray] = {}
-    in_flight = {(0, 0): np.ones(len(pass_rates))}
+    in_flight = {(0, 0, NO_SUCCESS): np.ones(len(pass_rates))}
     states, probabilities, rounds, cut = [], [], 0, 0.0
     while in_flight:
-        following: dict[tuple[int, int], np.ndarray] = {}
-        for (drawn, correct), probability in in_flight.items():
+        following: dict[tuple[int, int, tuple[int, int]], np.ndarray] = {}
+        for (drawn, correct, success), probability in in_flight.items():
             progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
             size = strategies.round_size(strategy, progress)
             goes_on = 0.0 if size == 0 else (strategy.continue_probability(progress) if rounds else 1.0)
             if goes_on < 1.0:
-                states.append((rounds, drawn, correct))
+                states.append((rounds, drawn, correct, *success))
                 probabilities.append((1.0 - goes_on) * probability)
             if goes_on > 0.0:
                 if size not in by_size:
                     by_size[size] = binomial(size, pass_rates)
                 for more, share in enumerate(by_size[size]):
-                    state = drawn + size, correct + more
+                    first = more > 0 and success == NO_SUCCESS and strategy.coefficients is not None
+                    state = drawn + size, correct + more, (rounds, more) if first else success
                     following[state] = following.get(state, 0.0) + goes_on * probability * share
         in_flight, rounds = following, rounds + 1
         if in_flight and strategy.max_draws is None:
@@ -140,8 +151,8 @@ def outcomes(
                     f"After {rounds:,} rounds {left:.1e} of all prompts are still being drawn. Set a limit "
                     "(max_draws), or a lower probability of another round."
                 )
-    ended = np.array(states)
-    return Outcomes(ended[:, 0], ended[:, 1], ended[:, 2], np.array(probabilities), cut)
+    rounds_of, drawn_of, correct_of, first_of, hits_of = np.array(states).T
+    return Outcomes(rounds_of, drawn_of, correct_of, first_of, hits_of, np.array(probabilities), cut)
 
 
 def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> Int[np.ndarray, " P"] | None:
@@ -155,25 +166,67 @@ def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> In
 # ---- their groups ----------------------------------------------------------------------------------------------------
 
 
-def group_terms(strategy: Strategy, drawn: int, correct: int) -> tuple[int, int, float, float, bool]:
-    """Returns (correct rows, wrong rows, sum of advantages of each, all advantages are 0) of a pool with these counts.
+@dataclasses.dataclass(frozen=True)
+class GroupTerms:
+    """Sums over the kept responses of a pool.
 
-    Its correct responses come first. The built-in `keep` rules keep equally many correct and wrong responses in every
-    order of draws; for a rule that looks at the order, these are its terms for this order.
+    Attributes:
+      kept_correct, kept_wrong: numbers of rows.
+      sum_correct, sum_wrong: sums of their advantages.
+      squares: sum of the squares of all advantages.
+      zero: all advantages are 0.
     """
-    verdicts = (_CORRECT,) * correct + (_WRONG,) * (drawn - correct)
-    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds=1, met=True), strategy)
-    right = group.pool.correct[group.kept]
-    advantages = group.advantages
-    sums = float(advantages[right].sum()), float(advantages[~right].sum())
-    return int(right.sum()), int((~right).sum()), *sums, not advantages.any()
+
+    kept_correct: int
+    kept_wrong: int
+    sum_correct: float
+    sum_wrong: float
+    squares: float
+    zero: bool
 
 
-def _terms(strategy: Strategy, ends: Outcomes) -> Float[np.ndarray, "5 S"]:
-    """Returns `group_terms` of each final state; each pair of counts is computed once."""
-    pairs, index = np.unique(np.stack([ends.drawn, ends.correct]), axis=1, return_inverse=True)
-    found = [group_terms(strategy, *pair) for pair in pairs.T.tolist()]
-    return np.array(found, np.float64).reshape(-1, 5).T[:, index.reshape(-1)]
+def group_terms(
+    strategy: Strategy,
+    drawn: int,
+    correct: int,
+    rounds: int = 1,
+    success: tuple[int, int] = NO_SUCCESS,
+    estimate: float | None = None,
+) -> GroupTerms:
+    """Returns the terms of a pool with these counts.
+
+    Its correct responses come first; with a success (round t, k correct draws), wrong ones fill the rounds before t.
+    The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
+    looks at the order, these are its terms for this order.
+    """
+    before = drawn // rounds * success[0] if success != NO_SUCCESS else 0
+    here = drawn // rounds - success[1] if success != NO_SUCCESS else 0
+    first = success[1] if success != NO_SUCCESS else correct
+    wrong = drawn - correct - before - here
+    verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
+    verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * wrong
+    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met=True, estimate=estimate), strategy)
+    right, advantages = group.pool.correct[group.kept], group.advantages
+    return GroupTerms(
+        int(right.sum()),
+        int((~right).sum()),
+        float(advantages[right].sum()),
+        float(advantages[~right].sum()),
+        float(np.square(advantages).sum()),
+        not advantages.any(),
+    )
+
+
+def _terms(strategy: Strategy, ends: Outcomes, estimate: float | None) -> Float[np.ndarray, "6 S"]:
+    """Returns `group_terms` of each final state; each distinct state is computed once."""
+    rounds = ends.rounds if strategy.coefficients is not None else np.ones_like(ends.rounds)
+    columns = np.stack([ends.drawn, ends.correct, rounds, ends.success_round, ends.success_correct])
+    distinct, index = np.unique(columns, axis=1, return_inverse=True)
+    found = [
+        dataclasses.astuple(group_terms(strategy, drawn, correct, number, (first, hits), estimate))
+        for drawn, correct, number, first, hits in distinct.T.tolist()
+    ]
+    return np.array(found, np.float64).reshape(-1, 6).T[:, index.reshape(-1)]
 
 
 def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
@@ -186,9 +239,12 @@ def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
 def _block(
     strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None, planned: int | None
 ) -> dict[str, Float[np.ndarray, " P"]]:
-    """Returns the columns at some pass rates, and mean and variance of the sum of A_i (r_i - p) over kept responses."""
+    """Returns the columns at some pass rates, and three sums over kept responses.
+
+    Mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2.
+    """
     ends = outcomes(strategy, pass_rates, estimate, planned)
-    kept_correct, kept_wrong, sum_correct, sum_wrong, zero = _terms(strategy, ends)
+    kept_correct, kept_wrong, sum_correct, sum_wrong, squares, zero = _terms(strategy, ends, estimate)
     final = (
         PromptProgress(PROMPT, *state, estimate=estimate, planned=planned)
         for state in zip(ends.rounds.tolist(), ends.drawn.tolist(), ends.correct.tolist(), strict=True)
@@ -209,6 +265,7 @@ def _block(
         "pool_mean": mean(ends.correct / ends.drawn),
         "gradient": gradient,
         "gradient_variance": (np.square(total - gradient) * ends.probability).sum(0),
+        "squares": (squares[:, None] * ends.probability).sum(0),
     }
 
 
@@ -217,8 +274,8 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
 
     A prompt adds g = sum of a_i s_i over its kept responses to the update, with the score s_i of response i and the
     weight a_i = A_i / rows. `rows` is the mean number of kept responses of all P prompts: a token-mean over a large
-    minibatch of responses of equal lengths, in which a prompt that keeps more rows counts for more. For any stopping
-    rule that sees outcomes only,
+    minibatch of responses of equal lengths, in which a prompt that keeps more rows counts for more. Strategies with
+    `coefficients` give a_i itself. For any stopping rule that sees outcomes only,
 
         E[g] = signal(p) grad p,    signal(p) = E[A+] / p - E[A-] / (1 - p)
 
@@ -237,25 +294,30 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
     planned = planned_draws(strategy, pass_rates)
     keys = pass_rates[None] if planned is None else np.stack([pass_rates, planned])
     distinct, index = np.unique(keys, axis=1, return_inverse=True)
-    if planned is None:
+    if planned is None and strategy.needs_estimates:
+        blocks = [_block(strategy, np.array([rate]), rate, None) for rate in distinct[0].tolist()]
+    elif planned is None:
         starts = range(0, distinct.shape[1], BLOCK)
         blocks = [_block(strategy, distinct[0, start : start + BLOCK], None, None) for start in starts]
     else:
         blocks = [_block(strategy, np.array([rate]), rate, int(size)) for rate, size in distinct.T.tolist()]
     columns = {name: np.concatenate([block[name] for block in blocks])[index.reshape(-1)] for name in blocks[0]}
     gradient, gradient_variance = columns.pop("gradient"), columns.pop("gradient_variance")
+    squares = columns.pop("squares")
     rows = float((columns["kept_correct"] + columns["kept_wrong"]).mean())
     section = strategies.with_defaults(config)
     inside = np.where((pass_rates > 0.0) & (pass_rates < 1.0), pass_rates, np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        signal = gradient / rows / (inside * (1.0 - inside))
+        signal = gradient / (1.0 if strategy.coefficients else rows) / (inside * (1.0 - inside))
         variance = gradient_variance / np.square(gradient)
+        score_noise = squares / np.square(gradient / (inside * (1.0 - inside)))
     return Expectations(
         pass_rates,
         signal=signal,
         relative_signal=signal / objectives.weight(section.objective, inside, alpha=section.objective_alpha),
         variance=variance,
         variance_draws=variance * columns["draws"],
+        score_noise=score_noise,
         rows=rows,
         **columns,
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from reinforce_ada_jax.analysis.enumeration import PROMPT, group_terms
+from reinforce_ada_jax.analysis.enumeration import NO_SUCCESS, PROMPT, group_terms
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
@@ -39,6 +39,17 @@ def population(size: int, a: float = 0.6, b: float = 1.2) -> Float[np.ndarray, "
     return np.interp((np.arange(size) + 0.5) / size, cumulated / cumulated[-1], p)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class DrawCounts:
+    """Final state of a prompt of each pass rate: the fields of `enumeration.Outcomes`."""
+
+    rounds: Int[np.ndarray, " P"]
+    drawn: Int[np.ndarray, " P"]
+    correct: Int[np.ndarray, " P"]
+    success_round: Int[np.ndarray, " P"]
+    success_correct: Int[np.ndarray, " P"]
+
+
 def draw_counts(
     strategy: Strategy,
     pass_rates: Float[np.ndarray, " P"],
@@ -46,12 +57,13 @@ def draw_counts(
     *,
     estimates: Float[np.ndarray, " P"] | None = None,
     planned: Int[np.ndarray, " P"] | None = None,
-) -> tuple[Int[np.ndarray, " P"], Int[np.ndarray, " P"]]:
-    """Samples (drawn, correct) of one prompt of each pass rate, hundreds of times as fast as the collection loop."""
+) -> DrawCounts:
+    """Samples the draws of one prompt of each pass rate, hundreds of times as fast as the collection loop."""
     count = len(pass_rates)
     plans: list[tuple[float | None, int | None]] = [(None, None)] * count
-    if estimates is not None and planned is not None:
-        plans = list(zip(estimates.tolist(), planned.tolist(), strict=True))
+    if estimates is not None:
+        sizes = [None] * count if planned is None else planned.tolist()
+        plans = list(zip(estimates.tolist(), sizes, strict=True))
 
     @functools.cache
     def decide(rounds: int, drawn: int, correct: int, plan: tuple[float | None, int | None]) -> tuple[int, float]:
@@ -59,7 +71,8 @@ def draw_counts(
         size = strategy.next_draws(progress)
         return size, strategy.continue_probability(progress) if size and rounds else 1.0
 
-    drawn, correct = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    drawn, correct, num_rounds, success_correct = np.zeros((4, count), np.int64)
+    success_round = np.full(count, NO_SUCCESS[0])
     in_flight, rounds = np.arange(count), 0
     while in_flight.size:
         states = zip(in_flight.tolist(), drawn[in_flight].tolist(), correct[in_flight].tolist(), strict=True)
@@ -67,9 +80,13 @@ def draw_counts(
         goes_on = (sizes > 0) & (rng.random(len(sizes)) < probabilities)
         in_flight, sizes = in_flight[goes_on], sizes[goes_on].astype(np.int64)
         drawn[in_flight] += sizes
-        correct[in_flight] += rng.binomial(sizes, pass_rates[in_flight])
+        hits = rng.binomial(sizes, pass_rates[in_flight])
+        first = (hits > 0) & (correct[in_flight] == 0)
+        success_round[in_flight[first]], success_correct[in_flight[first]] = rounds, hits[first]
+        correct[in_flight] += hits
         rounds += 1
-    return drawn, correct
+        num_rounds[in_flight] = rounds
+    return DrawCounts(num_rounds, drawn, correct, success_round, success_correct)
 
 
 def learn(
@@ -102,10 +119,19 @@ def learn(
         differ in the direction of their updates, not in their size, which an optimiser such as Adam removes too.
       seed: seed of all draws.
     """
+    if strategies.build(config).needs_estimates:
+        raise ValueError("learning curves follow no estimates for a control variate: use the control variate constant.")
     strategy, rng, settings = strategies.build(config), np.random.default_rng(seed), EstimatorConfig()
     ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
     names = [f"{index:06d}" for index in range(len(pass_rates))]
-    terms = functools.cache(lambda drawn, correct: group_terms(strategy, drawn, correct)[:4])
+
+    @functools.cache
+    def terms(rounds: int, drawn: int, correct: int, *success: int) -> tuple[int, int, float, float]:
+        if strategy.coefficients is None:
+            rounds, success = 1, NO_SUCCESS
+        found = group_terms(strategy, drawn, correct, rounds, (success[0], success[1]))
+        return found.kept_correct, found.kept_wrong, found.sum_correct, found.sum_wrong
+
     with np.errstate(divide="ignore"):
         logits = np.log(pass_rates) - np.log1p(-pass_rates)
     spent, means, cursor = [0.0], [float(np.mean(pass_rates))], 0
@@ -118,9 +144,9 @@ def learn(
             ids = [names[index] for index in batch]
             estimates = ema.estimate_ids(ids)
             planned = np.asarray(strategy.plan(estimates, ids))
-        drawn, correct = draw_counts(strategy, p, rng, estimates=estimates, planned=planned)
-        counts = list(zip(drawn.tolist(), correct.tolist(), strict=True))
-        found = np.array([terms(*pair) for pair in counts], np.float64)
+        counts = draw_counts(strategy, p, rng, estimates=estimates, planned=planned)
+        states = np.stack(list(vars(counts).values()), axis=1).tolist()
+        found = np.array([terms(*state) for state in states], np.float64)
         rows = found[:, 0] + found[:, 1]
         # Candidates are drawn in turn until enough are kept; the others were never drawn.
         used = prompts_per_update
@@ -128,15 +154,16 @@ def learn(
             used = min(num_candidates, 1 + int(np.searchsorted(np.cumsum(rows > 0), prompts_per_update)))
         batch, p, found, rows = batch[:used], p[:used], found[:used], rows[:used]
         if strategy.plan is not None:
-            for index, pair in zip(batch.tolist(), counts[:used], strict=True):
-                ema.observe_counts(names[index], *pair)
+            for index, state in zip(batch.tolist(), states[:used], strict=True):
+                ema.observe_counts(names[index], *state[1:3])
         total = found[:, 2] * (1.0 - p) - found[:, 3] * p
-        gradient = prompts_per_update * total / max(rows.sum(), 1.0)
+        # Coefficients count each prompt once, advantages each row.
+        gradient = total if strategy.coefficients else prompts_per_update * total / max(rows.sum(), 1.0)
         if equal_lengths:
             gradient = gradient / max(np.sqrt(np.square(gradient).sum() / prompts_per_update), 1e-12)
         logits[batch] += learning_rate * gradient
         cursor = (cursor + used) % len(pass_rates)
-        spent.append(spent[-1] + float(drawn[:used].sum()))
+        spent.append(spent[-1] + float(counts.drawn[:used].sum()))
         means.append(float(np.mean(1.0 / (1.0 + np.exp(-logits)))))
     return Curve(np.array(spent), np.array(means))
 

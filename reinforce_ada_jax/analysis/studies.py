@@ -81,12 +81,15 @@ def epsilon_effect(
     the rounding alone moves the gradient by a tenth.
 
     Args:
-      config: settings of the strategy; the objective is taken to be "log".
+      config: settings of the strategy; the objective is taken to be "log", the correction "none".
       pass_rates: above 0 and below 1.
       epsilon: at least 0.
     """
     config = dataclasses.replace(
-        strategies.with_defaults(config), objective="log", objective_epsilon=max(epsilon, NO_EPSILON)
+        strategies.with_defaults(config),
+        objective="log",
+        correction="none",
+        objective_epsilon=max(epsilon, NO_EPSILON),
     )
     found, unit = expectations(config, pass_rates), 1.0
     if strategies.build(config).plan is not None:

@@ -32,6 +32,8 @@ class Group:
       baselines: aligned with `kept`.
       weight: factor of the differences: the prompt's weight, divided by the deviation where that is set.
       weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
+      per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py), and each prompt
+        counts once in the update, with any number of rows; `baselines` are 0 and `weight` is 1.
     """
 
     pool: Pool
@@ -40,6 +42,7 @@ class Group:
     baselines: Float[np.ndarray, " n"]
     weight: float
     weight_clipped: bool = False
+    per_prompt: bool = False
 
 
 def pool_statistics(rewards: Float[np.ndarray, " N"]) -> tuple[float, float]:
@@ -138,9 +141,14 @@ def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
       strategy: decides what is kept, the baseline and the weight.
       ages: updates since each response was drawn; None: all are fresh.
     """
-    kept = strategy.keep(pool.correct)
+    usable = np.ones(len(pool.responses), bool)
     if ages is not None and strategy.max_age is not None:
-        kept = kept[np.asarray(ages)[kept] <= strategy.max_age]
+        usable = np.asarray(ages) <= strategy.max_age
+    if strategy.coefficients is not None:
+        kept, coefficients = strategy.coefficients(pool, usable)
+        return Group(pool, kept, coefficients, np.zeros(len(kept)), 1.0, per_prompt=True)
+    kept = strategy.keep(pool.correct)
+    kept = kept[usable[kept]]
     if not kept.size:
         return Group(pool, kept, np.zeros(0), np.zeros(0), 0.0)
     pass_rate = float(pool.correct.mean())

@@ -115,14 +115,17 @@ def _rollouts(
     for rollouts in result:
         if rollouts.prompt.id in partial:
             rollouts.resume(partial[rollouts.prompt.id])
-    if strategy.plan is not None:
+    if strategy.plan is not None or strategy.needs_estimates:
         estimates = np.full(len(everyone), 0.5) if estimate_fn is None else np.asarray(estimate_fn(everyone), float)
         if estimates.shape != (len(everyone),) or not ((estimates >= 0) & (estimates <= 1)).all():
             raise ValueError(
                 f"estimate_fn must return {len(everyone)} pass rates in [0, 1]; it returned {estimates.shape}, from "
                 f"{estimates.min(initial=np.inf):g} to {estimates.max(initial=-np.inf):g}."
             )
-        planned = strategy.plan(estimates, [prompt.id for prompt in everyone])
-        for rollouts, estimate, draws in zip(result, estimates.tolist(), planned.tolist(), strict=True):
-            rollouts.estimate, rollouts.planned = estimate, draws
+        for rollouts, estimate in zip(result, estimates.tolist(), strict=True):
+            rollouts.estimate = estimate
+        if strategy.plan is not None:
+            planned = strategy.plan(estimates, [prompt.id for prompt in everyone])
+            for rollouts, draws in zip(result, planned.tolist(), strict=True):
+                rollouts.planned = draws
     return result

@@ -1,12 +1,17 @@
 """Non-linear objectives J = E_x[f(p(x))] and the weight w(p) = f'(p) that they give a prompt of pass rate p.
 
-    identity   f = p          w = 1
-    log        f = log p      w = 1 / p
-    power      f = p^alpha    w = alpha p^(alpha - 1)
+    name        f                 w                  c_j in f'(p) = sum_j c_j (1 - p)^j
+    identity    p                 1                  1, 0, 0, ...
+    log         log p             1 / p              1
+    maxrl       log p             1 / p              1
+    power       p^alpha           alpha p^(alpha-1)  alpha Gamma(j + 1 - alpha) / (Gamma(1 - alpha) j!)
+    pass_at_k   1 - (1 - p)^k     k (1 - p)^(k-1)    k at j = k - 1, else 0
 
 The weight is paid by more draws, by scaled advantages, or by both: w = w_sample * w_grad.
-Source: arXiv 2510.04996, section 3.2 and appendix.
+Sources: arXiv 2510.04996, section 2.2; maxrl: 2602.02710; pass_at_k: 2505.15201.
 """
+
+import dataclasses
 
 import numpy as np
 from jaxtyping import Float
@@ -14,13 +19,53 @@ from jaxtyping import Float
 Numbers = Float[np.ndarray, "..."] | float
 
 
-def weight(objective: str, p: Numbers, *, alpha: float = 0.5) -> Numbers:
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """One objective with its constants.
+
+    Attributes:
+      name: "identity", "log", "maxrl", "power" or "pass_at_k".
+      alpha: exponent of "power".
+      k: number of draws of "pass_at_k".
+      epsilon: smallest pass rate that `clipped_weight` is computed at.
+    """
+
+    name: str
+    alpha: float = 0.5
+    k: int = 1
+    epsilon: float = 0.0
+
+    def weight(self, p: Numbers) -> Numbers:
+        """Computes w(p) = f'(p)."""
+        return weight(self.name, p, alpha=self.alpha, k=self.k)
+
+    def clipped_weight(self, pass_rate: float) -> float:
+        """Computes w at an observed pass rate, or at epsilon if it is lower."""
+        return float(self.weight(max(float(pass_rate), self.epsilon)))
+
+    def series(self, length: int) -> Float[np.ndarray, " J"]:
+        """Returns c_0, ..., c_{length - 1} of f'(p) = sum_j c_j (1 - p)^j."""
+        c = np.zeros(length)
+        if self.name in ("log", "maxrl"):
+            c[:] = 1.0
+        elif self.name == "power":
+            j = np.arange(1, length)
+            c[:] = self.alpha * np.concatenate([[1.0], np.cumprod((j - self.alpha) / j)])[:length]
+        elif self.name == "pass_at_k":
+            c[self.k - 1 : self.k] = self.k
+        else:
+            c[:1] = 1.0
+        return c
+
+
+def weight(objective: str, p: Numbers, *, alpha: float = 0.5, k: int = 1) -> Numbers:
     """Computes w(p) = f'(p).
 
     Args:
-      objective: "identity", "log" or "power".
+      objective: "identity", "log", "maxrl", "power" or "pass_at_k".
       p: pass rates, above 0 where f' has a pole there; not clipped here.
       alpha: exponent of "power".
+      k: number of draws of "pass_at_k".
 
     Raises:
       ValueError: an unknown objective.
@@ -28,11 +73,13 @@ def weight(objective: str, p: Numbers, *, alpha: float = 0.5) -> Numbers:
     p = np.asarray(p, np.float64)
     if objective == "identity":
         return np.ones_like(p)
-    if objective == "log":
+    if objective in ("log", "maxrl"):
         return 1.0 / p
     if objective == "power":
         return alpha * p ** (alpha - 1.0)
-    raise ValueError(f"objective is {objective!r}; it must be one of identity, log, power.")
+    if objective == "pass_at_k":
+        return k * (1.0 - p) ** (k - 1)
+    raise ValueError(f"objective is {objective!r}; it must be one of identity, log, maxrl, power, pass_at_k.")
 
 
 def sample_weight(allocation: str, objective: str, p: Numbers, *, alpha: float = 0.5, epsilon: float = 0.0) -> Numbers:

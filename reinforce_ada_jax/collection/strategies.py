@@ -13,9 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.collection import objectives
+from reinforce_ada_jax.collection import corrections, objectives
 from reinforce_ada_jax.collection.allocation import allocate
+from reinforce_ada_jax.collection.corrections import CoefficientsFn
 from reinforce_ada_jax.collection.groups import balanced_group
+from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.types import Prompt
 
@@ -84,6 +86,10 @@ class Strategy:
       plan: (estimates of P prompts, their ids) -> planned draws of each; called once, before the first round.
       extra_batches: limit of the prompts that replace dropped ones, in units of an iteration's prompts.
       max_age: limit of the updates since a response was drawn; older ones are not kept. None: no limit.
+      coefficients: (pool, mask of usable draws) -> draw indices kept and a coefficient of each (corrections.py). It
+        replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; `keep` still decides which prompts
+        are replaced. None: they make the advantages.
+      needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
     """
 
     next_draws: Callable[[PromptProgress], int]
@@ -99,6 +105,8 @@ class Strategy:
     plan: Callable[[np.ndarray, Sequence[str]], np.ndarray] | None = None
     extra_batches: int = 0
     max_age: int | None = None
+    coefficients: CoefficientsFn | None = None
+    needs_estimates: bool = False
 
 
 def round_size(strategy: Strategy, progress: PromptProgress) -> int:
@@ -307,6 +315,11 @@ def build(strategy_config: StrategyConfig) -> Strategy:
             f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} plans draws or "
             "replaces prompts, so the next iteration's prompts can't start early: set it to 0."
         )
+    if config.control_variate == "estimate" and (strategy.extra_batches or config.overlap_iterations):
+        raise ValueError(
+            "collection.control_variate is 'estimate', but prompts that replace others or start early have no estimate "
+            "in time: use constant, or no replacements and collection.overlap_iterations = 0."
+        )
     changes: dict[str, Any] = {"normalize_by_std": config.normalize_by_std}
     if config.keep == "group":
         changes |= {"keep": lambda correct: balanced_group(correct, config.group_size), "max_kept": config.group_size}
@@ -314,12 +327,48 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         changes |= {"keep": keep_all, "max_kept": strategy.max_draws}
     if config.baseline:
         changes["baseline"] = config.baseline
-    if config.objective != "identity" and strategy.plan is None:
+    objective = Objective(config.objective, config.objective_alpha, config.objective_k, config.objective_epsilon)
+    correction = collection_rules.correction(config)
+    if correction == "exact":
+        changes |= _exact(config, objective, strategy)
+    elif correction == "stratified":
+        changes |= _stratified(config, objective, strategy)
+    elif config.objective == "maxrl":
+        changes["coefficients"] = corrections.maxrl(penalize_all_wrong=config.penalize_all_wrong)
+    elif config.objective != "identity" and strategy.plan is None:
         # The number of kept responses is fixed, so advantages pay the whole weight.
-        least = config.objective_epsilon
-
-        def weight(pass_rate: float) -> float:
-            return float(objectives.weight(config.objective, max(pass_rate, least), alpha=config.objective_alpha))
-
-        changes |= {"weight": weight, "clips_below": least}
+        changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
     return dataclasses.replace(strategy, **changes)
+
+
+def _exact(config: CollectionConfig, objective: Objective, strategy: Strategy) -> dict[str, Any]:
+    """Returns the changes that the correction `exact` makes; `keep` = "group" limits a prompt's correct rows to n."""
+    control_variates = {
+        "none": None,
+        "constant": lambda estimate, size: config.control_variate_constant,
+        "estimate": lambda estimate, size: corrections.control_variate_at(objective, size, estimate),
+    }
+    rows = config.group_size if config.keep == "group" else None
+    size = config.samples_per_round if config.strategy in ("positive", "balance") else config.group_size
+    most = size if rows is None else min(size, rows)
+    if config.control_variate != "none":
+        most = size if strategy.max_draws == size else size + most
+    function = corrections.exact(
+        objective,
+        max_rows=rows,
+        control_variate=control_variates[config.control_variate],
+        continue_probability=config.retry_probability if config.strategy == "ngu" else 1.0,
+    )
+    return {"coefficients": function, "max_kept": most, "needs_estimates": config.control_variate == "estimate"}
+
+
+def _stratified(config: CollectionConfig, objective: Objective, strategy: Strategy) -> dict[str, Any]:
+    """Returns the changes that the correction `stratified` makes: the strategy's own rows, or a smaller pool whole."""
+    if config.keep == "pool" or (config.strategy in ("grpo", "ngu") and not config.keep):
+        return {"coefficients": corrections.stratified(objective, keep_all), "max_kept": strategy.max_draws}
+    group_size = config.group_size
+
+    def keep(correct: np.ndarray) -> np.ndarray:
+        return balanced_group(correct, min(group_size, len(correct)))
+
+    return {"coefficients": corrections.stratified(objective, keep), "max_kept": group_size}

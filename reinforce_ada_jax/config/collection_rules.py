@@ -6,7 +6,16 @@
 from collections.abc import Callable
 
 from reinforce_ada_jax.config.settings import CollectionConfig
-from reinforce_ada_jax.config.values import ALLOCATIONS, BASELINES, KEEPS, OBJECTIVES, STRATEGIES, check_choice
+from reinforce_ada_jax.config.values import (
+    ALLOCATIONS,
+    BASELINES,
+    CONTROL_VARIATES,
+    CORRECTIONS,
+    KEEPS,
+    OBJECTIVES,
+    STRATEGIES,
+    check_choice,
+)
 
 
 def max_draws(collection: CollectionConfig) -> int | None:
@@ -34,6 +43,17 @@ def goals(collection: CollectionConfig) -> tuple[int, int]:
 def draw_budget(collection: CollectionConfig) -> float:
     """Returns the mean draws of a prompt under `estimate`."""
     return float(collection.samples_per_round if collection.budget is None else collection.budget)
+
+
+def correction(collection: CollectionConfig) -> str:
+    """Returns the correction; where none is set, `exact` for adaptive strategies with an objective other than identity.
+
+    The published runs have the objective identity, hence no correction.
+    """
+    if collection.correction:
+        return collection.correction
+    adaptive = collection.strategy in ("positive", "balance", "ngu")
+    return "exact" if adaptive and collection.objective != "identity" else "none"
 
 
 def strategy_is_known(collection: CollectionConfig) -> None:
@@ -99,13 +119,15 @@ def goals_can_be_met(collection: CollectionConfig) -> None:
 
 
 def a_round_fills_a_group(collection: CollectionConfig) -> None:
-    """positive, balance: group_size does not exceed samples_per_round."""
+    """positive, balance: group_size does not exceed samples_per_round, where the update needs whole groups."""
+    if collection.keep == "pool" or correction(collection) != "none":
+        return
     if collection.strategy in ("positive", "balance") and collection.group_size > collection.samples_per_round:
         raise ValueError(
             f"collection.group_size is {collection.group_size}, collection.samples_per_round is "
-            f"{collection.samples_per_round}: {collection.strategy} may stop after one round, which must fill a group "
-            "and give reward/first_round, so group_size must not exceed samples_per_round. Lower the one or raise the "
-            "other."
+            f"{collection.samples_per_round}: {collection.strategy} may stop after one round, which must fill a group. "
+            "Lower group_size, raise samples_per_round, or set collection.correction to stratified or exact, which "
+            "need no whole group."
         )
 
 
@@ -171,9 +193,75 @@ def weights_are_finite(collection: CollectionConfig) -> None:
         raise ValueError(f"collection.objective_epsilon is {epsilon}; it must be below 1: it is a pass rate.")
 
 
+def correction_fits(collection: CollectionConfig) -> None:
+    """A correction has its own weights and baseline; objectives other than identity need one where pools are kept."""
+    check_choice("collection.control_variate", collection.control_variate, CONTROL_VARIATES)
+    kind, strategy, objective = correction(collection), collection.strategy, collection.objective
+    check_choice("collection.correction", kind, CORRECTIONS)
+    if objective == "maxrl" and (strategy != "grpo" or kind != "none" or collection.keep or collection.baseline):
+        raise ValueError(
+            f"collection.objective is 'maxrl' with the strategy {strategy} and the correction {kind}: it has "
+            "weights of its own over one fixed round. Use the strategy grpo without keep, baseline and correction, or "
+            "the objective log with the correction exact, which climbs the same with adaptive rounds."
+        )
+    if collection.penalize_all_wrong and objective != "maxrl":
+        raise ValueError(f"collection.penalize_all_wrong belongs to the objective maxrl; the objective is {objective}.")
+    if collection.control_variate != "none" and kind != "exact":
+        raise ValueError(
+            f"collection.control_variate is {collection.control_variate!r} with the correction {kind}: it belongs to "
+            "the correction exact."
+        )
+    if kind == "none":
+        _weights_are_paid_once(collection)
+        return
+    if strategy not in ("grpo", "positive", "balance", "ngu"):
+        raise ValueError(
+            f"collection.correction is {kind!r} with the strategy {strategy}: it is derived for grpo, positive, "
+            "balance and ngu. Set it to none, or give a strategy of your own its `coefficients`."
+        )
+    if collection.baseline or collection.normalize_by_std:
+        raise ValueError(
+            f"collection.correction is {kind!r}, which has weights and a baseline of its own: leave "
+            "collection.baseline empty and collection.normalize_by_std off, or set the correction to none."
+        )
+    if kind == "exact":
+        _series_is_reached(collection)
+
+
+def _weights_are_paid_once(collection: CollectionConfig) -> None:
+    """Raises ValueError if w(p) is paid by draws that grow as p falls, and by the whole weight again."""
+    pools = collection.strategy == "ngu" or (
+        collection.strategy in ("positive", "balance") and collection.keep == "pool"
+    )
+    if pools and collection.objective != "identity":
+        raise ValueError(
+            f"collection.objective is {collection.objective!r} with the strategy {collection.strategy}, every response "
+            "kept and no correction: hard prompts have more responses in the update, and each is multiplied by w(p) as "
+            "well, so w(p) is paid twice. Set collection.correction to exact or stratified."
+        )
+
+
+def _series_is_reached(collection: CollectionConfig) -> None:
+    """Raises ValueError if the rounds may end before the first correct response, or before the series begins."""
+    most = max_draws(collection)
+    if collection.strategy in ("positive", "balance") and goals(collection)[0] < 1:
+        raise ValueError(
+            "collection.k_pos is 0 with the correction exact, whose weights need a correct response: use at least 1."
+        )
+    if collection.objective == "pass_at_k" and most is not None and most < collection.objective_k:
+        raise ValueError(
+            f"collection.objective_k is {collection.objective_k}, but a prompt gets at most {most} draws, so the "
+            "gradient would be 0. Lower objective_k, or allow more draws."
+        )
+    if collection.strategy == "ngu" and not collection.retry_probability > 0 and most != collection.group_size:
+        raise ValueError(
+            "collection.retry_probability is 0 with the correction exact, which divides by it: use the strategy grpo."
+        )
+
+
 RULES: tuple[Callable[[CollectionConfig], None], ...] = (
     strategy_is_known, keep_fits_the_strategy, baseline_is_known, groups_have_a_baseline, goals_can_be_met,
-    a_round_fills_a_group, budget_is_within_draws, retries_end, weights_are_finite,
+    a_round_fills_a_group, budget_is_within_draws, retries_end, weights_are_finite, correction_fits,
 )  # fmt: skip
 
 

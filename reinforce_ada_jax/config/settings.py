@@ -142,11 +142,26 @@ class CollectionConfig:
     )
     normalize_by_std: bool = setting(False, "Divide advantages by the standard deviation of the pool.")
     objective: str = setting(
-        "identity", "f of J = E[f(p)]: p, log p, or p^alpha.", one_of(values.OBJECTIVES), rule="weights_are_finite"
-    )
+        "identity", 'f of J = E[f(p)]: p, log p ("log"; "maxrl": from one round, without a bound of the weight), '
+        "p^alpha, or 1 - (1 - p)^k.", one_of(values.OBJECTIVES), rule="correction_fits",
+    )  # fmt: skip
     objective_alpha: float = setting(0.5, "alpha of the objective power.", values.POSITIVE)
+    objective_k: int = setting(8, "k of the objective pass_at_k.", values.AT_LEAST_1, rule="correction_fits")
     objective_epsilon: float = setting(
         1e-2, "Pass rates below it count as it in w(p) = f'(p).", values.NOT_NEGATIVE, rule="weights_are_finite"
+    )
+    correction: str = setting(
+        "", 'How advantages are weighed: "none", as published; "stratified", the group stands for the pool; "exact", '
+        "no bias. Empty: exact for positive, balance and ngu with an objective other than identity, else none.",
+        rule="correction_fits",
+    )  # fmt: skip
+    control_variate: str = setting(
+        "none", 'exact: number b subtracted from the weight of each draw of the first round: 0, "constant", or from '
+        "the pass rate estimated before drawing.", one_of(values.CONTROL_VARIATES), rule="correction_fits",
+    )  # fmt: skip
+    control_variate_constant: float = setting(0.03, "b of the control variate constant.", values.FINITE)
+    penalize_all_wrong: bool = setting(
+        False, "maxrl: every response of an all-wrong prompt has the advantage -1, not 0.", rule="correction_fits"
     )
     prompts_per_iteration: int = setting(
         512, "Prompts of one iteration.", values.AT_LEAST_1, rule="iterations_are_whole_updates"

@@ -9,10 +9,12 @@ from typing import Any
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 ALLOCATIONS = ("hybrid", "sampling", "variance")
+CONTROL_VARIATES = ("none", "constant", "estimate")
+CORRECTIONS = ("none", "stratified", "exact")
 BASELINES = ("group", "pool", "leave_one_out", "anchored")
 DTYPES = ("float32", "bfloat16")
 KEEPS = ("group", "pool")
-OBJECTIVES = ("identity", "log", "power")
+OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
 REWARDS = ("cipher", "math", "minerva", "gsm8k")
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.

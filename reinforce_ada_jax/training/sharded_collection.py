@@ -99,21 +99,23 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
 
 
 def _planned(job: Job) -> tuple[Job, dict[str, int]]:
-    """Returns the job with fixed draws of every prompt, if the strategy plans: a plan depends on all prompts."""
+    """Returns the job with fixed estimates and draws of every prompt: a plan depends on all prompts."""
     plan = job.strategy.plan
-    if plan is None:
+    if plan is None and not job.strategy.needs_estimates:
         return job, {}
     estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
     ids = [prompt.id for prompt in job.prompts]
-    planned = dict(zip(ids, plan(np.asarray(estimates, float), ids).tolist(), strict=True))
     rates = dict(zip(ids, np.asarray(estimates).tolist(), strict=True))
-    return dataclasses.replace(
-        job,
-        strategy=dataclasses.replace(
-            job.strategy, plan=lambda _, ids: np.array([planned[prompt_id] for prompt_id in ids], int)
-        ),
-        estimate_fn=lambda prompts: np.array([rates[prompt.id] for prompt in prompts], float),
-    ), planned
+    job = dataclasses.replace(
+        job, estimate_fn=lambda prompts: np.array([rates[prompt.id] for prompt in prompts], float)
+    )
+    if plan is None:
+        return job, {}
+    planned = dict(zip(ids, plan(np.asarray(estimates, float), ids).tolist(), strict=True))
+    strategy = dataclasses.replace(
+        job.strategy, plan=lambda _, ids: np.array([planned[prompt_id] for prompt_id in ids], int)
+    )
+    return dataclasses.replace(job, strategy=strategy), planned
 
 
 def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:

@@ -45,9 +45,18 @@ class Minibatch:
     batch: Batch
 
 
-def examples(group: Group) -> list[Example]:
-    """Returns the kept responses of a group with their rewards, baselines and weight."""
+def examples(group: Group, rows_per_prompt: float) -> list[Example]:
+    """Returns the kept responses of a group with their rewards, baselines and weight.
+
+    The loss is a mean over tokens, that is over rows. Where each prompt counts once, coefficients are multiplied by the
+    minibatch's rows per prompt, so the gradient is their sum per prompt, whatever number of rows there is.
+    """
     pool, rewards = group.pool, group.pool.rewards.tolist()
+    if group.per_prompt:
+        return [
+            Example(pool.prompt.tokens, pool.responses[draw], coefficient, 0.0, rows_per_prompt)
+            for draw, coefficient in zip(group.kept, group.advantages.tolist(), strict=True)
+        ]
     return [
         Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
         for draw, baseline in zip(group.kept, group.baselines, strict=True)
@@ -100,7 +109,8 @@ class Updates:
             dealt = [groups[place] for place in places if groups[place].kept.size]
             if not dealt:
                 continue
-            kept = [example for group in dealt for example in examples(group)]
+            rows_per_prompt = sum(len(group.kept) for group in dealt) / self.config.learning.prompts_per_update
+            kept = [example for group in dealt for example in examples(group, rows_per_prompt)]
             batch = self.learner.put(make_batch(
                 kept,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,

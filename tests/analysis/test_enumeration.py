@@ -108,8 +108,13 @@ HARD_TO_EASY = np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
     [
         # To two digits, relative to p = 1/2: ALGORITHM.md section 7, found there by another program.
         ({"strategy": "balance"}, [7.2, 5.9, 3.9, 1.6, 1.0, 1.6, 3.9]),
-        # Rounds of 4 while all are wrong, at most 8: a hard prompt keeps more rows, and 1 / p_hat counts them again.
-        ({"strategy": "ngu", "max_rounds": 8, "samples_per_round": 4, "objective": "log"}, [35, 21, 10, 2.6, 1.0]),
+        # 3.0 4.3 3.7 1.6 1 1.5 3.7 times what 1 / p would be.
+        ({"strategy": "balance", "objective": "log", "correction": "none"}, [75, 43, 18.5, 3.25, 1.0, 1.02, 2.06]),
+        ({"strategy": "balance", "correction": "stratified"}, [1.24, 1.34, 1.31, 1.11, 1.0, 1.11, 1.31]),
+        (
+            {"strategy": "balance", "correction": "stratified", "objective": "log"},
+            [11.5, 7.8, 4.6, 1.9, 1.0, 0.76, 0.73],
+        ),
     ],
 )
 def test_signal_by_pass_rate(settings, relative):
@@ -161,7 +166,47 @@ SMALL = {
     "positive": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3},
     "balance": {"group_size": 3, "samples_per_round": 4, "max_rounds": 3},
     "balance_whole_pool": {"group_size": 3, "samples_per_round": 3, "max_rounds": 3, "keep": "pool"},
-    "balance_log": {"group_size": 2, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
+    "balance_log": {
+        "group_size": 2,
+        "samples_per_round": 3,
+        "max_rounds": 3,
+        "objective": "log",
+        "correction": "none",
+    },
+    "positive_exact": {"group_size": 4, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
+    "positive_exact_singles": {"group_size": 4, "samples_per_round": 1, "max_rounds": 8, "objective": "log"},
+    "positive_exact_estimate": {
+        "group_size": 4,
+        "samples_per_round": 3,
+        "max_rounds": 3,
+        "objective": "log",
+        "control_variate": "constant",
+        "control_variate_constant": 0.2,
+    },
+    "balance_exact": {
+        "group_size": 4,
+        "samples_per_round": 4,
+        "max_rounds": 2,
+        "objective": "log",
+        "keep": "group",
+        "control_variate": "constant",
+    },
+    "ngu_exact": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0, "objective": "log"},
+    "balance_stratified": {
+        "group_size": 4,
+        "samples_per_round": 3,
+        "max_rounds": 3,
+        "objective": "log",
+        "correction": "stratified",
+    },
+    "ngu_stratified": {
+        "group_size": 3,
+        "max_draws": 9,
+        "retry_probability": 1.0,
+        "objective": "log",
+        "correction": "stratified",
+    },
+    "grpo_maxrl": {"group_size": 5, "objective": "maxrl", "penalize_all_wrong": True},
     "estimate": {"budget": 7.0, "max_draws": 9, "objective": "log"},
     "dapo": {"group_size": 4, "normalize_by_std": True},
     "ngu": {"group_size": 3, "max_draws": 9, "retry_probability": 1.0},
@@ -193,6 +238,9 @@ def test_every_sequence_through_the_loop(name, p):
     gradients = np.array([np.dot(group.advantages, r - p) for group, r in zip(groups, rewards, strict=True)])
     draws = np.array([len(pool.verdicts) for pool in pools])
     rows = mean([len(group.kept) for group in groups])
+    # Coefficients are of a prompt, advantages of a row.
+    unit = 1.0 if groups[0].per_prompt else rows
+    signal = mean(sums[0]) / unit / p - mean(sums[1]) / unit / (1 - p)
     weight = 1 / p if "objective" in SMALL[name] else 1.0
     variance = (mean(gradients**2) - mean(gradients) ** 2) / mean(gradients) ** 2
     expected = {
@@ -205,10 +253,11 @@ def test_every_sequence_through_the_loop(name, p):
         "kept_correct": mean([r.sum() for r in rewards]),
         "kept_wrong": mean([(1 - r).sum() for r in rewards]),
         "pool_mean": mean([pool.rewards.mean() for pool in pools]),
-        "signal": mean(sums[0]) / rows / p - mean(sums[1]) / rows / (1 - p),
-        "relative_signal": mean(gradients) / rows / (weight * p * (1 - p)),
+        "signal": signal,
+        "relative_signal": mean(gradients) / unit / (weight * p * (1 - p)),
         "variance": variance,
         "variance_draws": variance * mean(draws),
+        "score_noise": mean([np.square(group.advantages).sum() for group in groups]) / (unit * signal) ** 2,
     }
     found = expectations(settings, [p])
     assert set(expected) == set(enumeration.COLUMNS)

@@ -66,9 +66,8 @@ def test_counts_are_those_of_the_exact_distribution(name):
     settings = config(name, objective="log", retry_probability=0.5, max_draws=32)
     strategy, rates = strategies.build(settings), np.repeat([0.03, 0.2, 0.7], 4000)
     planned = planned_draws(strategy, rates)
-    drawn, correct = draw_counts(
-        strategy, rates, np.random.default_rng(0), estimates=rates, planned=planned
-    )  # fmt: skip
+    found = draw_counts(strategy, rates, np.random.default_rng(0), estimates=rates, planned=planned)
+    drawn, correct = found.drawn, found.correct
     exact = expectations(settings, rates)
     for counts, expected in ((drawn, exact.draws), (correct / drawn, exact.pool_mean)):
         difference = (counts - expected).reshape(3, 4000)

@@ -175,7 +175,9 @@ def test_anchored_by_hand():
     ],
 )
 def test_a_fixed_group_takes_the_whole_weight(settings, factor):
-    config = SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, **settings)
+    config = SimpleNamespace(
+        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, correction="none", **settings
+    )
     (pool,) = run_strategy(config, np.array([[0, 1, 0, 0, 0, 0, 1, 0]]))
     group = make_group(pool, strategies.build(config))
     np.testing.assert_allclose(group.advantages, factor * np.array([-0.25, 0.75, -0.25, 0.75]), rtol=1e-14)
@@ -183,7 +185,9 @@ def test_a_fixed_group_takes_the_whole_weight(settings, factor):
 
 
 def test_an_all_wrong_pool_is_clipped_and_has_no_signal():
-    config = SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log")
+    config = SimpleNamespace(
+        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log", correction="none"
+    )
     (pool,) = run_strategy(config, np.zeros((1, 8)))
     group = make_group(pool, strategies.build(config))
     assert group.weight_clipped and not group.advantages.any()

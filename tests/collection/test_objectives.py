@@ -5,7 +5,13 @@ from reinforce_ada_jax.collection.objectives import gradient_weight, sample_weig
 from reinforce_ada_jax.config import collection_rules
 
 P = np.array([0.01, 0.25, 0.5, 1.0])
-OBJECTIVES = {"identity": lambda p, alpha: p, "log": lambda p, alpha: np.log(p), "power": lambda p, alpha: p**alpha}
+OBJECTIVES = {
+    "identity": lambda p, alpha: p,
+    "log": lambda p, alpha: np.log(p),
+    "maxrl": lambda p, alpha: np.log(p),
+    "power": lambda p, alpha: p**alpha,
+    "pass_at_k": lambda p, alpha: 1 - (1 - p) ** 3,
+}
 
 
 @pytest.mark.parametrize(
@@ -31,7 +37,8 @@ def test_the_weight_is_the_derivative(objective, alpha):
     h = 1e-6
     f = OBJECTIVES[objective]
     slope = (f(P + h, alpha) - f(P - h, alpha)) / (2 * h)
-    np.testing.assert_allclose(weight(objective, P, alpha=alpha), slope, rtol=1e-7)
+    # At p = 1 the slope of pass@3 is 0; the difference there is h^2.
+    np.testing.assert_allclose(weight(objective, P, alpha=alpha, k=3), slope, rtol=1e-7, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_identity_is_uniform_where_nothing_is_said_of_variance():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="'logit'; it must be one of identity, log, power"):
+    with pytest.raises(ValueError, match="'logit'; it must be one of identity, log, maxrl, power, pass_at_k"):
         weight("logit", 0.5)
     with pytest.raises(ValueError, match="'even'; it must be one of hybrid, sampling, variance"):
         sample_weight("even", "log", 0.5)

@@ -200,10 +200,10 @@ def test_keeping_the_pool_or_a_group_of_it():
     assert group.kept.tolist() == list(range(8))
     np.testing.assert_array_equal(group.advantages, np.where(rewards[0] == 1, 0.75, -0.25))
     assert strategy.max_kept == 8
-    # Rounds must be no smaller than a group even so: the first n draws would else depend on the stopping rule, and
-    # reward/first_round with them (n = 4, M = 2, p = 0.2: 0.264).
+    # Only groups need rounds that fill them.
+    assert strategies.build(config("positive", 16, keep="pool")).max_kept == 32
     with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8"):
-        strategies.build(config("positive", 16, keep="pool"))
+        strategies.build(config("positive", 16))
 
     section = config("estimate", **QUARTERS, keep="group", budget=8.0, min_draws=4)
     (pool,) = run_strategy(section, rewards)

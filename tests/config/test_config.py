@@ -146,7 +146,9 @@ def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
 @pytest.mark.parametrize("strategy", ["positive", "balance"])
 def test_a_group_must_fit_into_one_round(strategy):
     sizes = {"collection.strategy": strategy, "collection.group_size": 16, "collection.samples_per_round": 8}
-    with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8.*Lower the one or raise"):
+    with pytest.raises(
+        ValueError, match="group_size is 16, collection.samples_per_round is 8.*Lower group_size, raise"
+    ):
         config_lib.check(changed(**sizes))
     # grpo draws group_size responses and ignores samples_per_round.
     config_lib.check(changed(**sizes | {"collection.strategy": "grpo"}))
@@ -174,7 +176,7 @@ COLLECTION_MISTAKES = [
     ({"strategy": "positive", "k_pos": 33}, r"33 \+ 0, but a prompt gets at most 32"),
     (
         {"group_size": 16},
-        "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower the one or raise",
+        "group_size is 16, collection.samples_per_round is 8: balance may stop .*Lower group_size, raise",
     ),
     ({"strategy": "estimate", "budget": 1.5}, r"budget is 1.5 .* 1024 to 16384 for 512 prompts.*within \[2, 32\]"),
     ({"strategy": "estimate", "budget": 33.0}, "budget is 33 draws for a prompt.*at least 2 and at most 32"),

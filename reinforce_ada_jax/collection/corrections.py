@@ -1,0 +1,159 @@
+"""Coefficients a_i of a prompt's responses with which the update climbs E[f(p)], stopping rule included.
+
+Given its outcome, a draw is a sample of the policy given that outcome, for every stopping rule that sees outcomes only.
+With coefficients a_i that depend on outcomes only, scores s_i = grad log pi(a_i | x) and pass rate p, a prompt adds
+
+    E[sum_i a_i s_i] = signal(p) grad p,    signal(p) = E[A+] / p - E[A-] / (1 - p)
+
+to the update; A+ and A- are the sums of a_i over correct and over wrong responses. The update climbs E[f(p)] where
+signal = f'. analysis/enumeration.py computes the signal of every strategy.
+
+    stratified   the kept group stands for the whole pool: signal = E[w(p_hat) p_hat (1 - p_hat)] / (p (1 - p))
+    exact        the first round with a correct response decides: signal = the series of f', cut at the most draws
+    maxrl        (r - p_hat) / p_hat over one round of N: the series of 1 / p, cut at N - 1 draws (arXiv 2602.02710)
+
+Each returns a function of a pool and a mask of its usable draws, which returns the draw indices that are kept and their
+coefficients. Each prompt counts once in the update, with any number of rows.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from reinforce_ada_jax.collection.objectives import Objective
+from reinforce_ada_jax.types import Pool
+
+Coefficients = tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]
+CoefficientsFn = Callable[[Pool, Bool[np.ndarray, " N"]], Coefficients]
+
+
+def _relative_rewards(pool: Pool) -> Float[np.ndarray, " N"]:
+    """Returns rewards minus their mean: exactly 0 where all are equal, a pool of one included."""
+    rewards = pool.rewards
+    relative = rewards - rewards[0]
+    return relative - relative.mean()
+
+
+def stratified(objective: Objective, keep: Callable[[np.ndarray], np.ndarray]) -> CoefficientsFn:
+    """Returns coefficients with which the kept correct rows stand for all correct draws, the wrong rows for all wrong.
+
+        a_i = w(p_hat) (r_i - mean) / N * (k / k_kept for correct rows, (N - k) / (n - k_kept) for wrong ones)
+
+    Then A+ = w p_hat (1 - p_hat) = -A-, which the whole pool would give. The bias of the stopping rule and of p_hat
+    stays.
+
+    Args:
+      objective: gives w.
+      keep: bool[N'] verdicts of the usable draws -> indices of those to keep.
+    """
+
+    def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
+        correct, candidates = pool.correct, np.flatnonzero(usable)
+        kept = candidates[keep(correct[candidates])]
+        strata = np.where(correct, correct.sum(), (~correct).sum())[kept]
+        num_rows = np.where(correct[kept], correct[kept].sum(), (~correct[kept]).sum())
+        weight = float(objective.clipped_weight(correct.mean()))
+        return kept, weight * _relative_rewards(pool)[kept] / len(correct) * strata / num_rows
+
+    return coefficients
+
+
+def first_success_weight(objective: Objective, round_size: int, number: int, num_correct: int) -> float:
+    """Computes the weight of round t, the first with a correct response: C(t, k).
+
+        C(t, k) = sum over j < M of c_{t M + j} binom(M - j - 1, k - 1) / binom(M, k)
+
+    The first correct draw of all is number j with probability p (1 - p)^j, so a weight c_j on it has the signal
+    sum_j c_j (1 - p)^j. C(t, k) is its mean over the orders of k correct draws among the M of the round.
+
+    Args:
+      objective: gives the series c_j of f'(p) = sum_j c_j (1 - p)^j.
+      round_size: M.
+      number: t, from 0.
+      num_correct: k, from 1 to M.
+    """
+    series = objective.series((number + 1) * round_size)[number * round_size :]
+    ways = [math.comb(round_size - j - 1, num_correct - 1) for j in range(round_size)]
+    every = math.comb(round_size, num_correct)
+    return math.fsum(c * (count / every) for c, count in zip(series.tolist(), ways, strict=True))
+
+
+def control_variate_at(objective: Objective, round_size: int, estimate: float) -> float:
+    """Computes the b of least noise for a first round of M draws: p sum_{j < M} c_j (1 - p)^j / M at the estimate p.
+
+    The noise of responses with equal verdicts, E[sum_i a_i^2] over the first round, is least where b is the mean
+    coefficient of its draws. For the objective log and M = 1 that is p.
+    """
+    powers = (1.0 - estimate) ** np.arange(round_size)
+    return float(estimate * (objective.series(round_size) @ powers) / round_size)
+
+
+def exact(
+    objective: Objective,
+    *,
+    max_rows: int | None = None,
+    control_variate: Callable[[float, int], float] | None = None,
+    continue_probability: float = 1.0,
+) -> CoefficientsFn:
+    """Returns coefficients with which the update climbs E[f(p)] without bias, for any stopping rule by whole rounds.
+
+    The rule must not stop before the first round with a correct response, except at its limit of draws. That round's k
+    correct draws share the weight C(t, k), times their rewards; every other draw has 0. The signal is the series of f',
+    cut at the most draws. A prompt that is never solved adds nothing.
+
+    `control_variate` is subtracted from each draw of the first round. These M draws are always made, so the sum of
+    their scores has the mean 0, and nothing is changed in expectation; later rounds need no further rows.
+
+    Args:
+      objective: gives the series of f'.
+      max_rows: most of the k correct draws that are kept, the first in draw order: the same expectation from fewer
+        rows. None: all.
+      control_variate: (estimate of the pass rate before drawing, M) -> b. None: 0.
+      continue_probability: probability of each further round that no outcome decides; weights are divided by it.
+    """
+    weight = functools.cache(functools.partial(first_success_weight, objective))
+
+    def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
+        size = len(pool.responses) // pool.rounds
+        coefficient = np.zeros(len(pool.responses))
+        hits = np.flatnonzero(pool.correct)
+        if hits.size:
+            number = int(hits[0]) // size
+            hits = hits[hits // size == number]
+            share = weight(size, number, len(hits)) / continue_probability**number
+            rows = hits[:max_rows]
+            coefficient[rows] = share / len(rows) * pool.rewards[rows]
+        if control_variate is not None:
+            coefficient[:size] -= control_variate(_estimate(pool), size)
+        kept = np.flatnonzero((coefficient != 0.0) & usable)
+        return kept, coefficient[kept]
+
+    return coefficients
+
+
+def _estimate(pool: Pool) -> float:
+    """Returns the pass rate expected before drawing; 1/2 where nothing is known."""
+    known = (pool.estimate, pool.prompt.pass_rate)
+    return next((float(one) for one in known if one is not None), 0.5)
+
+
+def maxrl(*, penalize_all_wrong: bool) -> CoefficientsFn:
+    """Returns the coefficients of maximum-likelihood RL: (r_i - mean) / (p_hat N) (arXiv 2602.02710).
+
+    With N draws the signal is the sum over j < N - 1 of (1 - p)^j; with `penalize_all_wrong`, where every response of
+    an all-wrong prompt has -1 / N instead of 0, the sum over j < N.
+    """
+
+    def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
+        pass_rate = pool.correct.mean()
+        if pass_rate:
+            coefficient = _relative_rewards(pool) / (pass_rate * len(usable))
+        else:
+            coefficient = np.full(len(usable), -1.0 / len(usable) if penalize_all_wrong else 0.0)
+        kept = np.flatnonzero(usable)
+        return kept, coefficient[kept]
+
+    return coefficients
