@@ -4,6 +4,8 @@
     python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl,b.jsonl
     python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny --regrade
 
+    python -m reinforce_ada_jax.evaluate --config=... --workdir=runs/mine --initial=evaluations/BASE_MODEL
+
 Every response is stored with its verdict as soon as it is graded: the same command again continues from there, and
 --regrade grades the stored responses again without a model. They are in WORKDIR/evaluations/ITERATION/; for a model
 folder in evaluations/NAME/ below the current directory; or in --output. The table is stored there as table.md.
@@ -46,6 +48,7 @@ def main(
     samples: int | None,
     output: str | None = None,
     regrade: bool = False,
+    initial: str | None = None,
 ) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
     with cli.user_input():
@@ -58,7 +61,8 @@ def main(
     source = PolicySource(run, components_lib.model_folder(model or config.model.path))
     with cli.interruptible("Graded responses are stored"):
         evaluate = stored_evaluation.regrade if regrade else stored_evaluation.evaluate
-        evaluation = evaluate(config, source, None if output is None else pathlib.Path(output))
+        folders = (None if folder is None else pathlib.Path(folder) for folder in (output, initial))
+        evaluation = evaluate(config, source, *folders)
     results, table = results_table.summarize(evaluation, run)
     print(table)
     write_atomically(evaluation.output / "table.md", table + "\n")
@@ -84,9 +88,15 @@ if __name__ == "__main__":
         "model's folder.",
     )
     REGRADE = flags.DEFINE_bool("regrade", False, "Grade the stored responses again; no model is needed.")
+    INITIAL = flags.DEFINE_string(
+        "initial",
+        None,
+        "The folder of an earlier evaluation of the same problems, such as evaluations/NAME of the model that a run "
+        "began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have one.",
+    )
     cli.run(
         lambda: main(
             cli.converted(CONFIG, config_lib.resolve), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
-            OUTPUT.value, REGRADE.value,
+            OUTPUT.value, REGRADE.value, INITIAL.value,
         )
     )  # fmt: skip

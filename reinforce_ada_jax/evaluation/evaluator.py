@@ -13,7 +13,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.evaluation import drawing
-from reinforce_ada_jax.evaluation.scores import Statistics, statistics
+from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.reporting.writers import Metrics
@@ -113,7 +113,8 @@ class Evaluator:
                 report(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
             drawn = draw(prompts, verify_fn=verify[name], samples=evaluation.samples, on_progress=on_progress)
-            results[name] = statistics(drawn.values())
+            initial = {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
+            results[name] = statistics(drawn.values()) | difficulty_statistics(by_difficulty(initial, drawn))
         metrics = as_metrics(results)
         if processes.is_writer():
             save_results(results_file(self.workdir, iteration), {"iteration": iteration}, metrics)

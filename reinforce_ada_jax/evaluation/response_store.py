@@ -239,6 +239,29 @@ class ResponseStore:
         self._write_header()
 
 
+def pass_rates(file: pathlib.Path, prompts: Iterable[Prompt]) -> dict[str, float]:
+    """Returns the share of correct responses by prompt id, from the store of an earlier evaluation of the prompts.
+
+    Raises:
+      ValueError: there is no such store, or it is of other problems, or not finished.
+    """
+    prompts = list(prompts)
+    if not file.with_suffix(HEADER).exists():
+        raise ValueError(f"there are no stored responses {file}: --initial names the folder of an earlier evaluation.")
+    header = read_header(file)
+    if header["drawn"]["problems"] != hash_of_problems(prompts):
+        raise ValueError(
+            f"{file} holds responses to other problems than the benchmark's: evaluate that policy on the same problems."
+        )
+    found = ResponseStore(file, header, regrade=True).complete(prompts, header["drawn"]["samples"])
+    if len(found) < len(prompts):
+        raise ValueError(
+            f"{file} has all its responses for {len(found):,} of {len(prompts):,} problems: finish that evaluation "
+            "first (the same command again)."
+        )
+    return {name: sum(response.verdict.correct for response in draws) / len(draws) for name, draws in found.items()}
+
+
 @contextlib.contextmanager
 def writing(stores: Iterable[ResponseStore], total: int, done: int, unit: str) -> Iterator[Progress]:
     """Opens the stores for adding responses, and yields a progress line; ends the process if one cannot be opened."""

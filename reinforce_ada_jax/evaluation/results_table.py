@@ -4,7 +4,17 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from reinforce_ada_jax.evaluation import paper_results
-from reinforce_ada_jax.evaluation.scores import Labelled, Statistics, by_label, sizes, statistics, weighted
+from reinforce_ada_jax.evaluation.scores import (
+    Difficulty,
+    Labelled,
+    Statistics,
+    by_difficulty,
+    by_label,
+    difficulty_statistics,
+    sizes,
+    statistics,
+    weighted,
+)
 from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
 
 
@@ -50,9 +60,10 @@ def table(
     temperature: float,
     max_response_tokens: int,
     labelled: Mapping[str, Labelled] | None = None,
+    difficulties: Mapping[str, Sequence[Difficulty]] | None = None,
     rows: Sequence[paper_results.Row] = (),
 ) -> str:
-    """Returns the tables of an evaluation: scores by benchmark, curves over k, averages by label.
+    """Returns the tables of an evaluation: scores by benchmark, curves over k, by initial difficulty, by label.
 
     Args:
       results: `statistics` by benchmark.
@@ -60,6 +71,7 @@ def table(
       temperature: of the evaluation.
       max_response_tokens: of the evaluation.
       labelled: `by_label` of each benchmark.
+      difficulties: `by_difficulty` of each benchmark; no table where it is empty.
       rows: the paper's runs to compare with.
     """
     notes: dict[str, None] = {}
@@ -91,6 +103,7 @@ def table(
     if notes:
         sections.append("\n".join(f"- {note}" for note in notes))
     sections.append(_curves(results, samples))
+    sections += [_by_difficulty(name, found, samples) for name, found in (difficulties or {}).items() if found]
     sections += [
         _by_label(name, label, values) for name, labels in (labelled or {}).items() for label, values in labels.items()
     ]
@@ -108,6 +121,21 @@ def _curves(results: Mapping[str, Statistics], samples: int) -> str:
     return markdown(["k", *map(str, counts)], lines)
 
 
+def _by_difficulty(name: str, found: Sequence[Difficulty], samples: int) -> str:
+    """Returns the table of scores by initial pass rate."""
+    lines = [
+        [
+            each.range.replace("_", " to "),
+            f"{each.problems:,}",
+            f"{each.initial:.3f}",
+            f"{each.average:.3f} ± {each.error:.3f}",
+            f"{each.average - each.initial:+.3f}",
+        ]
+        for each in found
+    ]
+    return markdown([f"{name}, initial pass rate", "problems", "initial", f"avg@{samples}", "change"], lines)
+
+
 def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) -> str:
     lines = [[value, f"{problems:,}", f"{average:.3f}"] for value, (problems, average) in values.items()]
     return markdown([f"{name}, {label}", "problems", "avg"], lines)
@@ -115,12 +143,19 @@ def _by_label(name: str, label: str, values: Mapping[str, tuple[int, float]]) ->
 
 def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tuple[dict[str, Statistics], str]:
     """Returns (statistics by benchmark, the tables); `workdir` is the evaluated run's, None for a model folder."""
-    results = {name: statistics(drawn.values()) for name, drawn in evaluation.responses.items()}
+    difficulties = {
+        name: by_difficulty(evaluation.initial[name], drawn) for name, drawn in evaluation.responses.items()
+    }
+    results = {
+        name: statistics(drawn.values()) | difficulty_statistics(difficulties[name])
+        for name, drawn in evaluation.responses.items()
+    }
     return results, table(
         results,
         samples=evaluation.drawn["samples"],
         temperature=evaluation.drawn["temperature"],
         max_response_tokens=evaluation.drawn["max_response_tokens"],
         labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in evaluation.responses.items()},
+        difficulties=difficulties,
         rows=[] if workdir is None else paper_results.rows_of_run(workdir),
     )

@@ -1,19 +1,34 @@
 """Scores of an evaluation, computed from graded responses; `results_table` shows them."""
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses
 
 # A label with more values than this, or with one value only, has no table.
 MOST_LABEL_VALUES = 16
+# Ends of the ranges of initial pass rates in `by_difficulty`, between 0 and 1, which are ranges of their own.
+DIFFICULTY_EDGES = (0.25, 0.5, 0.75)
 
 Statistics = dict[str, int | float]
 # {label: {its value: (problems, avg)}} of one benchmark.
 Labelled = Mapping[str, Mapping[str, tuple[int, float]]]
+
+
+class Difficulty(NamedTuple):
+    """Scores of the problems whose initial pass rates are in one range."""
+
+    range: str  # "0", "0_0.25", ..., "1"; without its lower end, and with its upper end, except "0.75_1"
+    problems: int
+    initial: float  # their mean initial pass rate
+    average: float  # avg@n
+    error: float  # standard error of `average`, over problems
 
 
 def sizes(samples: int) -> list[int]:
@@ -43,8 +58,8 @@ def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
     everything = [response for draws in by_problem for response in draws]
     samples = len(everything) // len(num_correct)
     shares = num_correct / samples
-    error = shares.std(ddof=1) / math.sqrt(len(shares)) if len(shares) > 1 else 0.0
-    result: Statistics = {"problems": len(shares), "avg": float(shares.mean()), "avg_standard_error": float(error)}
+    error = _standard_error(shares)
+    result: Statistics = {"problems": len(shares), "avg": float(shares.mean()), "avg_standard_error": error}
     for k in sizes(samples):
         result[f"pass_at_{k}"] = float(np.mean([pass_at_k(int(c), samples, k) for c in num_correct]))
     for k in sizes(samples):
@@ -56,6 +71,42 @@ def statistics(by_problem: Collection[Sequence[GradedResponse]]) -> Statistics:
         "failure_share": float(np.mean([reason in FAILURES for reason in reasons])),
         "tokens_mean": float(np.mean([response.tokens for response in everything])),
     }
+
+
+def _standard_error(values: Float[np.ndarray, " N"]) -> float:
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def by_difficulty(initial: Mapping[str, float], drawn: GradedResponses) -> list[Difficulty]:
+    """Returns scores by initial pass rate, hardest problems first; ranges without a problem are left out.
+
+    Initial pass rates that were estimated from few samples bias `average - initial`: problems with 0 of 16 right are
+    harder in the sample than they are. Runs that are compared with the same initial pass rates share this bias.
+
+    Args:
+      initial: pass rates in [0, 1] by problem id; problems without one are left out.
+      drawn: responses by id.
+    """
+    names = [name for name in drawn if name in initial]
+    rates = np.array([initial[name] for name in names])
+    shares = np.array([np.mean([response.verdict.correct for response in drawn[name]]) for name in names])
+    # 0: a rate of 0; 1, 2, ...: the ranges; the last: a rate of 1.
+    index = np.where(
+        rates == 0, 0, np.where(rates == 1, len(DIFFICULTY_EDGES) + 2, 1 + np.searchsorted(DIFFICULTY_EDGES, rates))
+    )
+    ends = [f"{edge:g}" for edge in (0, *DIFFICULTY_EDGES, 1)]
+    ranges = ["0", *(f"{low}_{high}" for low, high in itertools.pairwise(ends)), "1"]
+    return [
+        Difficulty(name, int(of.sum()), float(rates[of].mean()), float(shares[of].mean()), _standard_error(shares[of]))
+        for name, of in ((name, index == number) for number, name in enumerate(ranges))
+        if of.any()
+    ]
+
+
+def difficulty_statistics(found: Sequence[Difficulty]) -> Statistics:
+    """Returns `by_difficulty` as statistics: `avg_initial_<range>` and `problems_initial_<range>`."""
+    averages = {f"avg_initial_{each.range}": each.average for each in found}
+    return averages | {f"problems_initial_{each.range}": each.problems for each in found}
 
 
 def by_label(labels: Mapping[str, Mapping[str, str]], drawn: GradedResponses) -> Labelled:

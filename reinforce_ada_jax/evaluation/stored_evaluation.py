@@ -19,6 +19,7 @@ from reinforce_ada_jax.evaluation.response_store import (
     drawn_with,
     graded_by,
     hash_of_problems,
+    pass_rates,
     read_header,
     writing,
 )  # fmt: skip
@@ -80,22 +81,44 @@ class StoredEvaluation:
     output: pathlib.Path  # the folder of the stores
     labels: Mapping[str, Mapping[str, Mapping[str, str]]]  # of each problem, by benchmark and id
     responses: Mapping[str, GradedResponses]
+    initial: Mapping[str, Mapping[str, float]]  # pass rates before training, by benchmark and id
 
 
-def _result(output: pathlib.Path, benchmarks: Benchmarks, stores: Mapping[str, ResponseStore]) -> StoredEvaluation:
+def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> dict[str, dict[str, float]]:
+    """Returns initial pass rates by benchmark and id: of the evaluation in `folder`, or those of the problems."""
+    if folder is not None:
+        return {name: pass_rates(folder / f"{name}.jsonl", prompts) for name, prompts in benchmarks.items()}
+    return {
+        name: {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
+        for name, prompts in benchmarks.items()
+    }
+
+
+def _result(
+    output: pathlib.Path,
+    benchmarks: Benchmarks,
+    stores: Mapping[str, ResponseStore],
+    initial: Mapping[str, Mapping[str, float]],
+) -> StoredEvaluation:
     drawn = next(iter(stores.values())).header["drawn"]
     labels = {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()}
     responses = {name: stores[name].complete(prompts, drawn["samples"]) for name, prompts in benchmarks.items()}
-    return StoredEvaluation(drawn, output, labels, responses)
+    return StoredEvaluation(drawn, output, labels, responses, initial)
 
 
-def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
-    """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder."""
+def evaluate(
+    config: Config, source: PolicySource, output: pathlib.Path | None, initial: pathlib.Path | None = None
+) -> StoredEvaluation:
+    """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder.
+
+    `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates.
+    """
     settings = config.evaluation
     with cli.user_input():
         iteration = source.newest_iteration(config)
         components = components_lib.build(config, source.folder)
         benchmarks = evaluator.load_benchmarks(components, config)
+        rates = _initial_pass_rates(initial, benchmarks)
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
         fingerprint = source.fingerprint(iteration)
         details = {"stop_ids": list(components.tokenizer.stop_ids), "iteration": iteration}
@@ -122,20 +145,24 @@ def evaluate(config: Config, source: PolicySource, output: pathlib.Path | None) 
                     progress.reach(done + closed, f"{name}: {drawn:,} responses")
 
                 draw(prompts, verify_fn=verify[name], samples=settings.samples, store=stores[name], on_progress=report)
-    return _result(output, benchmarks, stores)
+    return _result(output, benchmarks, stores, rates)
 
 
 def _not_tokenised(problem: Problem) -> Prompt:
     tokens = np.zeros(0, np.int32)
-    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, labels=problem.get("labels", {}))
+    pass_rate, labels = problem.get("pass_rate"), problem.get("labels", {})
+    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, pass_rate, labels)
 
 
-def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -> StoredEvaluation:
+def regrade(
+    config: Config, source: PolicySource, output: pathlib.Path | None, initial: pathlib.Path | None = None
+) -> StoredEvaluation:
     """Grades the stored responses again; reads no weights and builds no engine."""
     with cli.user_input():
         output, graders = output or source.newest_output(), components_lib.benchmark_graders(config)
         sources = evaluator.by_name(config.evaluation.benchmarks)
         benchmarks = {name: list(map(_not_tokenised, load_problems(path))) for name, path in sources.items()}
+        rates = _initial_pass_rates(initial, benchmarks)
         stores: dict[str, ResponseStore] = {}
         for name, prompts in benchmarks.items():
             file = output / f"{name}.jsonl"
@@ -155,7 +182,7 @@ def regrade(config: Config, source: PolicySource, output: pathlib.Path | None) -
             begin, answers = progress.done, {prompt.id: prompt.answer for prompt in benchmarks[name]}
             for done in store.regrade(answers, grade):
                 progress.reach(begin + done, name)
-    result = _result(output, benchmarks, stores)
+    result = _result(output, benchmarks, stores, rates)
     counts = {name: (len(result.responses[name]), len(prompts)) for name, prompts in benchmarks.items()}
     unfinished = [f"{name} {found:,} of {wanted:,}" for name, (found, wanted) in counts.items() if found < wanted]
     if unfinished:

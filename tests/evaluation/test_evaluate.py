@@ -16,8 +16,8 @@ from tests.running import cipher_file, environment, killed_after, tiny
 MODEL = "package:cipher"
 
 
-def run(benchmark, output, *, samples=2, regrade=False, **changes):
-    evaluate.main(tiny(**changes), None, MODEL, [benchmark], samples, str(output), regrade)
+def run(benchmark, output, *, samples=2, regrade=False, initial=None, **changes):
+    evaluate.main(tiny(**changes), None, MODEL, [benchmark], samples, str(output), regrade, initial)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +129,44 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     with pytest.raises(SystemExit, match=str(cli.STOPPED)):
         run(benchmark, output, regrade=True, **changes)
     assert "(four 2 of 4): the same command without --regrade draws them" in capsys.readouterr().err
+
+
+def test_accuracy_by_initial_difficulty(tmp_path, monkeypatch, capsys):
+    # No response is "none".
+    benchmark = cipher_file(tmp_path / "words.jsonl", 4, pass_rate=0.125, answer="none")
+    now, before = tmp_path / "now", tmp_path / "before"
+    run(benchmark, now)
+    # Without an earlier evaluation, ranges are of the pass rates in the file.
+    line = "| 0 to 0.25                |        4 |   0.125 | 0.000 ± 0.000 | -0.125 |"
+    shown = capsys.readouterr().out
+    assert "| words, initial pass rate | problems | initial |         avg@2 | change |" in shown and line in shown
+    results = json.loads((now / "results.json").read_text())
+    found = {key: value for key, value in results.items() if "initial" in key}
+    assert found == {"evaluation/words/avg_initial_0_0.25": 0, "evaluation/words/problems_initial_0_0.25": 4}
+
+    # An earlier evaluation: none, one, two and two of two right, as if by another policy.
+    shutil.copytree(now, before)
+    rows = [json.loads(line) for line in (now / "words.jsonl").read_text("utf-8").splitlines()]
+    right = {("0001", 1), ("0002", 0), ("0002", 1), ("0003", 0), ("0003", 1)}
+    lines = [json.dumps(row | {"correct": (row["prompt"][-4:], row["draw"]) in right}) + "\n" for row in rows]
+    (before / "words.jsonl").write_text("".join(lines), encoding="utf-8")
+    monkeypatch.setattr(huggingface, "load", none_needed)
+    run(benchmark, now, initial=str(before))
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith(("| 0  ", "| 0.25 ", "| 1  "))] == [
+        "| 0                        |        1 |   0.000 | 0.000 ± 0.000 | +0.000 |",
+        "| 0.25 to 0.5              |        1 |   0.500 | 0.000 ± 0.000 | -0.500 |",
+        "| 1                        |        2 |   1.000 | 0.000 ± 0.000 | -1.000 |",
+    ]
+    run(benchmark, now, regrade=True, initial=str(before))
+    assert "| 0.25 to 0.5              |        1 |   0.500 | 0.000" in capsys.readouterr().out
+
+    (before / "words.jsonl").write_text("".join(lines[:-1]), encoding="utf-8")
+    assert "all its responses for 3 of 4 problems" in refusal(capsys, benchmark, now, initial=str(before))
+    assert "--initial names the folder" in refusal(capsys, benchmark, now, initial=str(tmp_path))
+    (tmp_path / "other").mkdir()
+    other = cipher_file(tmp_path / "other" / "words.jsonl", 3)
+    assert "responses to other problems" in refusal(capsys, other, tmp_path / "new", initial=str(before))
 
 
 def refusal(capsys, *arguments, **options) -> str:

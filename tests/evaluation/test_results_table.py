@@ -1,5 +1,5 @@
 from reinforce_ada_jax.evaluation import paper_results, results_table
-from reinforce_ada_jax.evaluation.scores import Statistics, statistics
+from reinforce_ada_jax.evaluation.scores import Difficulty, Statistics, statistics
 from tests.evaluation.test_scores import problem
 
 
@@ -9,7 +9,13 @@ def test_table():
         "b": statistics([problem("1111", truncated=2, reasons="nt")]),
     }
     labelled = {"b": {"level": {"2": (1, 1.0)}}}
-    shown = results_table.table(results, samples=4, temperature=1.0, max_response_tokens=8, labelled=labelled)
+    difficulties = {
+        "heldout": [Difficulty("0", 1, 0.0, 0.25, 0.0), Difficulty("0.5_0.75", 1200, 0.625, 0.5, 0.1)],
+        "b": [],
+    }
+    shown = results_table.table(
+        results, samples=4, temperature=1.0, max_response_tokens=8, labelled=labelled, difficulties=difficulties
+    )
     assert shown.splitlines() == [
         "| benchmark        | problems |         avg@4 | pass@4 | all@4 | truncated | no answer | failed | tokens |",
         "| ---------------- | -------: | ------------: | -----: | ----: | --------: | --------: | -----: | -----: |",
@@ -23,6 +29,11 @@ def test_table():
         "| heldout, all@k  | 0.500 | 0.250 | 0.000 |",
         "| b, pass@k       | 1.000 | 1.000 | 1.000 |",
         "| b, all@k        | 1.000 | 1.000 | 1.000 |",
+        "",
+        "| heldout, initial pass rate | problems | initial |         avg@4 | change |",
+        "| -------------------------- | -------: | ------: | ------------: | -----: |",
+        "| 0                          |        1 |   0.000 | 0.250 ± 0.000 | +0.250 |",
+        "| 0.5 to 0.75                |    1,200 |   0.625 | 0.500 ± 0.100 | -0.125 |",
         "",
         "| b, level | problems |   avg |",
         "| -------- | -------: | ----: |",

@@ -68,6 +68,28 @@ def test_averages_by_label():
     assert scores.by_label(many, {name: problem("1") for name in many}) == {}
 
 
+def test_accuracy_by_initial_difficulty():
+    # Ends of ranges belong to the lower one; 0 and 1 are ranges of their own, and 0.01 and 0.99 belong to neither.
+    initial = {"a": 0.0, "b": 0.25, "c": 0.01, "d": 0.26, "e": 0.99, "f": 1.0, "g": 0.75}
+    drawn = {
+        name: problem(correct)
+        for name, correct in {"a": "01", "b": "11", "c": "00", "d": "10", "e": "11", "f": "10", "g": "11"}.items()
+    }
+    found = scores.by_difficulty(initial, drawn | {"unknown": problem("11")})
+    assert found == [
+        ("0", 1, 0.0, 0.5, 0.0),
+        ("0_0.25", 2, pytest.approx(0.13), 0.5, pytest.approx(0.5)),  # 1 and 0: deviation sqrt(1/2), over sqrt(2)
+        ("0.25_0.5", 1, 0.26, 0.5, 0.0),
+        ("0.5_0.75", 1, 0.75, 1.0, 0.0),
+        ("0.75_1", 1, 0.99, 1.0, 0.0),
+        ("1", 1, 1.0, 0.5, 0.0),
+    ]
+    assert scores.difficulty_statistics(found[:2]) == {
+        "avg_initial_0": 0.5, "avg_initial_0_0.25": 0.5, "problems_initial_0": 1, "problems_initial_0_0.25": 2,
+    }  # fmt: skip
+    assert scores.by_difficulty({}, drawn) == []
+
+
 def test_the_weighted_average():
     # (3 * 0.5 + 1 * 0.1) / 4 = 0.4; the error sqrt((3 * 0.1)^2 + (1 * 0.4)^2) / 4 = 0.125.
     results = {
