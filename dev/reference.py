@@ -120,8 +120,14 @@ def exit_codes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+# Members that a user of a class calls; the other ones are called by the package.
+MEMBERS = {"Engine": (), "Rollouts": ("sampler",), "VerifierPool": ("grade_all", "submit")}
+
+
 def functions_page() -> str:
-    """Returns docs/reference/functions.md: an entry of mkdocstrings for each public name."""
+    """Returns docs/reference/functions.md: an entry of mkdocstrings for each public name, in the order of the stub."""
+    import reinforce_ada_jax as ada  # noqa: PLC0415
+
     stub = ast.parse((ROOT / "reinforce_ada_jax" / "__init__.pyi").read_text()).body
     lines = [
         f"# Public functions\n\n{NOTE}",
@@ -131,7 +137,12 @@ def functions_page() -> str:
         if not (isinstance(node, ast.ImportFrom) and node.module and node.module != "reinforce_ada_jax"):
             continue
         for alias in node.names:
-            lines.append(f"## ada.{alias.asname or alias.name}\n\n::: {node.module}.{alias.name}\n")
+            name = alias.asname or alias.name
+            value = ada.train.train if name == "train" else getattr(ada, name)
+            options = f"      heading: ada.{name}\n      toc_label: {name}\n"
+            if name in MEMBERS:
+                options += f"      members: [{', '.join(MEMBERS[name])}]\n"
+            lines.append(f"::: {value.__module__}.{value.__qualname__}\n    options:\n{options}")
     return "\n".join(lines)
 
 
