@@ -143,7 +143,10 @@ def written_metrics() -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 keys.add(node.value)
     keys = {key for key in keys if METRIC.fullmatch(key)} - {"update/*", "evaluation/*/*", "evaluation/*/avg"}
-    statistics = scores.statistics([[GradedResponse(1, False, Verdict(True, 1.0))]])
+    drawn = {"a": [GradedResponse(1, False, Verdict(True, 1.0))]}
+    statistics = scores.statistics(drawn.values()) | scores.difficulty_statistics(
+        scores.by_difficulty({"a": 1.0}, drawn)
+    )
     return (
         {key for key in keys if f"{key}*" not in keys and not key.endswith("_")}
         | {f"update/{name}" for name in UpdateMetrics._fields if name != "finite"}
