@@ -48,13 +48,14 @@ $(PARITY_VENV)/.installed: requirements.txt requirements-parity.txt pyproject.to
 	touch $@
 
 lint: setup
+	$(VENV)/bin/python dev/language.py
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(RUN) pyright --pythonpath=$(VENV)/bin/python
 
 # The documentation site in site/: without a network once the environment is there; any warning is an error.
 docs: $(DOCS_VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(DOCS_VENV))/bin:$$PATH" $(DOCS_VENV)/bin/mkdocs build --strict
 
 $(DOCS_VENV)/.installed: requirements-docs.txt
 	$(PYTHON) -m venv $(DOCS_VENV)

@@ -164,7 +164,7 @@ def retries_end(collection: CollectionConfig) -> None:
     if most is None and probability == 1:
         raise ValueError(
             "collection.retry_probability is 1 and collection.max_draws 0 (no limit): a prompt that the policy can't "
-            "solve would be retried for ever. Lower the probability, or set a limit."
+            "solve would be retried forever. Lower the probability, or set a limit."
         )
     if most is not None and most < collection.group_size:
         raise ValueError(

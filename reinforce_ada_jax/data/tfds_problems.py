@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 def read_tfds(source: str) -> list[Problem]:
     """Returns the problems of "tfds:NAME/SPLIT", "tfds:DIR" or "tfds:DIR/SPLIT", in their order.
 
-    DIR has a dataset_info.json, or versions that have one, of which the newest is read. SPLIT may be left out where
+    DIR has a dataset_info.json, or versions that have one; the newest of them is read. SPLIT may be left out where
     there is one split.
     """
     path = source.removeprefix(PREFIX)

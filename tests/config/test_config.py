@@ -201,7 +201,7 @@ COLLECTION_MISTAKES = [
     ),
     (
         {"strategy": "ngu", "retry_probability": 1.0, "max_draws": 0},
-        "retried for ever.*Lower the probability, or set a",
+        "retried forever.*Lower the probability, or set a",
     ),
     ({"strategy": "ngu", "retry_probability": 1.1}, r"retry_probability is 1.1; it must be in \[0, 1\]"),
     ({"strategy": "ngu", "max_draws": 3}, "max_draws is 3, less than one round of 4"),
