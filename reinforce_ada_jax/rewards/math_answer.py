@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reinforce_ada_jax.types import Verdict
@@ -61,16 +61,16 @@ def last_boxed(text: str) -> str | None:
 
 
 @functools.cache
-def _math_verify() -> types.ModuleType:
+def math_verify() -> types.ModuleType:
     """Returns Math-Verify, imported at the first grading: sympy takes a second, which the trainer need not spend."""
     # With gmpy2 some inputs hang in C or abort the process; sympy reads this once, when it is first imported.
     os.environ["SYMPY_GROUND_TYPES"] = "python"
     os.environ["MPMATH_NOGMPY"] = "1"
-    import math_verify  # noqa: PLC0415  (the reason is above)
+    import math_verify as library  # noqa: PLC0415  (the reason is above)
 
     # It warns that its time limits are off. They are off on purpose: they need the main thread and cancel alarms.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return math_verify
+    return library
 
 
 def warm_up() -> None:
@@ -111,15 +111,20 @@ def _decimals(prediction: str, answer: str) -> int:
     return min(len(longest.rpartition(".")[2]), FLOAT_DECIMALS)
 
 
-def _parse(text: str, names: Sequence[str], bare: bool) -> list[Any]:
-    """Returns what Math-Verify finds in `text`: an expression, and the string itself as the last resort."""
-    # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
-    if bare and not _DELIMITED.search(text):
-        text = rf"\boxed{{{text}}}"
-    library = _math_verify()
+def parse(text: str, names: Sequence[str]) -> list[Any]:
+    """Returns what Math-Verify finds in `text`: an expression, and the string itself as the last resort.
+
+    `names` are "latex" (delimited mathematics) and "expression" (bare numbers and sums). Any exception may be raised.
+    """
+    library = math_verify()
     # Equal at every call: Math-Verify caches the patterns (0.1 s) of one list of configurations.
     configs = {"latex": library.LatexExtractionConfig(), "expression": library.ExprExtractionConfig()}
     return library.parse(text, [configs[name] for name in names], parsing_timeout=None, raise_on_error=True)
+
+
+def _parse(text: str, names: Sequence[str], bare: bool) -> list[Any]:
+    # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
+    return parse(rf"\boxed{{{text}}}" if bare and not _DELIMITED.search(text) else text, names)
 
 
 def read(text: str) -> list[Any]:
@@ -157,11 +162,18 @@ def compare(
         pairs = itertools.product(_parse(answer, answer_as or read_as, bare), _parse(prediction, read_as, bare))
     except Exception:
         return Verdict(False, 0.0, "error")
-    options = {"float_rounding": decimals, "strict": strict, "allow_set_relation_comp": sets_as_relations}
+    return verdict(pairs, float_rounding=decimals, strict=strict, allow_set_relation_comp=sets_as_relations)
+
+
+def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
+    """Returns reward 1 where Math-Verify finds one (answer, prediction) of `pairs` equal, else 0.
+
+    Reason "error": a comparison failed and none matched. `options` are those of its `verify`.
+    """
     failed = False
     for pair in pairs:
         try:
-            if _math_verify().verify(*pair, timeout_seconds=None, raise_on_error=True, **options):
+            if math_verify().verify(*pair, timeout_seconds=None, raise_on_error=True, **options):
                 return Verdict(True, 1.0)
         except Exception:
             failed = True  # the expressions cannot be compared; their strings, which come next, still can

@@ -25,7 +25,7 @@ from reinforce_ada_jax.policy import huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva
+from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva, reference, reference_minerva
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine, enough_pages
@@ -160,7 +160,15 @@ def verifier_pool(config: Config) -> VerifierPool:
     Raises:
       ValueError: `reward.path` names no function of a Python file, or a worker can't load it.
     """
-    kinds = {"cipher": cipher.grade, "math": math_answer.grade, "minerva": minerva.grade, "gsm8k": gsm8k.grade}
+    kinds = {
+        "cipher": cipher.grade,
+        "math": math_answer.grade,
+        "minerva": minerva.grade,
+        "gsm8k": gsm8k.grade,
+        "reference": reference.grade,
+        "reference_evaluation": reference.grade_evaluation,
+        "reference_minerva": reference_minerva.grade,
+    }
     reward = config.reward
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
     pool = VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)

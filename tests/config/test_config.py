@@ -77,7 +77,7 @@ POSITIVE = """
         ("model.parameter_dtype", "bfloat16", "most would never change. Use float32"),
         ("learning.kl_coefficient", math.inf, "it must be finite"),
         ("reward.overlong_penalty", math.inf, "it must be finite"),
-        ("reward.kind", "code", "it must be one of cipher, math, minerva, gsm8k, function"),
+        ("reward.kind", "code", "it must be one of cipher, math, minerva, gsm8k, reference, .*, function"),
         ("reward.path", "mine.py", "must have the form file.py:function"),
         ("reward.path", "mine:grade", "must have the form file.py:function"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
