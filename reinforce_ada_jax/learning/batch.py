@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from reinforce_ada_jax.types import Response
 
@@ -45,6 +45,9 @@ class Batch:
     A row without response tokens is padding; rows with tokens come first. `Learner.put` cuts the rows into
     micro-batches, and every array then has their axis in front.
 
+    Responses whose advantage is 0 may be left out of the rows (`make_batch`). They still count: denominators are those
+    of the whole minibatch.
+
     Attributes:
       tokens: of all segments.
       positions: of each token in its own segment, from 0; 0 in padding.
@@ -56,7 +59,9 @@ class Batch:
       advantages: weight * (reward - baseline) of the response, at each of its tokens.
       policy_version: `Response.policy_version` at each response token.
       behaviour_logprobs: under the distribution the tokens were sampled from.
-      old_logprobs: under the policy before the iteration's first update; the behaviour's until it is scored.
+      old_logprobs: under the policy before the iteration's first update; the behaviour's until it is scored. None:
+        those that the update itself computes, so that every ratio is 1.
+      left_out: tokens and responses of the minibatch that are in no row, at the first row; 0 at the others.
       reference_logprobs: under the reference policy, where there is a KL term.
     """
 
@@ -72,7 +77,8 @@ class Batch:
     advantages: Float[AnyArray, "*M B R"]
     policy_version: Int[AnyArray, "*M B R"]
     behaviour_logprobs: Float[AnyArray, "*M B R"]
-    old_logprobs: Float[AnyArray, "*M B R"]
+    old_logprobs: Float[AnyArray, "*M B R"] | None
+    left_out: Int[AnyArray, "*M B 2"]
     reference_logprobs: Float[AnyArray, "*M B R"] | None = None
 
     @property
@@ -100,15 +106,58 @@ def pack(lengths: Sequence[int], row_tokens: int, per_row: int) -> list[list[int
     """
     if per_row == 1:
         return [[index] for index in range(len(lengths))]
+    order = np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist()
+    return _first_fit(order, lengths, row_tokens, per_row, max_rows=len(lengths))
+
+
+def _first_fit(
+    order: Sequence[int], lengths: Sequence[int], row_tokens: int, per_row: int, max_rows: int
+) -> list[list[int]]:
+    """Assigns sequences, in order, each to the first row that has room for it; those that fit nowhere are left out."""
     rows: list[list[int]] = []
-    room, free = np.full(len(lengths), row_tokens), np.full(len(lengths), per_row)
-    for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
-        row = int(np.argmax((room >= lengths[index]) & (free > 0)))
+    room, free = np.full(max_rows, row_tokens), np.full(max_rows, per_row)
+    for index in order:
+        fits = (room >= lengths[index]) & (free > 0)
+        row = int(np.argmax(fits)) if max_rows else 0
+        if not fits[row : row + 1].any():
+            continue
         room[row] -= lengths[index]
         free[row] -= 1
         rows += [[]] * (row == len(rows))
         rows[row] = [*rows[row], index]
     return rows
+
+
+def pack_without_zeros(
+    lengths: Sequence[int], is_zero: Bool[np.ndarray, " N"], row_tokens: int, per_row: int, micro_rows: int
+) -> list[list[int]]:
+    """Assigns sequences to rows as `pack` does, but leaves out those that are zero where this saves a micro-batch.
+
+    The rows of the micro-batches that the others need are filled with zero ones, in the order given: these cost no
+    time, and metrics take them as a sample of all zero ones.
+
+    Args:
+      lengths: as for `pack`.
+      is_zero: the sequences that contribute nothing to the gradient.
+      row_tokens: as for `pack`.
+      per_row: as for `pack`.
+      micro_rows: rows of a micro-batch.
+    """
+    whole = pack(lengths, row_tokens, per_row)
+    others = np.flatnonzero(~is_zero).tolist()
+    rows = [[others[index] for index in row] for row in pack([lengths[index] for index in others], row_tokens, per_row)]
+    max_rows = micro_rows * -(-len(rows) // micro_rows)
+    if len(whole) <= max_rows:
+        return whole
+    order = [index for row in rows for index in row] + np.flatnonzero(is_zero).tolist()
+    return _first_fit(order, lengths, row_tokens, per_row, max_rows)
+
+
+def advantages_of(examples: Sequence[Example]) -> Float32[np.ndarray, " N"]:
+    """Computes the advantages of the examples, as the update sees them."""
+    reward, baseline, weight = np.array([example[2:] for example in examples], np.float32).reshape(-1, 3).T
+    with np.errstate(invalid="ignore"):  # a reward that isn't finite ends in the update, which says so
+        return weight * (reward - baseline)
 
 
 def make_batch(
@@ -118,6 +167,7 @@ def make_batch(
     max_response_tokens: int,
     num_rows: int | None = None,
     per_row: int = 1,
+    micro_rows: int | None = None,
 ) -> Batch:
     """Makes a batch of the examples, packed into rows, and empty rows up to `num_rows`.
 
@@ -127,6 +177,8 @@ def make_batch(
       max_response_tokens: limit of a response.
       num_rows: rows of the batch, B; None: as many as are needed.
       per_row: most responses of a row, S; 1: each has a row, and rows keep the order of the examples.
+      micro_rows: rows of a micro-batch, to leave out examples whose advantage is 0 where this saves a micro-batch
+        (`pack_without_zeros`); None: all examples are in the rows.
 
     Raises:
       ValueError: a prompt or a response longer than its limit, a prompt without a token, or more rows than `num_rows`.
@@ -141,19 +193,23 @@ def make_batch(
                 f"{max_response_tokens}."
             )
         lengths.append(before + length)
-    rows = pack(lengths, row_tokens, per_row)
+    advantage = advantages_of(examples)
+    if micro_rows is None:
+        rows = pack(lengths, row_tokens, per_row)
+    else:
+        rows = pack_without_zeros(lengths, advantage == 0, row_tokens, per_row, micro_rows)
     size = len(rows) if num_rows is None else num_rows
     if len(rows) > size:
         raise ValueError(f"{len(rows)} rows are more than the {size} rows of the batch: raise num_rows.")
-    reward, baseline, weight = np.array([example[2:] for example in examples], np.float32).reshape(-1, 3).T
-    with np.errstate(invalid="ignore"):  # a reward that isn't finite ends in the update, which says so
-        advantage = weight * (reward - baseline)
     columns = max_response_tokens if per_row == 1 else row_tokens
     tokens, positions, segment_ids = np.zeros((3, size, row_tokens), np.int32)
     response_positions, response_segment_ids, policy_version = np.zeros((3, size, columns), np.int32)
     segment_ids[:], response_segment_ids[:], response_positions[:] = per_row, per_row, 1
     response_length = np.zeros((size, per_row), np.int32)
     advantages, logprobs = np.zeros((2, size, columns), np.float32)
+    left_out = np.zeros((size, 2), np.int32)
+    for index in set(range(len(examples))).difference(*rows):
+        left_out[0] += len(examples[index].response.tokens), len(examples[index].response.tokens) > 0
     for row, indices in enumerate(rows):
         start = column = 0
         for segment, index in enumerate(indices):
@@ -180,4 +236,5 @@ def make_batch(
         policy_version=policy_version,
         behaviour_logprobs=logprobs,
         old_logprobs=logprobs,
+        left_out=left_out,
     )

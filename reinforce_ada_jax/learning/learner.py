@@ -5,6 +5,9 @@ response counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradi
 
 A minibatch has a fixed number of rows, of which any number may be padding at its end. The loop over micro-batches ends
 at the last one that has a token, so padding costs memory, not time, and any amount of it compiles nothing again.
+
+With one update an iteration the old policy is the policy that is updated, and the update computes its own
+`old_logprobs`: there is no scoring pass, and the update compares log-probabilities with the engine's.
 """
 
 import dataclasses
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,10 +25,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     Count = Int[Array, ""]
 else:  # JAX also makes states of shapes, of shardings and of None
     Count = object
+Version = Int[Array | np.ndarray, ""] | np.integer
 
 
 @struct.dataclass
@@ -60,20 +67,39 @@ class LearnerState:
 
 
 class UpdateMetrics(NamedTuple):
-    """Metrics of one update: means over tokens, except loss, grad_norm and finite."""
+    """Metrics of one update: means over tokens of the whole minibatch, except where it says otherwise.
+
+    Where responses with advantage 0 are left out, `entropy` and `approx_kl` are estimates: the computed ones stand for
+    the others (`loss.metric_weights`). The other means are exact.
+
+    Attributes:
+      loss: the loss.
+      entropy: of the policy.
+      clip_fraction: tokens where the clipped ratio decides.
+      dual_clip_fraction: tokens where the dual clip decides.
+      approx_kl: of the old policy and this one.
+      kl: of this policy and the reference, by `learning.kl_kind`; 0 where there is none.
+      computed_share: share of tokens that are computed, not left out.
+      grad_norm: global norm of the gradient, before it is clipped.
+      finite: loss, gradient and the gap below are finite.
+      gap: between the log-probabilities of engine and learner, over the tokens that are computed; None with given
+        `old_logprobs`, which are compared before the iteration's first update.
+    """
 
     loss: Float[Array, ""]
     entropy: Float[Array, ""]
     clip_fraction: Float[Array, ""]
     dual_clip_fraction: Float[Array, ""]
-    approx_kl: Float[Array, ""]  # of the old policy and this one
-    kl: Float[Array, ""]  # of this policy and the reference, by `learning.kl_kind`; 0 where there is none
+    approx_kl: Float[Array, ""]
+    kl: Float[Array, ""]
+    computed_share: Float[Array, ""]
     grad_norm: Float[Array, ""]
     finite: Bool[Array, ""]
+    gap: LogprobGap | None = None
 
 
 # Metrics that are summed over micro-batches.
-MEANS = tuple(name for name in UpdateMetrics._fields if name not in ("grad_norm", "finite"))
+MEANS = ("loss", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl", "kl")
 
 
 def num_live(batch: Batch) -> Int[Array, ""]:
@@ -85,6 +111,11 @@ def num_live(batch: Batch) -> Int[Array, ""]:
 def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
     """One micro-batch of many."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+
+
+def scores_in_update(config: Config) -> bool:
+    """Returns True with one update an iteration, which then computes the old policy's log-probabilities itself."""
+    return config.collection.prompts_per_iteration == config.learning.prompts_per_update
 
 
 def response_logprobs(
@@ -140,7 +171,7 @@ class Learner:
         self.platform = platform_lib.resolve(
             mesh.devices.flat[0].platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
         )
-        self._loss_config = loss_config(config)
+        self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
         self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
         self._logprobs = functools.partial(
             response_logprobs,
@@ -236,31 +267,77 @@ class Learner:
         zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
         return jnp.where(batch.response_mask, jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
 
-    def _loss(self, params: Params, base: Params | None, micro: Batch, counts: loss_lib.Counts):
+    def _loss(
+        self,
+        params: Params,
+        base: Params | None,
+        micro: Batch,
+        metric_weights: Float[Array, "B R"],
+        counts: loss_lib.Counts,
+        policy_version: Version | None,
+    ):
+        """(loss, (means, gap)) of a micro-batch."""
         logprobs, entropy = self._logprobs(self.policy(params, base), micro)
         loss, means = loss_lib.policy_loss(
             self._loss_config,
             logprobs,
             entropy,
-            old_logprobs=micro.old_logprobs,
+            # Of the very weights that are updated they are a constant: the ratio is 1, its slope that of logprobs.
+            old_logprobs=logprobs if micro.old_logprobs is None else micro.old_logprobs,
             advantages=micro.advantages,
             mask=micro.response_mask,
             behaviour_logprobs=micro.behaviour_logprobs,
             reference_logprobs=micro.reference_logprobs,
             segment_one_hot=micro.segment_one_hot(),
             counts=counts,
+            metric_weights=metric_weights,
         )
-        return loss, means | {"loss": loss}
+        gap = None
+        if micro.old_logprobs is None:
+            is_fresh = micro.response_mask if policy_version is None else micro.policy_version == policy_version
+            gap = gap_lib.logprob_gap(logprobs, micro.behaviour_logprobs, micro.response_mask, is_fresh)
+        return loss, (means | {"loss": loss}, gap)
+
+    def _gradients(self, params: Params, base: Params | None, batch: Batch, policy_version: Version | None):
+        """(gradients, means, gap) of a minibatch, summed over its micro-batches."""
+        counted = batch.left_out.sum(axis=(0, 1))
+        num_rows = (batch.response_length > 0).sum() + counted[1]
+        counts = loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
+        metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
+        gradient = jax.grad(self._loss, has_aux=True)
+
+        def accumulate(index, sums):
+            weights = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
+            gradients, (means, gap) = gradient(params, base, micro_batch(batch, index), weights, counts, policy_version)
+            gradients, means = jax.tree.map(jnp.add, sums[:2], (gradients, means))
+            return gradients, means, gap if gap is None else gap_lib.combined(sums[2], gap)
+
+        means = dict.fromkeys(MEANS, jnp.float32(0))
+        no_gap = gap_lib.no_gap() if batch.old_logprobs is None else None
+        zeros = (jax.tree.map(jnp.zeros_like, params), means, no_gap)
+        gradients, means, gap = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)
+        means["computed_share"] = batch.response_length.sum().astype(jnp.float32) / counts.num_tokens
+        return gradients, means, gap
 
     def _update(
-        self, state: LearnerState, batch: Batch, base: Params | None = None
+        self,
+        state: LearnerState,
+        batch: Batch,
+        base: Params | None = None,
+        policy_version: Version | None = None,
     ) -> tuple[LearnerState, UpdateMetrics]:
-        """One optimiser step on one minibatch. A non-finite loss or gradient leaves the state as it was.
+        """Makes one optimiser step on one minibatch, or leaves the state as it was.
+
+        The state stays as it was if the loss or the gradient is not finite. Without `old_logprobs` in the batch it also
+        does if a log-probability is not finite, or differs from the engine's by more than rounding
+        (`logprob_gap.max_gap`).
 
         Args:
           state: before.
           batch: of `put`.
           base: the weights under the adapters, where adapters are trained; they have no gradient.
+          policy_version: `Response.policy_version` of the responses that were drawn from the weights of `state`; only
+            their log-probabilities are compared. None: all are.
 
         Raises:
           ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`; or see `policy`.
@@ -271,22 +348,18 @@ class Learner:
                 f"learning.kl_coefficient is {kl_coefficient}, but the batch has no reference_logprobs: "
                 "score it with the reference's weights first, or set the coefficient to 0."
             )
-        counts = loss_lib.make_counts(batch.response_length.sum(), (batch.response_length > 0).sum())
-        gradient = jax.grad(self._loss, has_aux=True)
-
-        def accumulate(index, sums):
-            micro = micro_batch(batch, index)
-            return jax.tree.map(jnp.add, sums, gradient(state.params, base, micro, counts))
-
-        means = dict.fromkeys(MEANS, jnp.float32(0))
-        zeros = (jax.tree.map(jnp.zeros_like, state.params), means)
-        gradients, means = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)
+        gradients, means, gap = self._gradients(state.params, base, batch, policy_version)
         grad_norm = optax.tree.norm(gradients)
         finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
+        allowed = finite
+        if gap is not None:
+            allowed = finite = finite & (gap.num_not_finite == 0)
+            if self._max_gap is not None:
+                allowed = finite & (gap.largest <= self._max_gap)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         params = cast(Params, optax.apply_updates(state.params, changes))
         new = LearnerState(params=params, optimizer=optimizer, updates=state.updates + 1)
-        new = jax.tree.map(lambda after, before: jnp.where(finite, after, before), new, state)
+        new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
         # The layout is named at the exit: a state in another layout would compile everything again.
         new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
-        return new, UpdateMetrics(**means, grad_norm=grad_norm, finite=finite)
+        return new, UpdateMetrics(**means, grad_norm=grad_norm, finite=finite, gap=gap)

@@ -49,6 +49,11 @@ class LossConfig:
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
 
+    @property
+    def needs_zero_advantages(self) -> bool:
+        """True if responses whose advantage is 0 contribute to the gradient: through the entropy or the KL term."""
+        return bool(self.entropy_coefficient or self.kl_coefficient)
+
 
 class Counts(NamedTuple):
     """Sizes of a whole minibatch, both at least 1."""
@@ -160,6 +165,27 @@ def make_counts(num_tokens: Int[Array, ""] | np.integer, num_rows: Int[Array, ""
     return Counts(*(jnp.maximum(x, 1).astype(jnp.float32) for x in (num_tokens, num_rows)))
 
 
+def metric_weights(
+    advantages: Float[Array | np.ndarray, "*B T"], mask: Bool[Array | np.ndarray, "*B T"], num_left_out: Int[Array, ""]
+) -> Float[Array, "*B T"]:
+    """Computes the weights of tokens in means over a minibatch from which responses with advantage 0 were left out.
+
+    Tokens with advantage 0 stand for all such tokens: their weight is 1 + left out / computed. If none of them was
+    computed, the other tokens stand for all. The weights sum to the number of tokens of the whole minibatch, unless no
+    token was computed at all.
+
+    Args:
+      advantages: of the tokens that are computed.
+      mask: True at tokens of responses.
+      num_left_out: tokens of responses with advantage 0 that are not computed.
+    """
+    is_zero = mask & (advantages == 0)
+    num_zero, num_computed, left_out = (jnp.sum(x).astype(jnp.float32) for x in (is_zero, mask, num_left_out))
+    of_zeros = 1 + left_out / jnp.maximum(num_zero, 1)
+    of_others = jnp.where(num_zero > 0, 1.0, 1 + left_out / jnp.maximum(num_computed, 1))
+    return jnp.where(is_zero, of_zeros, of_others)
+
+
 def aggregate(
     per_token: Tokens,
     mask: Mask,
@@ -211,6 +237,7 @@ def policy_loss(
     reference_logprobs: Tokens | None = None,
     segment_one_hot: SegmentOneHot | None = None,
     counts: Counts | None = None,
+    metric_weights: Tokens | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """Computes the policy loss of a minibatch, or its share of one.
 
@@ -230,10 +257,12 @@ def policy_loss(
       reference_logprobs: under the reference policy; without them the metric "kl" is 0.
       segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
       counts: of the whole minibatch, of which these rows may be a part; None: these rows are all.
+      metric_weights: factors of the tokens in "entropy" and "approx_kl", where these rows are a sample of the minibatch
+        (`metric_weights`); None: 1.
 
     Returns:
       The loss, and sums over tokens divided by `num_tokens`: "entropy", "clip_fraction", "dual_clip_fraction",
-      "approx_kl" and "kl".
+      "approx_kl" and "kl". Tokens whose advantage is 0 are never clipped.
 
     Raises:
       ValueError: a cap without behaviour_logprobs, a KL coefficient without reference_logprobs, or an unknown name.
@@ -261,11 +290,14 @@ def policy_loss(
         kl = kl_estimate(here, there, config.kl_kind)
     if config.kl_coefficient:
         loss = loss + config.kl_coefficient * mean(kl)
+    entropies, old_minus_new = entropy, terms.old_minus_new
+    if metric_weights is not None:
+        entropies, old_minus_new = metric_weights * entropies, metric_weights * old_minus_new
     per_token = {
-        "entropy": entropy,
+        "entropy": entropies,
         "clip_fraction": terms.clipped,
         "dual_clip_fraction": terms.dual_clipped,
-        "approx_kl": terms.old_minus_new,
+        "approx_kl": old_minus_new,
         "kl": kl,
     }
     return loss, {name: jax.lax.stop_gradient(mean(values, "token-mean")) for name, values in per_token.items()}

@@ -121,7 +121,7 @@ def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics)
         "reshard": seconds.get("reshard", 0.0),
         "prefill": prompts / (options.prefill_rows * replicas) * prefill_seconds,
         "decode": steps * roofline(step, run.chip, window.sent_bytes or 0.0)[0],
-        "score": updates * seconds["score"],
+        "score": updates * seconds.get("score", 0.0),
         "update": updates * seconds["update"],
     }
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, make_batch
-from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.learning.learner import Learner, LearnerState, scores_in_update
 from reinforce_ada_jax.learning.value_head import prompt_features
 from reinforce_ada_jax.planning import collectives, roofline
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
@@ -182,7 +183,9 @@ def _abstract_batch(config: Config, learner: Learner) -> Batch:
         per_row=config.learning.responses_per_row,
     )
     if config.learning.kl_coefficient:
-        micro = dataclasses.replace(micro, reference_logprobs=micro.old_logprobs)
+        micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
+    if scores_in_update(config):
+        micro = dataclasses.replace(micro, old_logprobs=None)
 
     def abstract(x):
         sharding = mesh_lib.sharding(learner.mesh, (None, "rows", *[None] * (x.ndim - 1)))
@@ -211,7 +214,10 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
 
 
 def learner_programs(run: AbstractRun) -> list[Program]:
-    """Returns the programs of an iteration beside decoding: reshard, value features, score and update."""
+    """Returns the programs of an iteration beside decoding: reshard, value features, score and update.
+
+    With one update an iteration only a reference is scored: the update computes the policy's own log-probabilities.
+    """
     a, layout, config = run.engine.architecture, run.batch_layout(), run.config
     decode_weights = 0 if run.shares_weights else mesh_lib.shard_bytes(run.engine.abstract_weights())
     always = run.cache_bytes + run.reference_bytes
@@ -225,14 +231,15 @@ def learner_programs(run: AbstractRun) -> list[Program]:
         )
     if config.collection.strategy == "estimate" and config.estimator.kind == "value":
         programs.append(_features_program(run, layout, run.moment_bytes + always + decode_weights))
-    programs.append(Program(
-        "score", lambda: run.learner.score.lower(run.policy, run.batch), roofline.score_call(a, layout), "call",
-        run.moment_bytes + always + other_batches, trip_count=layout.micro_batches,
-        sent_bytes=collectives.learner_sent_bytes(a, layout, update=False),
-    ))  # fmt: skip
+    if not scores_in_update(config) or config.learning.kl_coefficient:
+        programs.append(Program(
+            "score", lambda: run.learner.score.lower(run.policy, run.batch), roofline.score_call(a, layout), "call",
+            run.moment_bytes + always + other_batches, trip_count=layout.micro_batches,
+            sent_bytes=collectives.learner_sent_bytes(a, layout, update=False),
+        ))  # fmt: skip
     masters = jnp.dtype(config.model.parameter_dtype).itemsize
     programs.append(Program(
-        "update", lambda: run.learner.update.lower(run.state, run.batch, run.base),
+        "update", lambda: run.learner.update.lower(run.state, run.batch, run.base, np.int32(0)),
         roofline.update_call(a, layout, masters), "call", always + other_batches, trip_count=layout.micro_batches,
         necessary_flops=roofline.necessary_flops(a, layout),
         sent_bytes=collectives.learner_sent_bytes(a, layout, update=True),

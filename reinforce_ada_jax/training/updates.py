@@ -16,14 +16,11 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
-from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics, loss_config, scores_in_update
+from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, max_gap
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.files import write_atomically
 
-# Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone
-# (1e-6 at temperature 1, more below it); elsewhere products are rounded to bfloat16 or less, and a mean above the
-# second number is logged.
-FLOAT32_LOGPROB_GAP, ALARMING_LOGPROB_GAP = 1e-4, 0.05
 # Arrays of a batch that the comparison of log-probabilities reads.
 CHECKED = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
 
@@ -101,7 +98,9 @@ class Updates:
     def minibatches(self, groups: Sequence[Group], policy: Params, reference: Params | None) -> list[Minibatch]:
         """Deals the iteration's groups to one minibatch per update, and adds log-probabilities.
 
-        Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO).
+        Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one
+        update an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows
+        where they contribute nothing to the gradient; they count in its denominators.
         """
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
         minibatches = []
@@ -111,18 +110,27 @@ class Updates:
                 continue
             rows_per_prompt = sum(len(group.kept) for group in dealt) / self.config.learning.prompts_per_update
             kept = [example for group in dealt for example in examples(group, rows_per_prompt)]
-            batch = self.learner.put(make_batch(
+            batch = make_batch(
                 kept,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,
                 max_response_tokens=self.config.sampling.max_response_tokens,
                 num_rows=self.batch_rows(len(kept)),
                 per_row=self.config.learning.responses_per_row,
-            ))  # fmt: skip
-            batch = dataclasses.replace(batch, old_logprobs=self.learner.score(policy, batch))
-            if reference is not None:
-                batch = dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch))
-            minibatches.append(Minibatch(dealt, batch))
+                micro_rows=None if loss_config(self.config).needs_zero_advantages else self.learner.micro_rows,
+            )
+            minibatches.append(Minibatch(dealt, self._scored(batch, policy, reference)))
         return minibatches
+
+    def _scored(self, batch: Batch, policy: Params, reference: Params | None) -> Batch:
+        """Returns the batch on the devices, with the log-probabilities that the update does not compute itself."""
+        if scores_in_update(self.config):
+            batch = self.learner.put(dataclasses.replace(batch, old_logprobs=None))
+        else:
+            batch = self.learner.put(batch)
+            batch = dataclasses.replace(batch, old_logprobs=self.learner.score(policy, batch))
+        if reference is None:
+            return batch
+        return dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch))
 
     def batch_rows(self, rows: int) -> int:
         """Returns the number of rows that a minibatch is padded to: one for the whole run, so nothing recompiles.
@@ -150,18 +158,23 @@ class Updates:
     ) -> tuple[list[Minibatch], int, dict[str, float]]:
         """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
 
-        Prefetched responses were drawn from earlier weights and are left out.
+        The responses compared are those in the rows of the minibatches. Prefetched ones were drawn from earlier weights
+        and are not compared. With one update an iteration nothing is compared here: `update` does it.
 
         Returns:
-          The minibatches whose log-probabilities are finite; `skipped_in_a_row` with the others counted; the metrics.
+          The minibatches whose log-probabilities are finite; `skipped_in_a_row` with the others counted; the metrics,
+          none with one update an iteration.
 
         Raises:
           TrainingStopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
         """
+        if scores_in_update(self.config):
+            return list(minibatches), skipped_in_a_row, {}
         total, largest, num_tokens, finite = 0.0, 0.0, 0, []
         for number, minibatch in enumerate(minibatches, start=1):
             batch = minibatch.batch
             batch = dataclasses.replace(batch, **{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
+            assert batch.old_logprobs is not None  # scored
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
             if not np.isfinite(gaps[batch.response_mask]).all():
                 where = f"update {number} of {len(minibatches)}: a log-probability is not"
@@ -172,20 +185,9 @@ class Updates:
             total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
             num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)
-        if self.config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
-            limit = FLOAT32_LOGPROB_GAP / min(1.0, self.config.sampling.temperature)
-            if largest > limit:
-                raise TrainingStopped(
-                    f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in "
-                    f"float32 they may differ by {limit:g}. Samples and gradients don't belong together."
-                )
-        elif mean > ALARMING_LOGPROB_GAP:
-            say(
-                f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
-                "update is off by as much. Likely causes: model.compute_dtype is too coarse for this model, "
-                "sampling.attention chose a kernel that rounds more than the learner's, or the weights have grown. "
-                "learning.truncated_is_cap = 2.0 would bound the effect."
-            )
+        stop = gap_too_large(self.config, mean, largest, iteration, say)
+        if stop is not None:
+            raise stop
         return finite, skipped_in_a_row, {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
 
     def _skip_or_stop(
@@ -236,26 +238,80 @@ class Updates:
 
         `state` is donated.
         """
-        begin, results, stop = time.monotonic(), [], None
+        begin, results, stop, gaps = time.monotonic(), [], None, {}
+        if scores_in_update(self.config):
+            gaps = {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
         for number, minibatch in enumerate(minibatches, start=1):
-            state, result = self.learner.update(state, minibatch.batch, base)
+            state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1))
             result = jax.device_get(result)
+            if result.finite and result.gap is not None:
+                mean, largest = float(result.gap.total / max(result.gap.num_tokens, 1)), float(result.gap.largest)
+                gaps = {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
+                stop = gap_too_large(self.config, mean, largest, iteration, say)
+                if stop is not None:
+                    break
             if result.finite:
                 results.append(result)
                 skipped_in_a_row = 0
                 continue
-            where = f"update {number} of {len(minibatches)}: loss {result.loss:.4g}, gradient norm "
-            where += f"{result.grad_norm:.4g}: not"
+            where = f"update {number} of {len(minibatches)}: {_not_finite(result)} not"
             try:
                 skipped_in_a_row = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row, say)
             except TrainingStopped as error:
                 stop = error
                 break
-        # Without a batch (every group was dropped) there is no update, and nothing to take the mean of.
-        columns = {name: [getattr(result, name) for result in results] for name in UpdateMetrics._fields}
-        metrics = {f"update/{name}": float(np.mean(x or [0.0])) for name, x in columns.items() if name != "finite"}
-        metrics |= {"update/count": len(results), "time/update_s": time.monotonic() - begin}
+        metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
         return UpdatesDone(state, skipped_in_a_row, metrics, stop)
+
+
+def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:
+    """Returns the means of the metrics over updates, and the number of updates.
+
+    An update that computed no response, because every advantage was 0, says nothing of entropy and approx_kl. Without
+    an update (every group was dropped) all means are 0.
+    """
+    metrics: dict[str, float] = {}
+    for name in UpdateMetrics._fields:
+        if name not in ("finite", "gap"):
+            sampled = name in ("entropy", "approx_kl")
+            values = [getattr(result, name) for result in results if result.computed_share > 0 or not sampled]
+            metrics[f"update/{name}"] = float(np.mean(values or [0.0]))
+    return metrics | {"update/count": len(results)}
+
+
+def _not_finite(result: UpdateMetrics) -> str:
+    """Returns the subject of the sentence that something is not finite."""
+    if result.gap is not None and result.gap.num_not_finite:
+        return "a log-probability is"
+    return f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}:"
+
+
+def gap_too_large(
+    config: Config, mean: float, largest: float, iteration: int, say: Callable[[str], None]
+) -> TrainingStopped | None:
+    """Returns why the run must end, if engine and learner differ by more than rounding; says so if they differ much.
+
+    Args:
+      config: of the run.
+      mean: absolute difference of the log-probability of a sampled token, on average.
+      largest: absolute difference.
+      iteration: number of the iteration.
+      say: prints a line.
+    """
+    limit = max_gap(config)
+    if limit is not None and not largest <= limit:
+        return TrainingStopped(
+            f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in float32 they "
+            f"may differ by {limit:g}. Samples and gradients don't belong together."
+        )
+    if limit is None and mean > ALARMING_LOGPROB_GAP:
+        say(
+            f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
+            "update is off by as much. Likely causes: model.compute_dtype is too coarse for this model, "
+            "sampling.attention chose a kernel that rounds more than the learner's, or the weights have grown. "
+            "learning.truncated_is_cap = 2.0 would bound the effect."
+        )
+    return None
 
 
 def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | str]]]:

@@ -49,11 +49,13 @@ def test_advantages_are_those_of_the_groups(baseline, by_std):
         2,
         True,
     )
-    config = dict(strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log")
+    config = dict(
+        strategy="balance", group_size=4, samples_per_round=4, max_rounds=2, objective="log", correction="none"
+    )
     strategy = strategies.build(CollectionConfig(**config, baseline=baseline, normalize_by_std=by_std))
     group = make_group(pool, strategy)
     assert group.advantages.any() and group.weight != 1
-    batch = make_batch(examples(group), max_prompt_tokens=1, max_response_tokens=2)
+    batch = make_batch(examples(group, 1.0), max_prompt_tokens=1, max_response_tokens=2)
     np.testing.assert_allclose(batch.advantages, np.repeat(group.advantages[:, None], 2, axis=1), rtol=1e-6)
 
 

@@ -16,6 +16,7 @@ from reinforce_ada_jax.learning.loss import (
     clipped_policy_loss,
     denominators,
     kl_estimate,
+    metric_weights,
     policy_terms,
 )
 
@@ -430,3 +431,17 @@ def test_what_is_refused():
         clipped_policy_loss(one, one, one, one, aggregation="token-mean", ratio="row", **CLIPS)
     with pytest.raises(ValueError, match="kind is 'k4'; it must be one of k1, k2, k3"):
         kl_estimate(one, one, "k4")
+
+
+def test_tokens_without_advantage_stand_for_those_that_are_left_out():
+    mask = np.array([[True, True, False], [True, True, True]])
+    advantages = np.float32([[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]])
+    # Three of nine such tokens are computed: each stands for three.
+    weights = metric_weights(jnp.asarray(advantages), jnp.asarray(mask), jnp.int32(6))
+    np.testing.assert_array_equal(np.where(mask, weights, 0), [[1, 1, 0], [3, 3, 3]])
+    # None of six is: the five others stand for eleven.
+    weights = metric_weights(jnp.asarray(advantages + 1), jnp.asarray(mask), jnp.int32(6))
+    np.testing.assert_allclose(weights, np.full((2, 3), 11 / 5), rtol=1e-6)
+    # Nothing is left out.
+    weights = metric_weights(jnp.asarray(advantages), jnp.asarray(mask), jnp.int32(0))
+    np.testing.assert_array_equal(weights, np.ones((2, 3)))

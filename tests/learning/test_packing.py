@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.config import defaults
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch, pack
 from reinforce_ada_jax.training.updates import Minibatch, Updates
@@ -78,7 +78,7 @@ def test_the_gap_between_engine_and_learner_is_of_fresh_responses(per_row):
     rows = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=3, per_row=per_row)
     older, far = rows.behaviour_logprobs == -1, rows.behaviour_logprobs == np.float32(-0.3)
     rows = rows.replace(old_logprobs=rows.behaviour_logprobs + 0.5 * older + 6e-5 * far)
-    updates = SimpleNamespace(config=defaults())
+    updates = SimpleNamespace(config=Config())
     _, _, gaps = Updates.check_logprobs(updates, [Minibatch([], rows)], iteration=5, skipped_in_a_row=0, say=print)
     assert gaps["update/logprob_gap"] == pytest.approx(2e-5, rel=0.01)
     assert gaps["update/logprob_gap_max"] == pytest.approx(6e-5, rel=0.01)

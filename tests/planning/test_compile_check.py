@@ -113,9 +113,9 @@ def test_the_learner_takes_just_what_training_hands_over():
     run = abstract(**{"learning.kl_coefficient": 0.1, "learning.micro_batches": 2})
     learner, config = run.learner, run.config
     state = learner.init(init(ARCHITECTURE, jax.random.key(0), learner.mesh))
-    batch = learner.put(make_batch([], max_prompt_tokens=8, max_response_tokens=8, num_rows=128))
-    batch = batch.replace(old_logprobs=learner.score(state.params, batch))
-    batch = batch.replace(reference_logprobs=batch.old_logprobs)
+    batch = make_batch([], max_prompt_tokens=8, max_response_tokens=8, num_rows=128)
+    batch = learner.put(batch.replace(old_logprobs=None))  # one update an iteration computes them itself
+    batch = batch.replace(reference_logprobs=learner.score(state.params, batch))
     assert config.learning.prompts_per_update * config.collection.group_size == 128
     for real, made in ((state, run.state), (batch, run.batch)):
         assert shapes(real) == shapes(made)
@@ -144,7 +144,9 @@ def test_what_stands_beside_decoding(axes, dtype, copies):
     weights = shard_bytes(run.state.params)
     assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {copies * weights + 12}
     names = [program.name for program in programs_lib.learner_programs(run)]
-    assert names == (["score", "update"] if run.shares_weights else ["reshard", "score", "update"])
+    assert names == (["update"] if run.shares_weights else ["reshard", "update"])
+    two_updates = abstract(dtype, axes, **{"collection.prompts_per_iteration": 64})
+    assert [program.name for program in programs_lib.learner_programs(two_updates)][-2:] == ["score", "update"]
 
 
 def test_what_stands_beside_the_learner():
@@ -153,8 +155,8 @@ def test_what_stands_beside_the_learner():
     cache = 9 * 4 * (2 * 2 * 2 * 2) * 4 // 2  # pages, tokens, keys and values, layers, heads, columns; on two devices
     moments = 800 + 12
     # Two others of 32 prompts with all of their 32 draws, on 4 devices. A row has 3 numbers a token, 6 and a byte of
-    # the mask a response token, and a length.
-    batches = 2 * (1024 // 4) * (4 * (3 * 16 + 6 * 8 + 1) + 8)
+    # the mask a response token, a length, and two counts of what is left out.
+    batches = 2 * (1024 // 4) * (4 * (3 * 16 + 6 * 8 + 1 + 2) + 8)
     decoding = (2 * (68 + 6 + 8) + 20 + 4) * 4  # split over `tensor` only
     assert beside["reshard"] == moments + cache
     assert beside["score"] == moments + cache + batches
@@ -181,7 +183,7 @@ def test_adapters_are_trained_over_what_training_hands_over():
         assert all(jax.tree.leaves(same))
         assert shard_bytes(real) == shard_bytes(made)
     update = programs_lib.learner_programs(run)[-1].lower()
-    state, batch, base = update.args_info[0]
+    state, batch, base, _ = update.args_info[0]
     assert all(info.donated for info in jax.tree.leaves(state))
     assert not any(info.donated for info in jax.tree.leaves((batch, base)))
 
@@ -366,7 +368,7 @@ def test_what_fits(tmp_path):
     outcomes = json.loads(file.read_text())
     window, prefill, *learner = outcomes
     assert [outcome["program"] for outcome in outcomes] == [
-        "decode window of 16", "prefill 32 x 16", "reshard", "score", "update",
+        "decode window of 16", "prefill 32 x 16", "reshard", "update",
     ]  # fmt: skip
     cache = 20_000 * 8 * 2 * 2 * 2 * 128 * 2 // 2  # pages, tokens, keys and values, layers, heads, columns, bytes
     for outcome in (window, prefill):

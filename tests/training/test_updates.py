@@ -10,7 +10,8 @@ import pytest
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
-from reinforce_ada_jax.training.updates import TrainingStopped, Updates
+from reinforce_ada_jax.learning.logprob_gap import LogprobGap
+from reinforce_ada_jax.training.updates import TrainingStopped, Updates, update_means
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
 
@@ -39,12 +40,16 @@ def after(updates: int) -> LearnerState:
 
 
 class ScriptedLearner(Learner):
-    """Scores as the engine did, and makes updates whose gradients are finite or not, as `finite` says."""
+    """Scores as the engine did, and makes updates whose gradients are finite or not, as `finite` says.
+
+    Without old log-probabilities it finds `gap`, and makes no update where that is too large or not finite.
+    """
 
     micro_rows = 8
 
-    def __init__(self, finite, score=lambda logprobs: logprobs):
-        self.finite, self._score = iter(finite), score
+    def __init__(self, finite, score=lambda logprobs: logprobs, gap=(0.0, 0.0, 1.0, 0.0)):
+        self.finite, self._score, self.gap = iter(finite), score, LogprobGap(*np.float32(gap))
+        self.versions = []
 
     def put(self, batch):
         return batch
@@ -52,20 +57,23 @@ class ScriptedLearner(Learner):
     def score(self, params, batch):
         return self._score(batch.behaviour_logprobs.copy())
 
-    def update(self, state, batch, base):
-        finite = next(self.finite)
+    def update(self, state, batch, base, policy_version):
+        gap = None if batch.old_logprobs is not None else self.gap
+        finite = next(self.finite) and (gap is None or not gap.num_not_finite)
         loss = np.float32(state.updates) if finite else np.float32(np.nan)
-        numbers = dict.fromkeys(UpdateMetrics._fields, loss)
-        return after(state.updates + finite), UpdateMetrics(**numbers | {"finite": np.bool(finite)})
+        numbers = dict.fromkeys(UpdateMetrics._fields, loss) | {"computed_share": np.float32(1)}
+        self.versions.append(policy_version)
+        made = finite and (gap is None or gap.largest < 1e-3)
+        return after(state.updates + made), UpdateMetrics(**numbers | {"finite": np.bool(finite), "gap": gap})
 
 
 @pytest.fixture
 def updates(tmp_path):
-    def make(finite=(True,) * COUNT, score=lambda logprobs: logprobs, **changes):
+    def make(finite=(True,) * COUNT, score=lambda logprobs: logprobs, gap=(0.0, 0.0, 1.0, 0.0), **changes):
         config = tiny(**{
             "collection.prompts_per_iteration": 2 * COUNT, "learning.prompts_per_update": 2, **changes,
         })  # fmt: skip
-        made = Updates(config, strategies.build(config.collection), ScriptedLearner(finite, score), tmp_path)
+        made = Updates(config, strategies.build(config.collection), ScriptedLearner(finite, score, gap), tmp_path)
         return made, made.minibatches(make_groups(config), {}, None)
 
     return make
@@ -166,3 +174,90 @@ def test_groups_without_kept_responses_make_no_minibatch(updates):
     done = made.update(after(3), None, [], 1, 0, print)
     assert done.stop is None and done.learner.updates == 3
     assert done.metrics["update/count"] == 0 and done.metrics["update/loss"] == 0.0
+
+
+# ---- one update an iteration: the update compares log-probabilities itself -------------------------------------------
+
+ONE = {"learning.prompts_per_update": 2 * COUNT}
+
+
+def test_one_update_compares_its_own_log_probabilities(updates):
+    # Of two tokens drawn from these weights, 3e-5 in all.
+    made, (minibatch,) = updates(score=pytest.fail, gap=(3e-5, 2e-5, 2.0, 0.0), **ONE)
+    assert minibatch.batch.old_logprobs is None
+    assert made.check_logprobs([minibatch], 5, 0, pytest.fail) == ([minibatch], 0, {})
+    done = made.update(after(0), None, [minibatch], 5, 0, pytest.fail)
+    assert done.stop is None and done.learner.updates == 1
+    assert done.metrics["update/logprob_gap"] == pytest.approx(1.5e-5)
+    assert done.metrics["update/logprob_gap_max"] == pytest.approx(2e-5)
+    assert made.learner.versions == [4]  # responses of the fifth iteration are drawn from the weights of the fourth
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gap_of_the_only_update(updates, dtype):
+    made, minibatches = updates(gap=(1.0, 0.11, 10.0, 0.0), **ONE, **{"model.compute_dtype": dtype})
+    said = []
+    done = made.update(after(0), None, minibatches, 1, 0, said.append)
+    if dtype == "float32":
+        # The learner leaves the state as it was, and nothing counts as an update.
+        assert re.match(r"engine and learner disagree by 0\.11 .* may differ by 0\.0001", str(done.stop)) and not said
+        assert done.learner.updates == 0 and done.metrics["update/count"] == 0
+        return
+    assert done.stop is None and done.metrics["update/logprob_gap"] == pytest.approx(0.1)
+    assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0]
+
+
+def test_a_log_probability_of_the_only_update_that_is_not_finite(updates, tmp_path):
+    made, minibatches = updates(gap=(np.nan, np.nan, 4.0, 1.0), **ONE)
+    done = made.update(after(0), None, minibatches, 1, 0, print)
+    assert re.match(r"iteration 1, update 1 of 1: a log-probability is not finite\.", str(done.stop))
+    assert done.learner.updates == 0 and (tmp_path / "non_finite" / "000001-1.json").exists()
+    made, minibatches = updates(gap=(np.nan, np.nan, 4.0, 1.0), **ONE, **{"learning.non_finite": "skip"})
+    done = made.update(after(0), None, minibatches, 1, 0, [].append)
+    assert done.stop is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 0
+    assert done.metrics["update/logprob_gap"] == done.metrics["update/logprob_gap_max"] == 0.0
+
+
+# ---- responses whose advantage is 0 ----------------------------------------------------------------------------------
+
+
+def all_correct(groups, rows):
+    """The groups, some of them with equal rewards and so without advantages."""
+    flat = {"advantages": np.zeros(4), "baselines": np.ones(4)}
+    verdicts = (Verdict(True, 1.0),) * 4
+    return [
+        dataclasses.replace(group, pool=dataclasses.replace(group.pool, verdicts=verdicts), **flat)
+        if row in rows else group
+        for row, group in enumerate(groups)
+    ]  # fmt: skip
+
+
+def test_zero_advantages_are_left_out_where_that_saves_a_micro_batch(updates):
+    # 24 responses, 8 rows a micro-batch. Four groups of six without advantages leave 8 responses, one micro-batch.
+    made, _ = updates(**ONE)
+    (minibatch,) = made.minibatches(all_correct(make_groups(made.config), {0, 1, 3, 4}), {}, None)
+    batch = minibatch.batch
+    assert (batch.response_length > 0).sum() == 8 and batch.response_length[:8].all()
+    assert batch.left_out.sum(axis=0).tolist() == [4 * 10, 16]  # draws of 2, 3, 2 and 3 tokens
+    assert batch.advantages[:8].any(axis=-1).all() and len(batch.tokens) == 24  # compiled for 24 rows, whatever is left
+    # Two such groups leave 16: two micro-batches. Three leave 12, and the other four rows are filled.
+    for rows, computed in (({0, 5}, 16), ({0, 2, 5}, 16), ({0}, 24), (set(), 24), (set(range(6)), 0)):
+        (minibatch,) = made.minibatches(all_correct(make_groups(made.config), rows), {}, None)
+        assert (minibatch.batch.response_length > 0).sum() == computed
+        assert minibatch.batch.left_out[0, 1] == 24 - computed
+
+
+@pytest.mark.parametrize("term", ["entropy_coefficient", "kl_coefficient"])
+def test_zero_advantages_are_computed_where_another_term_needs_them(updates, term):
+    made, _ = updates(**ONE, **{f"learning.{term}": 0.01})
+    (minibatch,) = made.minibatches(all_correct(make_groups(made.config), {0, 1, 3, 4}), {}, None)
+    assert (minibatch.batch.response_length > 0).sum() == 24 and not minibatch.batch.left_out.any()
+
+
+def test_an_update_that_computed_nothing_says_nothing_of_the_entropy():
+    numbers = dict.fromkeys(UpdateMetrics._fields, np.float32(0)) | {"finite": np.bool(True), "gap": None}
+    some = {"entropy": np.float32(2), "loss": np.float32(1), "computed_share": np.float32(0.5)}
+    one = UpdateMetrics(**numbers | some)
+    means = update_means([one, UpdateMetrics(**numbers)])
+    assert means["update/entropy"] == 2.0
+    assert means["update/loss"] == 0.5 and means["update/computed_share"] == 0.25 and means["update/count"] == 2
