@@ -73,7 +73,7 @@ def clauses_in(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, nodes):
             first = (ast.get_docstring(node) or "").partition("\n")[0]
-            if first.partition(" ")[0] in CLAUSES:
+            if first.partition(" ")[0].rstrip(".,") in CLAUSES:
                 yield getattr(node, "lineno", 1), first
 
 

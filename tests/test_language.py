@@ -1,4 +1,4 @@
-"""The language check of `make lint` (dev/language.py) finds words and openings, and leaves quotations and code alone."""
+"""The language check (dev/language.py) finds words and openings, and leaves quotations and code alone."""
 
 import pytest
 
@@ -38,5 +38,7 @@ def test_comments_strings_and_docstrings_are_read_and_code_is_not():
 
 
 def test_docstrings_that_begin_with_a_clause():
-    source = '"""What is here."""\nclass A:\n    """Whatever."""\n    def f(self):\n        """Whether it is.\n\n        Of."""\n'
-    assert list(LANGUAGE.clauses_in(source)) == [(1, "What is here."), (4, "Whether it is.")]
+    source = (
+        '"""What is here."""\nclass A:\n    """Whatever."""\n    def f(self):\n        """Whether.\n\n        Of."""'
+    )
+    assert list(LANGUAGE.clauses_in(source)) == [(1, "What is here."), (4, "Whether.")]
