@@ -10,6 +10,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -28,6 +29,7 @@ class Prompt:
       tokens: the rendered template, ready for the policy (with BOS where the model has one).
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
       labels: further fields of its source ("subject", "level", ...), for tables.
+      messages: role and content of each message, where the source has messages; `tokens` are made of them.
     """
 
     id: str
@@ -36,6 +38,12 @@ class Prompt:
     tokens: Int[np.ndarray, " T"]
     pass_rate: float | None = None
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def source_text(self) -> str:
+        """Text that identifies the prompt before it is rendered: the problem, or the messages as JSON."""
+        return json.dumps(list(self.messages)) if self.messages else self.problem
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ The id of a problem names it in checkpoints, samples and reports. Where a source
 text, so that it stays the same when rows are added or reordered.
 """
 
+import collections
 import hashlib
 import json
 import pathlib
@@ -28,6 +29,8 @@ class Problem(TypedDict):
       answer: the reference that the verifier compares with.
       pass_rate: an earlier estimate in [0, 1], where the source has one.
       labels: those of `LABELS` that the source has, as text.
+      prompt: the messages of the row, each with role and content, where the source has them (verl's format). They are
+        rendered as they are; `problem` is then the text of the last one.
     """
 
     id: str
@@ -35,6 +38,39 @@ class Problem(TypedDict):
     answer: str
     pass_rate: NotRequired[float]
     labels: NotRequired[dict[str, str]]
+    prompt: NotRequired[list[dict[str, str]]]
+
+
+def _messages(messages: list[Any], where: str) -> list[dict[str, str]]:
+    """Returns the messages of a row; ValueError unless all are texts with a role and the last is the user's."""
+    for message in messages:
+        known = isinstance(message, Mapping) and {"role", "content"} <= set(message)
+        if not known or any(value is not None and not isinstance(value, str) for value in message.values()):
+            raise ValueError(f"{where}: {message!r} in prompt is no message. It must have role and content, as text.")
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError(f"{where}: prompt has {len(messages)} messages and must end with one of the user.")
+    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+
+
+def _has_messages(row: Any) -> bool:
+    return isinstance(row, Mapping) and isinstance(row.get("prompt"), list)
+
+
+def _from_messages(row: Mapping[str, Any], where: str, seen: collections.Counter[str]) -> dict[str, Any]:
+    """Returns a row of verl's format with id, problem and answer: see `from_columns`."""
+    messages = _messages(row["prompt"], where)
+    answer = (row.get("reward_model") or {}).get("ground_truth", row.get("answer"))
+    index = (row.get("extra_info") or {}).get("index")
+    given = row.get("id")
+    if given is None:
+        given = _numbered(content_id(json.dumps(messages), str(answer)) if index is None else str(index), seen)
+    return {**row, "id": str(given), "problem": messages[-1]["content"], "answer": answer, "prompt": messages}
+
+
+def _numbered(name: str, seen: collections.Counter[str]) -> str:
+    """Returns `name` where it comes first, "name-2" where it comes a second time."""
+    seen[name] += 1
+    return f"{name}-{seen[name]}" if seen[name] > 1 else name
 
 
 def check_row(row: Any, where: str) -> Problem:
@@ -57,6 +93,8 @@ def check_row(row: Any, where: str) -> Problem:
     labels = {name: str(row[name]) for name in LABELS if isinstance(row.get(name), str | int) and row[name] != ""}
     if labels:
         problem["labels"] = labels
+    if _has_messages(row):
+        problem["prompt"] = _messages(row["prompt"], where)
     return problem
 
 
@@ -90,19 +128,23 @@ def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem
     The text is `problem` or `question`; the answer is `gt` (RLHFlow's sets), `short_answer` (the gsm8k of TFDS) or
     `answer`; of GSM8K's solutions the number after "####", without commas. A row without `id` gets its `content_id`,
     followed by "-2" where the row occurs a second time.
+
+    A row whose `prompt` is a list of messages has verl's format: the answer is `reward_model.ground_truth` (or
+    `answer`), the id `id`, `extra_info.index` or a hash of messages and answer.
     """
     problems: list[tuple[int, Problem]] = []
-    seen: dict[str, int] = {}
+    seen: collections.Counter[str] = collections.Counter()
     for number, row in enumerate(rows, start=1):
         where = f"{source}, row {number}"
+        if _has_messages(row):
+            problems.append((number, check_row(_from_messages(row, where, seen), where)))
+            continue
         text, answer = _column(row, PROBLEM_COLUMNS, where), _column(row, ANSWER_COLUMNS, where)
         if isinstance(answer, str) and (_GSM8K_ANSWER in answer or "short_answer" in row):
             answer = answer.rpartition(_GSM8K_ANSWER)[2].strip().replace(",", "")
         given = row.get("id")
         if given is None:
-            given = content_id(str(text), str(answer))
-            seen[given] = seen.get(given, 0) + 1
-            given += f"-{seen[given]}" if seen[given] > 1 else ""
+            given = _numbered(content_id(str(text), str(answer)), seen)
         complete = {"id": str(given), "problem": text, "answer": answer, "pass_rate": row.get("pass_rate")}
         complete |= {name: row.get(name) for name in LABELS}
         problems.append((number, check_row(complete, where)))
@@ -126,21 +168,25 @@ def unique(problems: Iterable[tuple[int, Problem]], source: str, unit: str) -> l
     return kept
 
 
-def _parse(line: bytes, where: str) -> Problem:
+def _parse(line: bytes, where: str, seen: collections.Counter[str]) -> Problem:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON ({error}). One object a line: id, problem, answer.") from error
-    return check_row(row, where)
+    return check_row(_from_messages(row, where, seen) if _has_messages(row) else row, where)
 
 
 def read_jsonl(file: str | pathlib.Path) -> list[Problem]:
-    """Returns the problems of a JSONL file, in its order; ignores blank lines and unknown fields."""
+    """Returns the problems of a JSONL file, in its order; ignores blank lines and unknown fields.
+
+    A line whose `prompt` is a list of messages needs no id, problem and answer: see `from_columns`.
+    """
     if not pathlib.Path(file).is_file():
         raise ValueError(
             f'There is no file {file}: name a JSONL file of {{"id", "problem", "answer"}}, or cipher:train for the '
             "built-in task."
         )
     lines = enumerate(pathlib.Path(file).read_bytes().splitlines(), start=1)
-    problems = ((number, _parse(line, f"{file}, line {number}")) for number, line in lines if line.strip())
+    seen: collections.Counter[str] = collections.Counter()
+    problems = ((number, _parse(line, f"{file}, line {number}", seen)) for number, line in lines if line.strip())
     return unique(problems, str(file), "line")

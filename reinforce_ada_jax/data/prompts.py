@@ -57,9 +57,10 @@ def tokenize(
             id=problem["id"],
             problem=problem["problem"],
             answer=problem["answer"],
-            tokens=tokenizer.render(problem["problem"], template, chat),
+            tokens=tokenizer.render(problem["problem"], template, chat, problem.get("prompt")),
             pass_rate=problem.get("pass_rate"),
             labels=problem.get("labels", {}),
+            messages=tuple(problem.get("prompt", ())),
         )
         for problem in problems
     ]

@@ -39,6 +39,8 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
     """Prepares a JSONL file of problems as the data set `folder`/problems, in its order; returns "tfds:DIR"."""
     tfds = _tfds(f"Preparing {file}")
     problems = read_jsonl(file)
+    if any("prompt" in problem for problem in problems):
+        raise ValueError(f"{file} has rows with messages, which TFDS files don't hold: use the JSONL file itself.")
     labels = [name for name in LABELS if any(name in problem.get("labels", {}) for problem in problems)]
     # A feature has a value in every row: an empty label and a NaN mean none.
     rows = [

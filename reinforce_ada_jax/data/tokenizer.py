@@ -116,22 +116,27 @@ class Tokenizer:
         """Returns the text of tokens without special tokens; ids beyond the vocabulary have no text."""
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
-    def render_text(self, problem: str, chat: Chat) -> str:
-        """Returns the text of a prompt in the model's chat template, with special tokens as text."""
+    def render_text(self, problem: str, chat: Chat, messages: list[dict[str, str]] | None = None) -> str:
+        """Returns the text of a prompt in the model's chat template, with special tokens as text.
+
+        The messages are those that `chat` puts around the problem, or `messages` as they are.
+        """
         if self.chat_template is None:
             raise ValueError(
                 f"{self.folder} has no chat template, and only data.template='plain' needs none: set it, or copy the "
                 "template of the model's instruct version there as chat_template.jinja."
             )
         try:
-            return render_chat(self.chat_template, chat.messages(problem), self.special_tokens, chat.date)
+            return render_chat(self.chat_template, messages or chat.messages(problem), self.special_tokens, chat.date)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"The chat template of {self.folder} can't render a system and a user message ({error}): copy another "
                 "one there as chat_template.jinja, or set data.template='plain' and prepare the problems' text."
             ) from error
 
-    def render(self, problem: str, template: str, chat: Chat | None = None) -> Int32[np.ndarray, " T"]:
+    def render(
+        self, problem: str, template: str, chat: Chat | None = None, messages: list[dict[str, str]] | None = None
+    ) -> Int32[np.ndarray, " T"]:
         """Returns the tokens of the prompt for a problem.
 
         Args:
@@ -139,14 +144,20 @@ class Tokenizer:
           template: "plain": the problem alone; "qwen_math": the paper's system message and instruction in the model's
             chat template; "chat": the messages of `chat` in that template.
           chat: system message, instruction and date. "chat" needs it; "qwen_math" uses the date only.
+          messages: the problem's own messages, rendered in place of those of `template`, which must not be "plain".
         """
         if template not in TEMPLATES:
             raise ValueError(f"template is {template!r}; it must be one of {', '.join(TEMPLATES)}.")
         if template == "plain":
+            if messages is not None:
+                raise ValueError(
+                    f"the problem {problem[:40]!r} has messages of its own, which data.template='plain' can't render: "
+                    "use 'chat' or 'qwen_math'."
+                )
             return self.encode(problem)
         if template == "qwen_math":
             chat = Chat(date=chat.date if chat else DATE)
         if chat is None:
             raise ValueError("template 'chat' needs a system message and an instruction: pass `chat`.")
         # The template writes BOS itself where the model has one; the post-processor would add a second.
-        return self.encode(self.render_text(problem, chat), add_special_tokens=False)
+        return self.encode(self.render_text(problem, chat, messages), add_special_tokens=False)

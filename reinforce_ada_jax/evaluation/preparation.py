@@ -194,9 +194,11 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _line(problem: Problem, pass_rate: float) -> str:
+def prompt_line(problem: Problem, pass_rate: float) -> str:
+    """Returns the line of a chosen problem, which `load_problems` reads again with its pass rate."""
     row = {"id": problem["id"], "problem": problem["problem"], "answer": problem["answer"], "pass_rate": pass_rate}
-    return json.dumps(row | problem.get("labels", {}), ensure_ascii=False) + "\n"
+    messages = {"prompt": problem["prompt"]} if "prompt" in problem else {}
+    return json.dumps(row | messages | problem.get("labels", {}), ensure_ascii=False) + "\n"
 
 
 def _write(
@@ -230,7 +232,7 @@ def _write(
         )
     file = pathlib.Path(source)
     content = file.read_bytes() if file.is_file() else json.dumps(list(problems)).encode()
-    text = "".join(_line(problem, rates[problem["id"]]) for problem in chosen)
+    text = "".join(prompt_line(problem, rates[problem["id"]]) for problem in chosen)
     manifest = {
         "input": {"source": source, "sha256": _sha256(content)},
         "output": {"file": files.output.name, "sha256": _sha256(text.encode())},

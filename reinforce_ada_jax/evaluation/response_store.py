@@ -88,7 +88,7 @@ def graded_by(config: Config, grader: str, prompts: Iterable[Prompt]) -> dict[st
 
 def hash_of_problems(prompts: Iterable[Prompt]) -> str:
     """Returns the hash of ids and texts that identifies the problems in a header."""
-    return problems_hash((prompt.id, prompt.problem) for prompt in prompts)
+    return problems_hash((prompt.id, prompt.source_text) for prompt in prompts)
 
 
 def read_header(file: pathlib.Path) -> Header:

@@ -151,7 +151,8 @@ def evaluate(
 def _not_tokenised(problem: Problem) -> Prompt:
     tokens = np.zeros(0, np.int32)
     pass_rate, labels = problem.get("pass_rate"), problem.get("labels", {})
-    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, pass_rate, labels)
+    messages = tuple(problem.get("prompt", ()))
+    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, pass_rate, labels, messages)
 
 
 def regrade(

@@ -23,7 +23,7 @@ def identity(config: Config, components: Components, prompts: Sequence[Prompt]) 
         weights = adapter_files.fingerprint(components.folder)
     return {
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
-        "prompts": problems_hash((prompt.id, f"{prompt.problem}\n{prompt.answer}") for prompt in prompts),
+        "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }

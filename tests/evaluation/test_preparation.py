@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import preparation
 from reinforce_ada_jax.evaluation.preparation import Band
 from reinforce_ada_jax.rewards import math_answer
@@ -65,3 +67,10 @@ def test_references_are_verified_in_a_box_or_as_they_are():
         assert preparation.verify_references(prompts[:1], verifiers, Shaping(0.7)) == [
             (r"\frac{1}{2}", Verdict(True, 1.0))
         ]
+
+
+def test_a_line_keeps_labels_and_messages(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é?"}]
+    problem: Problem = {"id": "a", "problem": "é?", "answer": "1", "labels": {"level": "2"}, "prompt": messages}
+    (tmp_path / "chosen.jsonl").write_text(preparation.prompt_line(problem, 0.25))
+    assert load_problems(str(tmp_path / "chosen.jsonl")) == [problem | {"pass_rate": 0.25}]
