@@ -3,6 +3,7 @@
 .venv/bin/python dev/diagrams.py
 """
 
+import dataclasses
 import pathlib
 from xml.sax.saxutils import escape
 
@@ -220,9 +221,59 @@ def weights() -> None:
     d.write("weights")
 
 
+CURVES = (
+    ("published: correction none", RED, "none"),
+    ("correction stratified", ORANGE, "stratified"),
+    ("correction exact", BLUE, "exact"),
+)
+
+
+def objectives() -> None:
+    """signal(p) of `balance` with each correction, relative to p = 1/2, for the objectives p and log p."""
+    import numpy as np  # noqa: PLC0415
+
+    from reinforce_ada_jax.analysis.enumeration import expectations  # noqa: PLC0415
+    from reinforce_ada_jax.config import Config  # noqa: PLC0415
+
+    d = Drawing(860, 390, "The weight of a prompt's gradient by its pass rate, for three corrections")
+    rates = np.linspace(0.02, 0.98, 49)
+    low, high = np.log10(0.4), np.log10(80.0)
+    for panel, (objective, exact_weight) in enumerate((("identity", np.ones_like(rates)), ("log", 1.0 / rates))):
+        left, top, width, height = 65 + panel * 420, 50, 350, 250
+
+        def place(p, value):
+            return left + width * p, top + height * (high - np.log10(value)) / (high - low)  # noqa: B023
+
+        title = "objective = identity: f(p) = p" if objective == "identity" else "objective = log: f(p) = log p"
+        d.text(left + width / 2, 30, title, 14, "middle")
+        d.parts.append(f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="{WHITE}" stroke="{GREY}"/>')
+        for value in (0.5, 1, 2, 5, 10, 20, 50):
+            _, y = place(0, value)
+            d.line([(left, y), (left + width, y)], PALE_GREY)
+            d.text(left - 6, round(y + 4, 1), f"{value:g}", 11, "end", GREY)
+        for p in (0.0, 0.25, 0.5, 0.75, 1.0):
+            d.text(left + width * p, top + height + 16, f"{p:g}", 11, "middle", GREY)
+        d.text(left + width / 2, top + height + 33, "pass rate p", 12, "middle", GREY)
+        middle = len(rates) // 2
+        for _, colour, correction in CURVES:
+            config = dataclasses.replace(
+                Config().collection, strategy="balance", objective=objective, correction=correction
+            )
+            signal = expectations(config, rates).signal
+            d.line([place(*point) for point in zip(rates, signal / signal[middle], strict=True)], colour, 2.5)
+        wanted = exact_weight / exact_weight[middle]
+        d.line([place(*point) for point in zip(rates, wanted, strict=True)], INK, 1.5, dashed=True)
+    for number, (name, colour, _) in enumerate(CURVES):
+        d.line([(70 + number * 215, 361), (96 + number * 215, 361)], colour, 3)
+        d.text(102 + number * 215, 366, name, 12)
+    d.line([(715, 361), (741, 361)], INK, 1.5, dashed=True)
+    d.text(747, 366, "f'(p), relative", 12)
+    d.write("objectives")
+
+
 def main() -> None:
     """Draws all diagrams."""
-    for draw in (rounds, addresses, window, pages, resume, weights):
+    for draw in (rounds, addresses, window, pages, resume, weights, objectives):
         draw()
 
 

@@ -1,6 +1,7 @@
 """The documents say what is so: commands and examples run, tables hold the defaults, links lead somewhere."""
 
 import ast
+import dataclasses
 import fnmatch
 import json
 import pathlib
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.metrics import FAILURES
@@ -161,6 +163,28 @@ def test_every_metric_is_documented():
     assert len(written) > 50
     assert {key for key in written if not fnmatch.filter(documented, key)} == set()
     assert {key for key in documented if not any(fnmatch.fnmatch(key, pattern) for pattern in written)} == set()
+
+
+# ---- docs/concepts/objectives.md -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heading", "row", "objective", "correction"),
+    [
+        ("## What the published method climbs", 1, "identity", "none"),
+        ("## What the published method climbs", 3, "log", "none"),
+        ("Relative signal(p) for the objective `log`, from the same enumeration:", 1, "log", "stratified"),
+        ("Relative signal(p) for the objective `log`, from the same enumeration:", 2, "log", "exact"),
+    ],
+)
+def test_the_tables_of_what_is_climbed(heading, row, objective, correction):
+    shown = table_below("concepts/objectives.md", heading)
+    collection = config_lib.Config().collection
+    config = dataclasses.replace(collection, strategy="balance", objective=objective, correction=correction)
+    signal = expectations(config, np.array([0.02, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9])).signal
+    for cell, value in zip(shown[row][1:], signal / signal[4], strict=True):
+        digits = len(cell.partition(".")[2])
+        assert float(cell) == pytest.approx(value, abs=0.5 * 10.0**-digits + 1e-9)
 
 
 # ---- docs/problems.md ------------------------------------------------------------------------------------------------
