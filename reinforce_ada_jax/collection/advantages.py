@@ -32,8 +32,8 @@ class Group:
       baselines: aligned with `kept`.
       weight: factor of the differences: the prompt's weight, divided by the deviation where that is set.
       weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
-      per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py), and each prompt
-        counts once in the update, with any number of rows; `baselines` are 0 and `weight` is 1.
+      per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
+        equally in the update, whatever their numbers of rows. `baselines` are 0 and `weight` is 1.
     """
 
     pool: Pool

@@ -13,7 +13,9 @@ signal = f'. analysis/enumeration.py computes the signal of every strategy.
     maxrl        (r - p_hat) / p_hat over one round of N: the series of 1 / p, cut at N - 1 draws (arXiv 2602.02710)
 
 Each returns a function of a pool and a mask of its usable draws, which returns the draw indices that are kept and their
-coefficients. Each prompt counts once in the update, with any number of rows.
+coefficients. Prompts count equally in the update, whatever their numbers of rows: its gradient is the sum of a_i s_i
+over all prompts of the iteration, divided by the number of their rounds. This divisor is the same for all prompts, so
+the direction has no bias; it makes updates smaller while most rounds fail, when a_i s_i is mostly noise.
 """
 
 import functools

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax.config.collection_rules import check_collection
+from reinforce_ada_jax.config.collection_rules import check_collection, correction
 from reinforce_ada_jax.config.defaults import resolve, settings
 from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
 
@@ -114,6 +114,19 @@ def updates_are_whole_micro_batches(config: Config) -> None:
     )
 
 
+def corrections_weigh_whole_responses(config: Config) -> None:
+    """aggregation is not seq-mean-token-mean with a correction or with the objective maxrl."""
+    collection, aggregation = config.collection, config.learning.aggregation
+    kind = correction(collection)
+    corrected = kind != "none" or collection.objective == "maxrl"
+    if corrected and aggregation == "seq-mean-token-mean":
+        raise ValueError(
+            f"learning.aggregation is {aggregation!r} with the correction {kind} and the objective "
+            f"{collection.objective}: it divides the weight of a response by its length, so the update no longer climbs "
+            "the objective. Use token-mean or seq-mean-token-sum."
+        )
+
+
 def policy_is_sampled_whole(config: Config) -> None:
     """Training samples are not truncated: top_k 0 and top_p 1."""
     sampling = config.sampling
@@ -178,7 +191,8 @@ def pages_hold_a_response(config: Config) -> None:
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
     texts_belong_to_chat, master_weights_are_float32, function_has_a_path, own_code_has_workers,
-    penalty_fits_the_response, iterations_are_whole_updates, updates_are_whole_micro_batches, policy_is_sampled_whole,
+    penalty_fits_the_response, iterations_are_whole_updates, updates_are_whole_micro_batches,
+    corrections_weigh_whole_responses, policy_is_sampled_whole,
     overlap_knows_its_prompts, barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip
 

@@ -265,7 +265,9 @@ class LearningConfig:
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", values.BELOW_1)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", values.POSITIVE)
     dual_clip: float = setting(10.0, "Bound of the loss where A < 0, in |A|.", values.ABOVE_1)
-    aggregation: str = setting("token-mean", "Mean over tokens or over responses.", one_of(values.AGGREGATIONS))
+    aggregation: str = setting("token-mean", "Mean over tokens or over responses.", one_of(values.AGGREGATIONS),
+        rule="corrections_weigh_whole_responses",
+    )  # fmt: skip
     ratio: str = setting(
         "token", '"sequence": one ratio for each response, the geometric mean over its tokens (GSPO).',
         one_of(("token", "sequence")),

@@ -42,16 +42,16 @@ class Minibatch:
     batch: Batch
 
 
-def examples(group: Group, rows_per_prompt: float) -> list[Example]:
+def examples(group: Group, rows_per_round: float) -> list[Example]:
     """Returns the kept responses of a group with their rewards, baselines and weight.
 
-    The loss is a mean over tokens, that is over rows. Where each prompt counts once, coefficients are multiplied by the
-    minibatch's rows per prompt, so the gradient is their sum per prompt, whatever number of rows there is.
+    The loss is a mean over tokens, hence over rows. Coefficients (`Group.per_prompt`) are multiplied by the rows per
+    round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds.
     """
     pool, rewards = group.pool, group.pool.rewards.tolist()
     if group.per_prompt:
         return [
-            Example(pool.prompt.tokens, pool.responses[draw], coefficient, 0.0, rows_per_prompt)
+            Example(pool.prompt.tokens, pool.responses[draw], coefficient, 0.0, rows_per_round)
             for draw, coefficient in zip(group.kept, group.advantages.tolist(), strict=True)
         ]
     return [
@@ -103,13 +103,14 @@ class Updates:
         where they contribute nothing to the gradient; they count in its denominators.
         """
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
+        rounds = sum(group.pool.rounds for group in groups)
         minibatches = []
         for places in deal([len(group.kept) for group in groups], count):
             dealt = [groups[place] for place in places if groups[place].kept.size]
             if not dealt:
                 continue
-            rows_per_prompt = sum(len(group.kept) for group in dealt) / self.config.learning.prompts_per_update
-            kept = [example for group in dealt for example in examples(group, rows_per_prompt)]
+            rows_per_round = count * sum(len(group.kept) for group in dealt) / rounds
+            kept = [example for group in dealt for example in examples(group, rows_per_round)]
             batch = make_batch(
                 kept,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,

@@ -156,6 +156,22 @@ def test_a_group_must_fit_into_one_round(strategy):
 
 # Settings of the collection section that can't be meant, and what is said of them.
 COLLECTION_MISTAKES = [
+    ({"correction": "some"}, "collection.correction is 'some'; it must be one of none, stratified, exact"),
+    ({"strategy": "ngu", "objective": "log", "correction": "none"}, "w\\(p\\) is paid twice.*exact or stratified"),
+    ({"strategy": "positive", "keep": "pool", "objective": "power", "correction": "none"}, "is paid twice"),
+    (
+        {"strategy": "estimate", "objective": "log", "correction": "exact"},
+        "derived for grpo, positive, balance and ngu",
+    ),
+    ({"strategy": "dapo", "correction": "stratified"}, "'stratified' with the strategy dapo"),
+    ({"correction": "exact", "baseline": "pool"}, "leave collection.baseline empty"),
+    ({"correction": "stratified", "normalize_by_std": True}, "collection.normalize_by_std off"),
+    ({"objective": "log", "k_pos": 0, "k_neg": 1}, "k_pos is 0 with the correction exact"),
+    ({"objective": "pass_at_k", "objective_k": 33}, "objective_k is 33, but a prompt gets at most 32 draws"),
+    ({"strategy": "ngu", "objective": "log", "retry_probability": 0.0}, "which divides by it"),
+    ({"objective": "maxrl"}, "'maxrl' with the strategy balance.*the objective log with the correction exact"),
+    ({"penalize_all_wrong": True}, "belongs to the objective maxrl"),
+    ({"control_variate": "constant"}, "it belongs to the correction exact"),
     (
         {"strategy": "best"},
         "'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or name a function",

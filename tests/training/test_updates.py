@@ -23,6 +23,14 @@ def response(prompt_id, draw):
     return Response(prompt_id, draw, np.ones(len(logprobs), np.int32), logprobs, False)
 
 
+def make_group_of(name, outcomes, rounds, config):
+    """The group of one prompt with these outcomes of its draws."""
+    responses = tuple(response(name, draw) for draw in range(len(outcomes)))
+    verdicts = tuple(Verdict(outcome == 1, float(outcome)) for outcome in outcomes)
+    pool = Pool(Prompt(name, "", "", np.ones(3, np.int32)), responses, verdicts, rounds, True)
+    return make_group(pool, strategies.build(config.collection))
+
+
 def make_groups(config):
     strategy = strategies.build(config.collection)
     groups = []
@@ -261,3 +269,29 @@ def test_an_update_that_computed_nothing_says_nothing_of_the_entropy():
     means = update_means([one, UpdateMetrics(**numbers)])
     assert means["update/entropy"] == 2.0
     assert means["update/loss"] == 0.5 and means["update/computed_share"] == 0.25 and means["update/count"] == 2
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+def test_a_corrected_update_is_the_sum_per_round_drawn(tmp_path, aggregation):
+    config = tiny(**{
+        "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 2, "collection.objective": "log",
+        "collection.strategy": "positive", "collection.samples_per_round": 2, "collection.max_rounds": 4,
+        "learning.aggregation": aggregation,
+    })  # fmt: skip
+    outcomes = {"one": [1, 1], "two": [0, 0, 0, 1], "never": [0] * 8, "three": [0, 0, 0, 0, 1, 0]}
+    groups = [make_group_of(name, drawn, len(drawn) // 2, config) for name, drawn in outcomes.items()]
+    made = Updates(config, strategies.build(config.collection), ScriptedLearner([True] * 2), tmp_path)
+    first, second = made.minibatches(groups, {}, None)
+    # 10 rounds in 2 updates: each divides its sum of coefficients by 5. Rows are divided by their number in the loss.
+    assert [len(minibatch.groups) for minibatch in (first, second)] == [1, 2]
+    for minibatch, coefficients in ((first, [0.5, 0.5]), (second, [1.0, 1.0])):
+        rows = np.flatnonzero(minibatch.batch.response_mask[:, 0])
+        advantages = minibatch.batch.advantages[rows, 0]
+        np.testing.assert_allclose(advantages / len(rows), np.array(coefficients) / 5, rtol=1e-6)
+
+
+def test_an_aggregation_that_divides_by_length_is_refused():
+    changes = {"collection.objective": "log", "learning.aggregation": "seq-mean-token-mean"}
+    with pytest.raises(ValueError, match="divides the weight of a response by its length"):
+        tiny(**changes)
+    tiny(**changes | {"collection.correction": "none"})
