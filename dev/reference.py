@@ -1,4 +1,4 @@
-"""Writes the reference pages that are made from the code: docs/reference/commands.md, exit_codes.md and functions.md.
+"""Writes what the code makes of docs: reference/commands.md, exit_codes.md, functions.md, tables of algorithms.md.
 
     .venv/bin/python dev/reference.py            # writes them
     .venv/bin/python dev/reference.py --check    # fails where a page differs from the code
@@ -7,6 +7,7 @@ docs/settings.md is made by `python -m reinforce_ada_jax.config.reference`.
 """
 
 import ast
+import contextlib
 import importlib
 import io
 import json
@@ -16,6 +17,7 @@ import re
 import runpy
 import sys
 import tempfile
+import warnings
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
@@ -146,12 +148,35 @@ def functions_page() -> str:
     return "\n".join(lines)
 
 
+SIGNAL_COMMAND = "--study=signal --pass_rates=0.02,0.05,0.1,0.2,0.5,0.8,0.95"
+SIGNAL_BEGIN, SIGNAL_END = "<!-- tables of simulate: begin -->\n", "<!-- tables of simulate: end -->\n"
+
+
+def algorithms_page() -> str:
+    """Returns docs/algorithms.md with the tables of SIGNAL_COMMAND between its two marks."""
+    from absl import flags  # noqa: PLC0415
+
+    from reinforce_ada_jax import simulate  # noqa: PLC0415
+
+    text = (FOLDER.parent / "algorithms.md").read_text()
+    before, rest = text.split(SIGNAL_BEGIN)
+    values = simulate.define_flags(flags.FlagValues())
+    values(["simulate", *SIGNAL_COMMAND.split()])
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of how ml_collections loads a file
+        simulate.main(values)
+    shown = f"    python -m reinforce_ada_jax.simulate {SIGNAL_COMMAND}\n\n{output.getvalue()}"
+    return f"{before}{SIGNAL_BEGIN}\n{shown}\n{SIGNAL_END}{rest.split(SIGNAL_END)[1]}"
+
+
 def pages() -> dict[pathlib.Path, str]:
     """Returns {file: text} of all pages."""
     return {
         FOLDER / "commands.md": commands_page(),
         FOLDER / "exit_codes.md": exit_codes_page(),
         FOLDER / "functions.md": functions_page(),
+        FOLDER.parent / "algorithms.md": algorithms_page(),
     }
 
 

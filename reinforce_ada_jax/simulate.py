@@ -5,10 +5,13 @@
     python -m reinforce_ada_jax.simulate --config=configs/qwen_1p5b.py --histogram=prompts.jsonl
     python -m reinforce_ada_jax.simulate --study=zero_variance
     python -m reinforce_ada_jax.simulate --study=epsilon
+    python -m reinforce_ada_jax.simulate --study=objectives --output=figures
+    python -m reinforce_ada_jax.simulate --study=signal --pass_rates=0.02,0.05,0.1,0.2,0.5,0.8,0.95
     python -m reinforce_ada_jax.simulate --study=learning --strategy=grpo@4,grpo@16,balance,estimate+log
 
 The table is exact (analysis/enumeration.py defines its columns). A strategy is written NAME, NAME@n for groups of n,
-and NAME+log for another objective; NAME may be file.py:function. For `estimate` the pass rates given are the prompts
+NAME/MxN for N rounds of M, and NAME+log, NAME+exact or NAME+log+none for another objective and correction; NAME may be
+file.py:function. For `estimate` the pass rates given are the prompts
 that share the budget. A --histogram is a JSONL file whose lines have a "pass_rate", as `prepare` writes them.
 """
 
@@ -26,10 +29,25 @@ from reinforce_ada_jax.config import CollectionConfig, defaults, resolve
 
 # Settings of the `collection` section that decide what is drawn and kept, by the type of their flag.
 SETTINGS = {
-    flags.DEFINE_integer: ("group_size", "samples_per_round", "max_rounds", "k_pos", "k_neg", "min_draws", "max_draws"),
-    flags.DEFINE_float: ("budget", "retry_probability", "objective_alpha", "objective_epsilon"),
-    flags.DEFINE_string: ("objective", "baseline", "keep", "allocation"),
-    flags.DEFINE_bool: ("normalize_by_std",),
+    flags.DEFINE_integer: (
+        "group_size",
+        "samples_per_round",
+        "max_rounds",
+        "k_pos",
+        "k_neg",
+        "min_draws",
+        "max_draws",
+        "objective_k",
+    ),
+    flags.DEFINE_float: (
+        "budget",
+        "retry_probability",
+        "objective_alpha",
+        "objective_epsilon",
+        "control_variate_constant",
+    ),
+    flags.DEFINE_string: ("objective", "correction", "control_variate", "baseline", "keep", "allocation"),
+    flags.DEFINE_bool: ("normalize_by_std", "penalize_all_wrong"),
 }
 
 
@@ -45,7 +63,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_string("pass_rates", "0.01:0.99", rates, flag_values=values)
     flags.DEFINE_string("histogram", None, "A JSONL file of prompts with pass rates.", flag_values=values)
     flags.DEFINE_string("output", None, "A folder for figure and numbers.", flag_values=values)
-    flags.DEFINE_list("strategy", [], "One or several: NAME, NAME@n, NAME+objective.", flag_values=values)
+    flags.DEFINE_list("strategy", [], "One or several: NAME@n/MxN+objective+correction.", flag_values=values)
     flags.DEFINE_enum("study", None, [*STUDIES], "Run this study instead of the table.", flag_values=values)
     flags.DEFINE_integer("tokens_per_response", None, "Mean length of a response.", 1, flag_values=values)
     flags.DEFINE_integer("seed", 0, "Seed of --study=learning.", flag_values=values)

@@ -307,6 +307,7 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
     rows = float((columns["kept_correct"] + columns["kept_wrong"]).mean())
     section = strategies.with_defaults(config)
     inside = np.where((pass_rates > 0.0) & (pass_rates < 1.0), pass_rates, np.nan)
+    slope = objectives.weight(section.objective, inside, alpha=section.objective_alpha, k=section.objective_k)
     with np.errstate(divide="ignore", invalid="ignore"):
         signal = gradient / (1.0 if strategy.coefficients else rows) / (inside * (1.0 - inside))
         variance = gradient_variance / np.square(gradient)
@@ -314,7 +315,7 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
     return Expectations(
         pass_rates,
         signal=signal,
-        relative_signal=signal / objectives.weight(section.objective, inside, alpha=section.objective_alpha),
+        relative_signal=signal / slope,
         variance=variance,
         variance_draws=variance * columns["draws"],
         score_noise=score_noise,

@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
+from reinforce_ada_jax.config.values import CORRECTIONS
 
 NUM_RATES = 11
 
@@ -37,20 +38,22 @@ class Inputs:
 
 
 def strategy_settings(entry: str, section: CollectionConfig) -> CollectionConfig:
-    """Returns `section` with the strategy, group size and objective of "NAME@n+objective", the last two optional.
+    """Returns `section` with the settings that an entry "NAME@n/MxN+WORD+WORD" names; all but NAME are optional.
+
+    n is the group size, M and N are draws of a round and most rounds; a WORD is a correction or an objective.
 
     Raises:
       ValueError: a rule is broken (config/collection_rules.py).
     """
-    match = re.fullmatch(r"(?s)(.*?)(?:@(\d+))?(?:\+(\w+))?", entry.strip())
+    match = re.fullmatch(r"(?s)(.*?)(?:@(\d+))?(?:/(\d+)x(\d+))?((?:\+\w+)*)", entry.strip())
     assert match is not None  # the first part matches any text
-    name, size, objective = match.groups()
-    section = dataclasses.replace(
-        section,
-        strategy=name,
-        group_size=int(size) if size else section.group_size,
-        objective=objective or section.objective,
-    )
+    name, *sizes, words = match.groups()
+    changes: dict[str, str | int] = {"strategy": name}
+    for key, size in zip(("group_size", "samples_per_round", "max_rounds"), sizes, strict=True):
+        changes |= {key: int(size)} if size else {}
+    for word in words.split("+")[1:]:
+        changes["correction" if word in CORRECTIONS else "objective"] = word
+    section = dataclasses.replace(section, **changes)
     collection_rules.check_collection(section)
     if not section.objective_alpha > 0:
         raise ValueError(f"collection.objective_alpha is {section.objective_alpha}; it must be above 0.")

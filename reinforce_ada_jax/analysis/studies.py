@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from reinforce_ada_jax.analysis import objective_studies
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.learning_curves import average, learn, population
@@ -175,9 +176,14 @@ def learning(inputs: Inputs) -> None:
     write(inputs.output, "learning", panels, result | {"updates": UPDATES, "draws": DRAWS})
 
 
-STUDIES = {"zero_variance": zero_variance, "epsilon": epsilon, "learning": learning}
+STUDIES = {
+    "zero_variance": zero_variance, "epsilon": epsilon, "learning": learning,
+    "objectives": objective_studies.objectives, "signal": objective_studies.signal,
+}  # fmt: skip
 # The strategies of a study where the user names none; of the others, the configuration's.
 STRATEGIES = {
     "epsilon": ("balance", "estimate"),
+    "objectives": ("estimate+log", "estimate+power"),
+    "signal": objective_studies.SIGNAL_STRATEGIES,
     "learning": ("grpo@4", "grpo@8", "grpo@16", "positive", "balance", "estimate+log", "dapo", "ngu"),
 }

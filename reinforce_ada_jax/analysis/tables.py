@@ -37,6 +37,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line) for line in lines)
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns the lines of `table` as a Markdown table."""
+    cells = [*header], ["---:"] * len(header), *rows
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def rate_table(pass_rates: Float[np.ndarray, " P"], columns: Mapping[str, Float[np.ndarray, " P"]]) -> str:
     """Returns a table with one line per pass rate."""
     cells = [[number(x) for x in column] for column in columns.values()]
@@ -102,7 +110,10 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
     )
     for panel, axis in zip(panels, axes.flat, strict=False):
         _draw(panel, axis)
-    axes.flat[0].legend(frameon=False, fontsize="small")
+    # One legend for panels with the same lines.
+    same = all(list(panel.lines) == list(panels[0].lines) for panel in panels)
+    for axis in axes.flat[: 1 if same else len(panels)]:
+        axis.legend(frameon=False, fontsize="small")
     for suffix in ("png", "svg"):
         canvas.savefig(folder / f"{name}.{suffix}", dpi=120)
     pyplot.close(canvas)

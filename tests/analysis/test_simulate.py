@@ -11,7 +11,10 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import cli, simulate
-from reinforce_ada_jax.analysis import studies
+from reinforce_ada_jax.analysis import objective_studies, studies
+from reinforce_ada_jax.analysis.enumeration import expectations
+from reinforce_ada_jax.analysis.inputs import strategy_settings
+from reinforce_ada_jax.config import CollectionConfig
 from tests.running import ROOT, environment
 
 
@@ -213,9 +216,13 @@ def refused(capsys, arguments, parts) -> None:
         (["--pass_rates=0.1,1.1"], ["[0, 1]", "1.1"]),
         (["--pass_rates=many"], ["'many'", "LOW:HIGH:COUNT"]),
         (["--strategy=estimate", "--budget=40"], ["budget is 40", "at most 32"]),
-        (["--strategy=ngu", "--max_draws=0", "--retry_probability=1"], ["for ever", "set a limit"]),
+        (["--strategy=ngu", "--max_draws=0", "--retry_probability=1"], ["retried forever", "set a limit"]),
         (["--objective=log", "--objective_epsilon=0"], ["objective_epsilon is 0", "above 0"]),
         (["--objective=power", "--objective_alpha=0"], ["objective_alpha is 0", "above 0"]),
+        (["--study=objectives", "--strategy=balance"], ["balance plans none", "estimate+log"]),
+        (["--study=objectives", "--strategy=estimate+log", "--pass_rates=0,0.5"], ["above 0 and below 1"]),
+        (["--study=signal", "--pass_rates=0.5,1"], ["above 0 and below 1"]),
+        (["--strategy=balance+log+exact", "--keep=pools"], ["keep is 'pools'"]),
         (["--study=epsilon", "--pass_rates=0,0.5"], ["--study=epsilon", "above 0 and below 1"]),
     ],
     ids=lambda value: " ".join(value[-1:]),
@@ -227,7 +234,7 @@ def test_mistakes(capsys, arguments, parts):
 def test_a_mistake_at_the_terminal():
     shown = run_command("--study=why")
     assert shown.returncode == cli.BAD_INPUT and shown.stdout == ""
-    assert shown.stderr == "error: flag --study=why: value should be one of <zero_variance|epsilon|learning>\n"
+    assert shown.stderr == f"error: flag --study=why: value should be one of <{'|'.join(studies.STUDIES)}>\n"
 
 
 # ---- studies ---------------------------------------------------------------------------------------------------------
@@ -264,6 +271,89 @@ def test_epsilon(tmp_path, capsys):
     # is drawn as well as N.
     ratio = found["estimate"]["bias"]["eps=0.1"][0] / found["estimate"]["bias"]["eps=0"][0]
     assert 1 / 6 < ratio < 0.3
+
+
+def test_objectives_and_their_allocations(tmp_path, capsys):
+    folder = tmp_path / "out"
+    flag = ("--objective_epsilon=1e-9", "--budget=7", "--pass_rates=0.04,0.16,0.64", "--objective_k=2")
+    run("--study=objectives", "--strategy=estimate+log", *flag, f"--output={folder}")
+    found = result(folder, "objectives")
+    p = np.array(found["pass_rates"])
+    expected = {"identity": p, "log": np.log(p), "power(0.5)": [0.2, 0.4, 0.8], "pass_at_k(2)": 2 * p - p**2}
+    assert list(found["f"]) == list(found["weight"]) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_allclose(found["f"][name], values, rtol=1e-12)
+    np.testing.assert_allclose(found["weight"]["log"], 1 / p, rtol=1e-12)
+    np.testing.assert_allclose(found["weight"]["pass_at_k(2)"], 2 - 2 * p, rtol=1e-12)
+    # 21 draws. 1 / sqrt(p) is 5, 2.5, 1.25. 1 / p is 25, 6.25 and (at its bound of 2) 1.6: 19 are left, 15.2 and 3.8.
+    # sqrt((1 - p) / p) is 4.9, 2.3 and 0.75: at its bound again, and of 19 12.95 and 6.05.
+    draws = found["draws"]["estimate+log"]
+    assert draws == {"hybrid": [12, 6, 3], "sampling": [15, 4, 2], "variance": [13, 6, 2]}
+    assert lines_after(capsys.readouterr().out, "pass rate")[0][:3] == ["0.0400", "0.0400", "-3.22"]
+
+
+def markdown_tables(text: str) -> list[dict[str, list[str]]]:
+    """The Markdown tables in a text: cells by the first one of their row."""
+    tables = []
+    for block in text.split("\n\n"):
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines() if line.startswith("|")]
+        tables += [{first: others for first, *others in rows}] if rows else []
+    return tables
+
+
+def test_what_strategies_climb(tmp_path, capsys):
+    folder = tmp_path / "out"
+    flag = ("--pass_rates=0.1,0.5", f"--output={folder}")
+    run("--study=signal", "--strategy=grpo@4,balance,balance+log+exact,positive/1x32+log", *flag)
+    shown = capsys.readouterr().out
+    signals, draws, noise, _ = markdown_tables(shown)
+    # log p cut at 32 draws: (1 - 0.9^32) / 0.1 = 9.66, (1 - 2^-32) / 0.5.
+    assert signals == {
+        "signal(p)": ["p = 0.1", "p = 0.5"], "---:": ["---:"] * 2,
+        "**f' of identity**": ["1", "1"], "`grpo@4`": ["0.75", "0.75"],
+        "`balance`": ["3.95", "1"], "balance, many draws": ["4.56", "1"],
+        "**f' of log**": ["10", "2"], "`balance+log+exact`": ["9.66", "2"], "`positive/1x32+log`": ["9.66", "2"],
+    }  # fmt: skip
+    # Single draws until the first success are as many as the signal: the sum over j < 32 of (1 - p)^j.
+    assert draws["`positive/1x32+log`"] == ["9.66", "2"] and draws["`grpo@4`"] == ["4", "4"]
+    # n = 4, p = 1/2: the sum of A_i (r_i - p) is 4 times the variance of the group, of mean 3/4. It is 0 in 2 of 16
+    # outcomes, 3/4 in 8, 1 in 6: (8 * 9/16 + 6) / 16 = 21/32, minus 9/16 is 3/32; times 4 over 9/16 is 2/3.
+    assert noise["`grpo@4`"][1] == "0.667"
+    assert "climbs log(p / (1 - p)) / 2 - p" in shown
+    found = result(folder, "signal")["exact"]["positive/1x32+log"]
+    np.testing.assert_allclose(found["signal"], [(1 - 0.9**32) / 0.1, (1 - 2**-32) / 0.5], rtol=1e-12)
+
+
+def test_balance_climbs_another_objective_than_the_pass_rate():
+    p = np.array([0.05, 0.2, 0.5, 0.7, 0.95])
+    limit = objective_studies.balance_limit(p)
+    # The slope of log(p / (1 - p)) / 2 - p.
+    step = 1e-6
+    f = [np.log(x / (1 - x)) / 2 - x for x in (p - step, p + step)]
+    np.testing.assert_allclose(limit, (f[1] - f[0]) / (2 * step), rtol=1e-6)
+    # One round of 600 meets the rule, and its mean is not biased.
+    settings = strategy_settings("balance/600x1", CollectionConfig())
+    np.testing.assert_allclose(expectations(settings, p).signal, limit, rtol=1e-9)
+
+
+def test_the_relative_signal_has_the_slope_of_the_objective_with_its_constant():
+    # Exact up to the most draws, which are more than the 4 of 1 - (1 - p)^4.
+    settings = strategy_settings("positive+pass_at_k+exact", CollectionConfig(objective_k=4))
+    np.testing.assert_allclose(expectations(settings, np.array([0.1, 0.6])).relative_signal, 1.0, rtol=1e-12)
+
+
+def test_the_strategies_that_the_study_shows_are_allowed():
+    for entry in studies.STRATEGIES["signal"]:
+        assert entry.startswith(strategy_settings(entry, CollectionConfig()).strategy)
+
+
+def test_entries_name_sizes_objective_and_correction():
+    section = strategy_settings("positive@6/1x32+log+exact", CollectionConfig())
+    names = ("strategy", "group_size", "samples_per_round", "max_rounds", "objective", "correction")
+    assert [getattr(section, name) for name in names] == ["positive", 6, 1, 32, "log", "exact"]
+    section = strategy_settings("balance+none+log", CollectionConfig(max_rounds=7))
+    assert [getattr(section, name) for name in names] == ["balance", 4, 8, 7, "log", "none"]
+    assert strategy_settings("a/2x3/my+file.py:rounds@8", CollectionConfig()).strategy == "a/2x3/my+file.py:rounds"
 
 
 def test_learning(tmp_path, capsys, monkeypatch):
