@@ -112,7 +112,8 @@ def signal(inputs: Inputs) -> None:
         header = [title, *(f"p = {rate:.3g}" for rate in rates)]
         print(markdown(header, [[name, *map(_three_digits, row)] for name, row in rows]) + "\n")
     print(
-        f"f' is the slope of the objective above which it stands. {LIMIT_OF_BALANCE!r} climbs log(p / (1 - p)) / 2 - p."
+        "Rows in bold are f' of the objective of the strategies below them. "
+        f"{LIMIT_OF_BALANCE!r} is what the published balance climbs: log(p / (1 - p)) / 2 - p."
     )
     for slope in dict.fromkeys(map(_slope, targets.values())):
         of = {entry: each for entry, each in found.items() if _slope(targets[entry]) == slope}

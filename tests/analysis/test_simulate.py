@@ -319,7 +319,7 @@ def test_what_strategies_climb(tmp_path, capsys):
     # n = 4, p = 1/2: the sum of A_i (r_i - p) is 4 times the variance of the group, of mean 3/4. It is 0 in 2 of 16
     # outcomes, 3/4 in 8, 1 in 6: (8 * 9/16 + 6) / 16 = 21/32, minus 9/16 is 3/32; times 4 over 9/16 is 2/3.
     assert noise["`grpo@4`"][1] == "0.667"
-    assert "climbs log(p / (1 - p)) / 2 - p" in shown
+    assert "climbs: log(p / (1 - p)) / 2 - p" in shown
     found = result(folder, "signal")["exact"]["positive/1x32+log"]
     np.testing.assert_allclose(found["signal"], [(1 - 0.9**32) / 0.1, (1 - 2**-32) / 0.5], rtol=1e-12)
 
