@@ -89,14 +89,17 @@ class Verdict:
 
     Attributes:
       correct: for stopping rules and pass rates.
-      reward: for advantages: any finite number, 0 and 1 where no shaping applies.
+      reward: of the outcome, for advantages: any finite number; 0 and 1 where answers are right or wrong.
       reason: one word where something other than a comparison decided ("no_answer", "timeout", "crash", "error",
         ...), else empty.
+      penalty: for the length of a correct response (rewards/shaping.py), not subtracted from `reward`; 0 for a wrong
+        one. Advantages compare it among correct responses only.
     """
 
     correct: bool
     reward: float
     reason: str = ""
+    penalty: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,6 +133,11 @@ class Pool:
     def correct(self) -> Bool[np.ndarray, " N"]:
         """Correctness in draw order."""
         return np.array([verdict.correct for verdict in self.verdicts], bool)
+
+    @property
+    def penalties(self) -> Float[np.ndarray, " N"]:
+        """Length penalties in draw order, float64."""
+        return np.array([verdict.penalty for verdict in self.verdicts], np.float64)
 
     @property
     def first_round_size(self) -> int:

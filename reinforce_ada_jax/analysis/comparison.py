@@ -31,7 +31,8 @@ def describe(section: CollectionConfig) -> str:
         return f"{text}; rounds of {section.samples_per_round} until {k_pos} correct and {k_neg} wrong"
     if section.strategy == "estimate":
         budget = collection_rules.draw_budget(section)
-        return f"{text}; {budget:g} a prompt on average, at least {section.min_draws}, by {section.allocation}"
+        allocation = collection_rules.allocation(section)
+        return f"{text}; {budget:g} a prompt on average, at least {section.min_draws}, by {allocation}"
     return text
 
 

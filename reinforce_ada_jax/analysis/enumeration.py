@@ -205,7 +205,8 @@ def group_terms(
     wrong = drawn - correct - before - here
     verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
     verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * wrong
-    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met=True, estimate=estimate), strategy)
+    met = not strategy.drop_unmet or strategy.met(PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate))
+    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate), strategy)
     right, advantages = group.pool.correct[group.kept], group.advantages
     return GroupTerms(
         int(right.sum()),

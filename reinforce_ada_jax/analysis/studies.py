@@ -19,6 +19,7 @@ from reinforce_ada_jax.analysis.learning_curves import average, learn, populatio
 from reinforce_ada_jax.analysis.tables import Panel, number, rate_panel, rate_table, table, write
 from reinforce_ada_jax.collection import objectives, strategies
 from reinforce_ada_jax.collection.strategies import StrategyConfig
+from reinforce_ada_jax.config.collection_rules import allocation
 
 GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 EPSILONS = (0.0, 1e-4, 1e-3, 1e-2, 3e-2, 0.1)
@@ -94,7 +95,7 @@ def epsilon_effect(
     )
     found, unit = expectations(config, pass_rates), 1.0
     if strategies.build(config).plan is not None:
-        shares = objectives.sample_weight(config.allocation, "log", pass_rates, epsilon=config.objective_epsilon)
+        shares = objectives.sample_weight(allocation(config), "log", pass_rates, epsilon=config.objective_epsilon)
         unit = float(np.mean(shares))
     return found.relative_signal * unit, found.variance
 

@@ -3,9 +3,10 @@
     group           r_i - mean(group)
     pool            r_i - mean(pool), the "global statistics" of the reference program
     leave_one_out   r_i - mean(the pool's other responses)
-    anchored        correct ones r_i - mean(pool); wrong ones share the negative of their sum equally
+    anchored        r_i - mean(pool); negative ones times the factor with which the group sums to 0
 
 Each may be divided by the standard deviation of the rewards in its mean, and is multiplied by the prompt's weight.
+Length penalties are added afterwards, without a weight (`length_terms`).
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ class Group:
       pool: the pool.
       kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
       advantages: aligned with `kept`: weight * (reward - baseline).
-      baselines: aligned with `kept`.
+      baselines: aligned with `kept`; where there are length penalties, less each one's length term / weight.
       weight: factor of the differences: the prompt's weight, divided by the deviation where that is set.
       weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
@@ -104,18 +105,34 @@ def leave_one_out_advantages(rewards: Float[np.ndarray, " N"]) -> Float[np.ndarr
     return (rewards - pool_statistics(rewards)[0]) * (rewards.size / (rewards.size - 1))
 
 
-def anchored_advantages(
-    rewards: Float[np.ndarray, " n"], correct: Bool[np.ndarray, " n"], pool_mean: float
-) -> Float[np.ndarray, " n"]:
-    """Computes advantages of positives relative to the pool, and of negatives so that the sum is 0 (NGU, 2609.13443).
+def anchored_advantages(rewards: Float[np.ndarray, " n"], pool_mean: float) -> Float[np.ndarray, " n"]:
+    """Computes r_i - mean(pool) with the negative ones rescaled so that the sum is 0 (NGU, arXiv 2609.13443).
 
-        correct: r_i - mean(pool);   wrong: -(sum of those) / n-,   for 0/1 rewards -(n+ / n-) (1 - mean(pool))
+    For rewards 0 and 1: 1 - mean(pool) for correct responses, -(n+ / n-) (1 - mean(pool)) for wrong ones. The mean is
+    over all responses of the pool, `rewards` are those of the kept ones: where old responses are not kept, a success
+    still counts as the rare event that it is, and the fresh failures carry the weight of the old ones. Where every
+    response is kept this is r_i - mean.
 
-    `rewards` and `correct` are those of the kept responses, `pool_mean` is over all responses of the pool.
+    Only positive differences can't be balanced; they stay as they are (`Strategy.drop_unmet` drops such a group).
     """
-    advantages = np.where(correct, np.asarray(rewards, np.float64) - pool_mean, 0.0)
-    num_wrong = int((~correct).sum())
-    return np.where(correct, advantages, -advantages.sum() / max(num_wrong, 1))
+    differences = np.asarray(rewards, np.float64) - pool_mean
+    gain, loss = differences[differences > 0].sum(), -differences[differences < 0].sum()
+    return np.where(differences < 0, differences * (gain / loss if loss else 1.0), differences)
+
+
+def length_terms(penalties: Float[np.ndarray, " n"], correct: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """Computes what length adds to advantages.
+
+        correct: mean(penalties of correct responses) - penalty_i;   wrong: 0
+
+    The terms sum to 0 and leave wrong responses alone, so length never reinforces a wrong one, and the expected weight
+    of grad p is what outcomes give. Given k correct responses, the terms climb -(k - 1) E[penalty | correct]: right
+    answers get shorter, and neither more nor less frequent. A single right answer has nothing to be compared with.
+    Source: arXiv 2502.04463 compares lengths within a prompt's correct responses, too.
+    """
+    if not (correct & (penalties != 0)).any():
+        return np.zeros(len(penalties))
+    return np.where(correct, penalties[correct].mean() - penalties, 0.0)
 
 
 def _compared(pool: Pool, kept: Int[np.ndarray, " n"], strategy: Strategy) -> tuple[Float[np.ndarray, " n"], float]:
@@ -127,10 +144,35 @@ def _compared(pool: Pool, kept: Int[np.ndarray, " n"], strategy: Strategy) -> tu
     elif strategy.baseline == "leave_one_out":
         differences = leave_one_out_advantages(rewards)[kept]
     elif strategy.baseline == "anchored":
-        differences = anchored_advantages(rewards[kept], pool.correct[kept], mean)
+        differences = anchored_advantages(rewards[kept], mean)
     else:
         raise ValueError(f"baseline is {strategy.baseline!r}; it must be one of group, pool, leave_one_out, anchored.")
     return differences, std + STD_EPSILON if strategy.normalize_by_std else 1.0
+
+
+def _usable(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None) -> Bool[np.ndarray, " N"]:
+    """Returns which responses are young enough for the update."""
+    if ages is None or strategy.max_age is None:
+        return np.ones(len(pool.responses), bool)
+    return np.asarray(ages) <= strategy.max_age
+
+
+def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Int[np.ndarray, " n"]:
+    """Returns the draw indices of the responses that reach the update, ascending; none: the prompt is dropped.
+
+    Args:
+      pool: every response of a prompt.
+      strategy: decides by its `keep`, `max_age` and `drop_unmet`, in this order.
+      ages: updates since each response was drawn; None: all are fresh.
+    """
+    kept = strategy.keep(pool.correct)
+    kept = kept[_usable(pool, strategy, ages)[kept]]
+    if strategy.drop_unmet and kept.size:
+        rewards = pool.rewards - pool.rewards[0]  # equal rewards then have exactly their value as mean
+        differences = rewards[kept] - rewards.mean()
+        if not (pool.met and (differences > 0).any() and (differences < 0).any()):
+            return kept[:0]
+    return kept
 
 
 def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Group:
@@ -141,18 +183,20 @@ def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
       strategy: decides what is kept, the baseline and the weight.
       ages: updates since each response was drawn; None: all are fresh.
     """
-    usable = np.ones(len(pool.responses), bool)
-    if ages is not None and strategy.max_age is not None:
-        usable = np.asarray(ages) <= strategy.max_age
     if strategy.coefficients is not None:
-        kept, coefficients = strategy.coefficients(pool, usable)
+        kept, coefficients = strategy.coefficients(pool, _usable(pool, strategy, ages))
+        lengths = length_terms(pool.penalties[kept], pool.correct[kept])
+        if lengths.any():
+            coefficients = coefficients + lengths / len(pool.responses)
         return Group(pool, kept, coefficients, np.zeros(len(kept)), 1.0, per_prompt=True)
-    kept = strategy.keep(pool.correct)
-    kept = kept[usable[kept]]
+    kept = kept_draws(pool, strategy, ages)
     if not kept.size:
         return Group(pool, kept, np.zeros(0), np.zeros(0), 0.0)
     pass_rate = float(pool.correct.mean())
     differences, scale = _compared(pool, kept, strategy)
     weight = strategy.weight(pass_rate) / scale
+    lengths = length_terms(pool.penalties[kept], pool.correct[kept])
+    if lengths.any():  # divided by the weight, which multiplies them again: w(p) is for outcomes
+        differences = differences + lengths / weight
     baselines = pool.rewards[kept] - differences
     return Group(pool, kept, weight * differences, baselines, weight, weight_clipped=pass_rate < strategy.clips_below)

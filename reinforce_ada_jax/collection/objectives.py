@@ -98,7 +98,10 @@ def sample_weight(allocation: str, objective: str, p: Numbers, *, alpha: float =
 
     hybrid     sqrt(w(p + epsilon)): draws and advantages pay half each
     sampling   w(p + epsilon): draws pay everything
-    variance   sqrt((1 - p + epsilon) / (p + epsilon)): least variance for a fixed budget, under the log objective
+    variance   w(p + epsilon) sqrt((p + epsilon) (1 - p + epsilon)): least variance of the whole gradient for a fixed
+               budget, because N_x draws leave w(p)^2 p (1 - p) / N_x of it
+
+    Source: arXiv 2510.04996 v3, section 3.1; `variance` is its appendix B.
 
     Raises:
       ValueError: an unknown allocation.
@@ -109,7 +112,7 @@ def sample_weight(allocation: str, objective: str, p: Numbers, *, alpha: float =
     if allocation == "sampling":
         return weight(objective, p + epsilon, alpha=alpha)
     if allocation == "variance":
-        return np.sqrt((1.0 - p + epsilon) / (p + epsilon))
+        return weight(objective, p + epsilon, alpha=alpha) * np.sqrt((p + epsilon) * (1.0 - p + epsilon))
     raise ValueError(f"allocation is {allocation!r}; it must be one of hybrid, sampling, variance.")
 
 

@@ -60,7 +60,20 @@ class PromptRollouts:
     def progress(self) -> PromptProgress:
         """Returns the counts of the finished rounds."""
         correct = sum(verdict.correct for verdict in self.verdicts)
-        return PromptProgress(self.prompt, self.rounds, len(self.verdicts), correct, self.estimate, self.planned)
+        return PromptProgress(
+            self.prompt, self.rounds, len(self.verdicts), correct, self.estimate, self.planned, self._improved()
+        )
+
+    def _improved(self) -> bool:
+        """Returns `PromptProgress.improved`."""
+        if not self.rounds:
+            return False
+        rewards = [verdict.reward for verdict in self.verdicts]
+        begin = len(rewards) - self.round_sizes[self.rounds - 1]
+        earlier = rewards[:begin] or rewards
+        # Relative to the first, so that equal rewards have exactly their value as mean.
+        mean = earlier[0] + sum(reward - earlier[0] for reward in earlier) / len(earlier)
+        return max(rewards[begin:]) > mean
 
     def pool(self, strategy: Strategy) -> Pool:
         """Returns the pool of a closed prompt."""

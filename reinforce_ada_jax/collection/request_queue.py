@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.verification import VerificationQueue
@@ -157,7 +158,7 @@ class CollectionQueue:
         self._newly_closed.append(rollouts.prompt.id)
         if rollouts.prefetch or not self._replacements:
             return
-        if not self._strategy.keep(rollouts.pool(self._strategy).correct).size:
+        if not kept_draws(rollouts.pool(self._strategy), self._strategy).size:
             opened = PromptRollouts(self._replacements.popleft(), len(self.prompts))
             self.prompts.append(opened)
             self._by_id[opened.prompt.id] = opened

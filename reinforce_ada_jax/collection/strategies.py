@@ -38,7 +38,7 @@ class StrategyConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptProgress:
-    """Counts of one prompt after its finished rounds: everything that a stopping rule may look at.
+    """Results of one prompt after its finished rounds: everything that a stopping rule may look at.
 
     Attributes:
       prompt: the prompt.
@@ -47,6 +47,8 @@ class PromptProgress:
       correct: correct responses in them.
       estimate: pass rate expected before drawing, where the strategy plans; else None.
       planned: planned draws, where the strategy plans; else None.
+      improved: a response of the last round has a reward above the mean reward of the rounds before it; after the first
+        round, above the mean of that round. With rewards 0 and 1 and no correct response before, there is one now.
     """
 
     prompt: Prompt
@@ -55,6 +57,7 @@ class PromptProgress:
     correct: int
     estimate: float | None = None
     planned: int | None = None
+    improved: bool = False
 
 
 def always(_: PromptProgress) -> float:
@@ -90,6 +93,8 @@ class Strategy:
         replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; `keep` still decides which prompts
         are replaced. None: they make the advantages.
       needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
+      drop_unmet: drop a prompt unless its rule is met, and of the kept rewards some are above the mean of the pool and
+        some below it.
     """
 
     next_draws: Callable[[PromptProgress], int]
@@ -107,6 +112,7 @@ class Strategy:
     max_age: int | None = None
     coefficients: CoefficientsFn | None = None
     needs_estimates: bool = False
+    drop_unmet: bool = False
 
 
 def round_size(strategy: Strategy, progress: PromptProgress) -> int:
@@ -177,7 +183,12 @@ def grpo(config: CollectionConfig) -> Strategy:
 
 
 def _sequential(config: CollectionConfig) -> Strategy:
-    """Rounds of M until k_pos responses are correct and k_neg wrong; keeps a balanced group of n."""
+    """Rounds of M until k_pos responses are correct and k_neg wrong; keeps a balanced group of n.
+
+    `collection.unmet` decides on prompts that the last round leaves without that, and on one-sided ones: "drop" is the
+    passive filtering of arXiv 2510.04996 v1 (section 2.2), "replace" the dynamic sampling of DAPO, with which v3
+    combines its rules.
+    """
     k_pos, k_neg = collection_rules.goals(config)
 
     def met(progress: PromptProgress) -> bool:
@@ -189,25 +200,27 @@ def _sequential(config: CollectionConfig) -> Strategy:
         keep=lambda correct: balanced_group(correct, config.group_size),
         max_draws=collection_rules.max_draws(config),
         max_kept=config.group_size,
+        extra_batches=config.max_extra_batches if config.unmet == "replace" else 0,
+        drop_unmet=config.unmet != "keep",
     )
 
 
 def positive(config: CollectionConfig) -> Strategy:
-    """Ada-Seq-pos: rounds until k_pos = 1 response is correct (arXiv 2510.04996, section 3)."""
+    """Ada-Seq-pos: rounds until k_pos = 1 response is correct (arXiv 2510.04996 v3, section 3.2)."""
     return _sequential(config)
 
 
 def balance(config: CollectionConfig) -> Strategy:
-    """Ada-Seq-balance: rounds until k_pos = n // 2 are correct and k_neg = n - n // 2 wrong (2510.04996, section 3)."""
+    """Ada-Seq-balance: rounds until k_pos = n // 2 are correct and k_neg = n - n // 2 wrong (2510.04996, 3.2)."""
     return _sequential(config)
 
 
 def estimate(config: CollectionConfig) -> Strategy:
-    """Ada-Est: one budget is planned over all prompts before the first draw (2510.04996, section 3.2).
+    """Ada-Est: one budget is planned over all prompts before the first draw (2510.04996 v3, section 3.1).
 
     N_x is proportional to w_sample at the estimated pass rate; advantages pay w / w_sample at the observed one.
     """
-    terms = (config.allocation, config.objective)
+    terms = (collection_rules.allocation(config), config.objective)
     settings = {"alpha": config.objective_alpha, "epsilon": config.objective_epsilon}
     most = collection_rules.max_draws(config)
     assert most is not None  # only ngu may have no limit
@@ -229,7 +242,7 @@ def estimate(config: CollectionConfig) -> Strategy:
 
 
 def dapo(config: CollectionConfig) -> Strategy:
-    """Dynamic sampling: one round of n; a prompt whose group is all correct or all wrong is replaced (2503.14476).
+    """Dynamic sampling: one round of n; a prompt all correct or all wrong is replaced (2503.14476, section 3.2).
 
     The prompts of an iteration are the shortest sequence, in data order, of which enough are kept: completion order
     decides nothing, and no surplus is thrown away.
@@ -243,26 +256,36 @@ def dapo(config: CollectionConfig) -> Strategy:
 
 
 def ngu(config: CollectionConfig) -> Strategy:
-    """Never giving up: rounds of n while all are wrong, each with probability p_retry; drops all-correct prompts.
+    """Never giving up: rounds of n, after the first with probability p_retry each, until one improves on the others.
+
+    A round improves where some reward is above the mean of the rewards before it: for rewards 0 and 1, where a response
+    is correct. Prompts solved by all of their responses, and prompts given up on, are dropped and replaced by new ones:
+    small groups spend no update on what is solved, and retries spend draws on what is not.
 
     Source: arXiv 2609.13443. Retries are drawn within the iteration, under the same weights, so responses have an age
-    only where `collection.overlap_iterations` drew them under older weights.
+    only where `collection.overlap_iterations` drew them under older weights. What old responses leave is a group only
+    if it has both sides. Corrections count every prompt, so with them rounds end by verdicts and nothing is dropped.
     """
-    most = collection_rules.max_draws(config)
+    most, published = collection_rules.max_draws(config), collection_rules.correction(config) == "none"
+
+    def met(progress: PromptProgress) -> bool:
+        return progress.correct > 0 or (progress.improved and published)
 
     def next_draws(progress: PromptProgress) -> int:
         full = most is not None and progress.drawn + config.group_size > most
-        return 0 if progress.rounds and (progress.correct or full) else config.group_size
+        return 0 if progress.rounds and (met(progress) or full) else config.group_size
 
     return Strategy(
         next_draws=next_draws,
-        met=lambda progress: progress.correct > 0,
-        keep=lambda correct: np.arange(0 if correct.all() else len(correct)),
+        met=met,
+        keep=keep_all,
         max_draws=most,
         max_kept=most,
         baseline="anchored",
         continue_probability=lambda progress: config.retry_probability,
+        extra_batches=config.max_extra_batches if published else 0,
         max_age=config.max_age,
+        drop_unmet=published,
     )
 
 
@@ -310,10 +333,10 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         raise ValueError(
             f"collection.strategy is {config.strategy!r}, which returned {strategy!r}; it must return a Strategy."
         )
-    if config.overlap_iterations and (strategy.plan or strategy.extra_batches):
+    if config.overlap_iterations and strategy.plan:
         raise ValueError(
-            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} plans draws or "
-            "replaces prompts, so the next iteration's prompts can't start early: set it to 0."
+            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} plans draws after "
+            "the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0."
         )
     if config.control_variate == "estimate" and (strategy.extra_batches or config.overlap_iterations):
         raise ValueError(

@@ -14,6 +14,7 @@ from reinforce_ada_jax.config.values import (
     KEEPS,
     OBJECTIVES,
     STRATEGIES,
+    UNMET,
     check_choice,
 )
 
@@ -56,6 +57,17 @@ def correction(collection: CollectionConfig) -> str:
     return "exact" if adaptive and collection.objective != "identity" else "none"
 
 
+def allocation(collection: CollectionConfig) -> str:
+    """Returns how `estimate` allots draws: as set, or "hybrid", or "variance" where the weight w(p) is constant."""
+    return collection.allocation or ("variance" if weight_is_constant(collection) else "hybrid")
+
+
+def weight_is_constant(collection: CollectionConfig) -> bool:
+    """Returns whether w(p) = f'(p) is the same for all pass rates."""
+    exponents = {"identity": 0.0, "power": collection.objective_alpha - 1, "pass_at_k": collection.objective_k - 1}
+    return exponents.get(collection.objective) == 0
+
+
 def strategy_is_known(collection: CollectionConfig) -> None:
     """The strategy is built in, or names a function as file.py:function."""
     strategy = collection.strategy
@@ -86,7 +98,6 @@ def baseline_is_known(collection: CollectionConfig) -> None:
 
 def groups_have_a_baseline(collection: CollectionConfig) -> None:
     """A group has at least 2 responses."""
-    check_choice("collection.allocation", collection.allocation, ALLOCATIONS)
     check_choice("collection.objective", collection.objective, OBJECTIVES)
     if collection.group_size < 2:
         raise ValueError(
@@ -115,6 +126,35 @@ def goals_can_be_met(collection: CollectionConfig) -> None:
             f"collection.k_pos + collection.k_neg is {k_pos} + {k_neg}, but a prompt gets at most {most} draws "
             f"({collection.max_rounds} rounds of {collection.samples_per_round}): no prompt could meet the rule. Lower "
             "them, or raise collection.max_rounds."
+        )
+
+
+def unmet_has_a_rule(collection: CollectionConfig) -> None:
+    """unmet is "keep" except with positive and balance, without a correction."""
+    check_choice("collection.unmet", collection.unmet, UNMET)
+    if collection.unmet != "keep" and collection.strategy not in ("positive", "balance"):
+        raise ValueError(
+            f"collection.unmet is {collection.unmet!r} with the strategy {collection.strategy}, but only positive and "
+            "balance may end without their rule being met (dapo and ngu replace prompts by rules of their own): leave "
+            "it at 'keep'."
+        )
+    if collection.unmet != "keep" and correction(collection) != "none":
+        raise ValueError(
+            f"collection.unmet is {collection.unmet!r} with the correction {correction(collection)}, whose expectation "
+            "counts every prompt, solved or not: leave it at 'keep', or set the correction to none."
+        )
+
+
+def draws_follow_the_estimate(collection: CollectionConfig) -> None:
+    """estimate: where w(p) is constant (identity), the allocation is "variance"."""
+    if collection.allocation:
+        check_choice("collection.allocation", collection.allocation, ALLOCATIONS)
+    if collection.strategy == "estimate" and weight_is_constant(collection) and allocation(collection) != "variance":
+        raise ValueError(
+            f"collection.allocation is {collection.allocation!r} with the objective {collection.objective}, whose "
+            "weight is the same for every prompt: whatever is estimated, every prompt would get "
+            f"{draw_budget(collection):g} draws. Use the strategy grpo with groups of that size, the allocation "
+            "variance, or the objective log or power."
         )
 
 
@@ -183,10 +223,10 @@ def weights_are_finite(collection: CollectionConfig) -> None:
             "without bound as p falls to 0: set it above 0 (0.01)."
         )
     # What draws pay may be 0 at a pass rate of 0 or 1, and advantages are divided by it.
-    vanishes = collection.allocation == "variance" or objective == "power"
+    vanishes = allocation(collection) == "variance" or objective == "power"
     if collection.strategy == "estimate" and vanishes and not epsilon > 0:
         raise ValueError(
-            f"collection.objective_epsilon is {epsilon} with the allocation {collection.allocation} and the objective "
+            f"collection.objective_epsilon is {epsilon} with the allocation {allocation(collection)} and the objective "
             f"{objective}: some pass rates would get no draws and divide advantages by 0. Set it above 0 (0.01)."
         )
     if not epsilon < 1:
@@ -261,7 +301,8 @@ def _series_is_reached(collection: CollectionConfig) -> None:
 
 RULES: tuple[Callable[[CollectionConfig], None], ...] = (
     strategy_is_known, keep_fits_the_strategy, baseline_is_known, groups_have_a_baseline, goals_can_be_met,
-    a_round_fills_a_group, budget_is_within_draws, retries_end, weights_are_finite, correction_fits,
+    unmet_has_a_rule, draws_follow_the_estimate, a_round_fills_a_group, budget_is_within_draws, retries_end,
+    weights_are_finite, correction_fits,
 )  # fmt: skip
 
 

@@ -139,15 +139,14 @@ def policy_is_sampled_whole(config: Config) -> None:
 
 
 def overlap_knows_its_prompts(config: Config) -> None:
-    """Overlap needs a strategy that fixes its prompts and draws beforehand, and no barrier."""
+    """Overlap needs a strategy that does not plan draws (estimate), and no barrier."""
     collection = config.collection
     if not collection.overlap_iterations:
         return
-    if collection.strategy in ("estimate", "dapo"):
+    if collection.strategy == "estimate":
         raise ValueError(
-            f"collection.overlap_iterations begins prompts before it is known what {collection.strategy} will ask of "
-            "them (estimate allots draws after the last iteration's verdicts, dapo does not know its prompts yet): set "
-            "it to 0."
+            "collection.overlap_iterations begins prompts before it is known how many draws estimate will allot to "
+            "them, which follows from the last iteration's verdicts: set it to 0."
         )
     if collection.barrier:
         raise ValueError(

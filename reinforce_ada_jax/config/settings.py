@@ -90,8 +90,9 @@ class RewardConfig:
         rule="penalty_fits_the_response",
     )  # fmt: skip
     overlong_penalty: float = setting(
-        1.0, "Penalty at the length limit; it grows linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE
-    )
+        1.0, "Penalty of a correct response at the length limit, compared among the prompt's correct ones; it grows "
+        "linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,14 +124,20 @@ class CollectionConfig:
     )  # fmt: skip
     budget: float | None = setting(None, "estimate: mean draws of a prompt; default M.", rule="budget_is_within_draws")
     allocation: str = setting(
-        "hybrid", 'estimate: draws proportional to sqrt(w) ("hybrid"), w ("sampling") or sqrt((1 - p) / p) '
-        '("variance"); advantages pay the rest.', one_of(values.ALLOCATIONS), rule="weights_are_finite",
+        "", 'estimate: draws proportional to sqrt(w) ("hybrid"), w ("sampling") or w sqrt(p (1 - p)) ("variance"); '
+        'advantages pay the rest. Empty: "hybrid", with the objective identity "variance".',
+        rule="draws_follow_the_estimate",
+    )  # fmt: skip
+    unmet: str = setting(
+        "keep", 'Prompts whose rule is not met, or whose responses are all alike: "keep" them, "drop" them, or '
+        '"replace" them by new prompts.', one_of(values.UNMET), rule="unmet_has_a_rule",
     )  # fmt: skip
     max_extra_batches: int = setting(
-        3, "dapo: how many times prompts_per_iteration more prompts may replace dropped groups.", values.NOT_NEGATIVE
-    )
+        3, 'dapo, ngu, unmet "replace": how many times prompts_per_iteration more prompts may replace dropped ones.',
+        values.NOT_NEGATIVE,
+    )  # fmt: skip
     retry_probability: float = setting(
-        0.95, "ngu: probability of one more round for a prompt with no correct response.", rule="retries_end"
+        0.95, "ngu: probability of one more round while no round improved on those before it.", rule="retries_end"
     )
     max_age: int = setting(4, "ngu: age in updates above which a response is not trained on.", values.NOT_NEGATIVE)
     keep: str = setting(

@@ -16,6 +16,7 @@ DTYPES = ("float32", "bfloat16")
 KEEPS = ("group", "pool")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
 REWARDS = ("cipher", "math", "minerva", "gsm8k", "reference", "reference_evaluation", "reference_minerva")
+UNMET = ("keep", "drop", "replace")
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"

@@ -1,7 +1,9 @@
-"""Reward shaping: makes the outcome (correct or not) and the reward of advantages from a graded reward.
+"""Reward shaping: decides which graded rewards are correct, and how much the length of a correct response costs.
 
-Stopping rules and pass rates use the outcome, advantages the reward. A length penalty therefore lowers the reward of a
-long response without making a right answer wrong.
+Only correct responses have a penalty, as in arXiv 2502.04463 and 2505.12284. DAPO (2503.14476, section 3.4), from which
+the shape of the penalty comes, lowers every reward: in a group without a right answer its only signal is then to be
+wrong in fewer tokens. The penalty stays apart from the reward, which measures the outcome alone; advantages.py compares
+it among a prompt's correct responses.
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ class Shaping:
     Attributes:
       positive_threshold: a graded reward above it is correct.
       overlong_tokens: number of tokens before the limit that are penalised; 0: none.
-      overlong_penalty: penalty at the limit.
+      overlong_penalty: penalty of a correct response at the limit.
       max_response_tokens: the limit.
     """
 
@@ -40,10 +42,9 @@ class Shaping:
 
     def __call__(self, verdict: Verdict, num_tokens: int) -> Verdict:
         """Returns the verdict on a response of `num_tokens` tokens, the stop token included."""
-        penalty = self.overlong_penalty * overlong_share(num_tokens, self.overlong_tokens, self.max_response_tokens)
-        return dataclasses.replace(
-            verdict, correct=verdict.reward > self.positive_threshold, reward=verdict.reward - penalty
-        )
+        correct = verdict.reward > self.positive_threshold
+        share = overlong_share(num_tokens, self.overlong_tokens, self.max_response_tokens)
+        return dataclasses.replace(verdict, correct=correct, penalty=self.overlong_penalty * share if correct else 0.0)
 
     def all(self, verdicts: list[Verdict], lengths: list[int]) -> list[Verdict]:
         """Returns the shaped verdicts in order."""

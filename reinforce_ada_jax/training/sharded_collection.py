@@ -3,7 +3,7 @@
 How two hosts agree: each gets the same job and takes its shard of the prompts by the same rule (`split`). Then they
 exchange what they drew (`processes.exchange`). The pools are those of one process, whatever the number of processes:
 the randomness of a sample follows from its address, a plan is made for all prompts before they are split, and
-replacement prompts (`dapo`) are the next ones in the order of the data.
+replacement prompts are the next ones in the order of the data.
 """
 
 import collections
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.collect import EstimateFn
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.strategies import Strategy
@@ -120,7 +121,7 @@ def _planned(job: Job) -> tuple[Job, dict[str, int]]:
 
 def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
     """Returns the number of prompts to replace."""
-    return sum(not strategy.keep(pool.correct).size for pool in pools) if strategy.extra_batches else 0
+    return sum(not kept_draws(pool, strategy).size for pool in pools) if strategy.extra_batches else 0
 
 
 def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple[list[Pool], Counts]:

@@ -146,17 +146,23 @@ def test_leave_one_out_by_hand():
 
 def test_anchored_by_hand():
     # Published form for 0/1 rewards: hits 1 - mean, wrong ones -(n+/n-)(1 - mean), with n+ = 1, n- = 3, mean 1/5.
-    correct = np.array([False, True, False, False])
-    anchored = anchored_advantages(correct.astype(float), correct, 0.2)
+    anchored = anchored_advantages(np.array([0.0, 1.0, 0.0, 0.0]), 0.2)
     np.testing.assert_allclose(anchored, [-0.8 / 3, 0.8, -0.8 / 3, -0.8 / 3], rtol=1e-15)
-    # A penalty lowered one hit to 0.5: (1 - 0.4) + (0.5 - 0.4) = 0.7 is what the wrong one carries, whatever it has.
-    correct = np.array([True, True, False])
+    # The authors' example: of 4 old and 4 fresh responses one fresh one is right, mean 1/8. The hit keeps 7/8, and the
+    # fresh failures are scaled by 7/3, from -1/8 to -7/24; unscaled they would leave 7/8 - 3/8 > 0.
     np.testing.assert_allclose(
-        anchored_advantages(np.array([1.0, 0.5, 0.1]), correct, 0.4), [0.6, 0.1, -0.7], atol=1e-15
+        anchored_advantages(np.array([0.0, 0.0, 0.0, 1.0]), 1 / 8), [-7 / 24] * 3 + [7 / 8], rtol=1e-15
     )
+    # Graded: 0.6 + 0.1 above the mean, 0.1 and 0.25 below it, which are scaled by 2 and keep their order. No response
+    # has to be correct.
+    graded = anchored_advantages(np.array([1.0, 0.5, 0.3, 0.15]), 0.4)
+    np.testing.assert_allclose(graded, [0.6, 0.1, -0.2, -0.5], rtol=1e-14)
+    # Where all are kept, nothing is left to balance.
+    every = np.array([0.7, 0.2, 0.2, 0.1])
+    np.testing.assert_allclose(anchored_advantages(every, 0.3), every - 0.3, rtol=1e-14)
     # Only hits, or none: nobody to share with, nothing to share.
-    np.testing.assert_allclose(anchored_advantages(np.ones(2), np.ones(2, bool), 0.25), [0.75, 0.75])
-    np.testing.assert_array_equal(anchored_advantages(np.zeros(2), np.zeros(2, bool), 0.0), [0.0, 0.0])
+    np.testing.assert_allclose(anchored_advantages(np.ones(2), 0.25), [0.75, 0.75])
+    np.testing.assert_array_equal(anchored_advantages(np.zeros(2), 0.0), [0.0, 0.0])
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -202,7 +208,9 @@ def test_an_all_wrong_pool_is_clipped_and_has_no_signal():
         ({"objective": "log", "allocation": "variance"}, 2.249606),
         # sqrt(1 / (2 sqrt(0.26))) = sqrt(0.980581)
         ({"objective": "power"}, 0.990243),
-        ({"objective": "identity"}, 1.0),
+        # The observed rate again: w sqrt(p (1 - p)) draws leave 1 / sqrt(0.26 * 0.76) = 1 / 0.444522 for every f.
+        ({"objective": "identity"}, 2.249606),
+        ({"objective": "power", "allocation": "variance"}, 2.249606),
     ],
 )
 def test_estimate_takes_what_draws_did_not_pay(settings, factor):

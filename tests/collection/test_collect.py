@@ -137,8 +137,9 @@ def test_completion_order_decides_nothing(name, barrier):
 
     expected = run(sampler(slots=1000, choose=everything))
     assert all(tokens == [[row, draw] for draw in range(len(tokens))] for row, (_, tokens, *_) in enumerate(expected))
-    # Of groups of four only p2, p3, p10 and p11 are mixed: the third that dapo keeps is p10.
-    assert len(expected) == (11 if name == "dapo" else 12)
+    # Of groups of four only p2, p3, p10 and p11 are mixed: the third that dapo keeps is p10. A retry makes p8
+    # mixed, too.
+    assert len(expected) == {"dapo": 11, "ngu": 9}.get(name, 12)
     if name in ("positive", "balance", "ngu"):
         assert {rounds for _, _, _, rounds, *_ in expected} >= {1, 4 if name != "ngu" else 7}
     for seed in range(100):

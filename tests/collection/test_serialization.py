@@ -27,7 +27,7 @@ def described(record) -> str:
 
 
 def test_a_shard_is_read_as_it_was_written():
-    verdicts = (Verdict(True, 1.0), Verdict(False, -0.1, "too_long"), Verdict(False, 0.0, "no_answer"))
+    verdicts = (Verdict(True, 1.0, penalty=0.3), Verdict(False, -0.1, "too_long"), Verdict(False, 0.0, "no_answer"))
     full = Pool(PROMPTS[1], tuple(response("p1", draw) for draw in range(3)), verdicts, 2, True, round_sizes=(2, 1))
     empty = Pool(PROMPTS[0], (), (), 0, False, 0.25)
     shard = CollectedShard([full, empty], PARTIAL, {"tokens": 3.0})

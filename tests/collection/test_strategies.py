@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import config as config_module
+from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
 from reinforce_ada_jax.config import collection_rules
-from reinforce_ada_jax.types import Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
 
 PROMPT = Prompt("p", "", "", np.zeros(1, np.int32))
 
@@ -59,7 +60,9 @@ def draw(section, bits: dict[str, str], replacements: int = 0, estimates=None, *
 # ---- every strategy, by hand -----------------------------------------------------------------------------------------
 
 QUARTERS = {"group_size": 4, "samples_per_round": 4, "max_rounds": 2}
-SIX, RETRY = config("estimate", **QUARTERS, budget=6.0), config("ngu", **QUARTERS, retry_probability=1.0)
+# All of w is paid by draws, so advantages have the factor 1.
+ESTIMATE = config("estimate", **QUARTERS, objective="log", allocation="sampling")
+SIX, RETRY = config(**vars(ESTIMATE), budget=6.0), config("ngu", **QUARTERS, retry_probability=1.0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ SIX, RETRY = config("estimate", **QUARTERS, budget=6.0), config("ngu", **QUARTER
         # Never met: one wrong, so three correct fill up; mean 7/8.
         (config("balance", **QUARTERS), "11110111", 8, False, [0, 1, 2, 4], [0.125, 0.125, 0.125, -0.875]),
         # The whole budget of one prompt (M = 4) in one round, all of it kept.
-        (config("estimate", **QUARTERS), "01000000", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
+        (ESTIMATE, "01000000", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
         (SIX, "01000000", 6, True, [0, 1, 2, 3, 4, 5], [-1 / 6, 5 / 6] + [-1 / 6] * 4),
         # One round of n whatever comes; nothing is kept of a group without variance.
         (config("dapo", 4), "01000000", 4, True, [0, 1, 2, 3], [-0.25, 0.75, -0.25, -0.25]),
@@ -89,8 +92,10 @@ SIX, RETRY = config("estimate", **QUARTERS, budget=6.0), config("ngu", **QUARTER
         # Mixed or all correct: no further round. All correct: dropped.
         (RETRY, "11010000", 4, True, [0, 1, 2, 3], [0.25, 0.25, -0.75, 0.25]),
         (RETRY, "11110000", 4, True, [], []),
-        # All wrong to the end (M * N = 8 draws): kept, without a signal.
-        (RETRY, "00000000", 8, False, list(range(8)), [0] * 8),
+        # The retry is all correct: with the failures before it that is a group, mean 4/8.
+        (RETRY, "00001111", 8, True, list(range(8)), [-0.5] * 4 + [0.5] * 4),
+        # Given up on (M * N = 8 draws): dropped; rows of zeros would dilute the token mean of the others.
+        (RETRY, "00000000", 8, False, [], []),
     ],
 )  # fmt: skip
 def test_by_hand(section, bits, drawn, met, kept, advantages):
@@ -205,7 +210,7 @@ def test_keeping_the_pool_or_a_group_of_it():
     with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8"):
         strategies.build(config("positive", 16))
 
-    section = config("estimate", **QUARTERS, keep="group", budget=8.0, min_draws=4)
+    section = config(**vars(ESTIMATE), keep="group", budget=8.0, min_draws=4)
     (pool,) = run_strategy(section, rewards)
     strategy = strategies.build(section)
     group = make_group(pool, strategy)
@@ -230,7 +235,11 @@ ESTIMATES = {"p0": 0.24, "p1": 0.03, "p2": 0.99}
 @pytest.mark.parametrize(
     ("settings", "draws"),
     [
-        ({"objective": "identity"}, [8, 8, 8]),
+        # w sqrt(p (1 - p)) with 0.77, 0.98 and 0.02 for 1 - p: 0.4387 : 0.1980 : 0.1414, so 13.53, 6.11 and 4.36. The
+        # other allocations would give 8 to all.
+        ({"objective": "identity"}, [14, 6, 4]),
+        # Times 1 / (2 sqrt(p)): 0.4387 : 0.4950 : 0.0707 gives 1.7 to the last; of 22, 10.34 and 11.66.
+        ({"objective": "power", "allocation": "variance"}, [10, 12, 2]),
         ({"objective": "log"}, [6, 15, 3]),  # 1/sqrt: 2 : 5 : 1, times 3
         # 1/p: 4 : 25 : 1 gives 0.8 to the last; at its bound of 2, 22 * 4/29 = 3.03 and 18.97 are left.
         ({"objective": "log", "allocation": "sampling"}, [3, 19, 2]),
@@ -282,11 +291,66 @@ def test_a_batch_stays_short_when_the_replacements_run_out():
     assert [pool.met for pool in pools] == [False, True, False, False]
 
 
-def test_batches_beyond_the_first():
-    assert strategies.build(config("dapo")).extra_batches == 3
-    assert strategies.build(config("dapo", max_extra_batches=0)).extra_batches == 0
-    for name in {*collection_rules.STRATEGIES} - {"dapo"}:
-        assert strategies.build(config(name)).extra_batches == 0
+@pytest.mark.parametrize("section", [config("dapo"), config("ngu"), config("balance", unmet="replace")])
+def test_batches_beyond_the_first(section):
+    assert strategies.build(section).extra_batches == 3
+    section = config(**vars(section), max_extra_batches=0)
+    assert strategies.build(section).extra_batches == 0
+
+
+@pytest.mark.parametrize(
+    "section", [config("grpo"), config("positive"), config("estimate"), config("balance", unmet="drop")]
+)
+def test_strategies_that_replace_nothing(section):
+    assert strategies.build(section).extra_batches == 0
+
+
+# ---- prompts whose rule is not met -----------------------------------------------------------------------------------
+
+# k_pos = k_neg = 2 within 8 draws: never met, met at once, one wrong response too few, met after two rounds, all alike.
+UNMET = {"p0": "00000000", "p1": "01010000", "p2": "11110111", "p3": "00000011", "p4": "1*"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [4, 4, 4, 4, 4]),  # the published program trains on what there is
+        ({"unmet": "drop"}, [0, 4, 0, 4, 0]),  # 2510.04996 v1, section 2.2
+        ({"unmet": "drop", "keep": "pool"}, [0, 4, 0, 8, 0]),
+        ({"unmet": "drop", "k_neg": 1}, [0, 4, 4, 4, 0]),
+        # k_pos = 1, k_neg = 0: the first round of p2 and p4 meets the rule of `positive`, and has one side only.
+        ({"strategy": "positive"}, [4, 4, 4, 4, 4]),
+        ({"strategy": "positive", "unmet": "drop"}, [0, 4, 0, 4, 0]),
+    ],
+)
+def test_prompts_that_end_unmet(settings, kept):
+    section = config(**{"strategy": "balance"} | QUARTERS | settings)
+    pools = draw(section, UNMET)
+    assert [pool.prompt.id for pool in pools] == list(UNMET)
+    assert [len(make_group(pool, strategies.build(section)).kept) for pool in pools] == kept
+
+
+def test_prompts_that_end_unmet_are_replaced():
+    # As DAPO replaces (2503.14476, section 3.2), with which v3 of 2510.04996 combines Ada-Seq. Two are wanted: p0 makes
+    # way for s0, which is unmet too; s1 needs two rounds; s2 is not opened.
+    section = config("balance", **QUARTERS, unmet="replace")
+    bits = {"p0": "0*", "p1": "0101", "s0": "1*", "s1": "00000011", "s2": "0101"}
+    pools = draw(section, bits, replacements=3)
+    assert [(pool.prompt.id, pool.met) for pool in pools] == [("p0", False), ("p1", True), ("s0", False), ("s1", True)]
+    short = draw(config(**vars(section), max_extra_batches=0), {"p0": "0*", "p1": "0101"})
+    assert len(short) == 2
+
+
+@pytest.mark.parametrize("name", ["positive", "balance"])
+def test_what_filtering_leaves_by_enumeration(name):
+    # Every prompt that remains has n rows and a signal; `positive` is met by an all-correct first round, too.
+    p = np.array([0.02, 0.3, 0.9])
+    published = expectations(config(name, 4), p)
+    filtered = expectations(config(name, 4, unmet="drop"), p)
+    lost = published.unmet + (p**8 if name == "positive" else 0.0)
+    np.testing.assert_allclose(filtered.zero_signal, lost, rtol=1e-12)
+    np.testing.assert_allclose(filtered.kept_correct + filtered.kept_wrong, 4 * (1 - lost), rtol=1e-12)
+    np.testing.assert_array_equal(filtered.draws, published.draws)
 
 
 # ---- ngu -------------------------------------------------------------------------------------------------------------
@@ -301,6 +365,62 @@ def test_retries_end_at_max_draws():
         assert strategies.build(section).max_draws == limit
     assert strategies.build(config("ngu", 4)).max_draws == 32
     assert strategies.build(config("ngu", 4, max_draws=0)).max_draws is None
+
+
+def test_solved_prompts_and_prompts_given_up_on_are_replaced():
+    # Two are wanted: p0 is solved and s0 comes for it; p1 is given up on, and so is s1 after it; s2 is kept.
+    section = config("ngu", **QUARTERS, retry_probability=1.0)
+    bits = {"p0": "1*", "p1": "0*", "s0": "00000100", "s1": "0*", "s2": "1000", "s3": "1000"}
+    pools = draw(section, bits, replacements=4)
+    strategy = strategies.build(section)
+    kept = {pool.prompt.id: len(make_group(pool, strategy).kept) for pool in pools}
+    assert kept == {"p0": 0, "p1": 0, "s0": 8, "s1": 0, "s2": 4}
+    assert [pool.met for pool in pools] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "drawn"),
+    [
+        # All at 1/2, nothing correct (0.7). The retry has nothing above 1/2; that it has something below makes its mean
+        # 15/32, which is not passed by 1/4 but by 0.6.
+        ([0.5] * 4 + [0.5, 0.5, 0.25, 0.5] + [0.25] * 4 + [0.25, 0.6, 0.25, 0.25], 16),
+        ([0.5] * 4 + [0.5, 0.5, 0.25, 0.55] + [0.0] * 8, 8),
+        # Above the mean of the rounds before it, 15/32, though not above the best.
+        ([0.5] * 4 + [0.5, 0.5, 0.25, 0.5] + [0.48] * 4 + [0.0] * 4, 12),
+        # A first round that varies is a group.
+        ([0.25, 0.5, 0.25, 0.25] + [0.0] * 12, 4),
+        ([0.1] * 12 + [0.0] * 4, 16),  # three times 0.1 is 0.30000000000000004, and no improvement
+        ([0.8, 0.9, 0.8, 0.8] + [0.0] * 12, 4),  # all correct, and not alike
+    ],
+)
+def test_a_retry_asks_for_more_than_the_mean_so_far(rewards, drawn):
+    section = config("ngu", 4, max_draws=16, retry_probability=1.0)
+    (pool,) = run_strategy(section, np.array([rewards]))
+    assert len(pool.responses) == drawn
+    group = make_group(pool, strategies.build(section))
+    assert group.kept.tolist() == (list(range(drawn)) if pool.met else [])
+    np.testing.assert_allclose(group.advantages.sum(), 0.0, atol=1e-15)
+    assert pool.met == (len(set(rewards[:drawn])) > 1 and rewards[drawn - 1] != 0)
+    assert (group.advantages > 0).any() == pool.met
+
+
+def test_a_prompt_begun_ahead_goes_on_from_its_own_mean():
+    # Rounds of 4 at 1/2 were drawn by the collection before; the third needs more than their mean.
+    section = config("ngu", 4, max_draws=12, retry_probability=1.0)
+    scores = [0.5] * 8 + [0.5, 0.6, 0.5, 0.5]
+    responses = tuple(Response("p", i, np.zeros(1, np.int32), np.zeros(1, np.float32), False) for i in range(8))
+    for earlier, drawn in ((scores[:8], 12), ([0.5] * 7 + [0.6], 8)):
+        begun = PartialRollouts(responses, tuple(Verdict(False, score) for score in earlier), 2, (4, 4))
+
+        def sample(queue):
+            while requests := queue.take(100):
+                yield [dataclasses.replace(responses[0], draw=request.draw) for request in requests]
+
+        def verify(pairs):
+            return [Verdict(scores[response.draw] > 0.7, scores[response.draw]) for _, response in pairs]
+
+        (pool,) = collect([PROMPT], sample, verify, section, partial={"p": begun})
+        assert len(pool.responses) == drawn and pool.met
 
 
 def test_the_first_round_and_the_last_word_are_not_left_to_chance():

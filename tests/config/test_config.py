@@ -198,6 +198,17 @@ COLLECTION_MISTAKES = [
     ({"strategy": "estimate", "budget": 33.0}, "budget is 33 draws for a prompt.*at least 2 and at most 32"),
     ({"strategy": "estimate", "max_draws": 6}, "budget is 8 draws for a prompt.*at most 6"),
     ({"strategy": "estimate", "min_draws": 33}, "min_draws is 33 and collection.max_draws 32: lower the first"),
+    # w is 1 (or alpha) for every prompt: the budget of 8 is a fixed number of draws, and not what was asked for.
+    *[
+        ({"strategy": "estimate", "allocation": allocation} | objective, "every prompt would get 8 draws.*Use .* grpo")
+        for allocation in ("hybrid", "sampling")
+        for objective in ({}, {"objective": "power", "objective_alpha": 1.0})
+    ],
+    ({"unmet": "skip"}, "collection.unmet is 'skip'; it must be one of keep, drop, replace"),
+    *[
+        ({"strategy": strategy, "unmet": "replace"}, f"unmet is 'replace' with the strategy {strategy}, but only pos")
+        for strategy in ("grpo", "estimate", "dapo", "ngu")
+    ],
     ({"strategy": "estimate", "keep": "group"}, "groups of 4, but a prompt may get only 2 draws: raise"),
     *[
         (
@@ -208,7 +219,7 @@ COLLECTION_MISTAKES = [
     ],
     ({"objective": "power", "objective_epsilon": 0.0}, "objective_epsilon is 0.0 with the objective power.*above 0"),
     ({"objective_epsilon": 1.0}, "objective_epsilon is 1.0; it must be below 1"),
-    # An observed pass rate of 1 would get sqrt((1 - p) / p) = 0 draws, and advantages of 1 / 0.
+    # An observed pass rate of 1 would get w sqrt(p (1 - p)) = 0 draws, and advantages of 1 / 0.
     ({"strategy": "estimate", "allocation": "variance", "objective_epsilon": 0.0}, "allocation variance.*above 0"),
     # w(0) = 2 * 0: nothing is drawn and nothing weighs, 0 / 0.
     (
@@ -248,7 +259,11 @@ def test_collection_settings_that_cannot_be_meant(settings, message):
         {"strategy": "estimate", "budget": 2.0},
         {"strategy": "estimate", "budget": 32.0},
         {"strategy": "estimate", "keep": "group", "min_draws": 4},
-        {"strategy": "estimate", "objective_epsilon": 0.0},
+        {"strategy": "estimate", "objective": "power", "allocation": "hybrid"},
+        {"strategy": "estimate", "allocation": "variance"},
+        {"strategy": "positive", "unmet": "drop"},
+        {"unmet": "replace", "keep": "pool", "overlap_iterations": 1},
+        {"strategy": "dapo", "overlap_iterations": 1},
         {"objective": "power", "objective_alpha": 2.0, "objective_epsilon": 0.0},
         {"strategy": "ngu", "retry_probability": 1.0},
         {"strategy": "ngu", "retry_probability": 0.99, "max_draws": 0},
@@ -261,10 +276,9 @@ def test_collection_settings_at_their_limits(settings):
     strategies.build(config.collection)
 
 
-@pytest.mark.parametrize("strategy", ["estimate", "dapo"])
-def test_no_overlap_where_the_next_prompts_draws_are_unknown(strategy):
-    overlap = {"collection.strategy": strategy, "collection.overlap_iterations": 1}
-    with pytest.raises(ValueError, match=f"before it is known what {strategy} will ask of them.*set it to 0"):
+def test_no_overlap_where_the_next_prompts_draws_are_unknown():
+    overlap = {"collection.strategy": "estimate", "collection.overlap_iterations": 1}
+    with pytest.raises(ValueError, match="before it is known how many draws estimate will allot .*set it to 0"):
         config_lib.check(changed(**overlap))
 
 

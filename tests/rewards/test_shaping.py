@@ -15,10 +15,18 @@ def test_overlong_share_by_hand():
 
 def test_a_penalty_makes_no_right_answer_wrong():
     shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=0.5, max_response_tokens=20)
-    # Full marks at full length: the reward falls to 1/2, below the threshold, and the answer stays right.
-    assert shaping(Verdict(True, 1.0), 20) == Verdict(True, 0.5)
-    # A wrong one at half of the stretch falls below 0: rewards may be any number.
-    assert shaping(Verdict(False, 0.0, "no_answer"), 16) == Verdict(False, -0.25, "no_answer")
+    # Full marks at full length: the answer stays right and its reward that of the outcome; 1/2 is kept apart.
+    assert shaping(Verdict(True, 1.0), 20) == Verdict(True, 1.0, penalty=0.5)
+    assert shaping(Verdict(True, 0.8), 16) == Verdict(True, 0.8, penalty=0.25)
+    # What its grader thought of it does not matter: below the threshold it is wrong.
+    assert shaping(Verdict(True, 0.7), 20) == Verdict(False, 0.7)
+
+
+def test_a_wrong_answer_costs_the_same_at_every_length():
+    # DAPO (2503.14476, section 3.4) would give -1/2 to -1/4: in an all-wrong group the short ones would be reinforced.
+    shaping = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=0.5, max_response_tokens=20)
+    verdicts = {shaping(Verdict(False, 0.0, "no_answer"), length) for length in (1, 16, 20)}
+    assert verdicts == {Verdict(False, 0.0, "no_answer")}
 
 
 def test_the_threshold_decides_what_is_correct():
@@ -35,7 +43,7 @@ def test_later():
     shaped = shaping.later(graded, [2, 4])
     assert not shaped.done()
     graded.set_result([Verdict(True, 1.0), Verdict(True, 1.0)])
-    assert shaped.result(timeout=0) == [Verdict(True, 0.5), Verdict(True, 0.0)]
+    assert shaped.result(timeout=0) == [Verdict(True, 1.0, penalty=0.5), Verdict(True, 1.0, penalty=1.0)]
 
 
 def test_a_failure_reaches_the_reader_of_the_future():

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import signal
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,15 @@ import pytest
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
-from reinforce_ada_jax.data.prompts import PromptCursor
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.training import loop
-from reinforce_ada_jax.training.iteration import Chosen
+from reinforce_ada_jax.training.iteration import Chosen, Trainer, choose_prompts
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
@@ -169,6 +171,31 @@ def test_the_cursor_passes_the_replacements_that_were_used():
     cursors = [PromptCursor(seed=0, position=position) for position in range(5)]
     chosen = Chosen(prompts[:2], cursors[2], [(prompts[2], cursors[3]), (prompts[3], cursors[4])], Prefetch(()))
     assert [chosen.cursor_after(used) for used in (2, 3, 4)] == cursors[2:]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
+    config = tiny(**{
+        "collection.strategy": "ngu", "collection.max_extra_batches": 2, "collection.prompts_per_iteration": 4,
+        "learning.prompts_per_update": 4, "collection.overlap_iterations": overlap,
+    })  # fmt: skip
+    prompts = [Prompt(f"p{row}", "", "", np.ones(1, np.int32)) for row in range(40)]
+    trainer = Mock(spec=Trainer, config=config, prompts=prompts, strategy=strategies.build(config.collection))
+    order = [prompt.id for prompt in next_prompts(prompts, PromptCursor(seed=0), 40)[0]]
+
+    def ids(prompts):
+        return [prompt.id for prompt in prompts]
+
+    chosen = choose_prompts(trainer, PromptCursor(seed=0))
+    replacements = ids(prompt for prompt, _ in chosen.replacements)
+    assert ids(chosen.prompts) == order[:4]
+    if not overlap:  # the data goes on behind what was used
+        assert replacements == order[4:12] and not chosen.upcoming.prompts
+        assert choose_prompts(trainer, chosen.cursor_after(4 + 3)).prompts[0].id == order[7]
+        return
+    # The next iteration has 4 to 7, begun or not, and however many were replaced; those come from 8 on.
+    assert ids(chosen.upcoming.prompts) == order[4:8] and replacements == order[8:16]
+    assert ids(choose_prompts(trainer, chosen.cursor_after(4 + 3)).prompts) == order[4:8]
 
 
 def test_training_from_a_notebook(tmp_path):
