@@ -122,8 +122,8 @@ def corrections_weigh_whole_responses(config: Config) -> None:
     if corrected and aggregation == "seq-mean-token-mean":
         raise ValueError(
             f"learning.aggregation is {aggregation!r} with the correction {kind} and the objective "
-            f"{collection.objective}: it divides the weight of a response by its length, so the update no longer climbs "
-            "the objective. Use token-mean or seq-mean-token-sum."
+            f"{collection.objective}: it divides the weight of a response by its length, so the update no longer "
+            "climbs the objective. Use token-mean or seq-mean-token-sum."
         )
 
 

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
@@ -293,5 +294,5 @@ def test_a_corrected_update_is_the_sum_per_round_drawn(tmp_path, aggregation):
 def test_an_aggregation_that_divides_by_length_is_refused():
     changes = {"collection.objective": "log", "learning.aggregation": "seq-mean-token-mean"}
     with pytest.raises(ValueError, match="divides the weight of a response by its length"):
-        tiny(**changes)
-    tiny(**changes | {"collection.correction": "none"})
+        config_lib.check(tiny(**changes))
+    config_lib.check(tiny(**changes | {"collection.correction": "none"}))
