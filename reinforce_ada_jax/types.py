@@ -11,7 +11,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -114,6 +114,7 @@ class Pool:
       met: the strategy's stopping rule was met (False: the round limit ended the prompt).
       estimate: pass rate expected before drawing, where the strategy plans; else None.
       round_sizes: draws of each round, in order; empty: all rounds have the same size.
+      discarded: tokens of each speculative draw that was not needed; such draws have no verdict.
     """
 
     prompt: Prompt
@@ -123,6 +124,7 @@ class Pool:
     met: bool
     estimate: float | None = None
     round_sizes: tuple[int, ...] = ()
+    discarded: tuple[int, ...] = ()
 
     @property
     def rewards(self) -> Float[np.ndarray, " N"]:
@@ -194,6 +196,10 @@ class RequestQueue(Protocol):
         """Returns up to `limit` requests of the next iteration, for slots that `take` leaves idle."""
         ...
 
+    def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
+        """Returns up to `limit` draws of these prompts that their next verdicts may ask for, for idle slots."""
+        ...
+
     def wait(self) -> bool:
         """Waits for the next pending verdicts, which may close prompts or bring requests; False where none are pending.
 
@@ -202,5 +208,5 @@ class RequestQueue(Protocol):
         ...
 
     def closed(self) -> list[str]:
-        """Returns ids of the prompts closed since the last call: no further request will name them."""
+        """Returns ids of the prompts closed since the last call: none of their requests is waiting or in flight."""
         ...

@@ -35,6 +35,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     deterministic: bool = True,
     partial: Mapping[str, PartialRollouts] | None = None,
     prefetch: Prefetch | None = None,
+    speculative: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
@@ -58,6 +59,8 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         events follows from the yields alone; else as soon as they have arrived.
       partial: rollouts that an earlier collection prefetched, by prompt id.
       prefetch: prompts of the next collection, drawn where slots would be idle.
+      speculative: where slots would still be idle, start a prompt's next rounds before its verdicts are there
+        (speculation.py). The pools are the same; `Pool.discarded` has the draws that were not needed.
       on_progress: called after every yield with (closed prompts, responses) so far.
 
     Returns:
@@ -77,6 +80,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         strategy,
         VerificationQueue(verify_fn, deterministic=deterministic),
         barrier=barrier,
+        speculative=speculative,
         seed=seed,
         iteration=iteration,
     )

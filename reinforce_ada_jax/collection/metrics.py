@@ -76,6 +76,14 @@ def _mean_of_firsts(values: Sequence[Shaped[np.ndarray, " _"]], counts: Sequence
     return float(np.mean([each[:count].mean() for each, count in zip(values, counts, strict=True)]))
 
 
+def discarded_metrics(pools: Sequence[Pool]) -> dict[str, int]:
+    """Counts speculative draws that no round needed, and their tokens; `collection/slot_utilisation` includes them."""
+    return {
+        "collection/discarded_responses": sum(len(pool.discarded) for pool in pools),
+        "collection/discarded_tokens": sum(sum(pool.discarded) for pool in pools),
+    }
+
+
 def collection_metrics(
     groups: Sequence[Group],
     group_size: int,

@@ -33,6 +33,7 @@ class PromptRollouts:
       verdicts: those of the finished rounds, by draw.
       rounds: finished rounds.
       round_sizes: draws of each started round.
+      speculative: draws that follow those of the started rounds, by number; None where the response is missing.
     """
 
     prompt: Prompt
@@ -45,6 +46,17 @@ class PromptRollouts:
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     rounds: int = 0
     round_sizes: list[int] = dataclasses.field(default_factory=list)
+    speculative: dict[int, Response | None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def next_draw(self) -> int:
+        """Number of the first draw that has no request yet."""
+        return len(self.responses) + len(self.speculative)
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the prompt is closed and none of its speculative draws is missing."""
+        return self.phase is Phase.CLOSED and None not in self.speculative.values()
 
     def resume(self, partial: PartialRollouts) -> None:
         """Continues from the draws of an earlier collection."""
@@ -79,22 +91,29 @@ class PromptRollouts:
         """Returns the pool of a closed prompt."""
         met = strategy.met(self.progress())
         responses = tuple(response for response in self.responses if response is not None)
-        sizes = tuple(self.round_sizes)
-        return Pool(self.prompt, responses, tuple(self.verdicts), self.rounds, met, self.estimate, sizes)
+        discarded = tuple(len(response.tokens) for response in self.speculative.values() if response is not None)
+        return Pool(
+            self.prompt, responses, tuple(self.verdicts), self.rounds, met, self.estimate, tuple(self.round_sizes),
+            discarded,
+        )  # fmt: skip
 
     def start_round(self, size: int) -> None:
-        """WAITING -> SAMPLING."""
-        self.responses += [None] * size
+        """WAITING -> SAMPLING; WAITING -> VERIFYING where speculative draws fill the round."""
+        begin = len(self.responses)
+        self.responses += [self.speculative.pop(draw, None) for draw in range(begin, begin + size)]
         self.round_sizes.append(size)
-        self.phase = Phase.SAMPLING
+        self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
     def requests(self) -> list[Request]:
-        """Returns one request for each missing draw of the current round."""
+        """Returns one request for each missing draw of the started rounds, speculative ones in flight included."""
         missing = (draw for draw, response in enumerate(self.responses) if response is None)
         return [Request(self.prompt, draw, self.prefetch) for draw in missing]
 
     def add(self, response: Response) -> None:
         """Stores a response; with the last one of the round, SAMPLING -> VERIFYING."""
+        if response.draw in self.speculative:
+            self.speculative[response.draw] = response
+            return
         self.responses[response.draw] = response
         if None not in self.responses:
             self.phase = Phase.VERIFYING

@@ -3,11 +3,12 @@
 import collections
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
+from reinforce_ada_jax.collection.speculation import speculative_requests
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.verification import VerificationQueue
 from reinforce_ada_jax.types import Prompt, Request, Response
@@ -30,6 +31,7 @@ class CollectionQueue:
         verification: VerificationQueue,
         *,
         barrier: bool,
+        speculative: bool,
         seed: int,
         iteration: int,
     ):
@@ -38,6 +40,8 @@ class CollectionQueue:
         self._by_id = {rollouts.prompt.id: rollouts for rollouts in prompts}
         self._replacements = collections.deque(replacements)
         self._strategy, self._verification = strategy, verification
+        # Behind a barrier no round starts early, and planned draws are all asked for at once.
+        self._speculative = speculative and not barrier and strategy.plan is None
         self._barrier, self._seed, self._iteration = barrier, seed, iteration
         # Heaps of (finished rounds, order, request): of this collection's prompts, and of the next one's.
         self._waiting: list[tuple[int, int, Request]] = []
@@ -67,10 +71,18 @@ class CollectionQueue:
         is_open = any(rollouts.phase is not Phase.CLOSED and not rollouts.prefetch for rollouts in self.prompts)
         return self._take(self._waiting_prefetch, limit) if is_open else []
 
+    def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
+        if not self._speculative:
+            return []
+        prompts = (self._by_id[prompt_id] for prompt_id in prompt_ids)
+        return self._started(speculative_requests(prompts, limit, self._strategy.max_draws))
+
     def _take(self, waiting: list[tuple[int, int, Request]], limit: int) -> list[Request]:
-        taken = [heapq.heappop(waiting)[-1] for _ in range(min(limit, len(waiting)))]
-        self._in_flight |= {(request.prompt.id, request.draw): None for request in taken}
-        return taken
+        return self._started([heapq.heappop(waiting)[-1] for _ in range(min(limit, len(waiting)))])
+
+    def _started(self, requests: list[Request]) -> list[Request]:
+        self._in_flight |= {(request.prompt.id, request.draw): None for request in requests}
+        return requests
 
     def wait(self) -> bool:
         finished = self._verification.read_next()
@@ -96,9 +108,12 @@ class CollectionQueue:
                 how = "twice" if rollouts and any(rollouts.responses[response.draw : response.draw + 1]) else "unasked"
                 raise RuntimeError(f"The sampler returned draw {response.draw} of prompt {response.prompt_id!r} {how}.")
             del self._in_flight[address]
+            was_sampling = rollouts.phase is Phase.SAMPLING
             rollouts.add(response)
-            if rollouts.phase is Phase.VERIFYING:
+            if was_sampling and rollouts.phase is Phase.VERIFYING:
                 complete.append(rollouts)
+            elif rollouts.is_finished:
+                self._newly_closed.append(rollouts.prompt.id)
         self._advance(self._verification.submit(sorted(complete, key=lambda rollouts: rollouts.index)))
 
     def finish(self) -> None:
@@ -119,23 +134,31 @@ class CollectionQueue:
 
     def _advance(self, prompts: Iterable[PromptRollouts]) -> None:
         """Starts the next round of each prompt, or closes it, as the strategy decides."""
-        for rollouts in prompts:
-            iteration = self._iteration + rollouts.prefetch
-            uniform = strategies.uniform_at_address(self._seed, iteration, rollouts.prompt.id, rollouts.rounds)
-            size = strategies.next_round(self._strategy, rollouts.progress(), uniform)
-            if size == 0:
-                self._close(rollouts)
-                continue
-            rollouts.start_round(size)
-            if self._barrier and rollouts.rounds > 0:
-                rollouts.phase = Phase.HELD
-            else:
-                self._put(rollouts)
+        advanced = list(prompts)
+        while advanced:
+            for rollouts in advanced:
+                self._advance_one(rollouts)
+            # Rounds that speculative draws have filled already.
+            advanced = self._verification.submit([each for each in advanced if each.phase is Phase.VERIFYING])
+
+    def _advance_one(self, rollouts: PromptRollouts) -> None:
+        iteration = self._iteration + rollouts.prefetch
+        uniform = strategies.uniform_at_address(self._seed, iteration, rollouts.prompt.id, rollouts.rounds)
+        size = strategies.next_round(self._strategy, rollouts.progress(), uniform)
+        if size == 0:
+            self._close(rollouts)
+            return
+        rollouts.start_round(size)
+        if self._barrier and rollouts.rounds > 0:
+            rollouts.phase = Phase.HELD
+        else:
+            self._put(rollouts)
 
     def _put(self, rollouts: PromptRollouts) -> None:
         waiting = self._waiting_prefetch if rollouts.prefetch else self._waiting
         for request in rollouts.requests():
-            heapq.heappush(waiting, (rollouts.rounds, next(self._order), request))
+            if (request.prompt.id, request.draw) not in self._in_flight:
+                heapq.heappush(waiting, (rollouts.rounds, next(self._order), request))
 
     def _held(self) -> list[PromptRollouts]:
         return [rollouts for rollouts in self.prompts if rollouts.phase is Phase.HELD]
@@ -155,7 +178,8 @@ class CollectionQueue:
         list that keeps enough, whatever finishes first.
         """
         rollouts.phase = Phase.CLOSED
-        self._newly_closed.append(rollouts.prompt.id)
+        if rollouts.is_finished:
+            self._newly_closed.append(rollouts.prompt.id)
         if rollouts.prefetch or not self._replacements:
             return
         if not kept_draws(rollouts.pool(self._strategy), self._strategy).size:

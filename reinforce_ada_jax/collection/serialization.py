@@ -33,7 +33,10 @@ class CollectedShard:
 def to_bytes(shard: CollectedShard) -> bytes:
     """Returns the shard as bytes, with ids in place of prompts."""
     header = {
-        "pools": [_header(pool.prompt.id, pool) | {"met": pool.met, "estimate": pool.estimate} for pool in shard.pools],
+        "pools": [
+            _header(pool.prompt.id, pool) | {"met": pool.met, "estimate": pool.estimate, "discarded": pool.discarded}
+            for pool in shard.pools
+        ],
         "partial": [_header(prompt_id, rollouts) for prompt_id, rollouts in shard.partial.items()],
         "counts": shard.counts,
     }
@@ -62,7 +65,7 @@ def from_bytes(data: bytes, prompts: Iterable[Prompt]) -> CollectedShard:
     pools = [
         Pool(
             prompt_of[record["prompt"]], *_rollouts(record, arrays_of), record["met"], record["estimate"],
-            tuple(record["round_sizes"]),
+            tuple(record["round_sizes"]), tuple(record["discarded"]),
         )
         for record in header["pools"]
     ]  # fmt: skip

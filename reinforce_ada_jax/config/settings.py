@@ -181,6 +181,10 @@ class CollectionConfig:
         None, "Read verdicts at fixed points, so that equal runs have equal bits on devices whose rounding depends on "
         "the row; default: on CPUs.",
     )  # fmt: skip
+    speculative: bool | None = setting(
+        None, "Idle slots start a prompt's next rounds before its verdicts are there; draws that are not needed are "
+        "discarded: the same samples, less time. Default: where samples_per_round is below group_size.",
+    )  # fmt: skip
     overlap_iterations: int = setting(
         0, "1: idle slots start the next iteration's prompts, with this iteration's weights.", values.ZERO_OR_ONE,
         rule="overlap_knows_its_prompts",

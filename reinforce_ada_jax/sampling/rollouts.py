@@ -215,6 +215,9 @@ class _Session:
             taken = self.queue.take_prefetch(idle_slots)
             self.prefetched.update(request.prompt.id for request in taken)
             self._add(taken)
+        for scheduler in self.schedulers:
+            if missing := scheduler.missing_requests:
+                self._add(self.queue.take_speculative(missing, scheduler.rows.prompts))
 
     def _add(self, requests: Sequence[Request]) -> None:
         """Gives each request to the replica that has its prompt; a new prompt to the one with the least to do."""

@@ -24,6 +24,11 @@ from reinforce_ada_jax.sampling.state import (
 from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
 from reinforce_ada_jax.types import Prompt, Request, Response
 
+# About one slot of eight becomes free inside a window, where responses have hundreds of tokens. Simulated with rounds
+# of one draw in 256 slots: 0.85 of slot-steps are useful with no requests for them, 0.89 with requests for an eighth of
+# the slots, 0.90 with a quarter, and 0.87 with as many as slots, which start too early and are discarded.
+FREED_IN_A_WINDOW = 8
+
 
 class Scheduler:
     """Requests of one replica, over its page budget and its rows."""
@@ -54,6 +59,12 @@ class Scheduler:
     def idle_slots(self) -> int:
         """Slots for which no request is ready."""
         return 0 if self._unopened else max(0, self.options.slots - len(self.rows.in_flight) - len(self._ready))
+
+    @property
+    def missing_requests(self) -> int:
+        """Requests with which all slots would stay busy: for idle slots, and for those that a window sets free."""
+        wanted = self.options.slots + self.options.slots // FREED_IN_A_WINDOW
+        return max(0, wanted - len(self.rows.in_flight) - len(self._ready))
 
     @property
     def num_unopened(self) -> int:

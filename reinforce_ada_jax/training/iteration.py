@@ -18,7 +18,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import Ema, calibration
-from reinforce_ada_jax.collection.metrics import collection_metrics
+from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
@@ -194,6 +194,7 @@ def collect_groups(
     """Draws and grades responses until every prompt's rule is met; returns groups with advantages, and metrics."""
     config, rollouts = trainer.config, trainer.rollouts
     begin, verify_s = time.monotonic(), verifiers.busy_s
+    speculative = collection_rules.draws_speculatively(config.collection)
     sample_fn = _sample_fn(trainer, state)
     verify_fn = trainer.components.verify_fn(verifiers, components_lib.shaping(config))
 
@@ -218,6 +219,7 @@ def collect_groups(
             deterministic=components_lib.deterministic(config),
             partial=job.partial,
             prefetch=job.prefetch,
+            speculative=speculative,
             on_progress=report,
         )
         return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
@@ -229,6 +231,8 @@ def collect_groups(
     groups = _groups(trainer, state, pools)
     thresholds = collection_rules.goals(config.collection)
     metrics = collection_metrics(groups, config.collection.group_size, len(chosen.prompts), thresholds)
+    if speculative:
+        metrics |= discarded_metrics(pools)
     return groups, metrics | calibration(pools) | {
         "collection/slot_utilisation": counts["tokens"] / max(counts["slot_steps"], 1),
         "collection/prefills": counts["prefills"],

@@ -110,7 +110,7 @@ def test_every_number_has_a_range():
         if str(field.type).partition(" ")[0] in ("int", "float", "<class") and field.type is not bool
         and not isinstance(field.default, str | tuple) and field.metadata["allowed"] is None
     }  # fmt: skip
-    bools = {"collection.normalize_by_std", "collection.barrier", "collection.deterministic"}
+    bools = {f"collection.{name}" for name in ("normalize_by_std", "barrier", "deterministic", "speculative")}
     bools |= {"sampling.check_invariants", "logging.tensorboard"}
     assert numbers - bools == elsewhere
 
@@ -413,7 +413,7 @@ def test_a_resume_may_change_these_and_nothing_else():
     for key, value in config_lib.flatten(dataclasses.asdict(valid())).items():
         if key in allowed:
             continue
-        if isinstance(value, bool) or key == "collection.deterministic":  # None by default
+        if isinstance(value, bool) or key in ("collection.deterministic", "collection.speculative"):  # None by default
             other = not value
         elif isinstance(value, str):
             other = f"{value}x"

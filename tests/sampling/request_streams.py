@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 
@@ -85,6 +86,10 @@ class RandomStream:
     def take_prefetch(self, limit: int) -> list[Request]:
         assert limit > 0
         return self._take(self._waiting_prefetch, limit) if self._num_open else []
+
+    def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
+        assert limit > 0
+        return []
 
     def closed(self) -> list[str]:
         self._tick()

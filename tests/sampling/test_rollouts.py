@@ -274,6 +274,9 @@ class OpenQueue:
     def take_prefetch(self, limit):
         return []
 
+    def take_speculative(self, limit, prompt_ids):
+        return []
+
     def wait(self):
         return False
 

@@ -239,3 +239,41 @@ def test_shards_are_balanced_by_planned_draws(monkeypatch):
     monkeypatch.setattr(sharded_collection, "processes", processes)
     processes.run(program)
     assert drawn_by == [["p0"], ["p1", "p2", "p3", "p4", "p5"]]
+
+
+def test_single_draws_with_speculation_are_the_same_in_several_processes(monkeypatch):
+    """Rounds of one until the first success: every process has the same pools and counts of discarded draws."""
+
+    def solved(progress):
+        return progress.correct > 0
+
+    strategy = strategies.Strategy(
+        strategies.until(solved, 1, 32), solved, strategies.keep_all, max_draws=32, max_kept=32
+    )
+    prompts = make_prompts(f"p{row}" for row in range(9))
+
+    def early(queue):
+        """Eight requests at a time, then 4 draws of the prompts that were taken last."""
+        while requests := queue.take(8):
+            requests += queue.take_speculative(4, list({request.prompt.id: None for request in requests}))
+            yield [drawn(request.prompt.id, request.draw) for request in requests]
+            queue.closed()
+
+    def run(sample_fn):
+        def draw(job):
+            return collect(job.prompts, sample_fn, verify, job.strategy, speculative=True), collections.Counter()
+
+        return sharded_collection.collect_everywhere(sharded_collection.Job(prompts, strategy), draw)[0]
+
+    def without_discarded(pools):
+        return described([dataclasses.replace(pool, discarded=()) for pool in pools])
+
+    alone = run(sample)
+    # Prompts 0 and 5 have the pass rate 0, and 4 has 1.
+    assert [len(alone[row].responses) for row in (0, 5, 4)] == [32, 32, 1]
+    processes = Processes(3)
+    monkeypatch.setattr(sharded_collection, "processes", processes)
+    everybody = processes.run(lambda index: run(early))
+    assert [without_discarded(pools) for pools in everybody] == [without_discarded(alone)] * 3
+    assert len({described(pools) for pools in everybody}) == 1
+    assert sum(len(pool.discarded) for pool in everybody[0]) > 0
