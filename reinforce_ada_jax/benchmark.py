@@ -7,7 +7,7 @@
     python -m reinforce_ada_jax.benchmark adaptive --slots=256 --scale=0.25 --barrier
     python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=Qwen2.5-1.5B
         --dtype=bfloat16 --bandwidth=8.1e11
-    python -m reinforce_ada_jax.benchmark learning --output=runs/learning --seeds=3 --jobs=2 --json=OUT
+    python -m reinforce_ada_jax.benchmark learning --output=runs/learning --seeds=5 --jobs=2 --json=OUT
     python -m reinforce_ada_jax.benchmark update --model=HF_DIR --against=transformers
         --against_python=.venv-parity/bin/python --json=OUT
     python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT

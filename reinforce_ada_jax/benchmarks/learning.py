@@ -1,10 +1,12 @@
-"""`benchmark learning`: held-out accuracy of every strategy on the built-in task, at equal updates and equal tokens.
+"""`benchmark learning`: held-out accuracy on the built-in task at equal updates, equal tokens and equal time.
 
 Every run is `train` with configs/tiny.py, in a process and a work directory of its own: after an interruption the same
-command continues, and a finished run is not repeated. Nothing is timed.
+command continues, and a finished run is not repeated. Seconds are those of collecting and updating, compilation
+included; compare them within one command on an idle machine.
 """
 
 import dataclasses
+import math
 import os
 import pathlib
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from absl import flags
+from jaxtyping import Float
 
 from reinforce_ada_jax.reporting import drawing
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
@@ -22,8 +25,11 @@ from reinforce_ada_jax.reporting.history import History, at_tokens, load
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "tiny.py"
 BENCHMARK = "heldout"
 UPDATES = 100
-# Token budgets: about those of 100 updates of grpo with n = 4, and of balance.
-BUDGETS = (64_000, 150_000, 335_000)
+MOST_SECONDS = 60.0  # of the figure
+BUDGETS = (30_000, 46_000, 70_000)  # response tokens
+THRESHOLD = 0.9  # of the held-out average, for the cost of reaching it
+# Two-sided 95 % points of Student's distribution, by degrees of freedom; 1.96 beyond.
+STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,29 +38,29 @@ class Entry:
 
     Attributes:
       name: in tables, figures and names of work directories.
-      overrides: configuration keys and values that differ from configs/tiny.py.
-      updates: number that generates about as many tokens as the others; at least `UPDATES`.
+      overrides: settings of the `collection` section that differ from configs/tiny.py.
+      learning_rate: the best of 5e-4, 1e-3, 2e-3 and 4e-3 (docs/algorithms.md has the trials).
+      updates: number that generates at least the largest of `BUDGETS`; at least `UPDATES`.
     """
 
     name: str
     overrides: dict[str, Any]
-    updates: int
+    learning_rate: float
+    updates: int = UPDATES
 
 
+SINGLES = {"strategy": "positive", "objective": "log", "samples_per_round": 1, "max_rounds": 16}
 ENTRIES = (
-    Entry("grpo-4", {"collection.strategy": "grpo", "collection.group_size": 4}, 550),
-    Entry("grpo-8", {"collection.strategy": "grpo", "collection.group_size": 8}, 275),
-    Entry("grpo-16", {"collection.strategy": "grpo", "collection.group_size": 16}, 150),
-    Entry("dapo", {"collection.strategy": "dapo"}, 160),
-    Entry("positive", {"collection.strategy": "positive"}, 250),
-    Entry("balance", {"collection.strategy": "balance"}, 100),
-    Entry("estimate-ema", {"collection.strategy": "estimate", "collection.objective": "log"}, 275),
-    Entry(
-        "estimate-value",
-        {"collection.strategy": "estimate", "collection.objective": "log", "estimator.kind": "value"},
-        275,
-    ),
-    Entry("ngu", {"collection.strategy": "ngu"}, 460),
+    Entry("exact-log", SINGLES, 2e-3, 330),
+    Entry("grpo-4", {"strategy": "grpo", "group_size": 4}, 1e-3, 115),
+    Entry("grpo-8", {"strategy": "grpo", "group_size": 8}, 2e-3),
+    Entry("grpo-16", {"strategy": "grpo", "group_size": 16}, 2e-3),
+    Entry("balance", {"strategy": "balance"}, 1e-3),
+    Entry("stratified", {"strategy": "balance", "correction": "stratified"}, 1e-3),
+    Entry("ngu", {"strategy": "ngu"}, 1e-3),
+    Entry("estimate", {"strategy": "estimate", "objective": "log"}, 1e-3),
+    Entry("dapo", {"strategy": "dapo"}, 1e-3),
+    Entry("maxrl", {"strategy": "grpo", "group_size": 8, "objective": "maxrl"}, 1e-3),
 )
 
 
@@ -64,7 +70,9 @@ def train(entry: Entry, seed: int, workdir: pathlib.Path) -> None:
     Raises:
       RuntimeError: it failed; the message has the end of its output.
     """
-    settings = {"seed": seed, "iterations": entry.updates, "logging.tensorboard": False, **entry.overrides}
+    settings = {"seed": seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
+    settings |= {"evaluation.every": 10, "checkpoint.every": 50, "logging.tensorboard": False}
+    settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
     command = [
         sys.executable, "-m", "reinforce_ada_jax.train", f"--config={CONFIG}", f"--workdir={workdir}",
         *(f"--config.{key}={value}" for key, value in settings.items()),
@@ -105,29 +113,50 @@ def at_updates(history: History, updates: int) -> tuple[float, float]:
     return averages, float(np.interp(updates, accuracy.updates, accuracy.tokens))
 
 
+def cost_of(history: History, average: float) -> tuple[float, float, float]:
+    """Returns (updates, tokens, seconds) until the held-out average is reached, interpolated; inf if it never is."""
+    accuracy = history.evaluations[BENCHMARK]
+    reached = np.flatnonzero(accuracy.average >= average)
+    if not reached.size:
+        return math.inf, math.inf, math.inf
+    last = int(reached[0])
+    between = slice(max(last - 1, 0), last + 1)
+    updates = float(np.interp(average, accuracy.average[between], accuracy.updates[between]))
+    at = np.array([updates])
+    return updates, float(history.at(at, history.tokens)[0]), float(history.at(at, history.seconds)[0])
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Returns the mean over seeds, and half of its 95 % interval by Student's distribution; nan for one seed."""
+    freedom = len(values) - 1
+    point = STUDENT[freedom] if freedom < len(STUDENT) else 1.96
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if freedom else math.nan
+    return [float(np.mean(values)), point * error]
+
+
 def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
-    """Returns means and standard deviations over seeds, after `UPDATES` updates and at each token budget.
+    """Returns means over seeds with their 95 % intervals, at equal updates, tokens and cost.
 
-    A budget that a run did not reach gives None, never an extrapolated number.
+    A budget that a run did not reach gives None, never an extrapolated number; so does `THRESHOLD`.
     """
-
-    def spread(values: Sequence[float]) -> list[float]:
-        return [float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0]
-
     result = {}
     for name, runs in histories.items():
         reached = [at_updates(run, UPDATES) for run in runs]
-        early = [float(run.metrics["collection/zero_signal_share"][:25].mean()) for run in runs]
+        costs = np.array([cost_of(run, THRESHOLD) for run in runs])
+        last = [max(run.curves[BENCHMARK]["pass"].items())[1] for run in runs]
         result[name] = {
-            f"avg_at_{UPDATES}_updates": spread([average for average, _ in reached]),
-            f"tokens_at_{UPDATES}_updates": spread([tokens for _, tokens in reached]),
-            "zero_signal_1_25": spread(early),
+            f"avg_at_{UPDATES}_updates": interval([average for average, _ in reached]),
+            f"tokens_at_{UPDATES}_updates": interval([tokens for _, tokens in reached]),
             "avg_at_tokens": {
-                f"{budget:.0f}": spread([at_tokens(run, BENCHMARK, budget) for run in runs])
+                f"{budget:.0f}": interval([at_tokens(run, BENCHMARK, budget) for run in runs])
                 if all(run.tokens[-1] >= budget for run in runs)
                 else None
                 for budget in BUDGETS
             },
+            "tokens_to_threshold": interval(costs[:, 1].tolist()) if np.isfinite(costs).all() else None,
+            "seconds_to_threshold": interval(costs[:, 2].tolist()) if np.isfinite(costs).all() else None,
+            "reached_threshold": int(np.isfinite(costs[:, 0]).sum()),
+            "pass_at_end": interval([by_k[max(by_k)] for by_k in last]),
         }
     return result
 
@@ -135,40 +164,47 @@ def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """Returns the summary as a Markdown table."""
 
-    def cell(values: list[float] | None) -> str:
-        return "not reached" if values is None else f"{values[0]:.3f} ± {values[1]:.3f}"
+    def cell(values: list[float] | None, digits: int = 3, otherwise: str = "not reached") -> str:
+        return otherwise if values is None else f"{values[0]:,.{digits}f} ± {values[1]:,.{digits}f}"
 
-    head = ["", f"avg@16 at {UPDATES} updates", "tokens by then", "zero-signal 1-25"]
-    rows = [[*head, *(f"at {budget / 1000:,.0f}k tokens" for budget in BUDGETS)]]
+    head = ["", *(f"avg@16 at {budget / 1000:,.0f}k tokens" for budget in BUDGETS), f"at {UPDATES} updates"]
+    rows = [[*head, "tokens by then", f"tokens to {THRESHOLD}", f"seconds to {THRESHOLD}", "pass@16 at the end"]]
     rows.append(["---"] * len(rows[0]))
     for name, numbers in result.items():
+        some = f"{numbers['reached_threshold']} of the seeds"
         rows.append([
-            name, cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
-            f"{numbers['zero_signal_1_25'][0]:.2f}",
+            name,
             *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in BUDGETS),
+            cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
+            cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
+            cell(numbers["pass_at_end"]),
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
-    """Draws held-out accuracy against updates and against tokens: mean and range over seeds."""
-    most_tokens = max(run.tokens[-1] for runs in histories.values() for run in runs)
+def _mean_curve(name: str, style: int, x: Float[np.ndarray, " N"], averages: list[np.ndarray]) -> drawing.Curve:
+    """Returns the curve of the mean over seeds, with the range from the worst to the best seed shaded."""
+    band = np.min(averages, axis=0), np.max(averages, axis=0)
+    return drawing.Curve(name, style, x, np.mean(averages, axis=0), band=band)
 
-    updates, tokens = [], []
+
+def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
+    """Draws held-out accuracy against updates, tokens and seconds of training: mean and range over seeds."""
+    panels: dict[str, list[drawing.Curve]] = {"updates": [], "tokens": [], "seconds": []}
     for style, (name, runs) in enumerate(histories.items()):
         accuracies = [run.evaluations[BENCHMARK] for run in runs]
-        last = min(run.tokens[-1] for run in runs)
-        by_updates, by_tokens = np.linspace(0, UPDATES, 9), np.linspace(0, last, max(3, round(21 * last / most_tokens)))
-        for curves, x, averages in (
-            (updates, by_updates, [np.interp(by_updates, one.updates, one.average) for one in accuracies]),
-            (tokens, by_tokens, [np.interp(by_tokens, one.tokens, one.average) for one in accuracies]),
-        ):
-            band = np.min(averages, axis=0), np.max(averages, axis=0)
-            curves.append(drawing.Curve(name, style, x, np.mean(averages, axis=0), band=band))
-    panels = [
-        drawing.Panel(BENCHMARK, "updates", "avg@16", updates), drawing.Panel(BENCHMARK, "tokens", "avg@16", tokens),
-    ]  # fmt: skip
-    drawing.draw(panels, file, columns=2)
+        seconds = [run.at(one.updates, run.seconds) for run, one in zip(runs, accuracies, strict=True)]
+        axes = {
+            "updates": ([one.updates for one in accuracies], float(UPDATES)),
+            "tokens": ([one.tokens for one in accuracies], float(BUDGETS[-1])),
+            "seconds": (seconds, MOST_SECONDS),
+        }
+        for label, (found, most) in axes.items():
+            x = np.linspace(0, min(most, *(float(one[-1]) for one in found)), 21)
+            averages = [np.interp(x, one, accuracy.average) for one, accuracy in zip(found, accuracies, strict=True)]
+            panels[label].append(_mean_curve(name, style, x, averages))
+    drawn = [drawing.Panel(BENCHMARK, label, "avg@16", curves) for label, curves in panels.items()]
+    drawing.draw(drawn, file, columns=3)
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:

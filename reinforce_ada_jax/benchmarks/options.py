@@ -46,7 +46,7 @@ INTEGERS = {
     "max_response_tokens": (None, "In a simulation: tokens to reserve pages for, in place of the actual length."),
     "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
     "seed": (0, "Seed of workloads and random weights."),
-    "seeds": (3, "Runs of `learning` for each algorithm."),
+    "seeds": (5, "Runs of `learning` for each algorithm."),
     "jobs": (1, "Of these at the same time, one core each."),
     "rows": (None, "Rows of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
     "micro_batches": (8, "Micro-batches of `update`."),

@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 from absl import flags
+from scipy import stats
 
 from reinforce_ada_jax import benchmark
 from reinforce_ada_jax.benchmarks import learning
@@ -12,30 +13,40 @@ from reinforce_ada_jax.reporting.history import Accuracy, History
 
 
 def history(tokens_per_update: int, last: float) -> History:
-    """A run of 200 updates whose held-out average rises in a straight line from 0 to `last`."""
+    """A run of 200 updates, a second each, whose held-out average rises in a straight line from 0 to `last`."""
     updates = np.arange(1.0, 201.0)
     tokens = tokens_per_update * updates
     evaluated = np.array([0.0, 100.0, 200.0])
     evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / 200 * last, np.zeros(3))
-    metrics = {"collection/zero_signal_share": np.where(updates <= 25, 0.5, 0.9)}
-    return History("run", 16, updates, tokens, updates, metrics, {"heldout": evaluation}, {}, {}, pathlib.Path("run"))
+    curves = {"heldout": {"pass": {100.0: {1: 0.0, 16: 0.1}, 200.0: {1: last, 16: 1.0}}}}
+    return History("run", 16, updates, tokens, updates, {}, {"heldout": evaluation}, curves, {}, pathlib.Path("run"))
 
 
-HISTORIES = {"grpo-4": [history(640, 0.4), history(640, 0.8)], "balance": [history(3350, 0.9)]}
+HISTORIES = {"grpo-4": [history(320, 0.4), history(320, 0.8)], "balance": [history(3350, 1.0), history(3350, 0.9)]}
 
 
 def test_summary():
     found = learning.summary(HISTORIES)
-    # Half of the way: 0.2 and 0.4, whose standard deviation over two seeds is 0.2 / sqrt(2).
-    assert found["grpo-4"]["avg_at_100_updates"] == pytest.approx([0.3, 0.1414], abs=1e-4)
-    assert found["grpo-4"]["tokens_at_100_updates"] == [64_000.0, 0.0]
-    assert found["balance"]["zero_signal_1_25"] == [0.5, 0.0]
-    # 335,000 tokens are 100 updates of balance; grpo ends at 128,000.
-    assert found["balance"]["avg_at_tokens"]["335000"] == pytest.approx([0.45, 0.0])
-    assert found["grpo-4"]["avg_at_tokens"]["64000"] == pytest.approx([0.3, 0.1414], abs=1e-4)
-    assert found["grpo-4"]["avg_at_tokens"]["150000"] is None
-    table = learning.table(found).splitlines()
-    assert table[2] == "| grpo-4 | 0.300 ± 0.141 | 64,000 | 0.50 | 0.300 ± 0.141 | not reached | not reached |"
+    # Half of the way: 0.2 and 0.4, whose standard error is 0.1; 12.706 times that with one degree of freedom.
+    assert found["grpo-4"]["avg_at_100_updates"] == pytest.approx([0.3, 1.2706], abs=1e-4)
+    assert found["grpo-4"]["tokens_at_100_updates"] == [32_000.0, 0.0]
+    # 46,000 tokens are 143.75 of 200 updates; grpo ends at 64,000.
+    assert found["grpo-4"]["avg_at_tokens"]["46000"][0] == pytest.approx(0.6 * 143.75 / 200)
+    assert found["grpo-4"]["avg_at_tokens"]["70000"] is None and found["grpo-4"]["reached_threshold"] == 0
+    # 0.9 is reached after 180 and 200 updates, a second each.
+    assert found["balance"]["seconds_to_threshold"][0] == pytest.approx(190.0)
+    assert found["balance"]["tokens_to_threshold"][0] == pytest.approx(190.0 * 3350)
+    assert found["balance"]["pass_at_end"] == [1.0, 0.0]
+    row = learning.table(found).splitlines()[2].split(" | ")
+    assert row[0] == "| grpo-4" and row[3:5] == ["not reached", "0.300 ± 1.271"] and row[6] == "0 of the seeds"
+
+
+@pytest.mark.parametrize(("count", "point"), [(5, 2.776), (10, 2.262)])
+def test_the_interval_is_students(count, point):
+    values = np.random.default_rng(0).normal(size=count).tolist()
+    low, high = stats.t.interval(0.95, count - 1, loc=np.mean(values), scale=stats.sem(values))
+    mean, half = learning.interval(values)
+    assert (mean - half, mean + half) == pytest.approx((low, high), rel=1e-3)
 
 
 def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
@@ -56,4 +67,4 @@ def test_an_unknown_algorithm(capsys):
     values(["benchmark", "--algorithms=ppo"])
     with pytest.raises(SystemExit, match="2"):
         benchmark.measured("learning", values)
-    assert "'ppo' is not one of grpo-4, grpo-8" in capsys.readouterr().err
+    assert "'ppo' is not one of exact-log, grpo-4" in capsys.readouterr().err
