@@ -73,6 +73,10 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
         flags.DEFINE_integer(name, default, text, lower_bound=0 if name in ZERO_ALLOWED else 1, flag_values=values)
     for name, text in BOOLEANS.items():
         flags.DEFINE_bool(name, False, text, flag_values=values)
+    flags.DEFINE_float(
+        "zero_rows", None, "Also measure `update` with this share of responses without advantage left out, and with all.",
+        lower_bound=0.0, upper_bound=1.0, flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_float("scale", 1.0, "Factor of the adaptive response lengths.", flag_values=values)
     flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)

@@ -7,6 +7,7 @@ speed is compared for one and the same update only.
 
 import contextlib
 import dataclasses
+import operator
 import pathlib
 import statistics
 import sys
@@ -35,6 +36,8 @@ OLD_NOISE = 0.2
 LOGPROB_TOLERANCE, TOLERANCE = 1e-4, 1e-5
 # Updates whose losses are compared: before the first one, after it, after the second.
 COMPARED = 3
+# The process that computes no responses without advantage, with --zero_rows.
+LEFT_OUT = "left_out"
 HOST_UPDATES = 30
 # Peak of dense products in bfloat16, operations per second, by the beginning of a device's name.
 PEAK_FLOPS = {
@@ -86,6 +89,16 @@ def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[
             "weight": 1.0,
         }
         for length in drawn
+    ]
+
+
+def without_advantages(examples: list[dict[str, Any]], share: float, seed: int) -> list[dict[str, Any]]:
+    """Sets the reward of a share of the examples, chosen at random, to its baseline."""
+    count = round(share * len(examples))
+    chosen = set(np.random.default_rng([seed, 2]).permutation(len(examples))[:count].tolist())
+    return [
+        example | {"reward": example["baseline"]} if number in chosen else example
+        for number, example in enumerate(examples)
     ]
 
 
@@ -225,7 +238,12 @@ def _start(
     """Starts our processes and the baseline's; returns them and their descriptions by name."""
     processes, described = {}, {}
     model, against, threads = options_lib.model_folder(options, architecture), options.against, options.threads
-    for name, per_row in ({"ours": 1} | ({"packed": options.pack} if options.pack > 1 else {})).items():
+    ours = {"ours": 1}
+    if options.pack > 1:
+        ours["packed"] = options.pack
+    if options.zero_rows is not None:
+        ours[LEFT_OUT] = 1
+    for name, per_row in ours.items():
         processes[name], described[name] = _learner(
             name, model, architecture, sizes, per_row=per_row, devices=options.replicas or 1, threads=threads
         )
@@ -266,6 +284,8 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         raise ValueError(f"--rows={sizes.rows} can't be cut into --micro_batches={sizes.micro_batches}.")
     lengths = options_lib.response_lengths(options, default=sizes.response_tokens)
     examples = make_examples(sizes, lengths, architecture.vocab_size)
+    if options.zero_rows is not None:
+        examples = without_advantages(examples, options.zero_rows, sizes.seed)
     gaps = {}
     with contextlib.ExitStack() as ending:
         processes, described = _start(options, architecture, sizes, ending)
@@ -275,7 +295,8 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
             gaps["logprob"] = _logprob_gap(scored, theirs, against, sizes.dtype)
         examples = _with_old_logprobs(examples, scored, sizes.seed)
         for name, process in processes.items():
-            described[name] |= process.ask("begin", examples=examples)
+            how = {"leave_out": True} if name == LEFT_OUT else {}
+            described[name] |= process.ask("begin", examples=examples, **how)
         runs = _in_turns(processes, 1 + max(options.repeat or 5, COMPARED - 1))
     tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
     flops = necessary_flops(architecture, examples)
@@ -288,6 +309,11 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         packed_gaps = _gaps(runs["packed"], runs["ours"], "unpacked rows", sizes.dtype)
         result["packed"] = found["packed"] | {"gaps": packed_gaps}
         result["packing_speedup"] = found["ours"]["seconds_per_update"] / found["packed"]["seconds_per_update"]
+    if LEFT_OUT in found:
+        left_out_gaps = _gaps(runs[LEFT_OUT], runs["ours"], "all rows", sizes.dtype)
+        result[LEFT_OUT] = found[LEFT_OUT] | {"zero_rows": options.zero_rows, "gaps": left_out_gaps}
+        times = (found[name]["seconds_per_update"] for name in (LEFT_OUT, "ours"))
+        result["left_out_time_ratio"] = operator.truediv(*times)
     if against is not None:
         result["against"] = {"name": against, **_baseline_settings(options), **found[against]}
         result["gaps"] = gaps | _gaps(runs["ours"], runs[against], against, sizes.dtype)

@@ -100,7 +100,7 @@ class UpdateWorker:
             "weight_bytes": sum(x.nbytes for x in jax.tree.leaves(self.params)),
         }
 
-    def _batch(self, examples: list[dict[str, Any]], per_row: int) -> Batch:
+    def _batch(self, examples: list[dict[str, Any]], per_row: int, leave_out: bool = False) -> Batch:
         def example(number: int, one: dict[str, Any]) -> Example:
             tokens = np.array(one["response"], np.int32)
             logprobs = np.array(one.get("old_logprobs", np.zeros(len(tokens))), np.float32)
@@ -109,7 +109,8 @@ class UpdateWorker:
             return Example(np.array(one["prompt"], np.int32), response, *terms)
 
         made = [example(number, one) for number, one in enumerate(examples)]
-        return make_batch(made, num_rows=self.rows, per_row=per_row, **self.limits)
+        micro_rows = self.learner.micro_rows if leave_out else None
+        return make_batch(made, num_rows=self.rows, per_row=per_row, micro_rows=micro_rows, **self.limits)
 
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Log-probabilities of each response's tokens."""
@@ -117,9 +118,12 @@ class UpdateWorker:
         scored = np.asarray(self.learner.score(self.params, batch)).reshape(self.rows, -1)
         return {"logprobs": [row[: len(one["response"])].tolist() for row, one in zip(scored, examples, strict=False)]}
 
-    def begin(self, examples: list[dict[str, Any]]) -> dict[str, int]:
-        """Sets the minibatch of all updates; returns the number of its rows that have tokens."""
-        self.batch = self._batch(examples, self.per_row)
+    def begin(self, examples: list[dict[str, Any]], leave_out: bool = False) -> dict[str, int]:
+        """Sets the minibatch of all updates; returns the number of its rows that have tokens.
+
+        With `leave_out` responses whose advantage is 0 are left out of it, as in training.
+        """
+        self.batch = self._batch(examples, self.per_row, leave_out)
         self.state = self.learner.init(self.params)
         del self.params  # the state has them
         return {"rows": int((self.batch.response_length.sum(axis=-1) > 0).sum())}

@@ -37,8 +37,12 @@ def sizes(samples: int) -> list[int]:
 
 
 def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
-    """Computes the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374)."""
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+    """Computes the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374).
+
+    The difference is taken of integers, so the result is rounded once, however small it is.
+    """
+    subsets = math.comb(num_samples, k)
+    return (subsets - math.comb(num_samples - num_correct, k)) / subsets
 
 
 def all_correct_at_k(num_correct: int, num_samples: int, k: int) -> float:

@@ -110,7 +110,8 @@ def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) 
             sum_exp, weighted, target_logit = jax.lax.psum((sum_exp, weighted, target_logit), "tensor")
         # sum p (z - max_logit) = weighted / sum_exp, and the entropy is log sum exp z less sum p z.
         log = jnp.log(sum_exp)
-        return target_logit - (max_logit + log), log - weighted / sum_exp, max_logit + log
+        # Not target_logit - (max_logit + log), which rounds a log-probability near 0 as if it were as large as a logit.
+        return (target_logit - max_logit) - log, log - weighted / sum_exp, max_logit + log
 
     if config.mesh is not None:
         rows, of_head = _specs(config, gathered=True)

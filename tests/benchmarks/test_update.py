@@ -94,6 +94,16 @@ def test_packed_rows_are_fewer_and_mean_the_same(model):
     assert result["packing_speedup"] == pytest.approx(ratio)
 
 
+def test_responses_without_advantage_are_left_out(model):
+    # Four of six: the two others fill one of two micro-batches of three, with one of the four.
+    result = run("update", f"--model={model[0]}", *SIZES, "--zero_rows=0.67")
+    less = result["left_out"]
+    assert (result["rows"], less["rows"]) == (6, 3)
+    assert less["losses"] == pytest.approx(result["losses"], rel=1e-5)
+    ratio = less["seconds_per_update"] / result["seconds_per_update"]
+    assert result["left_out_time_ratio"] == pytest.approx(ratio)
+
+
 @pytest.fixture
 def fake(tmp_path, monkeypatch, model):
     """Puts the fake baseline in place: fake(runs, shift) with its updates, and how far its scores are off."""

@@ -27,6 +27,12 @@ def test_any_and_all_of_k_are_shares_of_the_draws_of_k(num_samples):
         assert scores.all_correct_at_k(num_correct, num_samples, k) == pytest.approx(np.mean([all(x) for x in draws]))
 
 
+def test_a_small_share_is_not_lost():
+    # 1 / 10 and 2^-60: the difference of 1 and 1 - 2^-60 is 0, and 1 - 9 / 10 is 0.09999999999999998.
+    assert scores.pass_at_k(1, 10, 1) == 0.1
+    assert scores.pass_at_k(1, 2**60, 1) == 2.0**-60
+
+
 def test_statistics_by_hand():
     # One and three of four are correct: averages 1/4 and 3/4, standard deviation sqrt(1/8), error sqrt(1/8 / 2) = 1/4.
     # Of the six pairs three hold the one correct response, and all six one of the three: (1/2 + 1) / 2 = 3/4. No pair

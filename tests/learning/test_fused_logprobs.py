@@ -128,6 +128,23 @@ def test_literal_statistics():
     np.testing.assert_allclose(statistics(temperature=0.5), [[np.log(4 / 6)], [halved]], rtol=1e-6)
 
 
+def test_log_probabilities_near_zero_are_those_of_float64():
+    # The first logit is 100 or more and 8 above the next: its log-probability is -3.4e-4. Rounded as a number of the
+    # logit's size it would be off by up to 4e-6; what is left is the rounding of the sum of exponentials, 1.0003.
+    top = np.float32(np.linspace(100, 130, 64))
+    logits = np.stack([top, top - np.float32(8), top - np.float32(12), top - np.float32(14)], axis=1)
+    exact = logits.astype(np.float64)
+    exact -= np.logaddexp.reduce(exact, axis=1, keepdims=True)
+    found = [
+        token_logprobs(HeadConfig(1.0, tied=True, tile=(1, 2)), jnp.ones((1, 1)), jnp.asarray(row)[:, None], target)[0]
+        for row in logits
+        for target in jnp.arange(2)[:, None]
+    ]
+    found = np.reshape(found, (64, 2))
+    np.testing.assert_allclose(found[:, 0], exact[:, 0], rtol=0, atol=1.2e-7)
+    np.testing.assert_allclose(found[:, 1], exact[:, 1], rtol=2e-7)
+
+
 def test_literal_gradients():
     # As above. d logprob / dz = 1[v = 1] - p = (-1/4, 1/2, -1/4); d entropy / dz = -p (log p + H), with log p + H =
     # ln 2 * (-2 + 1.5, -1 + 1.5, -2 + 1.5): ln 2 * (1/8, -1/4, 1/8). The hidden state is 1, so d_head is dz itself.

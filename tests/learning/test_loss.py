@@ -129,6 +129,26 @@ def test_kl_by_hand():
     assert jax.grad(lambda logprobs: far(logprobs).sum())(jnp.array([-30.0])) == 0.0
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_k3_and_its_slope_near_zero_are_those_of_float64(jitted):
+    # At d = 1e-4 exp(-d) - 1 + d is off by 4 times its value, and expm1(-d) + d by 2.5e-4 of it.
+    magnitudes = np.concatenate([np.geomspace(1e-12, 0.99, 300), np.geomspace(1.01, 19, 50)])
+    d = np.float32(np.concatenate([magnitudes, -magnitudes[magnitudes < 2]]))
+    exact = d.astype(np.float64)
+    # In float64 the same cancellation is below 1e-9 from 1e-3 on; below that three terms are exact to 1e-13.
+    value = np.where(np.abs(exact) < 1e-3, exact**2 / 2 - exact**3 / 6 + exact**4 / 24, np.expm1(-exact) + exact)
+
+    def k3(d):
+        return kl_estimate(d, jnp.zeros_like(d), "k3")
+
+    function = jax.vmap(jax.value_and_grad(k3))
+    actual, slope = (jax.jit(function) if jitted else function)(jnp.asarray(d))
+    bounded = value < 10  # above, k3 is 10 and has no slope
+    np.testing.assert_allclose(actual, np.minimum(value, 10), rtol=1e-6)
+    np.testing.assert_allclose(slope[bounded], -np.expm1(-exact[bounded]), rtol=1e-6)
+    assert (value > 10).any() and not slope[value > 10].any()
+
+
 def test_no_gradient_into_the_reference():
     gradient = jax.grad(lambda reference: kl_estimate(jnp.array([-1.0]), reference, "k3").sum())(jnp.array([-2.0]))
     assert gradient == 0.0
