@@ -238,6 +238,35 @@ def pass_at_k(histories: Sequence[History]) -> Figure:
     return builder.figure("pass_at_k", "pass@k", caption, 2)
 
 
+def difficulty(histories: Sequence[History]) -> Figure:
+    """Returns accuracy by initial pass rate, in the first and in the last evaluation."""
+    builder = _Builder(histories)
+    benchmarks = list(dict.fromkeys(name for history in histories for name in history.difficulties))
+    for benchmark in benchmarks:
+
+        def first_and_last(index: int, run: History, benchmark=benchmark) -> list[Curve]:
+            by_updates = run.difficulties.get(benchmark, {})
+            curves = []
+            for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
+                rates, values = np.array(sorted(by_updates[updates].items()), float).T
+                curves.append(Curve(run.name, index, rates, values, faint=updates < max(by_updates)))
+            return curves
+
+        name = f"{benchmark}: accuracy by initial difficulty"
+        panel = Panel(name, "initial pass rate", "accuracy", limits=(0.0, 1.04), diagonal=True)
+        builder.add(panel, first_and_last, "avg_initial_<range> in evaluations/")
+    if not benchmarks:
+        builder.missing.append(
+            "Nothing is drawn: no evaluation knows initial pass rates (evaluate --initial, or pass_rate in the file)."
+        )
+    caption = (
+        "Accuracy of the problems in each range of the initial pass rate, at the middle of the range. Thick, filled: "
+        "the last evaluation; thin, hollow: the first one; on the dotted line nothing has changed. Initial pass rates "
+        "of few samples are too low at the left end and too high at the right, for all runs alike."
+    )
+    return builder.figure("difficulty", "Accuracy by initial difficulty", caption, 2)
+
+
 def _phases(history: History) -> dict[str, float] | None:
     """Computes the seconds of an iteration by phase: medians, and evaluation divided over all iterations."""
 
@@ -310,4 +339,4 @@ def calibration(histories: Sequence[History]) -> Figure:
 
 def figures(histories: Sequence[History]) -> list[Figure]:
     """Returns every figure, in the order of a report."""
-    return [make(histories) for make in (learning, signal, sampling, pass_at_k, time, calibration)]
+    return [make(histories) for make in (learning, signal, sampling, pass_at_k, difficulty, time, calibration)]

@@ -18,6 +18,8 @@ NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
 # {"pass" or "all_correct": {updates: {k: value}}} of one benchmark.
 PassCurves = dict[str, dict[float, dict[int, float]]]
+# {updates: {middle of a range of initial pass rates: accuracy of its problems}} of one benchmark.
+DifficultyCurves = dict[float, dict[float, float]]
 
 
 class Accuracy(NamedTuple):
@@ -43,6 +45,8 @@ class History:
     curves: dict[str, PassCurves]  # by benchmark, from evaluations/
     config: dict[str, Any]  # config.json
     workdir: pathlib.Path
+    # By benchmark, from evaluations/.
+    difficulties: dict[str, DifficultyCurves] = dataclasses.field(default_factory=dict)
 
     def at(self, updates: Float[np.ndarray, " E"], values: Float[np.ndarray, " I"]) -> Float[np.ndarray, " E"]:
         """Interpolates running totals (`tokens`, `seconds`) linearly, from 0 on."""
@@ -70,6 +74,19 @@ def _pass_curves(folder: pathlib.Path, per_iteration: int) -> dict[str, PassCurv
             if match:
                 by_updates = curves.setdefault(match[1], {}).setdefault(match[2], {})
                 by_updates.setdefault(float(result["iteration"] * per_iteration), {})[int(match[3])] = value
+    return curves
+
+
+def _difficulties(folder: pathlib.Path, per_iteration: int) -> dict[str, DifficultyCurves]:
+    curves: dict[str, DifficultyCurves] = {}
+    for file in sorted(folder.glob("*.json")):
+        result = _read_json(file)
+        for key, value in result.items():
+            match = re.fullmatch(r"evaluation/(.+)/avg_initial_([\d._]+)", key)
+            if match:
+                by_updates = curves.setdefault(match[1], {})
+                middle = float(np.mean([float(end) for end in match[2].split("_")]))
+                by_updates.setdefault(float(result["iteration"] * per_iteration), {})[middle] = value
     return curves
 
 
@@ -121,6 +138,7 @@ def load(workdir: pathlib.Path) -> History:
         metrics=columns,
         evaluations=_accuracies([*before, *zip(updates, tokens, lines, strict=True)]),
         curves=_pass_curves(workdir / "evaluations", per_iteration),
+        difficulties=_difficulties(workdir / "evaluations", per_iteration),
         config=config,
         workdir=workdir,
     )

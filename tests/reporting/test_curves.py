@@ -113,6 +113,27 @@ def test_pass_and_all_correct_at_k_first_and_last(tmp_path):
         np.testing.assert_allclose([first.x, first.y, last.x, last.y], [[1, 2], [0.1, 0.2], [1, 2], [0.3, 0.6]])
 
 
+def test_accuracy_by_initial_difficulty(tmp_path):
+    workdir = make_run(tmp_path / "run", [1, 1], {}, updates_per_iteration=4)
+    for iteration, gain in ((0, 0.0), (1, 0.1), (2, 0.2)):
+        result = {"0": 0.05 + gain, "0.25_0.5": 0.375 + gain, "1": 0.8}
+        keys = {f"evaluation/math500/avg_initial_{name}": value for name, value in result.items()}
+        keys |= {"evaluation/math500/problems_initial_0": 9, "evaluation/math500/tokens_mean": 5}
+        (workdir / "evaluations" / f"{iteration:06d}.json").write_text(json.dumps({"iteration": iteration} | keys))
+    found = history_lib.load(workdir)
+    assert found.difficulties["math500"][4.0] == {0.0: pytest.approx(0.15), 0.375: pytest.approx(0.475), 1.0: 0.8}
+    made = curves.difficulty([history(tmp_path / "other"), found])
+    (panel,) = made.panels
+    assert panel.diagonal and [curve.label for curve in panel.curves] == ["run", "run"]
+    first, last = panel.curves
+    assert (first.faint, last.faint) == (True, False)
+    np.testing.assert_allclose([first.x, last.x], [[0.0, 0.375, 1.0]] * 2)
+    np.testing.assert_allclose([first.y, last.y], [[0.05, 0.375, 0.8], [0.25, 0.575, 0.8]])
+    assert made.missing == [f"“{panel.title}” is without other: no avg_initial_<range> in evaluations/."]
+    nothing = curves.difficulty([history(tmp_path / "third")])
+    assert not nothing.panels and "evaluate --initial" in nothing.missing[0]
+
+
 def test_where_time_goes(tmp_path):
     timed = history(
         tmp_path / "run", 3,

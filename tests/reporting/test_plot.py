@@ -17,7 +17,7 @@ def test_figures_and_page_are_written_and_the_page_is_named_last(tmp_path, runs,
     write_samples(runs[0], 1, [sample()])
     plot.main(runs, tmp_path / "figures")
     written = {file.name for file in (tmp_path / "figures").iterdir()}
-    # pass_at_k: the evaluations have none; sampling, time and calibration: nor have the metrics.
+    # pass_at_k and difficulty: the evaluations have none; sampling, time and calibration: nor have the metrics.
     names = ("learning", "signal")
     assert written == {"index.html", *(name + end for name in names for end in (".png", ".svg", "-dark.svg"))}
     for name in names:
