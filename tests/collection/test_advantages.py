@@ -11,10 +11,14 @@ from reinforce_ada_jax.collection.advantages import (
     anchored_advantages,
     group_advantages,
     leave_one_out_advantages,
+    length_terms,
     make_group,
     pool_statistics,
 )
 from reinforce_ada_jax.collection.simulate import run_strategy
+from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.types import Pool
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "golden" / "reference" / "group_advantage.jsonl"
 
@@ -237,7 +241,70 @@ def test_old_responses_are_not_kept_and_still_count_in_the_mean():
     np.testing.assert_array_equal(group.advantages, [-0.75, 0.75])
     nothing = make_group(pool, strategy, ages=np.full(4, 5))
     assert nothing.kept.tolist() == nothing.advantages.tolist() == []
+    # Of one side alone no group can be formed whose advantages sum to 0: the fresh hit would have +0.75.
+    for ages in ([5, 5, 5, 0], [0, 0, 0, 5]):
+        one_sided = make_group(pool, strategy, ages=np.array(ages))
+        assert one_sided.kept.tolist() == one_sided.advantages.tolist() == []
     fresh = make_group(pool, strategy)
     np.testing.assert_array_equal(fresh.advantages, [-0.25, -0.25, -0.25, 0.75])
     # Strategies without a limit keep whatever the age is.
     assert make_group(pool, strategies.fixed(4), ages=np.full(4, 100)).kept.tolist() == [0, 1, 2, 3]
+
+
+# ---- length penalties ------------------------------------------------------------------------------------------------
+
+SHAPING = Shaping(positive_threshold=0.7, overlong_tokens=8, overlong_penalty=1.0, max_response_tokens=10)
+
+
+def with_lengths(pool: Pool, lengths: np.ndarray) -> Pool:
+    """The pool as it is when its responses have these lengths."""
+    verdicts = SHAPING.all(list(pool.verdicts), lengths[: len(pool.verdicts)].tolist())
+    return dataclasses.replace(pool, verdicts=tuple(verdicts))
+
+
+def test_length_terms_by_hand():
+    # Right answers pay 0.5, 0 and 0.1, 0.2 on average.
+    penalties, correct = np.array([0.5, 0.0, 0.0, 0.1]), np.array([True, False, True, True])
+    np.testing.assert_allclose(length_terms(penalties, correct), [-0.3, 0.0, 0.2, 0.1], atol=1e-15)
+    # A single right answer has nothing to be compared with; a penalty of a wrong one, from code of the user's, is none.
+    np.testing.assert_array_equal(length_terms(np.array([0.5, 0.0]), np.array([True, False])), [0.0, 0.0])
+    np.testing.assert_array_equal(length_terms(np.array([0.5, 0.2]), np.array([False, False])), [0.0, 0.0])
+
+
+# Each strategy as published, and with the correction that is the default under log. Only ngu with log and no correction
+# is missing: it would pay w(p) twice, and is refused.
+LENGTH_CASES = [
+    (name, correction, objective)
+    for name in collection_rules.STRATEGIES
+    for correction in ("none", "")
+    for objective in ("identity", "log")
+    if (name, correction, objective) != ("ngu", "none", "log")
+]
+
+
+@pytest.mark.parametrize(("name", "correction", "objective"), LENGTH_CASES)
+def test_length_never_reinforces_a_wrong_answer(name, correction, objective):
+    settings = {"strategy": name, "group_size": 4, "samples_per_round": 8, "max_rounds": 2, "correction": correction}
+    strategy = strategies.build(SimpleNamespace(**settings, objective=objective))
+    rng, shortened = np.random.default_rng(0), 0
+    for right in (0.0, 0.1, 0.5, 0.9, 1.0):
+        (plain,) = run_strategy(SimpleNamespace(**settings), (rng.random((1, 32)) < right).astype(float))
+        lengths = rng.integers(1, 11, 32)
+        pool = with_lengths(plain, lengths)
+        assert pool.rewards.tolist() == plain.rewards.tolist() and not pool.penalties[~pool.correct].any()
+        without, group = make_group(plain, strategy), make_group(pool, strategy)
+        assert group.kept.tolist() == without.kept.tolist()
+        correct, added = pool.correct[group.kept], group.advantages - without.advantages
+        # DAPO's penalty, subtracted from every reward, would give the short ones of an all-wrong group up to 1/2, times
+        # w = 100 under log.
+        np.testing.assert_array_equal(group.advantages[~correct], without.advantages[~correct])
+        assert (group.advantages[~correct] <= 0).all()
+        np.testing.assert_allclose(added.sum(), 0.0, atol=1e-12)
+        # The longer of two right answers is worth less by its penalty, whatever w(p) is; in units of 1 / N per prompt.
+        paid = pool.penalties[group.kept][correct] / (len(pool.responses) if group.per_prompt else 1)
+        np.testing.assert_allclose(np.diff(added[correct]), -np.diff(paid), atol=1e-12)
+        if not group.per_prompt:
+            made_again = group.weight * (pool.rewards[group.kept] - group.baselines)
+            np.testing.assert_allclose(made_again, group.advantages, atol=1e-12)
+        shortened += bool(added.any())
+    assert shortened

@@ -5,6 +5,7 @@ So there are four responses, and d log pi(response) / d theta_i = token_i - sigm
 equally long, so the token mean of the update only divides by a constant, and is left out.
 """
 
+import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -125,6 +126,37 @@ def test_grpo_has_the_gradient_of_the_pass_rate_and_dividing_by_the_deviation_ha
     strategy = strategies.build(SimpleNamespace(strategy="grpo", normalize_by_std=True, **sizes))
     ratios = [(expected_gradient(policy, correct, 4, strategy) / policy.gradient(correct))[0] for correct in CORRECT]
     assert max(ratios) / min(ratios) > 1.02
+
+
+# ---- length penalties ------------------------------------------------------------------------------------------------
+
+PENALTIES = {(0, 0): 0.0, (0, 1): 0.4, (1, 0): 0.9, (1, 1): 0.1}
+
+
+@pytest.mark.parametrize("objective", ["identity", "log"])
+def test_a_length_penalty_climbs_its_mean_over_right_answers(objective):
+    # E[penalty | correct] = sum over right answers of pi/p penalty, and d(pi/p) = pi/p (score - its mean over them).
+    # Given k right answers the terms sum to -(k - 1) of its gradient, and E[max(k - 1, 0)] = N p - 1 + (1 - p)^N. That
+    # is the whole difference, with w(p) or without: the pass rate's gradient keeps its factor.
+    sizes = {"group_size": 3, "samples_per_round": 8, "max_rounds": 4}
+    strategy = strategies.build(SimpleNamespace(strategy="grpo", objective=objective, **sizes))
+    for theta, correct in itertools.product(THETAS, CORRECT):
+        policy, added = Policy(theta), np.zeros(2)
+        for responses in itertools.product(RESPONSES, repeat=3):
+            pool = make_pool([response in correct for response in responses])
+            verdicts = [
+                dataclasses.replace(verdict, penalty=PENALTIES[response] * verdict.correct)
+                for verdict, response in zip(pool.verdicts, responses, strict=True)
+            ]
+            penalised = make_group(dataclasses.replace(pool, verdicts=tuple(verdicts)), strategy)
+            difference = penalised.advantages - make_group(pool, strategy).advantages
+            chance = math.prod(policy.chances[response] for response in responses)
+            added += chance * difference @ np.array([policy.scores[response] for response in responses])
+        p = policy.pass_rate(correct)
+        share = {response: policy.chances[response] / p for response in correct}
+        mean = sum(share[response] * PENALTIES[response] for response in correct)
+        gradient = sum(share[response] * (PENALTIES[response] - mean) * policy.scores[response] for response in correct)
+        np.testing.assert_allclose(added, -(3 * p - 1 + (1 - p) ** 3) * gradient, atol=1e-14)
 
 
 # ---- the pool's own pass rate in its place ---------------------------------------------------------------------------
