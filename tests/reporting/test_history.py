@@ -23,6 +23,13 @@ def test_load(tmp_path):
     np.testing.assert_array_equal([updates, tokens, average, error], [[0, 6], [0, 300], [0.2, 0.6], [0.01, 0.01]])
 
 
+def test_discarded_draws_are_generated_tokens_too(tmp_path):
+    metrics = {"collection/discarded_tokens": [None, 20, 7]}
+    history = history_lib.load(make_run(tmp_path / "run", [100, 50, 150], {3: 0.6}, metrics=metrics))
+    np.testing.assert_array_equal(history.tokens, [100, 170, 327])
+    assert history.evaluations["heldout"].tokens == 327
+
+
 def test_a_run_that_is_writing_a_line_can_be_plotted(tmp_path):
     workdir = make_run(tmp_path / "run", [100, 100], {2: 0.6})
     with (workdir / "metrics.jsonl").open("a") as file:
