@@ -74,7 +74,7 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
     for name, text in BOOLEANS.items():
         flags.DEFINE_bool(name, False, text, flag_values=values)
     flags.DEFINE_float(
-        "zero_rows", None, "Also measure `update` with this share of responses without advantage left out, and with all.",
+        "zero_rows", None, "Share of responses without advantage; `update` is measured with and without these.",
         lower_bound=0.0, upper_bound=1.0, flag_values=values,
     )  # fmt: skip
     flags.DEFINE_float("scale", 1.0, "Factor of the adaptive response lengths.", flag_values=values)
