@@ -121,6 +121,12 @@ def test_the_reward_that_returns_a_verdict():
     assert names["grade"]("none", "12") == Verdict(correct=False, reward=0.0, reason="no_answer")
 
 
+def test_every_block_of_python_is_run_somewhere():
+    with_blocks = {str(document.relative_to(ROOT)) for document in DOCUMENTS if "```python" in document.read_text()}
+    run_here = {"README.md", "docs/problems.md", "docs/strategies.md", "docs/how_to/reward.md"}
+    assert with_blocks == run_here | {"docs/api.md", "docs/how_to/serve.md"}  # test_public_api.py, test_serve.py
+
+
 # ---- docs/reference --------------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from reinforce_ada_jax.serving.settings import ServerSettings, check_address
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.running import ROOT, environment
+from tests.test_docs import code_block
 
 pb2, pb2_grpc = jetstream.protocol()
 CIPHER = components_lib.ASSETS / "cipher"
@@ -191,6 +192,13 @@ def test_concurrent_clients_get_what_direct_decoding_gives(server, questions):
     # The test is about something: ends of both kinds, and lengths from nothing on.
     assert {finish for *_, finish in wanted} == {"stop", "length"}
     assert len({len(tokens) for _, tokens, _ in wanted}) > 5
+
+
+def test_the_client_of_the_documentation(server, capsys):
+    text = code_block("how_to/serve.md", "DecodeRequest").replace("127.0.0.1:9000", server.address)
+    exec(compile(text, "docs/how_to/serve.md", "exec"), {})
+    said, _, finish = server.ask(text_content={"text": "рСУш..="}, max_tokens=16)
+    assert capsys.readouterr().out == f"{said} {finish}\n" and said
 
 
 def test_what_is_refused_leaves_the_server_alive(server, questions):
