@@ -1,6 +1,6 @@
 """Rules between settings. Each is a function that raises ValueError with the values and the remedy.
 
-The settings name them (`rule=`), and the first line of each docstring stands in the reference page. Rules of the
+The settings name them (`rule=`), and the first line of each docstring is on the reference page. Rules of the
 `collection` section alone are in collection_rules.py.
 """
 

@@ -56,7 +56,7 @@ class Part:
       start: where it begins in that weight.
       ours: its shape there, 1 along the layer axis.
       theirs: its shape in the file.
-      transposed: whether the axes stand the other way round in the file.
+      transposed: whether the file has the axes in the other order.
     """
 
     weight: str

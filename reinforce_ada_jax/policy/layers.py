@@ -1,4 +1,4 @@
-"""The parts of a decoder layer. Each weight's shape, logical axes and initial values stand in one declaration.
+"""The parts of a decoder layer. Each weight's shape, logical axes and initial values are in one declaration.
 
 The layers of a decoder are *declared stacked*, with a leading "layers" axis on every weight, and *called one at a
 time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without

@@ -297,7 +297,7 @@ def time(histories: Sequence[History]) -> Figure:
     if len(bars) < len(phases):
         names = ", ".join(name for name, bar in phases.items() if bar is None)
         builder.missing.append(f"“Where an iteration's time goes” is without {names}: no time/collect_s.")
-    for key, title in (("time/collect_s", "Collecting"), ("time/verify_s", "Grading, beside collecting")):
+    for key, title in (("time/collect_s", "Collecting"), ("time/verify_s", "Grading, during collecting")):
         builder.metric(title, key, "seconds an iteration")
     caption = (
         "Left: medians over iterations, so that compilation in the first ones does not count; evaluation is its total "

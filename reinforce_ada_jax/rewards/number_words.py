@@ -3,7 +3,7 @@
 _UNITS = "zero one two three four five six seven eight nine".split()
 _TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen".split()
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-# Largest first, as they stand in a number.
+# Largest first, as in a number.
 _SCALES = {"billion": 10**9, "million": 10**6, "thousand": 1000}
 _VALUES = {
     **{word: value for value, word in enumerate(_UNITS + _TEENS)},

@@ -178,7 +178,7 @@ def refill(state: DecodeState, reserve: Int[Array, ""] | int = 0) -> DecodeState
     shared = (length - 1) // page_size
     used = num_pages(length + sampling.max_tokens, page_size)
     wanted = jnp.where(waiting, used - shared, 0)
-    # Later entries stand in later slots, so this cuts off the queue's tail and never skips a request.
+    # Later entries are in later slots, so this cuts off the queue's tail and never skips a request.
     taken = waiting & (jnp.cumsum(wanted) <= state.pool.available - reserve)
     pool, own = pages_lib.allocate(state.pool, jnp.where(taken, wanted, 0), width)
 

@@ -99,7 +99,7 @@ def pallas_tpu(
 ) -> Float[Array, "S N H"]:
     """`paged_attention` by the kernel shipped with JAX. It rounds keys and values to bfloat16, whatever the pool has.
 
-    Whatever stands beyond a slot's length must be finite: the kernel masks scores by adding to them.
+    Values beyond a slot's length must be finite: the kernel masks scores by adding to them.
 
     Raises:
       ValueError: the pool isn't `padded_head_dim` wide, or the page table is too large for a TPU's scalar memory.

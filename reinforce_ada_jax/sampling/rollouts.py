@@ -1,7 +1,7 @@
 """The host's side of sampling: requests in, finished responses out, one thread.
 
 `Rollouts.sampler` gives the `sample_fn` of the collection loop. The host decides only which prompts are open and which
-requests stand in the device's queue; slots, pages and tokens are the compiled window's.
+requests are in the device's queue; slots, pages and tokens are the compiled window's.
 
 The device never waits for the host: a window is submitted before the outputs of the one before it are read. What the
 host knows is therefore one window old, and every decision of a scheduler is safe whatever that window does.
@@ -207,7 +207,7 @@ class _Session:
         self._close(self.queue.closed())
         for scheduler in self.schedulers:
             scheduler.open_waiting()
-        # Requests of open prompts may stand behind those that have to wait: only by these do prompts close.
+        # Requests of open prompts may be behind those that have to wait: prompts close only through them.
         while (capacity := sum(each.capacity for each in self.schedulers)) and (taken := self.queue.take(capacity)):
             self._add(taken)
         idle_slots = sum(scheduler.idle_slots for scheduler in self.schedulers)

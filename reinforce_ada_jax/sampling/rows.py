@@ -34,7 +34,7 @@ class Rows:
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.
 
-        Not before: a prompt that was opened by now would stand in a row that this window releases.
+        Not before: a prompt that was opened by now would be in a row that this window releases.
         """
         closing, self.closing = self.closing, np.zeros_like(self.closing)
         self.free_prompt_rows += np.flatnonzero(closing).tolist()

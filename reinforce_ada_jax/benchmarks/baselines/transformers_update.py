@@ -91,7 +91,7 @@ class Baseline:
         if self.autocast is not None:
             cast = torch.autocast(self.device, dtype=self.autocast)
         with cast:
-            # Without a mask attention is causal, and padding stands behind everything.
+            # Without a mask attention is causal, and padding is at the end.
             hidden = self.model.model(input_ids=micro["tokens"], use_cache=False).last_hidden_state
             at = micro["at"][..., None].expand(-1, -1, hidden.shape[-1])
             logits = self.model.lm_head(hidden.gather(1, at))
