@@ -348,8 +348,7 @@ class EvaluationConfig:
     every: int = setting(50, "Iterations between evaluations; 0: none.", values.NOT_NEGATIVE)
     benchmarks: tuple[str, ...] = setting((), 'Sources of problems as in data.prompts, or "cipher:heldout".')
     graders: tuple[str, ...] = setting(
-        ("minerva_math=minerva", "gsm8k_test=gsm8k"), "BENCHMARK=KIND for benchmarks with a grader of their own.",
-        values.GRADERS,
+        values.DEFAULT_GRADERS, "BENCHMARK=KIND for benchmarks with a grader of their own.", values.GRADERS,
     )  # fmt: skip
     samples: int = setting(32, "Responses to each problem.", values.AT_LEAST_1)
     temperature: float = setting(1.0, "Sampling temperature; 0: the most probable token.", values.TEMPERATURE)

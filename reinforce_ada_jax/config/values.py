@@ -17,6 +17,15 @@ KEEPS = ("group", "pool")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
 REWARDS = ("cipher", "math", "minerva", "gsm8k", "reference", "reference_evaluation", "reference_minerva")
 UNMET = ("keep", "drop", "replace")
+# The data sets that the paper evaluates (hf:weqweasdas/NAME) are graded by its rules, files by ours.
+DEFAULT_GRADERS = (
+    "minerva_math=minerva",
+    "gsm8k_test=gsm8k",
+    "weqweasdas_math500=reference_evaluation",
+    "weqweasdas_minerva_math=reference_minerva",
+    "weqweasdas_olympiadbench=reference_evaluation",
+    "weqweasdas_aime_hmmt_brumo_cmimc_amc23=reference_evaluation",
+)
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"

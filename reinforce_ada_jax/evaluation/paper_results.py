@@ -1,12 +1,15 @@
 """Results of the paper, for comparison with one's own: avg@32 at temperature 1 and 4,096 tokens.
 
-Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677.
+Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677. They stand
+beside the results of a run only where the run has the settings of the published one, and beside a benchmark only where
+its grader is the published one (`differences`, `column`).
 """
 
 import dataclasses
-import json
 import pathlib
 
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.training import components as components_lib
 
 # Problems of each set, by the name of its benchmark file.
@@ -15,6 +18,23 @@ WEIGHTED = "weighted average"
 # Problems that each column is an average over.
 PROBLEMS = SETS | {WEIGHTED: sum(SETS.values())}
 SAMPLES, TEMPERATURE, MAX_RESPONSE_TOKENS = 32, 1.0, 4096
+# Kind of reward with the rules that each set was graded by.
+GRADERS = dict.fromkeys(SETS, "reference_evaluation") | {"minerva_math": "reference_minerva"}
+# The data sets that were evaluated: hf:weqweasdas/NAME.
+_PUBLISHER = "weqweasdas_"
+_AIME_LIKE = "aime_hmmt_brumo_cmimc_amc23"
+
+EASY, HARD = "paper", "paper, hard prompts"
+# Prompt sets of the main table and of the table of hard prompts. For two models the main table is of hard ones.
+PROMPT_SETS = {
+    "Qwen2.5-Math-1.5B": {
+        "hf:RLHFlow/reinforce_ada_simple_prompt_1-5b": EASY,
+        "hf:RLHFlow/reinforce_ada_hard_prompt_1-5b": HARD,
+    },
+    "Qwen2.5-Math-7B": {"hf:RLHFlow/reinforce_ada_easy_prompt": EASY, "hf:RLHFlow/reinforce_ada_hard_prompt": HARD},
+    "Llama-3.2-3B-Instruct": {"hf:RLHFlow/reinforce_ada_hard_prompt_llama": EASY},
+    "Qwen3-4B-Instruct-2507": {"hf:RLHFlow/reinforce_ada_hard_prompt": EASY},
+}
 
 # (model's folder, strategy, group size): MATH-500, Minerva Math, OlympiadBench, AIME-like, weighted, in percent.
 AVERAGES = {
@@ -54,27 +74,100 @@ class Row:
     averages: dict[str, float]
 
 
-def rows(model: str, strategy: str, group_size: int) -> list[Row]:
-    """Returns the paper's runs of a model (the name of its folder) and a strategy; often none."""
-    tables = {"paper": AVERAGES, "paper, hard prompts": ON_HARD_PROMPTS}
-    found = {name: table.get((model, strategy, group_size)) for name, table in tables.items()}
-    return [
-        Row(name, {column: percent / 100 for column, percent in zip(PROBLEMS, percents, strict=True)})
-        for name, percents in found.items()
-        if percents is not None
-    ]
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The paper's runs that a run may be compared with.
+
+    Attributes:
+      rows: the paper's runs; none where a setting differs.
+      differences: settings of the run that differ from those of the paper's run of the same model and strategy.
+    """
+
+    rows: tuple[Row, ...] = ()
+    differences: tuple[str, ...] = ()
 
 
-def rows_of_run(workdir: pathlib.Path) -> list[Row]:
-    """Returns the paper's runs with the model and strategy that a run's config.json names."""
+# Values of the settings that decide what is climbed, by strategy; each may also be left to its default.
+_ADAPTIVE: dict[str, tuple[object, ...]] = {
+    "collection.samples_per_round": (8,),
+    "collection.max_rounds": (4,),
+    "collection.keep": ("", "group"),
+    "collection.baseline": ("", "pool"),
+    "collection.normalize_by_std": (False,),
+}
+_BY_STRATEGY: dict[str, dict[str, tuple[object, ...]]] = {
+    "grpo": {"collection.baseline": ("", "group")},
+    "dapo": {"collection.baseline": ("", "group")},
+    "positive": _ADAPTIVE | {"collection.k_pos": (None, 1), "collection.k_neg": (None, 0)},
+    "balance": _ADAPTIVE | {"collection.k_pos": (None, 2), "collection.k_neg": (None, 2)},
+    "estimate": _ADAPTIVE
+    | {
+        "collection.objective": ("log",),
+        "collection.keep": ("", "pool"),
+        "collection.allocation": ("", "hybrid"),
+        "collection.min_draws": (2,),
+        "collection.max_draws": (None, 32),
+        "collection.budget": (None, 8.0),
+        "estimator.kind": ("ema",),
+    },
+}
+_ALL: dict[str, tuple[object, ...]] = {
+    "collection.objective": ("identity",),
+    "reward.kind": ("reference",),
+    "reward.path": ("",),
+    "reward.overlong_tokens": (0,),
+    "data.template": ("qwen_math",),
+    "lora.rank": (0,),
+}
+
+
+def _value(config: Config, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def differences(config: Config, model: str) -> tuple[str, ...]:
+    """Returns the settings in which a run of a model differs from the paper's run of the same strategy.
+
+    Compared are the strategy's own settings, objective, correction, estimator, prompts, the grader of training, and
+    whether all weights are trained.
+    """
+    expected = _ALL | _BY_STRATEGY[config.collection.strategy] | {"data.prompts": tuple(PROMPT_SETS[model])}
+    found = {key: _value(config, key) for key in expected}
+    found["data.prompts"] = config.data.prompts.removesuffix(":train")
+    expected["collection.correction"] = ("none",)
+    found["collection.correction"] = collection_rules.correction(config.collection)
+    return tuple(
+        # The last value is the explicit one, where a setting may be left to its default.
+        f"{key} is {found[key]!r}, the paper's {allowed[-1]!r}"
+        for key, allowed in expected.items()
+        if found[key] not in allowed
+    )
+
+
+def comparison(config: Config) -> Comparison:
+    """Returns the paper's runs that a run with this configuration may be compared with; often none."""
+    model, collection = components_lib.model_folder(config.model.path).name, config.collection
+    key = (model, collection.strategy, collection.group_size)
+    if key not in AVERAGES:
+        return Comparison()
+    if different := differences(config, model):
+        return Comparison(differences=different)
+    name = PROMPT_SETS[model][config.data.prompts.removesuffix(":train")]
+    percents = {EASY: AVERAGES, HARD: ON_HARD_PROMPTS}[name].get(key)
+    if percents is None:
+        return Comparison()
+    averages = {column: percent / 100 for column, percent in zip(PROBLEMS, percents, strict=True)}
+    return Comparison(rows=(Row(name, averages),))
+
+
+def comparison_of_run(workdir: pathlib.Path) -> Comparison:
+    """Returns the `comparison` of the configuration in a run's config.json, if there is one."""
     file = workdir / "config.json"
-    if not file.exists():
-        return []
-    saved = json.loads(file.read_text())
-    name, collection = components_lib.model_folder(saved["model"]["path"]).name, saved["collection"]
-    return rows(name, collection["strategy"], collection["group_size"])
+    return comparison(config_lib.from_json(file.read_text())) if file.exists() else Comparison()
 
 
 def column(benchmark: str) -> str | None:
-    """Returns the column of a benchmark's name, or None; `aime_like...` is the AIME-like set."""
-    return "aime_like" if benchmark.startswith("aime_like") else benchmark if benchmark in SETS else None
+    """Returns the column of a benchmark's name, or None: of a file, or of the data set that the paper evaluates."""
+    name = benchmark.removeprefix(_PUBLISHER)
+    return "aime_like" if name.startswith(("aime_like", _AIME_LIKE)) else name if name in SETS else None

@@ -61,7 +61,8 @@ def table(
     max_response_tokens: int,
     labelled: Mapping[str, Labelled] | None = None,
     difficulties: Mapping[str, Sequence[Difficulty]] | None = None,
-    rows: Sequence[paper_results.Row] = (),
+    paper: paper_results.Comparison | None = None,
+    graders: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the tables of an evaluation: scores by benchmark, curves over k, by initial difficulty, by label.
 
@@ -72,9 +73,17 @@ def table(
       max_response_tokens: of the evaluation.
       labelled: `by_label` of each benchmark.
       difficulties: `by_difficulty` of each benchmark; no table where it is empty.
-      rows: the paper's runs to compare with.
+      paper: the paper's runs to compare with.
+      graders: kind of reward, by benchmark: only where it is the paper's do its results stand beside.
     """
+    rows = paper.rows if paper else ()
     notes: dict[str, None] = {}
+    columns = {name: paper_results.column(name) for name in results}
+    for name, column in columns.items():
+        grader = (graders or {}).get(name, "")
+        if rows and column is not None and grader != paper_results.GRADERS[column]:
+            columns[name] = None
+            notes[f"{name} is graded by {grader!r}, the paper's results by {paper_results.GRADERS[column]!r}."] = None
 
     def line(
         name: str, problems: int, average: float, error: float, cells: Sequence[str], column: str | None
@@ -90,16 +99,18 @@ def table(
     for name, result in results.items():
         cells = [f"{result[key]:.3f}" for key in (f"pass_at_{samples}", f"all_correct_at_{samples}", *shares)]
         lines.append(line(name, int(result["problems"]), result["avg"], result["avg_standard_error"],
-                          [*cells, f"{result['tokens_mean']:,.0f}"], paper_results.column(name)))  # fmt: skip
+                          [*cells, f"{result['tokens_mean']:,.0f}"], columns[name]))  # fmt: skip
     if len(results) > 1:
-        columns = [paper_results.column(name) for name in results]
-        all_four = sorted(filter(None, columns)) == sorted(paper_results.SETS) and None not in columns
+        all_four = None not in columns.values() and sorted(filter(None, columns.values())) == sorted(paper_results.SETS)
         column = paper_results.WEIGHTED if all_four else None
         lines.append(line(paper_results.WEIGHTED, *weighted(results), [""] * (len(shares) + 3), column))
     sections = [markdown(header, lines)]
     if rows:
         note = _settings_note(samples, temperature, max_response_tokens)
         notes.update({note: None} if note else {})
+    if paper and paper.differences:
+        note = "The paper has results of this model and strategy, which this run can't be compared with: "
+        notes[f"{note}{'; '.join(paper.differences)}."] = None
     if notes:
         sections.append("\n".join(f"- {note}" for note in notes))
     sections.append(_curves(results, samples))
@@ -157,5 +168,6 @@ def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tup
         max_response_tokens=evaluation.drawn["max_response_tokens"],
         labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in evaluation.responses.items()},
         difficulties=difficulties,
-        rows=[] if workdir is None else paper_results.rows_of_run(workdir),
+        paper=None if workdir is None else paper_results.comparison_of_run(workdir),
+        graders=evaluation.graders,
     )

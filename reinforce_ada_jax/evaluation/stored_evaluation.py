@@ -82,6 +82,7 @@ class StoredEvaluation:
     labels: Mapping[str, Mapping[str, Mapping[str, str]]]  # of each problem, by benchmark and id
     responses: Mapping[str, GradedResponses]
     initial: Mapping[str, Mapping[str, float]]  # pass rates before training, by benchmark and id
+    graders: Mapping[str, str]  # kind of reward, or file and function, by benchmark
 
 
 def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> dict[str, dict[str, float]]:
@@ -103,7 +104,8 @@ def _result(
     drawn = next(iter(stores.values())).header["drawn"]
     labels = {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()}
     responses = {name: stores[name].complete(prompts, drawn["samples"]) for name, prompts in benchmarks.items()}
-    return StoredEvaluation(drawn, output, labels, responses, initial)
+    graders = {name: store.header["graded"]["reward"] for name, store in stores.items()}
+    return StoredEvaluation(drawn, output, labels, responses, initial, graders)
 
 
 def evaluate(

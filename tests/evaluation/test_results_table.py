@@ -51,19 +51,23 @@ def full_size(**problems: int) -> dict[str, Statistics]:
 
 
 def test_paper_results_are_shown_with_what_they_can_be_compared_with():
-    rows = paper_results.rows("Qwen2.5-Math-1.5B", "balance", 4)
-    assert [row.name for row in rows] == ["paper", "paper, hard prompts"]
-    settings = {"samples": 2, "temperature": 1.0, "max_response_tokens": 4096, "rows": rows}
+    row = paper_results.Row(
+        "paper", dict(zip(paper_results.PROBLEMS, (0.774, 0.365, 0.405, 0.175, 0.476), strict=True))
+    )
+    published = dict.fromkeys(("math500", "olympiadbench", "aime_like", "aime_like_160"), "reference_evaluation")
+    published["minerva_math"] = "reference_minerva"
+    settings = {"samples": 2, "temperature": 1.0, "max_response_tokens": 4096, "graders": published}
+    settings["paper"] = paper_results.Comparison(rows=(row,))
     results = full_size(math500=500, minerva_math=272, olympiadbench=675, aime_like_160=160, gsm8k_test=1319)
     lines = results_table.table(results, **settings).splitlines()
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[4:6]] for line in lines[2:8]}
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[4:5]] for line in lines[2:8]}
     assert cells == {
-        "math500": ["0.774", "0.747"],
-        "minerva_math": ["0.365", "0.337"],
-        "olympiadbench": ["0.405", "0.387"],
-        "aime_like_160": ["(0.175)", "(0.176)"],
-        "gsm8k_test": ["", ""],
-        "weighted average": ["", ""],  # of five sets
+        "math500": ["0.774"],
+        "minerva_math": ["0.365"],
+        "olympiadbench": ["0.405"],
+        "aime_like_160": ["(0.175)"],
+        "gsm8k_test": [""],
+        "weighted average": [""],  # of five sets
     }
     assert "- (0.175) is over 230 problems, here are 160: not comparable." in lines
     assert (
@@ -75,5 +79,23 @@ def test_paper_results_are_shown_with_what_they_can_be_compared_with():
     assert "| 0.500 ± 0.000 | (0.476) |" in lines[6]
     assert "- (0.476) is over 1,677 problems, here are 1,607: not comparable." in lines
     results = full_size(math500=500, minerva_math=272, olympiadbench=675, aime_like=230)
-    shown = results_table.table(results, **settings | {"rows": rows[:1]})
+    shown = results_table.table(results, **settings)
     assert "| 0.476 |" in shown.splitlines()[6] and "is over" not in shown
+    # A set that was graded by other rules has no figure beside it, and the average over all four has none.
+    shown = results_table.table(results, **settings | {"graders": published | {"minerva_math": "minerva"}})
+    assert "0.365" not in shown and "0.476" not in shown and "0.774" in shown
+    assert "- minerva_math is graded by 'minerva', the paper's results by 'reference_minerva'." in shown
+
+
+def test_a_run_with_other_settings_has_no_figures_and_says_why():
+    paper = paper_results.Comparison(differences=("collection.objective is 'log', the paper's 'identity'",))
+    shown = results_table.table(
+        full_size(math500=500),
+        samples=2,
+        temperature=1.0,
+        max_response_tokens=8,
+        paper=paper,
+        graders={"math500": "math"},
+    )
+    assert "can't be compared with: collection.objective is 'log', the paper's 'identity'." in shown
+    assert "graded by" not in shown
