@@ -1,8 +1,8 @@
 """Results of the paper, for comparison with one's own: avg@32 at temperature 1 and 4,096 tokens.
 
-Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677. They stand
-beside the results of a run only where the run has the settings of the published one, and beside a benchmark only where
-its grader is the published one (`differences`, `column`).
+Source: arXiv 2510.04996. Its AIME-like set has 230 problems, and the weighted average is over all 1,677. They are
+shown with the results of a run only if the run has the settings of the published one, and for a benchmark only if its
+grader is the published one (`differences`, `column`).
 """
 
 import dataclasses

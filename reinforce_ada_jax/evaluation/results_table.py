@@ -74,7 +74,7 @@ def table(
       labelled: `by_label` of each benchmark.
       difficulties: `by_difficulty` of each benchmark; no table where it is empty.
       paper: the paper's runs to compare with.
-      graders: kind of reward, by benchmark: only where it is the paper's do its results stand beside.
+      graders: kind of reward, by benchmark; the paper's results are shown only where it is the paper's.
     """
     rows = paper.rows if paper else ()
     notes: dict[str, None] = {}
