@@ -5,6 +5,7 @@
 
 import dataclasses
 import pathlib
+import sys
 from xml.sax.saxutils import escape
 
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "concepts"
@@ -68,12 +69,12 @@ class Drawing:
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width}"{dash}/>')
 
-    def write(self, name: str) -> None:
-        """Writes docs/concepts/NAME.svg."""
-        (FOLDER / f"{name}.svg").write_text("\n".join([*self.parts, "</svg>"]) + "\n")
+    def svg(self) -> str:
+        """Returns the text of the file."""
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
-def rounds() -> None:
+def rounds() -> Drawing:
     """Three prompts with rounds of eight draws and groups of four."""
     d = Drawing(860, 300, "Three prompts draw rounds of eight responses until their stopping rules are met")
     rows = [
@@ -106,10 +107,10 @@ def rounds() -> None:
     d.text(122, 283, "wrong", 13)
     d.dot(185, 278, WHITE, 6, INK)
     d.text(198, 283, "kept for the update.  No prompt waits for another one.", 13)
-    d.write("rounds")
+    return d
 
 
-def addresses() -> None:
+def addresses() -> Drawing:
     """Everything that decides a token, and everything that does not."""
     d = Drawing(860, 250, "The address of a sample decides its randomness")
     for number, words in enumerate(("run seed", "iteration", "prompt id", "draw index", "token position")):
@@ -124,10 +125,10 @@ def addresses() -> None:
     names = ("slot", "batch size", "window length", "number of hosts", "barrier", "finishing order")
     for number, words in enumerate(names):
         d.box(20 + number * 138, 205, 128, 32, words, PALE_GREY, GREY, 13)
-    d.write("addresses")
+    return d
 
 
-def window() -> None:
+def window() -> Drawing:
     """Host, device and graders over time."""
     d = Drawing(860, 270, "The device decodes window after window while the host reads the results of the one before")
     for y, name in ((60, "device"), (130, "host"), (205, "graders")):
@@ -146,10 +147,10 @@ def window() -> None:
     d.text(
         20, 256, "→2: the host submits window 2 before it reads window 1, so the device never waits for the host.", 13
     )
-    d.write("window")
+    return d
 
 
-def pages() -> None:
+def pages() -> Drawing:
     """Page tables of one prompt and its draws."""
     d = Drawing(
         860, 290, "Draws of one prompt share its full pages; each has a copy of the last one and pages of its own"
@@ -178,10 +179,10 @@ def pages() -> None:
     d.arrow(327, 92, 400, 127, dashed=True)
     d.text(750, 153, "page table", 13, fill=GREY)
     d.text(750, 170, "of one slot", 13, fill=GREY)
-    d.write("pages")
+    return d
 
 
-def resume() -> None:
+def resume() -> Drawing:
     """A killed run and the unbroken one."""
     d = Drawing(860, 250, "A run that is killed and resumed ends with the same bits as an unbroken one")
     d.text(20, 65, "unbroken")
@@ -199,10 +200,10 @@ def resume() -> None:
     d.arrow(352, 162, 398, 188)
     d.text(640, 24, "green: checkpoint", 13, fill=GREEN)
     d.text(105, 215, "checkpoint 3, metrics cut back", 13, fill=GREY)
-    d.write("resume")
+    return d
 
 
-def weights() -> None:
+def weights() -> Drawing:
     """One set of weights, read by engine and learner, and the gap between their log-probabilities."""
     d = Drawing(860, 210, "Engine and learner read the same weights; the gap compares their log-probabilities")
     d.box(20, 80, 150, 50, "learner's weights", PALE_BLUE, BLUE)
@@ -218,7 +219,7 @@ def weights() -> None:
     d.box(730, 80, 110, 50, "update/\nlogprob_gap", PALE_GREEN, GREEN, 13)
     d.arrow(670, 58, 728, 92)
     d.arrow(670, 152, 728, 118)
-    d.write("weights")
+    return d
 
 
 CURVES = (
@@ -228,7 +229,7 @@ CURVES = (
 )
 
 
-def objectives() -> None:
+def objectives() -> Drawing:
     """signal(p) of `balance` with each correction, relative to p = 1/2, for the objectives p and log p."""
     import numpy as np  # noqa: PLC0415
 
@@ -268,13 +269,21 @@ def objectives() -> None:
         d.text(102 + number * 215, 366, name, 12)
     d.line([(715, 361), (741, 361)], INK, 1.5, dashed=True)
     d.text(747, 366, "f'(p), relative", 12)
-    d.write("objectives")
+    return d
 
 
 def main() -> None:
-    """Draws all diagrams."""
-    for draw in (rounds, addresses, window, pages, resume, weights, objectives):
-        draw()
+    """Draws all diagrams, or compares them with the files."""
+    sys.path.insert(0, str(FOLDER.parents[1]))
+    made = {draw.__name__: draw().svg() for draw in (rounds, addresses, window, pages, resume, weights, objectives)}
+    files = {name: FOLDER / f"{name}.svg" for name in made}
+    if "--check" in sys.argv[1:]:
+        different = [name for name, file in files.items() if not file.exists() or file.read_text() != made[name]]
+        if different:
+            sys.exit(f"error: {', '.join(different)} in docs/concepts differ: run python dev/diagrams.py.")
+        return
+    for name, file in files.items():
+        file.write_text(made[name])
 
 
 if __name__ == "__main__":

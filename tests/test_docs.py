@@ -130,8 +130,9 @@ def test_every_block_of_python_is_run_somewhere():
 # ---- docs/reference --------------------------------------------------------------------------------------------------
 
 
-def test_reference_pages_are_made_from_the_code():
-    command = [sys.executable, "dev/reference.py", "--check"]
+@pytest.mark.parametrize("script", ["reference", "diagrams"])
+def test_pages_and_diagrams_are_made_from_the_code(script):
+    command = [sys.executable, f"dev/{script}.py", "--check"]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
