@@ -1,8 +1,9 @@
-"""`benchmark learning`: held-out accuracy on the built-in task at equal updates, equal tokens and equal time.
+"""`benchmark learning`: held-out accuracy of algorithms at equal updates, equal tokens and equal time.
 
-Every run is `train` with configs/tiny.py, in a process and a work directory of its own: after an interruption the same
-command continues, and a finished run is not repeated. Seconds are those of collecting and updating, compilation
-included; compare them within one command on an idle machine.
+The task `cipher` is the built-in one (configs/tiny.py); `words` is the tutorial's (configs/word_problems.py), whose
+model and problems examples/word_problems.py makes. Every run is `train`, in a process and a work directory of its own:
+after an interruption the same command continues, and a finished run is not repeated. Seconds are those of collecting
+and updating, compilation included; compare them within one command on an idle machine.
 """
 
 import dataclasses
@@ -22,14 +23,40 @@ from jaxtyping import Float
 from reinforce_ada_jax.reporting import drawing
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
 
-CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "tiny.py"
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 BENCHMARK = "heldout"
 UPDATES = 100
-MOST_SECONDS = 60.0  # of the figure
-BUDGETS = (30_000, 46_000, 70_000)  # response tokens
-THRESHOLD = 0.9  # of the held-out average, for the cost of reaching it
 # Two-sided 95 % points of Student's distribution, by degrees of freedom; 1.96 beyond.
 STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Problems to learn.
+
+    Attributes:
+      config: file in configs/.
+      budgets: response tokens at which averages are compared.
+      threshold: held-out average, for the cost of reaching it.
+      samples: responses per problem of an evaluation.
+      seconds: most seconds of the figure.
+      every: updates between evaluations.
+      learning_rate: for all entries; None: each entry's own.
+    """
+
+    config: str
+    budgets: tuple[int, ...]
+    threshold: float
+    samples: int
+    seconds: float
+    every: int
+    learning_rate: float | None = None
+
+
+TASKS = {
+    "cipher": Task("tiny.py", (30_000, 46_000, 70_000), 0.9, 16, 60.0, 10),
+    "words": Task("word_problems.py", (60_000, 120_000, 220_000), 0.6, 8, 240.0, 20, learning_rate=5e-4),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +65,9 @@ class Entry:
 
     Attributes:
       name: in tables, figures and names of work directories.
-      overrides: settings of the `collection` section that differ from configs/tiny.py.
-      learning_rate: the best of 5e-4, 1e-3, 2e-3 and 4e-3 (docs/algorithms.md has the trials).
-      updates: number that generates at least the largest of `BUDGETS`; at least `UPDATES`.
+      overrides: settings of the `collection` section that differ from the task's configuration.
+      learning_rate: the best of 1e-3, 2e-3 and 4e-3 on the task `cipher` (docs/algorithms.md has the trials).
+      updates: on the task `cipher`, at least those that generate its largest budget; at least `UPDATES`.
     """
 
     name: str
@@ -64,17 +91,20 @@ ENTRIES = (
 )
 
 
-def train(entry: Entry, seed: int, workdir: pathlib.Path) -> None:
+def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
     """Trains one run to its end on one core; an unfinished one is resumed.
 
     Raises:
       RuntimeError: it failed; the message has the end of its output.
     """
-    settings = {"seed": seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
-    settings |= {"evaluation.every": 10, "checkpoint.every": 50, "logging.tensorboard": False}
+    rate, updates = entry.learning_rate, entry.updates
+    if task.learning_rate is not None:
+        rate, updates = task.learning_rate, UPDATES
+    settings = {"seed": seed, "iterations": updates, "learning.learning_rate": rate, "logging.tensorboard": False}
+    settings |= {"evaluation.every": task.every, "checkpoint.every": updates}
     settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
     command = [
-        sys.executable, "-m", "reinforce_ada_jax.train", f"--config={CONFIG}", f"--workdir={workdir}",
+        sys.executable, "-m", "reinforce_ada_jax.train", f"--config={CONFIGS / task.config}", f"--workdir={workdir}",
         *(f"--config.{key}={value}" for key, value in settings.items()),
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
@@ -84,7 +114,7 @@ def train(entry: Entry, seed: int, workdir: pathlib.Path) -> None:
 
 
 def train_all(
-    entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int
+    task: Task, entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int
 ) -> dict[str, list[History]]:
     """Trains every entry with every seed, `jobs` at a time; returns the histories by name of the entry."""
     runs = [(entry, seed) for seed in seeds for entry in entries]
@@ -92,7 +122,7 @@ def train_all(
     def one(run: tuple[Entry, int]) -> History:
         entry, seed = run
         workdir = folder / f"{entry.name}-{seed}"
-        train(entry, seed, workdir)
+        train(task, entry, seed, workdir)
         history = load(workdir)
         average = history.evaluations[BENCHMARK].average[-1]
         print(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
@@ -134,15 +164,15 @@ def interval(values: Sequence[float]) -> list[float]:
     return [float(np.mean(values)), point * error]
 
 
-def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
+def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
     """Returns means over seeds with their 95 % intervals, at equal updates, tokens and cost.
 
-    A budget that a run did not reach gives None, never an extrapolated number; so does `THRESHOLD`.
+    A budget that a run did not reach gives None, never an extrapolated number; so does the threshold.
     """
     result = {}
     for name, runs in histories.items():
         reached = [at_updates(run, UPDATES) for run in runs]
-        costs = np.array([cost_of(run, THRESHOLD) for run in runs])
+        costs = np.array([cost_of(run, task.threshold) for run in runs])
         last = [max(run.curves[BENCHMARK]["pass"].items())[1] for run in runs]
         result[name] = {
             f"avg_at_{UPDATES}_updates": interval([average for average, _ in reached]),
@@ -151,7 +181,7 @@ def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
                 f"{budget:.0f}": interval([at_tokens(run, BENCHMARK, budget) for run in runs])
                 if all(run.tokens[-1] >= budget for run in runs)
                 else None
-                for budget in BUDGETS
+                for budget in task.budgets
             },
             "tokens_to_threshold": interval(costs[:, 1].tolist()) if np.isfinite(costs).all() else None,
             "seconds_to_threshold": interval(costs[:, 2].tolist()) if np.isfinite(costs).all() else None,
@@ -161,20 +191,32 @@ def summary(histories: dict[str, list[History]]) -> dict[str, Any]:
     return result
 
 
-def table(result: dict[str, Any]) -> str:
+def table(task: Task, result: dict[str, Any]) -> str:
     """Returns the summary as a Markdown table."""
 
     def cell(values: list[float] | None, digits: int = 3, otherwise: str = "not reached") -> str:
         return otherwise if values is None else f"{values[0]:,.{digits}f} ± {values[1]:,.{digits}f}"
 
-    head = ["", *(f"avg@16 at {budget / 1000:,.0f}k tokens" for budget in BUDGETS), f"at {UPDATES} updates"]
-    rows = [[*head, "tokens by then", f"tokens to {THRESHOLD}", f"seconds to {THRESHOLD}", "pass@16 at the end"]]
+    head = [
+        "",
+        *(f"avg@{task.samples} at {budget / 1000:,.0f}k tokens" for budget in task.budgets),
+        f"at {UPDATES} updates",
+    ]
+    rows = [
+        [
+            *head,
+            "tokens by then",
+            f"tokens to {task.threshold}",
+            f"seconds to {task.threshold}",
+            f"pass@{task.samples} at the end",
+        ]
+    ]
     rows.append(["---"] * len(rows[0]))
     for name, numbers in result.items():
         some = f"{numbers['reached_threshold']} of the seeds"
         rows.append([
             name,
-            *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in BUDGETS),
+            *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in task.budgets),
             cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
             cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
             cell(numbers["pass_at_end"]),
@@ -188,7 +230,7 @@ def _mean_curve(name: str, style: int, x: Float[np.ndarray, " N"], averages: lis
     return drawing.Curve(name, style, x, np.mean(averages, axis=0), band=band)
 
 
-def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
+def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Draws held-out accuracy against updates, tokens and seconds of training: mean and range over seeds."""
     panels: dict[str, list[drawing.Curve]] = {"updates": [], "tokens": [], "seconds": []}
     for style, (name, runs) in enumerate(histories.items()):
@@ -196,14 +238,14 @@ def figure(histories: dict[str, list[History]], file: pathlib.Path) -> None:
         seconds = [run.at(one.updates, run.seconds) for run, one in zip(runs, accuracies, strict=True)]
         axes = {
             "updates": ([one.updates for one in accuracies], float(UPDATES)),
-            "tokens": ([one.tokens for one in accuracies], float(BUDGETS[-1])),
-            "seconds": (seconds, MOST_SECONDS),
+            "tokens": ([one.tokens for one in accuracies], float(task.budgets[-1])),
+            "seconds": (seconds, task.seconds),
         }
         for label, (found, most) in axes.items():
             x = np.linspace(0, min(most, *(float(one[-1]) for one in found)), 21)
             averages = [np.interp(x, one, accuracy.average) for one, accuracy in zip(found, accuracies, strict=True)]
             panels[label].append(_mean_curve(name, style, x, averages))
-    drawn = [drawing.Panel(BENCHMARK, label, "avg@16", curves) for label, curves in panels.items()]
+    drawn = [drawing.Panel(BENCHMARK, label, f"avg@{task.samples}", curves) for label, curves in panels.items()]
     drawing.draw(drawn, file, columns=3)
 
 
@@ -219,10 +261,11 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}.")
     folder = pathlib.Path(options.output)
     entries = [known[name] for name in options.algorithms or known]
-    histories = train_all(entries, range(options.seeds), folder, options.jobs)
-    result = summary(histories)
-    figure(histories, folder / "learning")
-    text = table(result)
+    task = TASKS[options.task]
+    histories = train_all(task, entries, range(options.seeds), folder, options.jobs)
+    result = summary(task, histories)
+    figure(task, histories, folder / "learning")
+    text = table(task, result)
     (folder / "learning.md").write_text(text + "\n")
     print(text, flush=True)
     return result

@@ -80,6 +80,7 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
     flags.DEFINE_float("scale", 1.0, "Factor of the adaptive response lengths.", flag_values=values)
     flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
+    flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list("variants", list(variants), "Variants of `iteration`.", flag_values=values)
     config_flags.DEFINE_config_file("config", None, "The configuration of `iteration`.", flag_values=values)

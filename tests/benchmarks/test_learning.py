@@ -26,7 +26,7 @@ HISTORIES = {"grpo-4": [history(320, 0.4), history(320, 0.8)], "balance": [histo
 
 
 def test_summary():
-    found = learning.summary(HISTORIES)
+    found = learning.summary(learning.TASKS["cipher"], HISTORIES)
     # Half of the way: 0.2 and 0.4, whose standard error is 0.1; 12.706 times that with one degree of freedom.
     assert found["grpo-4"]["avg_at_100_updates"] == pytest.approx([0.3, 1.2706], abs=1e-4)
     assert found["grpo-4"]["tokens_at_100_updates"] == [32_000.0, 0.0]
@@ -37,7 +37,7 @@ def test_summary():
     assert found["balance"]["seconds_to_threshold"][0] == pytest.approx(190.0)
     assert found["balance"]["tokens_to_threshold"][0] == pytest.approx(190.0 * 3350)
     assert found["balance"]["pass_at_end"] == [1.0, 0.0]
-    row = learning.table(found).splitlines()[2].split(" | ")
+    row = learning.table(learning.TASKS["cipher"], found).splitlines()[2].split(" | ")
     assert row[0] == "| grpo-4" and row[3:5] == ["not reached", "0.300 ± 1.271"] and row[6] == "0 of the seeds"
 
 
@@ -51,14 +51,16 @@ def test_the_interval_is_students(count, point):
 
 def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
     trained = []
-    monkeypatch.setattr(learning, "train", lambda entry, seed, workdir: trained.append((entry.name, seed, workdir)))
+    monkeypatch.setattr(
+        learning, "train", lambda task, entry, seed, workdir: trained.append((entry.name, seed, workdir))
+    )
     monkeypatch.setattr(learning, "load", lambda workdir: HISTORIES["balance"][0])
     values = benchmark.define_flags(flags.FlagValues())
     values(["benchmark", f"--output={tmp_path}", "--seeds=2", "--algorithms=ngu,dapo"])
     result = benchmark.measured("learning", values)
     assert sorted(trained) == [(name, seed, tmp_path / f"{name}-{seed}") for name in ("dapo", "ngu") for seed in (0, 1)]
     assert list(result) == ["ngu", "dapo"]
-    assert (tmp_path / "learning.md").read_text() == learning.table(result) + "\n"
+    assert (tmp_path / "learning.md").read_text() == learning.table(learning.TASKS["cipher"], result) + "\n"
     assert (tmp_path / "learning.png").exists() and (tmp_path / "learning.svg").exists()
 
 
