@@ -1,7 +1,7 @@
 """`benchmark learning`: held-out accuracy of algorithms at equal updates, equal tokens and equal time.
 
 The task `cipher` is the built-in one (configs/tiny.py); `words` is the tutorial's (configs/word_problems.py), whose
-model and problems examples/word_problems.py makes. Every run is `train`, in a process and a work directory of its own:
+model, problems and prompts docs/tutorial.md makes. Every run is `train`, in a process and a work directory of its own:
 after an interruption the same command continues, and a finished run is not repeated. Seconds are those of collecting
 and updating, compilation included; compare them within one command on an idle machine.
 """
@@ -76,7 +76,7 @@ class Entry:
     updates: int = UPDATES
 
 
-SINGLES = {"strategy": "positive", "objective": "log", "samples_per_round": 1, "max_rounds": 16}
+SINGLES = {"strategy": "positive", "objective": "log", "samples_per_round": 1, "max_rounds": 16, "speculative": False}
 ENTRIES = (
     Entry("exact-log", SINGLES, 2e-3, 330),
     Entry("grpo-4", {"strategy": "grpo", "group_size": 4}, 1e-3, 115),
