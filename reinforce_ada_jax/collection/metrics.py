@@ -96,6 +96,7 @@ def collection_metrics(
     min(n, M) draws, where M is the size of the prompt's first round. No outcome decides their number; the first n draws
     of rounds smaller than n would be fewer where a prompt stops early. `reward/first_round_correct` is the same for
     correctness: an unbiased pass rate. `reward/pool`, the mean over all responses, is biased by the stopping rule.
+    `reward/penalty` is the mean length penalty of correct responses, where one is above 0; rewards do not include it.
 
     Args:
       groups: one for each prompt of the iteration, at least one; replacements last.
@@ -113,6 +114,7 @@ def collection_metrics(
     first = pools[:num_prompts]
     first_draws = [min(group_size, pool.first_round_size) for pool in first]
     responses = [response for pool in pools for response in pool.responses]
+    penalties = [verdict.penalty for pool in pools for verdict in pool.verdicts if verdict.correct]
     reasons = collections.Counter(verdict.reason for pool in pools for verdict in pool.verdicts if verdict.reason)
     return {
         "reward/first_round": _mean_of_firsts([pool.rewards for pool in first], first_draws),
@@ -130,5 +132,6 @@ def collection_metrics(
         "collection/truncated_share": float(np.mean([response.truncated for response in responses])),
         **sampling_dynamics(groups, group_size, len(first), thresholds or (group_size // 2, -(-group_size // 2))),
         "collection/verifier_failures": sum(reasons[reason] for reason in FAILURES),
+        **({"reward/penalty": float(np.mean(penalties))} if any(penalties) else {}),
         **{f"collection/verdict_{reason}": reasons[reason] for reason in sorted(reasons)},
     }

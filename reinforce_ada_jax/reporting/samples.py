@@ -43,7 +43,7 @@ def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndar
                     "prompt": pool.prompt.id, "problem": pool.prompt.problem, "answer": pool.prompt.answer,
                     "draw": response.draw, "response": decode(response.tokens), "tokens": len(response.tokens),
                     "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
-                    "reason": verdict.reason, "advantage": advantage.get(response.draw),
+                    "reason": verdict.reason, "penalty": verdict.penalty, "advantage": advantage.get(response.draw),
                 }  # fmt: skip
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
 

@@ -127,12 +127,12 @@ def choose_prompts(trainer: Trainer, cursor: PromptCursor) -> Chosen:
     upcoming = Prefetch(())
     extra = strategy.extra_batches * size
     if trainer.config.collection.overlap_iterations:
-        # The next iteration's prompts are fixed already, so replacements are borrowed from those behind them, and come
-        # again in their turn. The end of an epoch and the beginning of the next one may share some prompts.
-        following, then = next_prompts(trainer.prompts, after, size)
+        # The next iteration's prompts are fixed already, so replacements are borrowed from the others that follow, and
+        # come again in their turn. The end of an epoch and the beginning of the next one may share some prompts.
+        following = next_prompts(trainer.prompts, after, size)[0]
         upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
         ids |= {prompt.id for prompt in following}
-        borrowed = prompts_after(trainer.prompts, then, extra, ids) if extra else []
+        borrowed = prompts_after(trainer.prompts, after, extra, ids) if extra else []
         return Chosen(prompts, after, [(prompt, after) for prompt, _ in borrowed], upcoming)
     replacements = prompts_after(trainer.prompts, after, extra, ids) if extra else []
     return Chosen(prompts, after, replacements, upcoming)

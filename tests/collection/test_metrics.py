@@ -216,3 +216,15 @@ def test_rounds_without_a_limit_do_not_make_keys_without_a_limit():
     for name in ("active", "met", "met_k_pos"):
         rounds = [key for key in collection_metrics([group], group_size=2) if f"/{name}_round" in key]
         assert rounds == [f"collection/{name}_round_{number}" for number in range(1, MAX_ROUND_METRICS + 1)]
+
+
+def test_the_length_penalty_of_right_answers():
+    group = make_group("a", [1.0, 0.0, 1.0], [0.0] * 3, rounds=1, met=True, lengths=[1] * 3)
+    assert "reward/penalty" not in collection_metrics([group], group_size=2)
+    first, wrong, last = group.pool.verdicts
+    verdicts = dataclasses.replace(first, penalty=0.5), wrong, last
+    metrics = collection_metrics(
+        [dataclasses.replace(group, pool=dataclasses.replace(group.pool, verdicts=verdicts))], group_size=2
+    )
+    # Over the two right answers, one of them within the limit; the first two rewards stay 1 and 0.
+    assert (metrics["reward/penalty"], metrics["reward/first_round"]) == (0.25, 0.5)
