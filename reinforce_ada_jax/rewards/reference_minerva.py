@@ -108,8 +108,8 @@ def _after_last_box(text: str) -> str:
     return text[1:]
 
 
-def stated_answer(response: str) -> str:
-    """Returns the answer of a response, normalised: of its last box, after a phrase, or its last number; else ""."""
+def _stated(response: str) -> str:
+    """Returns the text of a response's answer: in its last box, after a phrase, or its last number; else ""."""
     response = response.replace("\u043a\u0438", "")  # two Cyrillic letters that a model is known to add
     if _MINERVA_BEGIN in response and _MINERVA_END in response:
         found = response.partition(_MINERVA_BEGIN)[2].partition(_MINERVA_END)[0].strip()
@@ -123,8 +123,12 @@ def stated_answer(response: str) -> str:
         found = response.split("答案是")[1].strip().partition("\n\n")[0].strip()
     else:
         found = next(reversed(_LAST_NUMBER.findall(response.replace(",", ""))), "")
-    found = re.sub(r"\n\s*", "", found).removeprefix(":").removesuffix(".").removesuffix("/")
-    return normalized(found)
+    return re.sub(r"\n\s*", "", found).removeprefix(":").removesuffix(".").removesuffix("/")
+
+
+def stated_answer(response: str) -> str:
+    """Returns the answer that a response states, normalised."""
+    return normalized(_stated(response))
 
 
 def grade(response: str, answer: str) -> Verdict:
@@ -134,8 +138,9 @@ def grade(response: str, answer: str) -> Verdict:
       A verdict. Reasons: "no_answer" (nothing is stated, and nothing is not right), "too_long" (more than
       `MAX_BOXED_LENGTH` characters are, which the program does not limit).
     """
-    stated = stated_answer(response)
-    if len(stated) > MAX_BOXED_LENGTH:
+    stated = _stated(response)
+    if len(stated) > MAX_BOXED_LENGTH:  # normalising takes time quadratic in it
         return Verdict(False, 0.0, "too_long")
+    stated = normalized(stated)
     correct = reference_equality.equal(stated, answer)
     return Verdict(correct, float(correct), "" if stated or correct else "no_answer")
