@@ -126,8 +126,8 @@ def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem
     """Returns the problems of a public data set, in its order.
 
     The text is `problem` or `question`; the answer is `gt` (RLHFlow's sets), `short_answer` (the gsm8k of TFDS) or
-    `answer`; of GSM8K's solutions the number after "####", without commas. A row without `id` gets its `content_id`,
-    followed by "-2" where the row occurs a second time.
+    `answer`; of GSM8K's solutions the number after "####", without commas. A row without `id` gets its `content_id`.
+    An id that occurs a second time is followed by "-2": merged sets repeat ids, and a user can't edit them.
 
     A row whose `prompt` is a list of messages has verl's format: the answer is `reward_model.ground_truth` (or
     `answer`), the id `id`, `extra_info.index` or a hash of messages and answer.
@@ -142,10 +142,8 @@ def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem
         text, answer = _column(row, PROBLEM_COLUMNS, where), _column(row, ANSWER_COLUMNS, where)
         if isinstance(answer, str) and (_GSM8K_ANSWER in answer or "short_answer" in row):
             answer = answer.rpartition(_GSM8K_ANSWER)[2].strip().replace(",", "")
-        given = row.get("id")
-        if given is None:
-            given = _numbered(content_id(str(text), str(answer)), seen)
-        complete = {"id": str(given), "problem": text, "answer": answer, "pass_rate": row.get("pass_rate")}
+        given = content_id(str(text), str(answer)) if row.get("id") is None else str(row["id"])
+        complete = {"id": _numbered(given, seen), "problem": text, "answer": answer, "pass_rate": row.get("pass_rate")}
         complete |= {name: row.get(name) for name in LABELS}
         problems.append((number, check_row(complete, where)))
     return unique(problems, source, "row")

@@ -96,11 +96,14 @@ class OutputFiles:
 def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
     """Returns the problems without those whose text came before, whatever their answers.
 
-    Texts are compared in Unicode's composed form, with each run of white space as one space. Case counts.
+    Texts are compared in Unicode's composed form, with each run of white space as one space. Case counts. Of a problem
+    with messages all are compared, but the system's.
     """
     firsts: dict[str, Problem] = {}
     for problem in problems:
-        firsts.setdefault(" ".join(unicodedata.normalize("NFC", problem["problem"]).split()), problem)
+        messages = problem.get("prompt", [{"role": "user", "content": problem["problem"]}])
+        text = "\n".join(message["content"] for message in messages if message["role"] != "system")
+        firsts.setdefault(" ".join(unicodedata.normalize("NFC", text).split()), problem)
     return list(firsts.values())
 
 

@@ -68,6 +68,11 @@ def test_ids_are_made_of_the_text():
     assert [problem["id"] for problem in from_columns([ROWS[1], *ROWS], "set")] == [ids[1], ids[0], f"{ids[1]}-2"]
 
 
+def test_ids_that_a_merged_set_repeats():
+    rows = [{"id": name, "problem": problem, "answer": "3"} for name, problem in ((1, "p"), ("1", "q"), (2, "r"))]
+    assert [problem["id"] for problem in from_columns(rows, "set")] == ["1", "1-2", "2"]
+
+
 def test_columns():
     (problem,) = from_columns([{"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}], "set")
     assert problem == {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25}
@@ -82,7 +87,7 @@ def test_columns():
         ([{"problem": "q"}], "set, row 1: none of the columns gt, short_answer, answer among"),
         ([{"text": "q", "answer": "1"}], "set, row 1: none of the columns problem, question"),
         ([{"problem": "q", "answer": 3}], "set, row 1: answer is 3; it must be a string"),
-        ([{"id": 1, "problem": "q", "answer": "3"}, {"id": "1", "problem": "p", "answer": "3"}], "set, rows 1 and 2"),
+        ([{"id": name, "problem": "q", "answer": "3"} for name in (1, 1, "1-2")], "set, rows 2 and 3"),
     ],
 )
 def test_rows_that_are_no_problems(rows, message):

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import values
 from reinforce_ada_jax.evaluation import paper_results
 from reinforce_ada_jax.training import components as components_lib
 from tests.running import CONFIGS, load, tiny
@@ -107,3 +108,12 @@ def test_columns():
     assert paper_results.column("aime_like_160") == paper_results.column("aime_like") == "aime_like"
     assert paper_results.column("weqweasdas_minerva_math") == paper_results.column("minerva_math") == "minerva_math"
     assert paper_results.column("aime24") is None
+
+
+def test_every_kind_of_reward_has_a_grader():
+    # Right for any verifier of mathematics, but not for the built-in task.
+    for kind in values.REWARDS:
+        config = tiny(**{"reward.kind": kind, "reward.workers": 0})
+        with components_lib.verifier_pool(config) as verifiers:
+            (verdict,) = verifiers.grade_all([(r"so it is \boxed{5}", "5")])
+        assert verdict.correct == (kind != "cipher")

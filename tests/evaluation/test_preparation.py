@@ -74,3 +74,13 @@ def test_a_line_keeps_labels_and_messages(tmp_path):
     problem: Problem = {"id": "a", "problem": "é?", "answer": "1", "labels": {"level": "2"}, "prompt": messages}
     (tmp_path / "chosen.jsonl").write_text(preparation.prompt_line(problem, 0.25))
     assert load_problems(str(tmp_path / "chosen.jsonl")) == [problem | {"pass_rate": 0.25}]
+
+
+def test_conversations_that_end_alike_are_no_duplicates():
+    def row(name: str, first: str, system: str) -> Problem:
+        contents = {"system": system, "user": first, "assistant": "Yes.", "user ": "Go on."}
+        prompt = [{"role": role.strip(), "content": content} for role, content in contents.items()]
+        return {"id": name, "problem": "Go on.", "answer": "1", "prompt": prompt}
+
+    rows = [row("a", "p?", "s"), row("b", "q?", "s"), row("c", "p?", "another")]
+    assert [problem["id"] for problem in preparation.first_of_each(rows)] == ["a", "b"]
