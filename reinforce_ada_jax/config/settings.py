@@ -248,7 +248,7 @@ class LearningConfig:
         128, "Prompts of one update.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
     )
     micro_batches: int = setting(
-        1, "Parts in which a minibatch is computed; changes memory, not results.", values.AT_LEAST_1,
+        1, "Parts in which a minibatch is computed; changes memory and time, not results.", values.AT_LEAST_1,
         rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
