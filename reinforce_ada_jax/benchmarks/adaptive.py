@@ -23,12 +23,16 @@ from reinforce_ada_jax.types import Pool
 
 def _summary(rollouts: Rollouts, pools: list[Pool], seconds: float) -> dict[str, Any]:
     counts = rollouts.counts
+    useful = sum(len(response.tokens) for pool in pools for response in pool.responses)
     return {
         "seconds": seconds,
-        "useful_tokens": counts.tokens,
-        "useful_tokens_per_s": counts.tokens / seconds,
+        "useful_tokens": useful,
+        "useful_tokens_per_s": useful / seconds,
+        "useful_share": useful / max(counts.slot_steps, 1),
         "slot_utilisation": counts.slot_utilisation,
         "responses": sum(len(pool.responses) for pool in pools),
+        "discarded_tokens": sum(sum(pool.discarded) for pool in pools),
+        "prefills": counts.prefills,
         "turns": counts.slot_steps // (rollouts.engine.options.slots * rollouts.engine.replicas),
         "windows": counts.windows,
         "dispatches": counts.dispatches,
@@ -49,7 +53,9 @@ def _with_barrier(once: Callable[[bool], dict[str, Any]], barrier: bool, repeat:
     return result
 
 
-def measure(options: flags.FlagValues, workload: Workload, engine_options: EngineOptions) -> dict[str, Any]:
+def measure(
+    options: flags.FlagValues, workload: Workload, engine_options: EngineOptions, *, speculative: bool
+) -> dict[str, Any]:
     """Measures a workload on a warm engine, and with --barrier the same samples with all rounds in step."""
     architecture, replicas = models.smallest(), options.replicas or 1
     params = random_weights(options, architecture, options.dtype)
@@ -61,7 +67,7 @@ def measure(options: flags.FlagValues, workload: Workload, engine_options: Engin
 
     def once(barrier: bool) -> dict[str, Any]:
         begin = time.perf_counter()
-        pools = engines.draw(rollouts, params, workload, barrier=barrier, on_progress=report)
+        pools = engines.draw(rollouts, params, workload, barrier=barrier, speculative=speculative, on_progress=report)
         seconds = time.perf_counter() - begin
         engines.check_lengths(pools, workload)
         return _summary(rollouts, pools, seconds)
@@ -74,7 +80,13 @@ def measure(options: flags.FlagValues, workload: Workload, engine_options: Engin
 
 
 def simulate(
-    workload: Workload, options: EngineOptions, cost: Cost, *, barrier: bool, limit: int | None
+    workload: Workload,
+    options: EngineOptions,
+    cost: Cost,
+    *,
+    barrier: bool,
+    limit: int | None,
+    speculative: bool = False,
 ) -> dict[str, Any]:
     """Measures the same in virtual time; `limit` as in `engines.draw`."""
     lengths = workload.lengths_by_draw()
@@ -82,7 +94,7 @@ def simulate(
     def once(barrier: bool) -> dict[str, Any]:
         engine = SimulatedEngine(options, cost, lengths)
         rollouts = Rollouts(engine)
-        pools = engines.draw(rollouts, {}, workload, limit=limit, barrier=barrier)
+        pools = engines.draw(rollouts, {}, workload, limit=limit, barrier=barrier, speculative=speculative)
         return _summary(rollouts, pools, engine.seconds)
 
     return {"simulated": True} | _with_barrier(once, barrier)
@@ -90,11 +102,19 @@ def simulate(
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures, or with --simulate simulates, the workload of the flags."""
-    sizes = workloads.AdaptiveSizes(prompts=options.prompts, scale=options.scale)
+    sizes = workloads.AdaptiveSizes(
+        prompts=options.prompts, scale=options.scale, samples_per_round=options.samples_per_round,
+        max_rounds=options.max_rounds, strategy=options.strategy,
+    )  # fmt: skip
+    small = sizes.samples_per_round < sizes.group_size
+    speculative = small if options.speculative is None else options.speculative
     lengths = workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
     workload = workloads.adaptive(sizes, lengths, models.smallest().vocab_size, options.seed)
     engine_options = engines.engine_options(workload, options)
     if not options.simulate:
-        return measure(options, workload, engine_options)
+        return measure(options, workload, engine_options, speculative=speculative)
     cost = engines.simulation_cost(options)
-    return simulate(workload, engine_options, cost, barrier=options.barrier, limit=options.max_response_tokens)
+    return simulate(
+        workload, engine_options, cost, barrier=options.barrier, limit=options.max_response_tokens,
+        speculative=speculative,
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.planning.roofline import decode_weight_bytes, kv_token_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling.engine import Engine, enough_pages
+from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost
@@ -58,7 +58,8 @@ def engine_options(workload: Workload, options: flags.FlagValues) -> EngineOptio
         raise ValueError(f"--slots={options.slots} can't be shared by {replicas} replicas.")
     slots = options.slots // replicas
     # Behind a barrier no prompt is closed before the last round has begun: all of them stay open.
-    open_prompts = max(slots, len(workload.prompts)) if options.barrier else slots + slots // 4
+    few = enough_open_prompts(slots, options.samples_per_round)
+    open_prompts = max(slots, len(workload.prompts)) if options.barrier else few
     made = EngineOptions(
         slots=slots, window=options.window, page_size=options.page_size, pages=options.pages,
         open_prompts=options.open_prompts or open_prompts, prefill_rows=options.prefill_rows,
@@ -87,6 +88,7 @@ def draw(
     stream: int = 0,
     limit: int | None = None,
     barrier: bool = False,
+    speculative: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
     """Draws the whole workload once; `params` are empty for a simulated engine.
@@ -100,8 +102,9 @@ def draw(
 
     sample_fn = rollouts.sampler(params, stream=stream, sampling=sampling)
     return collect(
-        workload.prompts, sample_fn, workload.verify_fn(), workload.strategy, barrier=barrier, on_progress=on_progress
-    )
+        workload.prompts, sample_fn, workload.verify_fn(), workload.strategy, barrier=barrier, speculative=speculative,
+        on_progress=on_progress,
+    )  # fmt: skip
 
 
 def check_lengths(pools: list[Pool], workload: Workload) -> int:

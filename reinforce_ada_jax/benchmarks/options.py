@@ -35,14 +35,19 @@ INTEGERS = {
     "window": (64, "Tokens decoded for all slots in one dispatch."),
     "page_size": (32, "Tokens of a page."),
     "pages": (0, "Number of pages; 0: enough that no slot waits for one."),
-    "open_prompts": (0, "Prompts whose pages each replica holds at a time; 0: a quarter more than it has slots."),
+    "open_prompts": (
+        0,
+        "Prompts whose pages each replica holds at a time; 0: a quarter more than slots, or half (rounds below 4).",
+    ),
     "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
     "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration`, 1 of `adaptive`."),
     "requests": (None, "Number of prompts, in place of --workload,"),
     "prompt_tokens": (None, "their length (512; 64 of `update`),"),
     "samples": (1, "the number of responses of each,"),
     "response_tokens": (None, "and their length, unless --lengths is given (1024; 128 of `update`)."),
-    "prompts": (512, "Prompts of the adaptive workload."),
+    "prompts": (512, "Prompts of the adaptive workload,"),
+    "samples_per_round": (8, "the draws of one of its rounds,"),
+    "max_rounds": (4, "and its most rounds."),
     "max_response_tokens": (None, "In a simulation: tokens to reserve pages for, in place of the actual length."),
     "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
     "seed": (0, "Seed of workloads and random weights."),
@@ -76,6 +81,13 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
     flags.DEFINE_float(
         "zero_rows", None, "Share of responses without advantage; `update` is measured with and without these.",
         lower_bound=0.0, upper_bound=1.0, flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_enum(
+        "strategy", "balance", ("balance", "positive"), "Stopping rule of the adaptive workload.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "speculative", None, "Draw ahead of verdicts in idle slots; default: where a round is smaller than a group.",
+        flag_values=values,
     )  # fmt: skip
     flags.DEFINE_float("scale", 1.0, "Factor of the adaptive response lengths.", flag_values=values)
     flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)

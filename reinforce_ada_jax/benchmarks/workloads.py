@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -52,11 +53,13 @@ class Workload:
         return {(str(index), draw): int(length) for (index, draw), length in np.ndenumerate(self.lengths)}
 
     def verify_fn(self) -> VerifyFn:
-        """The scripted verdicts."""
+        """The scripted verdicts, which a collection reads one window later, as those of verifier processes."""
 
-        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
+        def verify(pairs: list[tuple[Prompt, Response]]) -> Future[list[Verdict]]:
             scripted = [bool(self.correct[int(prompt.id), response.draw]) for prompt, response in pairs]
-            return [Verdict(correct, float(correct)) for correct in scripted]
+            verdicts = Future()
+            verdicts.set_result([Verdict(correct, float(correct)) for correct in scripted])
+            return verdicts
 
         return verify
 
@@ -97,7 +100,7 @@ def load(file: pathlib.Path) -> Workload:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveSizes:
-    """An iteration of Reinforce-Ada with strategy `balance`; its fields are those of the configuration.
+    """An iteration of Reinforce-Ada; its fields are those of the configuration.
 
     Attributes:
       pass_rates: (a, b) of the Beta distribution of the prompts' pass rates.
@@ -111,6 +114,11 @@ class AdaptiveSizes:
     pass_rates: tuple[float, float] = (0.6, 1.2)
     scale: float = 1.0
     strategy: str = "balance"
+
+    @property
+    def correction(self) -> str:
+        """Rounds smaller than a group need a correction (config/collection_rules.py); draws do not depend on it."""
+        return "exact" if self.samples_per_round < self.group_size else "none"
 
 
 def constant(length: int) -> Lengths:

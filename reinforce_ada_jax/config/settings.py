@@ -227,7 +227,8 @@ class SamplingConfig:
         rule="pages_hold_a_response",
     )  # fmt: skip
     open_prompts: int = setting(
-        0, "Prompts with pages in one replica; 0: a quarter more than slots, or all of them with a barrier.",
+        0, "Prompts with pages in one replica; 0: a quarter more than slots, half more if samples_per_round is "
+        "below 4, or all of them with a barrier.",
         values.NOT_NEGATIVE, rule="barrier_holds_every_prompt",
     )  # fmt: skip
     prefill_rows: int = setting(16, "Prompts prefilled in one dispatch.", values.AT_LEAST_1)

@@ -28,7 +28,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva, reference, reference_minerva
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.engine import Engine, enough_pages
+from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.types import Prompt, Response, Verdict
@@ -81,13 +81,14 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
     sampling = config.sampling
     # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
     # (docs/performance.md); behind a barrier none is closed before the last round has begun.
+    open_prompts = enough_open_prompts(sampling.slots, config.collection.samples_per_round)
     barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
     options = EngineOptions(
         slots=sampling.slots,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
-        open_prompts=sampling.open_prompts or max(sampling.slots + sampling.slots // 4, barrier_prompts),
+        open_prompts=sampling.open_prompts or max(open_prompts, barrier_prompts),
         prefill_rows=sampling.prefill_rows,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=longest_response(config),
