@@ -46,7 +46,7 @@ def model_folder(path: str) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Components:
-    """What a configuration and a model folder determine, weights aside."""
+    """Parts that a configuration and a model folder determine, without the weights."""
 
     folder: pathlib.Path
     architecture: Architecture
@@ -120,13 +120,13 @@ def build(config: Config, folder: pathlib.Path) -> Components:
 
 
 def deterministic(config: Config) -> bool:
-    """Whether the order of events may not depend on time; unless the configuration says, it may not on a CPU."""
+    """Returns True if the order of events must not depend on time: as configured, by default on CPUs."""
     chosen = config.collection.deterministic
     return jax.default_backend() == "cpu" if chosen is None else chosen
 
 
 def shaping(config: Config) -> Shaping:
-    """How training rewards are made of graded ones; evaluations know the threshold only."""
+    """Returns the shaping of graded rewards for training; evaluations use only its threshold."""
     reward = config.reward
     return Shaping(
         reward.positive_threshold, reward.overlong_tokens, reward.overlong_penalty, config.sampling.max_response_tokens

@@ -1,4 +1,4 @@
-"""What a command says before it begins: model, stop tokens, mesh, memory, budget, lengths, files."""
+"""Text that a command prints before it begins: model, stop tokens, mesh, memory, budget, lengths, files."""
 
 import pathlib
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def drawing(
     sampling: SamplingConfig | EvaluationConfig,
     output: pathlib.Path,
 ) -> str:
-    """What `evaluate` and `prepare` are about to draw.
+    """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
     Args:
       config: of the command.
@@ -59,7 +59,7 @@ def drawing(
 
 
 def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int) -> str:
-    """What will run, on what, how much of it, and where the files go."""
+    """Returns the summary of a run: model, machine, budget, and where the files go."""
     architecture, options = components.architecture, components.engine.options
     collection = config.collection
     adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
