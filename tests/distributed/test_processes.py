@@ -119,11 +119,16 @@ def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbro
     assert_same_run(unbroken, workdir)
 
 
+# Single draws until the first success, with a control variate from estimates that are made over all prompts.
+EXACT = ("objective=log", "samples_per_round=1", "max_rounds=8", "control_variate=estimate")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dapo", "estimate", "ngu"])
+@pytest.mark.parametrize("strategy", ["dapo", "estimate", "ngu", "positive"])
 def test_every_strategy_makes_the_run_of_one_process(start, tmp_path, strategy):
     flags = (f"--config.collection.strategy={strategy}",)
     flags += ("--config.estimator.kind=value",) if strategy == "estimate" else ()
+    flags += tuple(f"--config.collection.{flag}" for flag in EXACT) if strategy == "positive" else ()
     for count in (1, 2):
         finished(start(tmp_path / str(count), count, *flags))
     assert_same_run(tmp_path / "1", tmp_path / "2")
