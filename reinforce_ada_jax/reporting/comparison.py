@@ -1,4 +1,4 @@
-"""Comparison of runs: a table of each benchmark, and a sentence on two runs."""
+"""Comparison of runs: a table of each benchmark, and a sentence on the last and the first run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Comparison:
     updates: Sequence[int]  # after which an evaluation was made
     cost_names: Sequence[str]
     runs: Sequence[tuple[str, Sequence[str], Sequence[str]]]  # (name, average after each of `updates` or "", costs)
-    sentence: str  # on two runs; "" for other numbers
+    sentence: str  # on the last run beside the first; "" for one run
 
     def rows(self) -> list[list[str]]:
         """Table for the page, header first."""
@@ -43,7 +43,7 @@ def _costs(history: History) -> list[str]:
 
 
 def _sentence(first: History, second: History, benchmark: str) -> str:
-    """Returns what the second run gained per update, and the tokens it used for that."""
+    """Returns what the second run gained per update, and the tokens that it generated."""
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = min(accuracy.updates[-1] for accuracy in accuracies)
     ends = [float(np.interp(last, accuracy.updates, accuracy.average)) for accuracy in accuracies]
@@ -69,8 +69,8 @@ def compare(histories: Sequence[History], benchmark: str) -> Comparison:
         runs.append((history.name, averages, _costs(history)))
     title = f"{benchmark} avg@{histories[0].samples} after"
     cost_names = (f"zero-signal 1-{EARLY_UPDATES}", "tokens", "tokens/update")
-    both = len(histories) == len(evaluated) == 2
-    sentence = _sentence(histories[0], histories[1], benchmark) if both else ""
+    both = len(histories) == len(evaluated) > 1
+    sentence = _sentence(histories[0], histories[-1], benchmark) if both else ""
     return Comparison(benchmark, title, moments, cost_names, runs, sentence)
 
 

@@ -30,6 +30,12 @@ def test_sentence_on_two_runs(runs):
     )
 
 
+def test_sentence_on_the_last_of_three_runs(runs):
+    histories = list(map(load, runs))
+    three = compare([histories[0], histories[0], histories[1]], "heldout")
+    assert three.sentence == compare(histories, "heldout").sentence
+
+
 def test_sentence_compares_where_both_runs_have_been(tmp_path, runs):
     # balance ended after 2 updates. By then the longer run was half way from 0.2 to 0.6 and had spent 200 tokens.
     longer = make_run(tmp_path / "longer", tokens=[100] * 4, averages={0: 0.2, 4: 0.6})
