@@ -122,6 +122,68 @@ def test_signal_by_pass_rate(settings, relative):
     np.testing.assert_allclose((signal / signal[4])[: len(relative)], relative, rtol=0.025)
 
 
+NINE = np.array([1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.95])
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (1, 32), (16, 8)], ids=str)
+@pytest.mark.parametrize("objective", ["identity", "log", "power 0.5", "power 0.25", "pass_at_k"])
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("positive", {}),
+        ("positive", {"keep": "pool", "control_variate": "estimate"}),
+        ("balance", {"keep": "group"}),
+        ("balance", {"control_variate": "constant", "control_variate_constant": 0.2}),
+        ("ngu", {}),
+        ("ngu", {"retry_probability": 0.8}),  # the weights of later rounds make up for the retries that chance ends
+    ],
+)
+def test_exact_is_the_series_of_the_objective(sizes, objective, strategy, settings):
+    size, rounds = sizes
+    name, _, alpha = objective.partition(" ")
+    alpha = float(alpha or 0.5)
+    sizes = {"samples_per_round": size, "max_rounds": rounds}
+    if strategy == "ngu":  # its rounds are of n, at least 2
+        size, rounds = max(size, 2), size * rounds // max(size, 2)
+        sizes = {"group_size": size, "max_draws": size * rounds}
+    found = expectations(
+        config(strategy, **sizes | settings, objective=name, objective_alpha=alpha, objective_k=5, correction="exact"),
+        NINE,
+    )
+    q, most = 1 - NINE, size * rounds
+    if name == "power":
+        log_c = [math.lgamma(j + 1 - alpha) - math.lgamma(1 - alpha) - math.lgamma(j + 1) for j in range(most)]
+        expected = sum(alpha * math.exp(c) * q**j for j, c in enumerate(log_c))
+    else:
+        expected = {"identity": 1.0, "log": (1 - q**most) / NINE, "pass_at_k": 5 * q**4}[name]
+    np.testing.assert_allclose(found.signal, expected + np.zeros(9), rtol=1e-9)
+
+
+@pytest.mark.parametrize("objective", ["identity", "log", "power"])
+def test_stratified_is_the_pools_own_signal(objective):
+    # E[w(p_hat) p_hat (1 - p_hat)] / (p q), with k binomial where the draws are fixed.
+    found = expectations(config("grpo", group_size=16, objective=objective, correction="stratified"), NINE)
+    weight = {"identity": lambda x: 1.0, "log": lambda x: 1 / x, "power": lambda x: 0.5 * x**-0.5}[objective]
+    expected = [
+        math.fsum(
+            math.comb(16, k) * p**k * (1 - p) ** (16 - k) * weight(k / 16) * k / 16 * (1 - k / 16) for k in range(1, 17)
+        )
+        / (p * (1 - p))
+        for p in NINE.tolist()
+    ]
+    np.testing.assert_allclose(found.signal, expected, rtol=1e-9)
+    # A group of 4 stands for a pool of 16.
+    sizes = {"group_size": 4, "samples_per_round": 16, "max_rounds": 1, "objective": objective}
+    group = expectations(config("balance", **sizes, correction="stratified"), NINE)
+    np.testing.assert_allclose(group.signal, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("penalize", [False, True])
+def test_maxrl_is_the_series_of_its_round(penalize):
+    found = expectations(config("grpo", group_size=6, objective="maxrl", penalize_all_wrong=penalize), NINE)
+    np.testing.assert_allclose(found.signal, (1 - (1 - NINE) ** (5 + penalize)) / NINE, rtol=1e-9)
+
+
 def test_signal_is_absolute():
     # 1 - 1/n at every pass rate. With log, relative_signal is divided by f'(p) = 1 / p, and signal is not.
     found = expectations(config("grpo", group_size=4, objective="log"), HARD_TO_EASY)
