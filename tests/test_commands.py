@@ -135,7 +135,7 @@ def test_a_prompt_beyond_the_limit(tmp_path, capsys):
 @pytest.mark.parametrize("strategy", ["positive", "balance"])
 def test_a_group_larger_than_a_round(tmp_path, capsys, strategy):
     sizes = {"collection.strategy": strategy, "collection.group_size": 16}
-    refused_run(tmp_path, capsys, "group_size is 16", "samples_per_round is 8", "Lower the one or raise", **sizes)
+    refused_run(tmp_path, capsys, "group_size is 16", "samples_per_round is 8", "Lower group_size, raise", **sizes)
 
 
 def test_too_few_pages_for_one_response(tmp_path, capsys):

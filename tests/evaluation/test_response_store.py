@@ -35,7 +35,7 @@ def test_what_is_stored_comes_back(file):
     rows = [json.loads(line) for line in file.read_text("utf-8").split("\n")[:-1]]
     assert rows[1] == {
         "prompt": "a", "draw": 1, "response": "½\u2028 a", "tokens": 8, "truncated": True,
-        "correct": False, "reward": 0.25, "reason": "no_answer",
+        "correct": False, "reward": 0.25, "reason": "no_answer", "penalty": 0.0,
     }  # fmt: skip
     store = ResponseStore(file, HEADER)
     assert store.complete(prompts(*["b", "c", "a"]), 2) == {"b": [RIGHT, WRONG], "a": [RIGHT, WRONG]}
