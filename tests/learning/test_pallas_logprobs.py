@@ -143,7 +143,7 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 def test_compiles_for(topology, tensor, tied, head_dtype, most):
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, topology, str(tensor), tied, head_dtype],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+        cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) < most

@@ -355,7 +355,7 @@ def run(tmp_path, *arguments):
     options = ["--config=configs/tiny.py", "--config.model.compute_dtype=bfloat16", f"--model={tmp_path}"]
     return subprocess.run(
         [sys.executable, "-m", "reinforce_ada_jax.compile_check", *options, *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+        cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
@@ -437,7 +437,7 @@ def test_published_runs_fit(tmp_path, topology, name, changes):
     arguments += [f"--config.{key}={value}" for key, value in {"evaluation.benchmarks": "()", **changes}.items()]
     result = subprocess.run(
         [sys.executable, "-m", "reinforce_ada_jax.compile_check", *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+        cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     outcomes = json.loads(file.read_text())

@@ -40,7 +40,19 @@ RUNS = {
         "learning.kl_coefficient": 0.01,
     },
     "ema": ESTIMATE,
-    "positive": {"collection.strategy": "positive", "collection.objective": "log"},
+    "positive": {
+        "collection.strategy": "positive",
+        "collection.objective": "log",
+        "collection.correction": "none",
+    },
+    # Single draws until the first success, some of them ahead of verdicts.
+    "exact": {
+        "collection.strategy": "positive",
+        "collection.objective": "log",
+        "collection.samples_per_round": 1,
+        "collection.max_rounds": 16,
+        "collection.control_variate": "estimate",
+    },
 }
 SLOW = ("ema", "positive", "dapo")
 
@@ -86,6 +98,10 @@ def check(name, lines, record):
             assert drawn == kept == 8 * 8
             assert 0 <= line["estimator/brier"] <= 1
             assert record["estimator"] is not None and ("estimator/loss" in line) == (name == "value")
+        if name == "exact":
+            # Of a prompt the first draw, and the first correct one where that is another.
+            assert 8 <= kept <= 16 and line["collection/rounds_mean"] == drawn / 8
+            assert record["estimator"] is not None
         if name == "dapo":
             # Groups with a signal only, as many as prompts were asked for unless three batches more did not do.
             prompts = 8 + line["collection/replacements"]
