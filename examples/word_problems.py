@@ -56,7 +56,7 @@ class Problem(NamedTuple):
 
     @property
     def answer(self) -> int:
-        """What there is at last."""
+        """Number of things at the end."""
         return self.first + sum(self.changes)
 
 

@@ -52,7 +52,7 @@ def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:
 
 
 def killed_after(process: Forked, file: pathlib.Path, lines: int, how: int = signal.SIGKILL) -> str:
-    """Ends a command as soon as so many lines stand in a file that it writes; what it said on stderr."""
+    """Ends a command as soon as a file that it writes has this number of lines; returns its stderr."""
     while not file.exists() or file.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What a user's mistake looks like: one screen that names value and remedy, exit code 2, and no file written."""
+"""Messages for mistakes of users: one screen that names value and remedy, exit code 2, and no file written."""
 
 import errno
 import pathlib
@@ -41,7 +41,7 @@ def check_message(text: str, *parts: str) -> None:
 
 
 def refused(capsys, main, *arguments) -> str:
-    """What a command says that ends with BAD_INPUT."""
+    """Runs a command that must end with BAD_INPUT; returns its message."""
     with pytest.raises(SystemExit) as ended:
         main(*arguments)
     assert ended.value.code == cli.BAD_INPUT

@@ -252,7 +252,7 @@ def strings_of_the_program() -> set[str]:
 
 
 def is_metric(key: str, strings: set[str]) -> bool:
-    """Whether a key of metrics.jsonl is written somewhere."""
+    """Returns True if some code writes this key of metrics.jsonl."""
     if key.startswith("update/") and key.removeprefix("update/") in UpdateMetrics._fields:
         return True
     if key.startswith("collection/verdict_"):
@@ -329,13 +329,13 @@ class Command(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What it is called in RUN_BY: with its action, where it has some."""
+        """Name in RUN_BY: the program, with its action if it has actions."""
         has_actions = self.program in ("make", "benchmark", "tpu_vm.sh", "tpu_pod.sh")
         return f"{self.program} {self.arguments[0]}" if has_actions else self.program
 
 
 def typed(text: str) -> list[str]:
-    """What a document gives to be typed: lines of its blocks, and code within its sentences."""
+    """Returns the text that a document gives to be typed: lines of its blocks, and code within its sentences."""
     text = text.replace("\\\n", " ")
     blocks = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
     console = "\n".join(block for language, block in blocks.findall(text) if language == "console")
@@ -434,7 +434,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
-    """What the package's own parser says to each `python -m` command; nothing where it takes it."""
+    """Messages of the package's own parser on each `python -m` command; empty if it accepts the command."""
     asked = [command for command in (*ALL_COMMANDS, *REFUSED.values()) if command.program in MODULES]
     result = subprocess.run(
         [sys.executable, "-c", PARSER], input=json.dumps([command[1:] for command in asked]), cwd=ROOT,

@@ -15,9 +15,11 @@ signal = f'. analysis/enumeration.py computes the signal of every strategy.
 Each returns a function of a pool and a mask of its usable draws, which returns the draw indices that are kept and their
 coefficients. Prompts count equally in the update, whatever their numbers of rows: its gradient is the sum of a_i s_i
 over all prompts of the iteration, divided by the number of their rounds. This divisor is the same for all prompts, so
-the direction has no bias; it makes updates smaller while most rounds fail, when a_i s_i is mostly noise.
+their weights relative to each other are exact. It depends on outcomes, as the tokens of a token mean do, so the size of
+an update does too: updates are smaller while most rounds fail.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -25,7 +27,9 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from reinforce_ada_jax.collection.groups import balanced_group
 from reinforce_ada_jax.collection.objectives import Objective
+from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.types import Pool
 
 Coefficients = tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]
@@ -119,7 +123,7 @@ def exact(
     weight = functools.cache(functools.partial(first_success_weight, objective))
 
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
-        size = len(pool.responses) // pool.rounds
+        size = pool.first_round_size
         coefficient = np.zeros(len(pool.responses))
         hits = np.flatnonzero(pool.correct)
         if hits.size:
@@ -159,3 +163,66 @@ def maxrl(*, penalize_all_wrong: bool) -> CoefficientsFn:
         return kept, coefficient[kept]
 
     return coefficients
+
+
+# ---- from a configuration --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Correction:
+    """Fields of a `Strategy` that a correction sets."""
+
+    coefficients: CoefficientsFn
+    max_kept: int | None
+    needs_estimates: bool = False
+
+
+def from_settings(config: CollectionConfig, objective: Objective, max_draws: int | None) -> Correction | None:
+    """Returns the correction that the settings ask for; None where advantages are as published.
+
+    Args:
+      config: the `collection` section.
+      objective: its objective.
+      max_draws: limit of the draws for one prompt; None: no limit.
+    """
+    kind = collection_rules.correction(config)
+    if kind == "exact":
+        return _exact(config, objective, max_draws)
+    if kind == "stratified":
+        return _stratified(config, objective, max_draws)
+    if config.objective == "maxrl":
+        return Correction(maxrl(penalize_all_wrong=config.penalize_all_wrong), max_draws)
+    return None
+
+
+def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None) -> Correction:
+    """Returns the correction `exact`; `keep` = "group" limits a prompt's correct rows to n."""
+    control_variates = {
+        "none": None,
+        "constant": lambda estimate, size: config.control_variate_constant,
+        "estimate": lambda estimate, size: control_variate_at(objective, size, estimate),
+    }
+    limit = config.group_size if config.keep == "group" else None
+    size = config.samples_per_round if config.strategy in ("positive", "balance") else config.group_size
+    most = size if limit is None else min(size, limit)
+    if config.control_variate != "none":  # the first round, and the correct rows of a later one
+        most = size if max_draws == size else size + most
+    coefficients = exact(
+        objective,
+        max_rows=limit,
+        control_variate=control_variates[config.control_variate],
+        continue_probability=config.retry_probability if config.strategy == "ngu" else 1.0,
+    )
+    return Correction(coefficients, most, needs_estimates=config.control_variate == "estimate")
+
+
+def _stratified(config: CollectionConfig, objective: Objective, max_draws: int | None) -> Correction:
+    """Returns the correction `stratified` of the strategy's own rows: a balanced group of n or less, or the pool."""
+    if config.keep == "pool" or (config.strategy in ("grpo", "ngu") and not config.keep):
+        return Correction(stratified(objective, lambda correct: np.arange(len(correct))), max_draws)
+    group_size = config.group_size
+
+    def keep(correct: np.ndarray) -> np.ndarray:
+        return balanced_group(correct, min(group_size, len(correct)))
+
+    return Correction(stratified(objective, keep), group_size)

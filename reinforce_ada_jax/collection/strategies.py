@@ -90,8 +90,8 @@ class Strategy:
       extra_batches: limit of the prompts that replace dropped ones, in units of an iteration's prompts.
       max_age: limit of the updates since a response was drawn; older ones are not kept. None: no limit.
       coefficients: (pool, mask of usable draws) -> draw indices kept and a coefficient of each (corrections.py). It
-        replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; `keep` still decides which prompts
-        are replaced. None: they make the advantages.
+        replaces `keep`, `baseline`, `normalize_by_std` and `weight` in the update; with `extra_batches`, `keep` and
+        `drop_unmet` still decide which prompts are replaced. None: they make the advantages.
       needs_estimates: the pass rates of all prompts are estimated before the first draw, also without a `plan`.
       drop_unmet: drop a prompt unless its rule is met, and of the kept rewards some are above the mean of the pool and
         some below it.
@@ -351,47 +351,10 @@ def build(strategy_config: StrategyConfig) -> Strategy:
     if config.baseline:
         changes["baseline"] = config.baseline
     objective = Objective(config.objective, config.objective_alpha, config.objective_k, config.objective_epsilon)
-    correction = collection_rules.correction(config)
-    if correction == "exact":
-        changes |= _exact(config, objective, strategy)
-    elif correction == "stratified":
-        changes |= _stratified(config, objective, strategy)
-    elif config.objective == "maxrl":
-        changes["coefficients"] = corrections.maxrl(penalize_all_wrong=config.penalize_all_wrong)
+    correction = corrections.from_settings(config, objective, strategy.max_draws)
+    if correction is not None:
+        changes |= vars(correction)
     elif config.objective != "identity" and strategy.plan is None:
         # The number of kept responses is fixed, so advantages pay the whole weight.
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
     return dataclasses.replace(strategy, **changes)
-
-
-def _exact(config: CollectionConfig, objective: Objective, strategy: Strategy) -> dict[str, Any]:
-    """Returns the changes that the correction `exact` makes; `keep` = "group" limits a prompt's correct rows to n."""
-    control_variates = {
-        "none": None,
-        "constant": lambda estimate, size: config.control_variate_constant,
-        "estimate": lambda estimate, size: corrections.control_variate_at(objective, size, estimate),
-    }
-    rows = config.group_size if config.keep == "group" else None
-    size = config.samples_per_round if config.strategy in ("positive", "balance") else config.group_size
-    most = size if rows is None else min(size, rows)
-    if config.control_variate != "none":
-        most = size if strategy.max_draws == size else size + most
-    function = corrections.exact(
-        objective,
-        max_rows=rows,
-        control_variate=control_variates[config.control_variate],
-        continue_probability=config.retry_probability if config.strategy == "ngu" else 1.0,
-    )
-    return {"coefficients": function, "max_kept": most, "needs_estimates": config.control_variate == "estimate"}
-
-
-def _stratified(config: CollectionConfig, objective: Objective, strategy: Strategy) -> dict[str, Any]:
-    """Returns the changes that the correction `stratified` makes: the strategy's own rows, or a smaller pool whole."""
-    if config.keep == "pool" or (config.strategy in ("grpo", "ngu") and not config.keep):
-        return {"coefficients": corrections.stratified(objective, keep_all), "max_kept": strategy.max_draws}
-    group_size = config.group_size
-
-    def keep(correct: np.ndarray) -> np.ndarray:
-        return balanced_group(correct, min(group_size, len(correct)))
-
-    return {"coefficients": corrections.stratified(objective, keep), "max_kept": group_size}

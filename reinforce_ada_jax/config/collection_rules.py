@@ -49,7 +49,7 @@ def draw_budget(collection: CollectionConfig) -> float:
 def correction(collection: CollectionConfig) -> str:
     """Returns the correction; where none is set, `exact` for adaptive strategies with an objective other than identity.
 
-    The published runs have the objective identity, hence no correction.
+    The published runs have the objective identity, so they have no correction.
     """
     if collection.correction:
         return collection.correction

@@ -208,6 +208,17 @@ def sampling(histories: Sequence[History]) -> Figure:
     return builder.figure("sampling", "Sampling dynamics", caption)
 
 
+def _first_and_last(
+    index: int, run: History, by_updates: dict[float, dict[int, float]] | dict[float, dict[float, float]]
+) -> list[Curve]:
+    """Returns the curves {x: y} of the first and of the last evaluation, by updates; the first one is faint."""
+    curves = []
+    for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
+        x, y = np.array(sorted(by_updates[updates].items()), float).T
+        curves.append(Curve(run.name, index, x, y, faint=updates < max(by_updates)))
+    return curves
+
+
 def pass_at_k(histories: Sequence[History]) -> Figure:
     """Returns pass@k and all-correct@k before and after training."""
     builder = _Builder(histories)
@@ -218,17 +229,12 @@ def pass_at_k(histories: Sequence[History]) -> Figure:
             ("all_correct", "all right", "all-correct@k"),
         ):
 
-            def first_and_last(index: int, run: History, benchmark=benchmark, kind=kind) -> list[Curve]:
-                by_updates = run.curves.get(benchmark, {}).get(kind, {})
-                curves = []
-                for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
-                    ks, values = np.array(sorted(by_updates[updates].items()), float).T
-                    curves.append(Curve(run.name, index, ks, values, faint=updates < max(by_updates)))
-                return curves
+            def curves(index: int, run: History, benchmark=benchmark, kind=kind) -> list[Curve]:
+                return _first_and_last(index, run, run.curves.get(benchmark, {}).get(kind, {}))
 
             name = f"{benchmark}: {title} of k"
             panel = Panel(name, "k, samples for a problem", label, limits=(0.0, 1.04), powers=True)
-            builder.add(panel, first_and_last, f"{kind}_at_<k> in evaluations/")
+            builder.add(panel, curves, f"{kind}_at_<k> in evaluations/")
     if not benchmarks:
         builder.missing.append("Nothing is drawn: no run was evaluated.")
     caption = (
@@ -244,17 +250,12 @@ def difficulty(histories: Sequence[History]) -> Figure:
     benchmarks = list(dict.fromkeys(name for history in histories for name in history.difficulties))
     for benchmark in benchmarks:
 
-        def first_and_last(index: int, run: History, benchmark=benchmark) -> list[Curve]:
-            by_updates = run.difficulties.get(benchmark, {})
-            curves = []
-            for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
-                rates, values = np.array(sorted(by_updates[updates].items()), float).T
-                curves.append(Curve(run.name, index, rates, values, faint=updates < max(by_updates)))
-            return curves
+        def curves(index: int, run: History, benchmark=benchmark) -> list[Curve]:
+            return _first_and_last(index, run, run.difficulties.get(benchmark, {}))
 
         name = f"{benchmark}: accuracy by initial difficulty"
         panel = Panel(name, "initial pass rate", "accuracy", limits=(0.0, 1.04), diagonal=True)
-        builder.add(panel, first_and_last, "avg_initial_<range> in evaluations/")
+        builder.add(panel, curves, "avg_initial_<range> in evaluations/")
     if not benchmarks:
         builder.missing.append(
             "Nothing is drawn: no evaluation knows initial pass rates (evaluate --initial, or pass_rate in the file)."

@@ -45,8 +45,8 @@ class Minibatch:
 def examples(group: Group, rows_per_round: float) -> list[Example]:
     """Returns the kept responses of a group with their rewards, baselines and weight.
 
-    The loss is a mean over tokens, hence over rows. Coefficients (`Group.per_prompt`) are multiplied by the rows per
-    round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds.
+    The loss is a mean over tokens, so it divides by rows. Coefficients (`Group.per_prompt`) are multiplied by the rows
+    per round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds.
     """
     pool, rewards = group.pool, group.pool.rewards.tolist()
     if group.per_prompt:

@@ -1,4 +1,4 @@
-"""What every strategy draws and keeps, by hand. What the kept ones are worth is in test_advantages.py."""
+"""Draws and kept responses of every strategy, by hand. Advantages are in test_advantages.py."""
 
 import dataclasses
 import importlib
@@ -524,7 +524,7 @@ def mine(config):
 
 @pytest.fixture
 def import_state(monkeypatch):
-    """What a test adds to where and what is imported is gone after it."""
+    """Removes the import paths and modules that a test adds."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = set(sys.modules)
     yield

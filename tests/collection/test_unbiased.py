@@ -1,4 +1,4 @@
-"""What `estimate` expects of its gradient, by enumeration: every outcome of N draws of a policy of two tokens.
+"""The expected gradient of `estimate`, by enumeration: every outcome of N draws of a policy of two tokens.
 
 A response is two tokens, each 0 or 1, drawn independently with chances of a 1 of sigmoid(theta_0) and sigmoid(theta_1).
 So there are four responses, and d log pi(response) / d theta_i = token_i - sigmoid(theta_i) exactly. All responses are
@@ -44,7 +44,7 @@ class Policy:
         return sum(self.chances[response] for response in correct)
 
     def gradient(self, correct) -> np.ndarray:
-        """Of the pass rate: the sum of d pi = pi d log pi over the correct responses."""
+        """Returns the gradient of the pass rate: the sum of d pi = pi d log pi over the correct responses."""
         return sum(self.chances[response] * self.scores[response] for response in correct)
 
 

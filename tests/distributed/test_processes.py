@@ -64,7 +64,7 @@ def start():
 
 
 def finished(processes) -> list[str]:
-    """What they said at the end of a run without errors."""
+    """Waits for processes that end without errors; returns their output."""
     said = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), said
     return [out for out, _ in said]

@@ -170,7 +170,7 @@ def test_accuracy_by_initial_difficulty(tmp_path, monkeypatch, capsys):
 
 
 def refusal(capsys, *arguments, **options) -> str:
-    """What the command says that ends for the user's fault."""
+    """Runs a command that must end with BAD_INPUT; returns its message."""
     with pytest.raises(SystemExit) as ended:
         run(*arguments, **options)
     assert ended.value.code == cli.BAD_INPUT

@@ -46,7 +46,7 @@ def test_a_bar_in_a_label_does_not_end_its_cell():
 
 
 def full_size(**problems: int) -> dict[str, Statistics]:
-    """Statistics of benchmarks with so many problems."""
+    """Statistics of benchmarks with these numbers of problems."""
     return {name: statistics([problem("10")]) | {"problems": count} for name, count in problems.items()}
 
 

@@ -50,7 +50,7 @@ PARAMETERS = {
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """What jax makes of its own attention while it lowers bfloat16 for a TPU mixes dtypes."""
+    """Allows mixed dtypes: jax's own attention mixes them when it is lowered in bfloat16 for a TPU."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

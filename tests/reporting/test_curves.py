@@ -1,4 +1,4 @@
-"""Which panels runs have, and that drawing them takes any name and any number."""
+"""Panels of runs; drawing takes any name and any number."""
 
 import json
 

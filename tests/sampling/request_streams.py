@@ -133,7 +133,7 @@ class RandomStream:
         each.drawn += each.missing
 
     def receive(self, responses: list[Response]) -> None:
-        """What the collection loop does with a yield."""
+        """Stores responses, as the collection loop does with a yield."""
         for response in responses:
             place = response.prompt_id, response.draw
             assert place in self.taken, f"{place} came unasked"

@@ -19,7 +19,7 @@ OPTIONS = types.SimpleNamespace(slots=SLOTS, max_prompt_tokens=8, max_response_t
 
 
 class Ended(Exception):
-    """What `abort` raises."""
+    """Raised by `abort`."""
 
 
 class Call:
