@@ -12,7 +12,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -30,6 +30,7 @@ class Prompt:
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
       labels: further fields of its source ("subject", "level", ...), for tables.
       messages: role and content of each message, where the source has messages; `tokens` are made of them.
+      columns: every column of its row, by the names of the source, for rewards; no checkpoint and no hash has them.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Prompt:
     pass_rate: float | None = None
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     messages: tuple[Mapping[str, str], ...] = ()
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def source_text(self) -> str:

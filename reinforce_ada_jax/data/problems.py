@@ -31,6 +31,8 @@ class Problem(TypedDict):
       labels: those of `LABELS` that the source has, as text.
       prompt: the messages of the row, each with role and content, where the source has them (verl's format). They are
         rendered as they are; `problem` is then the text of the last one.
+      columns: every column of the row by the row's own names, for rewards that read others than the answer. They belong
+        to neither the id nor the hashes of a run.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Problem(TypedDict):
     pass_rate: NotRequired[float]
     labels: NotRequired[dict[str, str]]
     prompt: NotRequired[list[dict[str, str]]]
+    columns: NotRequired[dict[str, Any]]
 
 
 def _messages(messages: list[Any], where: str) -> list[dict[str, str]]:
@@ -73,8 +76,11 @@ def _numbered(name: str, seen: collections.Counter[str]) -> str:
     return f"{name}-{seen[name]}" if seen[name] > 1 else name
 
 
-def check_row(row: Any, where: str) -> Problem:
-    """Returns a row with "id", "problem", "answer" as a Problem; a ValueError begins with `where` (file and line)."""
+def check_row(row: Any, where: str, columns: Mapping[str, Any] | None = None) -> Problem:
+    """Returns a row with "id", "problem", "answer" as a Problem; a ValueError begins with `where` (file and line).
+
+    `columns` is the row of the source, if `row` was made from it.
+    """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: a {type(row).__name__}. One object a line: id, problem, answer.")
     for name in ("id", "problem", "answer"):
@@ -95,7 +101,16 @@ def check_row(row: Any, where: str) -> Problem:
         problem["labels"] = labels
     if _has_messages(row):
         problem["prompt"] = _messages(row["prompt"], where)
+    problem["columns"] = dict(row if columns is None else columns)
     return problem
+
+
+def to_row(problem: Problem) -> dict[str, Any]:
+    """Returns a problem as a row of a JSONL file, with the columns of its source; it is read as the same problem."""
+    messages = {"prompt": problem["prompt"]} if "prompt" in problem else {}
+    row = {"id": "", "problem": problem["problem"], "answer": problem["answer"], **messages}
+    row |= problem.get("labels", {}) | problem.get("columns", {}) | {"id": problem["id"]}
+    return row | ({"pass_rate": problem["pass_rate"]} if "pass_rate" in problem else {})
 
 
 def json_hash(value: Any) -> str:
@@ -122,6 +137,11 @@ def _column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
     )
 
 
+def _number(answer: str) -> str:
+    """Returns the number after "####" in a solution of GSM8K, without commas."""
+    return answer.rpartition(_GSM8K_ANSWER)[2].strip().replace(",", "")
+
+
 def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem]:
     """Returns the problems of a public data set, in its order.
 
@@ -137,15 +157,15 @@ def from_columns(rows: Iterable[Mapping[str, Any]], source: str) -> list[Problem
     for number, row in enumerate(rows, start=1):
         where = f"{source}, row {number}"
         if _has_messages(row):
-            problems.append((number, check_row(_from_messages(row, where, seen), where)))
+            problems.append((number, check_row(_from_messages(row, where, seen), where, row)))
             continue
         text, answer = _column(row, PROBLEM_COLUMNS, where), _column(row, ANSWER_COLUMNS, where)
         if isinstance(answer, str) and (_GSM8K_ANSWER in answer or "short_answer" in row):
-            answer = answer.rpartition(_GSM8K_ANSWER)[2].strip().replace(",", "")
+            answer = _number(answer)
         given = content_id(str(text), str(answer)) if row.get("id") is None else str(row["id"])
         complete = {"id": _numbered(given, seen), "problem": text, "answer": answer, "pass_rate": row.get("pass_rate")}
         complete |= {name: row.get(name) for name in LABELS}
-        problems.append((number, check_row(complete, where)))
+        problems.append((number, check_row(complete, where, row)))
     return unique(problems, source, "row")
 
 
@@ -171,7 +191,10 @@ def _parse(line: bytes, where: str, seen: collections.Counter[str]) -> Problem:
         row = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON ({error}). One object a line: id, problem, answer.") from error
-    return check_row(_from_messages(row, where, seen) if _has_messages(row) else row, where)
+    if _has_messages(row):
+        return check_row(_from_messages(row, where, seen), where, row)
+    problem = check_row(row, where)
+    return {**problem, "answer": _number(problem["answer"])} if _GSM8K_ANSWER in problem["answer"] else problem
 
 
 def read_jsonl(file: str | pathlib.Path) -> list[Problem]:

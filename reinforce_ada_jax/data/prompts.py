@@ -61,6 +61,7 @@ def tokenize(
             pass_rate=problem.get("pass_rate"),
             labels=problem.get("labels", {}),
             messages=tuple(problem.get("prompt", ())),
+            columns=problem.get("columns", {}),
         )
         for problem in problems
     ]

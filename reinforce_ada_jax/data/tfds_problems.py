@@ -44,7 +44,7 @@ def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
     labels = [name for name in LABELS if any(name in problem.get("labels", {}) for problem in problems)]
     # A feature has a value in every row: an empty label and a NaN mean none.
     rows = [
-        {key: value for key, value in problem.items() if key != "labels"}
+        {key: value for key, value in problem.items() if key not in ("labels", "columns")}
         | {name: problem.get("labels", {}).get(name, "") for name in labels}
         for problem in problems
     ]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.problems import Problem, to_row
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.evaluation import drawing
@@ -199,9 +199,7 @@ def _sha256(data: bytes) -> str:
 
 def prompt_line(problem: Problem, pass_rate: float) -> str:
     """Returns the line of a chosen problem, which `load_problems` reads again with its pass rate."""
-    row = {"id": problem["id"], "problem": problem["problem"], "answer": problem["answer"], "pass_rate": pass_rate}
-    messages = {"prompt": problem["prompt"]} if "prompt" in problem else {}
-    return json.dumps(row | messages | problem.get("labels", {}), ensure_ascii=False) + "\n"
+    return json.dumps(to_row(problem) | {"pass_rate": pass_rate}, ensure_ascii=False) + "\n"
 
 
 def _write(

@@ -153,8 +153,8 @@ def evaluate(
 def _not_tokenised(problem: Problem) -> Prompt:
     tokens = np.zeros(0, np.int32)
     pass_rate, labels = problem.get("pass_rate"), problem.get("labels", {})
-    messages = tuple(problem.get("prompt", ()))
-    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, pass_rate, labels, messages)
+    messages, columns = tuple(problem.get("prompt", ())), problem.get("columns", {})
+    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, pass_rate, labels, messages, columns)
 
 
 def regrade(

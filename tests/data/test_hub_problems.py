@@ -75,7 +75,8 @@ def test_ids_that_a_merged_set_repeats():
 
 def test_columns():
     (problem,) = from_columns([{"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}], "set")
-    assert problem == {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25}
+    columns = {"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}
+    assert problem == {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25, "columns": columns}
     # A comma in an answer that isn't GSM8K's is part of it.
     assert from_columns([{"problem": "q", "answer": "(1, 2)"}], "set")[0]["answer"] == "(1, 2)"
 

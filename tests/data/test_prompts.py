@@ -36,8 +36,11 @@ def test_a_file(tmp_path):
         "",
         {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0},
     )
-    labelled = GOOD | {"labels": {"level": "5", "source": "elsewhere"}}
-    assert load_problems(source) == [labelled, {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0.0}]
+    first, second = load_problems(source)
+    row = GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"}
+    assert first == GOOD | {"labels": {"level": "5", "source": "elsewhere"}, "columns": row}
+    row = {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0}
+    assert second == row | {"columns": row}
 
 
 @pytest.mark.parametrize(
@@ -85,11 +88,12 @@ def test_tokenize(tmp_path):
     cipher.write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     problems = [
-        {"id": "a", "problem": "АБ=", "answer": "xy", "pass_rate": 0.25},
+        {"id": "a", "problem": "АБ=", "answer": "xy", "pass_rate": 0.25, "columns": {"data_source": "x"}},
         {"id": "b", "problem": "А" * 10, "answer": "z"},
         {"id": "c", "problem": "А" * 1500, "answer": "z"},
     ]
     prompts = tokenize(problems[:2], tokenizer, "plain", max_prompt_tokens=11)
+    assert [dict(prompt.columns) for prompt in prompts] == [{"data_source": "x"}, {}]
     assert [(prompt.id, prompt.answer, prompt.pass_rate) for prompt in prompts] == [("a", "xy", 0.25), ("b", "z", None)]
     assert prompts[0].tokens.tolist() == [1, 5, 6, 4]
     with pytest.raises(

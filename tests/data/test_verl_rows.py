@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.data import tfds_problems
-from reinforce_ada_jax.data.problems import content_id
+from reinforce_ada_jax.data.problems import content_id, to_row
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -50,7 +50,10 @@ def test_a_file(tmp_path):
     assert [problem["answer"] for problem in problems] == ["2", "4", "7"]  # not the worked solution
     assert [problem["problem"] for problem in problems] == [f"{problem} {INSTRUCTION}" for problem in ANSWERS]
     # There and back, as docs/problems.md writes a file of a data set.
-    assert load_problems(write(tmp_path / "again.jsonl", problems)) == problems
+    assert load_problems(write(tmp_path / "again.jsonl", map(to_row, problems))) == [
+        problem | {"columns": to_row(problem)} for problem in problems
+    ]
+    assert problems[0]["columns"] == ROWS[0]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="datasets is not installed")
