@@ -21,7 +21,6 @@ import warnings
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "reference"
-COMMANDS = ("train", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
 NOTE = "This page is made from the code by `python dev/reference.py`.\n"
 
 
@@ -76,12 +75,19 @@ def _in_fork(program: str) -> tuple[str, list[tuple[str, str, str]]]:
 def commands_page() -> str:
     """Returns docs/reference/commands.md: purpose and flags of each command."""
     sys.path.insert(0, str(ROOT))
+    from reinforce_ada_jax.__main__ import COMMANDS  # noqa: PLC0415
+
     for program in COMMANDS:
         importlib.import_module(f"reinforce_ada_jax.{program}")
     page = io.StringIO()
     page.write(f"# Commands\n\n{NOTE}\n")
-    page.write("Each heading is a module, started with `python -m`. `--config.SECTION.KEY=VALUE` changes one\n")
-    page.write("[setting](../settings.md) of the commands that have `--config`. `--help` prints the same text.\n")
+    page.write(
+        "`python -m reinforce_ada_jax` lists the commands. Each heading is a module, started with `python -m`.\n"
+    )
+    page.write(
+        "`--config.SECTION.KEY=VALUE` changes one [setting](../settings.md) of the commands that have `--config`.\n"
+    )
+    page.write("`--help` prints the same text.\n")
     for program in COMMANDS:
         text, rows = _in_fork(program)
         page.write(f"\n## {program}\n\n{text.strip()}\n")

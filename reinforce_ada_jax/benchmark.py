@@ -1,4 +1,4 @@
-"""Measurements of the parts of a run, and plans for runs on machines that aren't there.
+"""Measures parts of a run, and plans runs on machines that aren't there.
 
     python -m reinforce_ada_jax.benchmark rollout --model=HF_DIR --workload=FILE --slots=64 --window=64 --json=OUT
     python -m reinforce_ada_jax.benchmark rollout ... --against=transformers --against_python=.venv-parity/bin/python

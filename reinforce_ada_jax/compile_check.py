@@ -1,4 +1,4 @@
-"""Compiles a run's programs for a TPU slice that isn't there, and says whether they fit and how fast they could be.
+"""Compiles a run's programs for a TPU slice that isn't there: memory, traffic, least time.
 
     python -m reinforce_ada_jax.compile_check --config=configs/qwen_1p5b.py --topology=v5e:2x4 [--model=DIR] [--json]
 

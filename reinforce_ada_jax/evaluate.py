@@ -1,14 +1,14 @@
-"""avg@k, pass@k and all-correct@k of a run's newest checkpoint, or of a Hugging Face folder, on benchmark files.
+"""Scores of a run, or of a Hugging Face folder, on benchmark files: avg@k, pass@k and all-correct@k.
 
     python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny
     python -m reinforce_ada_jax.evaluate --config=configs/qwen_1p5b.py --model=HF_DIR --benchmarks=a.jsonl,b.jsonl
     python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny --regrade
-
     python -m reinforce_ada_jax.evaluate --config=... --workdir=runs/mine --initial=evaluations/BASE_MODEL
 
-Every response is stored with its verdict as soon as it is graded: the same command again continues from there, and
---regrade grades the stored responses again without a model. They are in WORKDIR/evaluations/ITERATION/; for a model
-folder in evaluations/NAME/ below the current directory; or in --output. The table is stored there as table.md.
+The newest checkpoint of a run is evaluated. Every response is stored with its verdict as soon as it is graded: the
+same command again continues from there, and --regrade grades the stored responses again without a model. They are in
+WORKDIR/evaluations/ITERATION/; for a model folder in evaluations/NAME/ below the current directory; or in --output. The
+table is stored there as table.md.
 """
 
 import pathlib

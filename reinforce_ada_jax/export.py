@@ -1,9 +1,10 @@
-"""A run's weights as a Hugging Face folder, loadable by `transformers` and by this package.
+"""Writes the weights of a run as a Hugging Face folder.
 
     python -m reinforce_ada_jax.export --workdir=DIR [--iteration=40] --output=HF_DIR
     python -m reinforce_ada_jax.export --workdir=DIR [--iteration=40] --adapter --output=PEFT_DIR
 
-Adapters are merged into their base or, with --adapter, written alone in the format of `peft`.
+`transformers` and this package load the folder. Adapters are merged into their base or, with --adapter, written alone
+in the format of `peft`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Runs compared: a table at the terminal, figures, and a page with their responses, from their work directories.
+"""Compares runs: a table at the terminal, figures, and a page with their responses.
 
     python -m reinforce_ada_jax.plot runs/demo/grpo runs/demo/balance --output=figures
 

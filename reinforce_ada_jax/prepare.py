@@ -1,4 +1,4 @@
-"""Prompts to train on, chosen from problems by how often a model solves them.
+"""Chooses prompts to train on, by how often a model solves them.
 
     python -m reinforce_ada_jax.prepare --config=configs/qwen_1p5b.py --input=problems.jsonl --output=prompts.jsonl \\
         --max_pass_rate=0.125

@@ -1,10 +1,11 @@
-"""Serves a Hugging Face folder over JetStream's gRPC protocol, from the engine that training samples with.
+"""Serves a Hugging Face folder over JetStream's gRPC protocol.
 
-python -m reinforce_ada_jax.serve --model=HF_DIR
-python -m reinforce_ada_jax.serve --model=package:cipher --dtype=float32 --greedy
+    python -m reinforce_ada_jax.serve --model=HF_DIR
+    python -m reinforce_ada_jax.serve --model=package:cipher --dtype=float32 --greedy
 
-The first SIGINT (Ctrl-C) or SIGTERM stops it when the running responses have ended, or --grace_s seconds have; a second
-one stops it at once. Nothing that a client sends makes it read or write a file.
+The engine is the one that training samples with. The first SIGINT (Ctrl-C) or SIGTERM stops it when the running
+responses have ended, or --grace_s seconds have; a second one stops it at once. Nothing that a client sends makes it
+read or write a file.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Computes what a collection strategy costs and gives before any model runs: draws, unmet rules, lost signal, noise.
+"""Computes draws, signal and noise of a collection strategy, before a model runs.
 
     python -m reinforce_ada_jax.simulate --strategy=balance --pass_rates=0.01:0.99
     python -m reinforce_ada_jax.simulate --strategy=grpo@8,positive,balance --max_rounds=8 --output=figures

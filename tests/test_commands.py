@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from reinforce_ada_jax import __main__ as dispatch
 from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.training import components as components_lib
@@ -122,6 +123,30 @@ def test_the_whole_command(tmp_path, arguments, parts):
     assert result.returncode == cli.BAD_INPUT and result.stdout == ""
     check_message(result.stderr, *parts)
     assert not workdir.exists()
+
+
+# ---- python -m reinforce_ada_jax ------------------------------------------------------------------------------------
+
+
+def test_the_package_lists_its_commands(capsys):
+    dispatch.main([])
+    listed = capsys.readouterr().out.splitlines()
+    assert "  train          Trains a policy, from a Hugging Face folder to checkpoints." in listed
+    lines = {line.split()[0]: line for line in listed if line.startswith("  ")}
+    assert tuple(lines) == dispatch.COMMANDS and max(map(len, lines.values())) <= 120
+    commands = [file.stem for file in (ROOT / "reinforce_ada_jax").glob("*.py") if "cli.run" in file.read_text()]
+    assert sorted(commands) == sorted(dispatch.COMMANDS)
+
+
+def test_the_package_starts_a_command():
+    result = run_python("-m", "reinforce_ada_jax", "plot")
+    assert (result.returncode, result.stdout) == (cli.BAD_INPUT, "")
+    check_message(result.stderr, "name at least one work directory")
+
+
+@pytest.mark.parametrize(("name", "said"), [("trian", "did you mean 'train'?"), ("zzz", "name one of train, prepare")])
+def test_a_command_that_is_not_there(capsys, name, said):
+    check_message(refused(capsys, dispatch.main, [name, "--help"]), f"no command {name!r}", said)
 
 
 # ---- train --------------------------------------------------------------------------------------------------------

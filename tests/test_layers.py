@@ -21,7 +21,7 @@ LAYERS = (
     {"training"},
     {"evaluation", "planning"},
     {"benchmarks"},
-    {"train", "evaluate", "prepare", "export", "serve", "simulate", "plot", "compile_check", "benchmark"},
+    {"train", "evaluate", "prepare", "export", "serve", "simulate", "plot", "compile_check", "benchmark", "__main__"},
 )
 # Stages are joined by functions that `training` and the commands hand over. The policy is no stage: it is what they
 # are about.
