@@ -97,15 +97,16 @@ ENTRIES = (
 DRAWN = ("exact-log-1e-3", "exact-log-ahead", "grpo-4", "grpo-16", "balance", "maxrl")
 
 
-def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
+def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path, updates: int | None = None) -> None:
     """Trains one run to its end on one core; an unfinished one is resumed.
+
+    `updates` replaces the number that the entry or the task has.
 
     Raises:
       RuntimeError: it failed; the message has the end of its output.
     """
-    rate, updates = entry.learning_rate, entry.updates
-    if task.learning_rate is not None:
-        rate, updates = task.learning_rate, UPDATES
+    rate = task.learning_rate or entry.learning_rate
+    updates = updates or (entry.updates if task.learning_rate is None else UPDATES)
     settings = {"seed": seed, "iterations": updates, "learning.learning_rate": rate, "logging.tensorboard": False}
     settings |= {"evaluation.every": task.every, "checkpoint.every": updates}
     settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
@@ -120,7 +121,12 @@ def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
 
 
 def train_all(
-    task: Task, entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int
+    task: Task,
+    entries: Sequence[Entry],
+    seeds: Sequence[int],
+    folder: pathlib.Path,
+    jobs: int,
+    updates: int | None = None,
 ) -> dict[str, list[History]]:
     """Trains every entry with every seed, `jobs` at a time; returns the histories by name of the entry."""
     runs = [(entry, seed) for seed in seeds for entry in entries]
@@ -128,7 +134,7 @@ def train_all(
     def one(run: tuple[Entry, int]) -> History:
         entry, seed = run
         workdir = folder / f"{entry.name}-{seed}"
-        train(task, entry, seed, workdir)
+        train(task, entry, seed, workdir, updates)
         history = load(workdir)
         average = history.evaluations[BENCHMARK].average[-1]
         print(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
@@ -173,7 +179,8 @@ def interval(values: Sequence[float]) -> list[float]:
 def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
     """Returns means over seeds with their 95 % intervals, at equal updates, tokens and cost.
 
-    A budget that a run did not reach gives None, never an extrapolated number; so does the threshold.
+    A budget that a run did not reach gives None, never an extrapolated number; so does the threshold. The entropy
+    at the end is the mean of `collection/entropy` over the last ten iterations.
     """
     result = {}
     for name, runs in histories.items():
@@ -193,6 +200,7 @@ def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
             "seconds_to_threshold": interval(costs[:, 2].tolist()) if np.isfinite(costs).all() else None,
             "reached_threshold": int(np.isfinite(costs[:, 0]).sum()),
             "pass_at_end": interval([by_k[max(by_k)] for by_k in last]),
+            "entropy_at_end": interval([float(np.nanmean(run.metrics["collection/entropy"][-10:])) for run in runs]),
         }
     return result
 
@@ -215,6 +223,7 @@ def table(task: Task, result: dict[str, Any]) -> str:
             f"tokens to {task.threshold}",
             f"seconds to {task.threshold}",
             f"pass@{task.samples} at the end",
+            "entropy at the end",
         ]
     ]
     rows.append(["---"] * len(rows[0]))
@@ -225,7 +234,7 @@ def table(task: Task, result: dict[str, Any]) -> str:
             *(cell(numbers["avg_at_tokens"][f"{budget:.0f}"]) for budget in task.budgets),
             cell(numbers[f"avg_at_{UPDATES}_updates"]), f"{numbers[f'tokens_at_{UPDATES}_updates'][0]:,.0f}",
             cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
-            cell(numbers["pass_at_end"]),
+            cell(numbers["pass_at_end"]), cell(numbers["entropy_at_end"]),
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
@@ -270,7 +279,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     folder = pathlib.Path(options.output)
     entries = [known[name] for name in options.algorithms or known]
     task = TASKS[options.task]
-    histories = train_all(task, entries, range(options.seeds), folder, options.jobs)
+    histories = train_all(task, entries, range(options.seeds), folder, options.jobs, options.updates)
     result = summary(task, histories)
     figure(task, histories, folder / "learning")
     text = table(task, result)

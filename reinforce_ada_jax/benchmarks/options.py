@@ -52,6 +52,7 @@ INTEGERS = {
     "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
     "seed": (0, "Seed of workloads and random weights."),
     "seeds": (5, "Runs of `learning` for each algorithm."),
+    "updates": (None, "Updates of each run of `learning`, in place of those of its table."),
     "jobs": (1, "Of these at the same time, one core each."),
     "rows": (None, "Rows of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
     "micro_batches": (8, "Micro-batches of `update`."),

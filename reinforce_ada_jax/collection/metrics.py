@@ -76,6 +76,14 @@ def _mean_of_firsts(values: Sequence[Shaped[np.ndarray, " _"]], counts: Sequence
     return float(np.mean([each[:count].mean() for each, count in zip(values, counts, strict=True)]))
 
 
+def _sampled_entropy(pools: Sequence[Pool], counts: Sequence[int]) -> float:
+    """Computes the mean negative log-probability of the tokens of each prompt's first draws, in nats per token."""
+    firsts = [
+        response.logprobs for pool, count in zip(pools, counts, strict=True) for response in pool.responses[:count]
+    ]
+    return -float(np.concatenate(firsts).mean(dtype=np.float64))
+
+
 def discarded_metrics(pools: Sequence[Pool]) -> dict[str, int]:
     """Counts speculative draws that no round needed, and their tokens; `collection/slot_utilisation` includes them."""
     return {
@@ -96,6 +104,8 @@ def collection_metrics(
     min(n, M) draws, where M is the size of the prompt's first round. No outcome decides their number; the first n draws
     of rounds smaller than n would be fewer where a prompt stops early. `reward/first_round_correct` is the same for
     correctness: an unbiased pass rate. `reward/pool`, the mean over all responses, is biased by the stopping rule.
+    `collection/entropy` is over the same draws: an estimate of the policy's entropy that no outcome selects, unlike
+    `update/entropy`, which is over the responses of the update. It is in nats per token, at the sampling temperature.
     `reward/penalty` is the mean length penalty of correct responses, where one is above 0; rewards do not include it.
 
     Args:
@@ -120,6 +130,7 @@ def collection_metrics(
         "reward/first_round": _mean_of_firsts([pool.rewards for pool in first], first_draws),
         "reward/first_round_correct": _mean_of_firsts([pool.correct for pool in first], first_draws),
         "reward/pool": float(np.concatenate([pool.rewards for pool in pools]).mean()),
+        "collection/entropy": _sampled_entropy(first, first_draws),
         "collection/responses": len(responses),
         "collection/tokens": sum(len(response.tokens) for response in responses),
         "collection/kept": sum(len(group.kept) for group in groups),

@@ -19,7 +19,10 @@ def history(tokens_per_update: int, last: float) -> History:
     evaluated = np.array([0.0, 100.0, 200.0])
     evaluation = Accuracy(evaluated, tokens_per_update * evaluated, evaluated / 200 * last, np.zeros(3))
     curves = {"heldout": {"pass": {100.0: {1: 0.0, 16: 0.1}, 200.0: {1: last, 16: 1.0}}}}
-    return History("run", 16, updates, tokens, updates, {}, {"heldout": evaluation}, curves, {}, pathlib.Path("run"))
+    metrics = {"collection/entropy": np.linspace(2.0, 0.01, 200)}
+    return History(
+        "run", 16, updates, tokens, updates, metrics, {"heldout": evaluation}, curves, {}, pathlib.Path("run")
+    )
 
 
 HISTORIES = {"grpo-4": [history(320, 0.4), history(320, 0.8)], "balance": [history(3350, 1.0), history(3350, 0.9)]}
@@ -37,6 +40,8 @@ def test_summary():
     assert found["balance"]["seconds_to_threshold"][0] == pytest.approx(190.0)
     assert found["balance"]["tokens_to_threshold"][0] == pytest.approx(190.0 * 3350)
     assert found["balance"]["pass_at_end"] == [1.0, 0.0]
+    # 0.01 a update from 2 to 0.01: the last ten are 0.1 to 0.01.
+    assert found["balance"]["entropy_at_end"] == pytest.approx([0.055, 0.0])
     row = learning.table(learning.TASKS["cipher"], found).splitlines()[2].split(" | ")
     assert row[0] == "| grpo-4" and row[3:5] == ["not reached", "0.300 ± 1.271"] and row[6] == "0 of the seeds"
 
@@ -52,13 +57,17 @@ def test_the_interval_is_students(count, point):
 def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
     trained = []
     monkeypatch.setattr(
-        learning, "train", lambda task, entry, seed, workdir: trained.append((entry.name, seed, workdir))
+        learning,
+        "train",
+        lambda task, entry, seed, workdir, updates: trained.append((entry.name, seed, updates, workdir)),
     )
     monkeypatch.setattr(learning, "load", lambda workdir: HISTORIES["balance"][0])
     values = benchmark.define_flags(flags.FlagValues())
-    values(["benchmark", f"--output={tmp_path}", "--seeds=2", "--algorithms=ngu,dapo"])
+    values(["benchmark", f"--output={tmp_path}", "--seeds=2", "--algorithms=ngu,dapo", "--updates=300"])
     result = benchmark.measured("learning", values)
-    assert sorted(trained) == [(name, seed, tmp_path / f"{name}-{seed}") for name in ("dapo", "ngu") for seed in (0, 1)]
+    assert sorted(trained) == [
+        (name, seed, 300, tmp_path / f"{name}-{seed}") for name in ("dapo", "ngu") for seed in (0, 1)
+    ]
     assert list(result) == ["ngu", "dapo"]
     assert (tmp_path / "learning.md").read_text() == learning.table(learning.TASKS["cipher"], result) + "\n"
     assert (tmp_path / "learning.png").exists() and (tmp_path / "learning.svg").exists()

@@ -13,7 +13,7 @@ from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 
 def make_group(prompt_id, rewards, advantages, *, rounds, met, lengths, truncated=(), reasons=()):
     responses = tuple(
-        Response(prompt_id, draw, np.zeros(length, np.int32), np.zeros(length, np.float32), draw in truncated)
+        Response(prompt_id, draw, np.zeros(length, np.int32), np.full(length, -draw, np.float32), draw in truncated)
         for draw, length in enumerate(lengths)
     )
     reasons = [*reasons, *[""] * (len(rewards) - len(reasons))]
@@ -40,6 +40,9 @@ def test_by_hand():
         "reward/first_round_correct": pytest.approx(1 / 3),
         # 3 hits in 11 responses.
         "reward/pool": pytest.approx(3 / 11),
+        # Log-probability -0 of every first draw, -1 of every second one: a has a token each, b three. All draws of all
+        # prompts would give 39 / 20.
+        "collection/entropy": pytest.approx((1 + 3) / (2 + 6 + 4)),
         "collection/responses": 11,
         "collection/tokens": 6 + 10 + 4,
         "collection/kept": 2 + 2 + 1,
