@@ -160,6 +160,20 @@ def _check_tied_head(folder: pathlib.Path, headers: dict[str, weight_files.Heade
             )
 
 
+def check_weights(folder: pathlib.Path, architecture: Architecture) -> list[pathlib.Path]:
+    """Returns the files with the weights of a folder, by whose headers every tensor is there with its shape.
+
+    Raises:
+      ValueError: a file or a tensor is missing, or does not fit the architecture.
+    """
+    files = weight_files.find(folder)
+    headers = weight_files.read_headers(files)
+    _check(folder, architecture, headers)
+    if architecture.tied_embedding and "lm_head.weight" in headers:
+        _check_tied_head(folder, headers)
+    return files
+
+
 def _write_part(whole: jax.Array, part: jax.Array, start: tuple[jax.typing.ArrayLike, ...]) -> jax.Array:
     return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), start)
 
@@ -188,11 +202,7 @@ def load(
     """
     folder = pathlib.Path(folder)
     architecture = read_config(folder)
-    files = weight_files.find(folder)
-    headers = weight_files.read_headers(files)
-    _check(folder, architecture, headers)
-    if architecture.tied_embedding and "lm_head.weight" in headers:
-        _check_tied_head(folder, headers)
+    files = check_weights(folder, architecture)
 
     shapes = {name: shape for name, (shape, _) in transformer.weight_shapes(architecture).items()}
     shardings: dict[str, NamedSharding | None] = dict.fromkeys(shapes)

@@ -23,6 +23,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter
@@ -37,6 +38,7 @@ from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_it
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
+from reinforce_ada_jax.types import Prompt
 
 
 @runtime_checkable
@@ -248,6 +250,45 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
 # ---- start-up --------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """Checked input of a run, without weights and programs.
+
+    Attributes:
+      components: model, tokenizer, mesh and engine.
+      prompts: tokenised prompts of data.prompts.
+      make_evaluator: of the benchmarks; None without benchmarks.
+      verifiers: the verifier processes, not started.
+    """
+
+    components: Components
+    prompts: list[Prompt]
+    make_evaluator: EvaluatorFn | None
+    verifiers: VerifierPool
+
+    def summary(self, config: Config, workdir: pathlib.Path) -> str:
+        """Returns the text that a run prints before it begins."""
+        return summary.summary(config, workdir, self.components, len(self.prompts))
+
+
+def read_inputs(config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenchmarksFn) -> Inputs:
+    """Reads and checks all input of a run; of the weights, names and shapes. Writes and compiles nothing.
+
+    Raises:
+      ValueError: the user must change the configuration, a file or the work directory.
+    """
+    config_lib.check(config)
+    strategies.build(config.collection)  # reads a user's own file
+    config_lib.check_workdir(config, workdir)
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    if not holds_checkpoint(workdir):
+        huggingface.check_weights(components.folder, components.architecture)
+    prompts = components.prompts(config.data.prompts, config)
+    next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
+    make_evaluator = load_benchmarks(config, workdir, components)
+    return Inputs(components, prompts, make_evaluator, components_lib.verifier_pool(config))
+
+
 def start(
     config: Config,
     workdir: pathlib.Path,
@@ -262,14 +303,8 @@ def start(
       ValueError: the user must change the configuration, a file or the work directory.
     """
     silent = quiet or not processes.is_writer()
-    config_lib.check(config)
-    strategies.build(config.collection)  # reads a user's own file
-    config_lib.check_workdir(config, workdir)
-    components = components_lib.build(config, components_lib.model_folder(config.model.path))
-    prompts = components.prompts(config.data.prompts, config)
-    next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
-    make_evaluator = load_benchmarks(config, workdir, components)
-    verifiers = components_lib.verifier_pool(config)
+    inputs = read_inputs(config, workdir, load_benchmarks)
+    components, prompts, verifiers = inputs.components, inputs.prompts, inputs.verifiers
     # An error in the weights shows before the first file is written.
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))
@@ -279,7 +314,7 @@ def start(
     compiles = CompileCounter()
     trainer = make_trainer(config, workdir, components, prompts, params)
     checkpoints, identity, state = begin_or_resume(trainer, params, stack)
-    evaluator = None if make_evaluator is None else make_evaluator(trainer.rollouts, verifiers)
+    evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
     interrupt = stack.enter_context(Interrupt())
     writer = None
     if processes.is_writer():
@@ -290,7 +325,7 @@ def start(
         )
         stack.callback(writer.close)
     if not silent:
-        print(summary.summary(config, workdir, components, len(prompts)))
+        print(inputs.summary(config, workdir))
         if state.iteration:
             print(f"resuming after iteration {state.iteration}")
     progress = Progress(config.iterations, state.iteration, quiet=silent)
