@@ -179,7 +179,9 @@ check_tree() {
     fail "tracked files have changes that are not committed, and the hosts get HEAD: commit them, or add --dirty:
 $changed"
   fi
-  if [[ -n $config && $config != /* ]] && ! git -C "$root" ls-files --error-unmatch -- "$config" >/dev/null 2>&1; then
+  local file=$config
+  [[ $config == */* || $config == *.py ]] || file=configs/$config.py # the name of a packaged configuration
+  if [[ -n $config && $config != /* ]] && ! git -C "$root" ls-files --error-unmatch -- "$file" >/dev/null 2>&1; then
     fail "--config=$config is not tracked by git, so it would not be copied: git add it (and commit, or add --dirty)."
   fi
 }

@@ -2,13 +2,15 @@
 
 import contextlib
 import errno
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
+from ml_collections.config_flags import config_flags
 
 Converted = TypeVar("Converted")
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
@@ -24,14 +26,57 @@ _FOR_GOOD = frozenset({
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
+def packaged_configs() -> dict[str, pathlib.Path]:
+    """Returns the files of the packaged configurations by name.
+
+    An installed package has the folder configs/ inside, the repository has it beside the package.
+    """
+    package = pathlib.Path(__file__).parent
+    inside = package / "configs"
+    folder = inside if inside.is_dir() else package.parent / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.py"))}
+
+
+def config_file(name: str) -> str:
+    """Returns the configuration file that a name means: a path itself, "tiny" the packaged file tiny.py.
+
+    Raises:
+      ValueError: the name is no path, and no packaged configuration has it.
+    """
+    if "/" in name or ".py" in name:
+        return name
+    packaged = packaged_configs()
+    if name not in packaged:
+        raise ValueError(
+            f"there is no packaged configuration {name!r}: name one of {', '.join(packaged)}, "
+            "or a file such as configs/tiny.py."
+        )
+    return str(packaged[name])
+
+
+class _ConfigParser(config_flags.ConfigFileFlagParser):
+    def parse(self, path: str) -> Any:
+        return super().parse(config_file(path))
+
+
+def config_flag(values: flags.FlagValues, text: str, default: str | None = None) -> flags.FlagHolder[ConfigDict]:
+    """Defines the flag --config=NAME or FILE.py, whose settings are flags too: --config.collection.strategy=grpo."""
+    holder = config_flags.DEFINE_config_file("config", default, text, flag_values=values)
+    values["config"].parser = _ConfigParser("config")
+    return holder
+
+
 def define_config(settings: str = "") -> flags.FlagHolder[ConfigDict]:
-    """Defines the flag --config=FILE.py, whose settings are flags too: --config.collection.strategy=grpo.
+    """Defines the required flag --config of a command.
 
     Args:
       settings: description of the settings for --help (`config.reference.help_text`).
     """
-    text = "A file with get_config(), such as configs/tiny.py; override with --config.SECTION.KEY=VALUE."
-    holder = config_flags.DEFINE_config_file("config", None, f"{text}\n\n{settings}")
+    text = (
+        "A packaged configuration, such as tiny, or a file with get_config(), such as configs/tiny.py; override with "
+        "--config.SECTION.KEY=VALUE."
+    )
+    holder = config_flag(flags.FLAGS, f"{text}\n\n{settings}")
     flags.mark_flag_as_required("config")
     return holder
 

@@ -19,7 +19,7 @@ import dataclasses
 import pathlib
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.analysis.comparison import compare
@@ -58,7 +58,7 @@ def get_config() -> ConfigDict:
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     """Defines --config, the flags of the command, and one flag for each of SETTINGS."""
-    config_flags.DEFINE_config_file("config", __file__, "The configuration to begin with.", flag_values=values)
+    cli.config_flag(values, "The configuration to begin with: a packaged one, or a file.", default=__file__)
     rates = f"LOW:HIGH, evenly spaced in logits, LOW:HIGH:COUNT ({NUM_RATES}), or a comma list."
     flags.DEFINE_string("pass_rates", "0.01:0.99", rates, flag_values=values)
     flags.DEFINE_string("histogram", None, "A JSONL file of prompts with pass rates.", flag_values=values)

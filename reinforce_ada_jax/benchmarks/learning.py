@@ -23,7 +23,6 @@ from jaxtyping import Float
 from reinforce_ada_jax.reporting import drawing
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
 
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 BENCHMARK = "heldout"
 UPDATES = 100
 # Two-sided 95 % points of Student's distribution, by degrees of freedom; 1.96 beyond.
@@ -35,7 +34,7 @@ class Task:
     """Problems to learn.
 
     Attributes:
-      config: file in configs/.
+      config: name of a packaged configuration.
       budgets: response tokens at which averages are compared.
       threshold: held-out average, for the cost of reaching it.
       samples: responses per problem of an evaluation.
@@ -54,8 +53,8 @@ class Task:
 
 
 TASKS = {
-    "cipher": Task("tiny.py", (30_000, 46_000, 70_000), 0.9, 16, 60.0, 10),
-    "words": Task("word_problems.py", (60_000, 120_000, 220_000), 0.6, 8, 240.0, 20, learning_rate=5e-4),
+    "cipher": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 60.0, 10),
+    "words": Task("word_problems", (60_000, 120_000, 220_000), 0.6, 8, 240.0, 20, learning_rate=5e-4),
 }
 
 
@@ -111,7 +110,7 @@ def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path, updates: i
     settings |= {"evaluation.every": task.every, "checkpoint.every": updates}
     settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
     command = [
-        sys.executable, "-m", "reinforce_ada_jax.train", f"--config={CONFIGS / task.config}", f"--workdir={workdir}",
+        sys.executable, "-m", "reinforce_ada_jax.train", f"--config={task.config}", f"--workdir={workdir}",
         *(f"--config.{key}={value}" for key, value in settings.items()),
     ]  # fmt: skip
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "1"}

@@ -7,8 +7,8 @@ from collections.abc import Collection
 import jax
 import jax.numpy as jnp
 from absl import flags
-from ml_collections import config_flags
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.benchmarks import models, workloads
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.policy import huggingface, transformer
@@ -96,7 +96,7 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
     flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list("variants", list(variants), "Variants of `iteration`.", flag_values=values)
-    config_flags.DEFINE_config_file("config", None, "The configuration of `iteration`.", flag_values=values)
+    cli.config_flag(values, "The configuration of `iteration`: a packaged one, or a file.")
     return values
 
 

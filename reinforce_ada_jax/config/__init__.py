@@ -1,6 +1,15 @@
 """Every setting of a run: its default and meaning (settings), allowed values, rules, and what a resume may change."""
 
-from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
+from reinforce_ada_jax.config.defaults import (
+    defaults,
+    flatten,
+    from_json,
+    packaged,
+    replaced,
+    resolve,
+    settings,
+    to_json,
+)
 from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir
 from reinforce_ada_jax.config.rules import check, least_pages, longest_response, validate
 from reinforce_ada_jax.config.settings import (
@@ -26,6 +35,6 @@ __all__ = [
     "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "RESUMABLE", "SYSTEM", "CheckpointConfig", "CollectionConfig",
     "Config", "DataConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig", "LoggingConfig", "LoraConfig",
     "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check", "check_evaluated", "check_workdir",
-    "defaults", "flatten", "from_json", "least_pages", "longest_response", "replaced", "resolve", "settings", "to_json",
-    "validate",
+    "defaults", "flatten", "from_json", "least_pages", "longest_response", "packaged", "replaced", "resolve",
+    "settings", "to_json", "validate",
 ]  # fmt: skip

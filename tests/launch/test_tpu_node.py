@@ -243,6 +243,8 @@ def test_changes_that_are_not_committed(cloud):
 def test_a_config_that_would_not_be_copied(cloud):
     (cloud.checkout / "configs" / "mine.py").write_text("")
     check_error(cloud.run("up", *ALL, "--config=configs/mine.py"), 1, "configs/mine.py", "git add")
+    check_error(cloud.run("up", *ALL, "--config=mine"), 1, "--config=mine", "git add")
+    check(cloud.run("up", *ALL, "--config=tiny"))  # a name means a file of configs/
     check(cloud.run("up", *ALL, "--config=/mnt/runs/mine.py"))  # what is there already is the user's affair
 
 

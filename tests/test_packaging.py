@@ -1,0 +1,82 @@
+"""The packages that users install: what a wheel holds, and that a release builds to the same bytes."""
+
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import reinforce_ada_jax as ada
+from reinforce_ada_jax import cli
+from tests.running import CONFIGS, ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> pathlib.Path:
+    """The unpacked wheel of the working tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)], cwd=ROOT, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    (file,) = folder.glob("*.whl")
+    assert file.name == f"reinforce_ada_jax-{ada.__version__}-py3-none-any.whl"
+    zipfile.ZipFile(file).extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def files(folder: pathlib.Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_wheel_holds_the_package_the_configurations_and_the_examples(wheel):
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    package = {name for name in tracked if name.startswith("reinforce_ada_jax/") and (ROOT / name).exists()}
+    added = {f"reinforce_ada_jax/{name}" for name in tracked if name.startswith(("configs/", "examples/"))}
+    held = {name for name in files(wheel) if ".dist-info/" not in name}
+    assert package | added <= held
+    assert {pathlib.Path(name).parts[0] for name in held} == {"reinforce_ada_jax"}
+    assert [name for name in held if "__pycache__" in name] == []
+    for name in ("configs/tiny.py", "examples/word_problems.py"):
+        assert (wheel / "reinforce_ada_jax" / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_the_metadata_name_the_command_and_the_extras(wheel):
+    (info,) = wheel.glob("*.dist-info")
+    assert "reinforce-ada = reinforce_ada_jax.__main__:main" in (info / "entry_points.txt").read_text()
+    lines = (info / "METADATA").read_text().partition("\n\n")[0].splitlines()
+    for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.11", f"Version: {ada.__version__}"):
+        assert line in lines
+    assert {line for line in lines if line.startswith("Provides-Extra")} == {
+        f"Provides-Extra: {name}" for name in ("cuda", "data", "docs", "hub", "serve", "test", "tpu")
+    }
+    assert not any("jetstream" in line.lower() for line in lines)  # it would bring TensorFlow
+
+
+def test_a_wheel_finds_its_configurations_outside_the_repository(wheel, tmp_path):
+    code = (
+        "import reinforce_ada_jax as ada; from reinforce_ada_jax import cli;"
+        "print(*cli.packaged_configs().values(), ada.config.packaged('tiny').model.path)"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(wheel)!r}); {code}"]
+    result = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    expected = [str(wheel / "reinforce_ada_jax" / "configs" / file.name) for file in sorted(CONFIGS.glob("*.py"))]
+    assert result.stdout.split() == [*expected, "package:cipher"]
+
+
+def test_a_name_means_a_packaged_configuration():
+    assert {name: cli.config_file(name) for name in ("tiny", "qwen_1p5b")} == {
+        "tiny": str(CONFIGS / "tiny.py"), "qwen_1p5b": str(CONFIGS / "qwen_1p5b.py"),
+    }  # fmt: skip
+    for path in ("configs/tiny.py", "mine.py", "./mine", "mine.py:large"):  # as they are, there or not
+        assert cli.config_file(path) == path
+    with pytest.raises(ValueError, match=r"no packaged configuration 'tinny': name one of llama_3b, .*configs/tiny.py"):
+        cli.config_file("tinny")
+
+
+def test_a_configuration_for_python():
+    config = ada.config.packaged("tiny")
+    assert (config.iterations, config.data.prompts) == (100, "cipher:train")
+    config.iterations = 3
+    assert ada.config.packaged("tiny").iterations == 100
