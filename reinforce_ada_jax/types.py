@@ -96,12 +96,15 @@ class Verdict:
         ...), else empty.
       penalty: for the length of a correct response (rewards/shaping.py), not subtracted from `reward`; 0 for a wrong
         one. Advantages compare it among correct responses only.
+      rewards: of each function of `reward.path` that applies to the response, by name, before weights. Not compared:
+        two verdicts are equal where they have the same effect.
     """
 
     correct: bool
     reward: float
     reason: str = ""
     penalty: float = 0.0
+    rewards: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

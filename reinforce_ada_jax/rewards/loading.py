@@ -5,19 +5,20 @@ threads, or hang.
 """
 
 import ast
-import contextlib
 import functools
+import hashlib
 import importlib
-import inspect
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.types import Verdict
+from reinforce_ada_jax.rewards import dialects
+from reinforce_ada_jax.rewards.dialects import RewardFn
 
-# A user's function may return a bool or any number instead of a Verdict; `worker.guarded` makes one of it.
-GradeFn = Callable[[str, str], Verdict | float | bool]
+# A function of any signature that `dialects` knows; the first one is (response, answer) -> Verdict, number or bool.
+GradeFn = Callable[..., Any]
 
 _REMEDY = "move it to the top level of a module that can be imported, or use workers=0."
 
@@ -55,7 +56,7 @@ def _bound(statements: Iterable[ast.stmt]) -> Iterable[str]:
     """Yields the names that a module's statements bind, "*" for an import of everything, without function bodies."""
     for statement in statements:
         match statement:
-            case ast.FunctionDef() | ast.ClassDef():
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield statement.name
             case ast.Import() | ast.ImportFrom():
                 yield from (alias.asname or alias.name for alias in statement.names)
@@ -87,7 +88,23 @@ def file_reference(reference: str) -> str:
     return f"{path}:{function}"
 
 
-def load(reference: str) -> GradeFn:
+def split(path: str) -> list[str]:
+    """Returns the references in `reward.path`: "a.py:f,b.py:g" names two functions."""
+    return [reference.strip() for reference in path.split(",") if reference.strip()]
+
+
+def function_name(reference: str) -> str:
+    """Returns the name of the function: that of its reward in the metrics."""
+    return reference.rpartition(":")[2]
+
+
+def files_hash(path: str) -> str:
+    """Returns a hash of the files in `reward.path`, "" for none: a function that was edited is another one."""
+    texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference in split(path)]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else ""
+
+
+def load(reference: str) -> RewardFn:
     """Returns the function of a reference and calls `warm_up()` of its module, if it has one. For workers only."""
     module_name, _, qualname = reference.rpartition(":")
     if _is_file(reference):
@@ -97,12 +114,10 @@ def load(reference: str) -> GradeFn:
     grade_fn = functools.reduce(getattr, qualname.split("."), module)
     if not callable(grade_fn):
         raise TypeError(f"{reference} is {grade_fn!r}, not a function of (response, answer)")
-    with contextlib.suppress(ValueError):  # functions written in C may have no signature
-        signature = inspect.signature(grade_fn)
-        try:
-            signature.bind("response", "answer")
-        except TypeError as error:
-            raise TypeError(f"{reference} takes {signature}, and is called with (response, answer)") from error
+    try:
+        adapted = dialects.adapt(grade_fn)
+    except TypeError as error:
+        raise TypeError(f"{reference} {error}") from error
     if hasattr(module, "warm_up"):
         module.warm_up()
-    return grade_fn
+    return adapted

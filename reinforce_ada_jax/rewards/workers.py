@@ -3,31 +3,26 @@
 A checker may loop for hours in C, abort, or take all memory, and a thread can be neither limited nor killed
 (Math-Verify even raises off the main thread). `multiprocessing` would import the parent's `__main__` in its children,
 which here imports jax and would claim the accelerator. So each worker is a plain
-`python -m reinforce_ada_jax.rewards.worker` with one socket to the parent.
+`python -m reinforce_ada_jax.rewards.worker` with one socket to the parent (`protocol`).
 """
 
 import collections
-import contextlib
-import dataclasses
+import json
 import math
-import multiprocessing.connection
 import os
-import signal
-import subprocess
-import sys
+import pathlib
+import select
+import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any
 
-from reinforce_ada_jax.rewards import loading
+from reinforce_ada_jax.rewards import dialects, grading, loading, process_tree, protocol
 from reinforce_ada_jax.rewards.loading import GradeFn
-from reinforce_ada_jax.rewards.worker import guarded
+from reinforce_ada_jax.rewards.worker_process import START_LIMIT_S, Pair, WorkerProcess
 from reinforce_ada_jax.types import Verdict
 
-# Importing sympy takes one second on an idle machine. The time limit of a pair does not include it.
-START_LIMIT_S = 120.0
 # Starts in a row that may end without a message before the pool fails. A worker that can report a traceback fails it at
 # once; workers that were killed from outside while they start have a limit of their own.
 MAX_FAILED_STARTS = 3
@@ -35,7 +30,7 @@ MAX_KILLED_STARTS = 20
 # A pair whose worker was killed from outside is graded again, at most this often in all: the pair itself may have
 # brought the system's out-of-memory killer.
 MAX_GRADINGS = 4
-KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+KILLED_FROM_OUTSIDE = tuple(-number for number in process_tree.ENDED_FROM_OUTSIDE)
 
 
 class CannotStart(RuntimeError):
@@ -46,56 +41,29 @@ class CannotStart(RuntimeError):
         super().__init__(f"{self.line}\n{trace}" if trace else line)
 
 
-def _environment() -> dict[str, str]:
-    """Returns the parent's environment and module search path, single-threaded, with sympy on Python integers."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path),
-        # With gmpy2 some inputs hang in C or abort the process; mpmath has a switch of its own.
-        "SYMPY_GROUND_TYPES": "python",
-        "MPMATH_NOGMPY": "1",
-        # A grade function that imports jax must not claim the accelerator that the parent trains on.
-        "JAX_PLATFORMS": "cpu",
-        # numpy's BLAS reserves address space for every core of the host, and there may be hundreds.
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+def _entry(grade_fn: GradeFn | str, weights: Sequence[float]) -> dict[str, Any]:
+    """Returns what a worker needs to know of one grader; only functions of files have names in the metrics."""
+    if not isinstance(grade_fn, str):
+        return {"references": [loading.function_reference(grade_fn)], "names": [], "weights": []}
+    references = [loading.file_reference(each) for each in loading.split(grade_fn) or [grade_fn]]
+    names = [loading.function_name(each) for each in references]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"{grade_fn!r} names two functions {max(names, key=names.count)!r}: give each a name of its own."
+        )
+    if weights and len(weights) != len(names):
+        raise ValueError(f"there are {len(weights)} weights for {len(names)} functions ({grade_fn!r}): one for each.")
+    return {"references": references, "names": names, "weights": list(weights) or [1.0] * len(names)}
 
 
-@dataclasses.dataclass(eq=False)
-class _Worker:
-    """Process and its work: starting (not `ready`), idle (`item` is None), or grading pair `item`."""
-
-    process: subprocess.Popen
-    connection: Connection
-    deadline: float  # time.monotonic() at which it is killed; infinite when idle
-    ready: bool = False
-    item: int | None = None
-
-    @classmethod
-    def start(cls, references: Sequence[str], time_limit_s: float) -> "_Worker":
-        """Starts a process with the grade functions of these references."""
-        ours, theirs = multiprocessing.connection.Pipe()
-        with theirs:
-            command = [sys.executable, "-P", "-m", "reinforce_ada_jax.rewards.worker"]
-            process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(time_limit_s), *references],
-                env=_environment(),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a process group, so that processes that a checker starts are killed with it
-            )
-        return cls(process, ours, time.monotonic() + START_LIMIT_S)
-
-    def kill(self) -> None:
-        """Kills the process and all that it started."""
-        self.connection.close()
-        if self.process.returncode is not None:  # killed before: the number of its group may be in use again
-            return
-        # Only `wait` below collects the leader, so its group's number is still its own here. For a group that has ended
-        # Linux raises the first error, macOS the second.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def _readable(connections: Sequence[socket.socket], limit_s: float) -> set[socket.socket]:
+    """Returns the sockets that have something to read, or have ended, at the latest after `limit_s`."""
+    poll = select.poll()  # select.select refuses file descriptors above 1,023
+    by_number = {connection.fileno(): connection for connection in connections}
+    for number in by_number:
+        poll.register(number, select.POLLIN)
+    limit_ms = None if limit_s == math.inf else math.ceil(1000 * limit_s)
+    return {by_number[number] for number, _ in poll.poll(limit_ms)}
 
 
 class VerifierPool:
@@ -111,16 +79,29 @@ class VerifierPool:
     `grade_all`, and none while a submitted call is unfinished. No process outlives the `with` block.
 
     Args:
-      grade_fn: (response text, answer) -> Verdict, number or bool, at the top level of an importable module (not
-        `__main__`), or the reference "file.py:function" of one, which only workers run.
+      grade_fn: a function of (response text, answer) or of another signature (`dialects`), at the top level of an
+        importable module (not `__main__`); or "file.py:function", which only workers run. "a.py:f,b.py:g" names
+        several, whose weighted sum is the reward.
       workers: number of processes. 0 grades in this process, in order and without any limit: only for checkers that can
         neither hang nor crash.
       time_limit_s: wall-clock limit of one pair.
       others: further grade functions by name, for calls that ask for one (`grader`).
+      weights: of the functions in files; empty: 1 for each.
+      output: file that gets what workers print, created if missing. None: this process's stderr.
+
+    Attributes:
+      failure: the first grading that failed since the pool was made: one line and the traceback, or "".
     """
 
     def __init__(
-        self, grade_fn: GradeFn | str, workers: int, time_limit_s: float, others: Mapping[str, GradeFn] | None = None
+        self,
+        grade_fn: GradeFn | str,
+        workers: int,
+        time_limit_s: float,
+        others: Mapping[str, GradeFn] | None = None,
+        *,
+        weights: Sequence[float] = (),
+        output: pathlib.Path | None = None,
     ):
         if workers < 0:
             raise ValueError(f"workers is {workers}; it must be at least 1, or 0 to grade in this process.")
@@ -130,31 +111,44 @@ class VerifierPool:
             raise ValueError(f"workers is 0 and grade_fn {grade_fn!r}: a file is run in workers only. Use at least 1.")
         self._graders: dict[str, Any] = {"": grade_fn, **(others or {})}
         self._time_limit_s = time_limit_s
-        self._references = [
-            loading.file_reference(each) if isinstance(each, str) else loading.function_reference(each)
-            for each in (self._graders.values() if workers else ())
-        ]
-        self.workers = workers
+        entries = [_entry(each, weights) for each in (self._graders.values() if workers else ())]
+        self._references = [reference for entry in entries for reference in entry["references"]]
+        self._entries = json.dumps(entries)
+        self._takes_columns = {
+            name: isinstance(each, str) or dialects.takes_columns(each) for name, each in self._graders.items()
+        }
+        self.workers, self.output, self.failure = workers, output, ""
         self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._num_failed_starts = self._num_killed_starts = 0
         self._entered = False
 
-    def check(self) -> None:
-        """Starts one worker and ends it, to find grade functions that can't be loaded before any expensive work.
+    def check(self, pair: Pair | None = None) -> Verdict | None:
+        """Starts one worker and ends it, to find functions that can't be used before any expensive work.
+
+        Args:
+          pair: one to grade, such as a reference answer; its verdict is returned.
 
         Raises:
-          ValueError: they can't be loaded; one line says why.
+          ValueError: the functions can't be loaded, or the grading of the pair failed; one line says why.
         """
         if not self.workers:
-            return
+            return None
+        output, self.output = self.output, pathlib.Path(os.devnull)  # the message has the error already
+        self._entered = True
         try:
             self._start(1)
+            verdict = None if pair is None else self._grade_all([pair], "")[0]
         except CannotStart as error:
             raise ValueError(error.line) from None
         finally:
+            self._entered = False
             self._end_workers()
             self._num_failed_starts = self._num_killed_starts = 0
+            self.output, failure, self.failure = output, self.failure, ""
+        if failure:
+            raise ValueError(failure.partition("\n")[0])
+        return verdict
 
     def __enter__(self) -> "VerifierPool":
         self._entered = True
@@ -171,13 +165,16 @@ class VerifierPool:
         self._thread.shutdown(cancel_futures=True)
         self._end_workers()
 
-    def submit(self, pairs: Iterable[tuple[str, str]], grader: str = "") -> Future[list[Verdict]]:
+    def submit(self, pairs: Iterable[Pair], grader: str = "") -> Future[list[Verdict]]:
         """Calls `grade_all` in a thread of the pool, one call after another; that thread also iterates over `pairs`."""
         self._check_entered()
         return self._thread.submit(self.grade_all, pairs, grader)
 
-    def grade_all(self, pairs: Iterable[tuple[str, str]], grader: str = "") -> list[Verdict]:
-        """Returns verdicts for (response text, answer) pairs, in order, by `grade_fn` or one of `others`."""
+    def grade_all(self, pairs: Iterable[Pair], grader: str = "") -> list[Verdict]:
+        """Returns verdicts for (response text, answer) pairs, in order, by `grade_fn` or one of `others`.
+
+        A pair may have the columns of its problem as a third entry (`dialects`).
+        """
         self._check_entered()
         if grader not in self._graders:
             others = ", ".join(filter(None, self._graders)) or "none"
@@ -192,10 +189,13 @@ class VerifierPool:
         if not self._entered:
             raise ValueError("grading outside of the pool's `with` block: its workers live only inside. Enter it.")
 
-    def _grade_all(self, pairs: list[tuple[str, str]], grader: str) -> list[Verdict]:
+    def takes_columns(self, grader: str = "") -> bool:
+        """Returns True if a grader may look at columns, so that pairs should have them."""
+        return self._takes_columns[grader]
+
+    def _grade_all(self, pairs: list[Pair], grader: str) -> list[Verdict]:
         if self.workers == 0:
-            grade = guarded(self._graders[grader], caught=Exception)
-            return [grade(response, answer) for response, answer in pairs]
+            return self._grade_here(pairs, grader)
         index = list(self._graders).index(grader)
         verdicts: dict[int, Verdict] = {}
         waiting, gradings = collections.deque(range(len(pairs))), [0] * len(pairs)
@@ -205,16 +205,14 @@ class VerifierPool:
                 self._check_entered()  # another thread may leave the block meanwhile
                 for worker in self._workers:
                     if waiting and worker.ready and worker.item is None:
-                        worker.item = item = waiting.popleft()
+                        item = waiting.popleft()
                         gradings[item] += 1
-                        worker.deadline = time.monotonic() + self._time_limit_s
-                        with contextlib.suppress(ConnectionError):  # it died just now, which `_wait` finds
-                            worker.connection.send((index, *pairs[item]))
+                        worker.send(item, index, pairs[item], self._time_limit_s)
                 for item, verdict in self._wait():
                     if verdict is None and gradings[item] < MAX_GRADINGS:
                         waiting.appendleft(item)
                     else:
-                        verdicts[item] = verdict or Verdict(False, 0.0, "crash")
+                        verdicts[item] = verdict or self._failed("crash", "its process was killed at every try")
         finally:
             # After an interrupt some pairs are still in flight; the next call must not receive their verdicts.
             for slot, worker in enumerate(self._workers):
@@ -222,12 +220,28 @@ class VerifierPool:
                     self._replace(slot)
         return [verdicts[item] for item in range(len(pairs))]
 
+    def _grade_here(self, pairs: list[Pair], grader: str) -> list[Verdict]:
+        grade, verdicts = grading.guarded(dialects.adapt(self._graders[grader]), caught=Exception), []
+        for response, answer, *columns in pairs:
+            verdict, failure = grade(response, answer, columns[0] if columns else {})
+            self.failure = self.failure or failure
+            verdicts.append(verdict)
+        return verdicts
+
+    def _failed(self, reason: str, why: str) -> Verdict:
+        """Returns the verdict of a pair whose worker was lost."""
+        self.failure = self.failure or f"{', '.join(self._references)}: {why}"
+        return Verdict(False, 0.0, reason)
+
     def _start(self, count: int) -> None:
         """Starts `count` workers and waits until all are ready."""
         for _ in range(count):
-            self._workers.append(_Worker.start(self._references, self._time_limit_s))
+            self._workers.append(self._new_worker())
         while not all(worker.ready for worker in self._workers):
             self._wait()
+
+    def _new_worker(self) -> WorkerProcess:
+        return WorkerProcess.start(self._entries, self._time_limit_s, None if self.output is None else str(self.output))
 
     def _end_workers(self) -> None:
         for worker in self._workers:
@@ -236,7 +250,7 @@ class VerifierPool:
 
     def _replace(self, slot: int) -> None:
         self._workers[slot].kill()
-        self._workers[slot] = _Worker.start(self._references, self._time_limit_s)
+        self._workers[slot] = self._new_worker()
 
     def _wait(self, limit_s: float = math.inf) -> list[tuple[int, Verdict | None]]:
         """Sleeps until a worker sends a message, ends or is out of time.
@@ -245,43 +259,56 @@ class VerifierPool:
         """
         now = time.monotonic()
         patience_s = min(limit_s, *(worker.deadline - now for worker in self._workers))
-        connections = [worker.connection for worker in self._workers]
-        readable = multiprocessing.connection.wait(connections, max(0.0, patience_s))
+        readable = _readable([worker.connection for worker in self._workers], max(0.0, patience_s))
         now = time.monotonic()
         settled = []
         for slot, worker in enumerate(self._workers):
-            ended = False
-            if worker.connection in readable:
-                try:
-                    settled += self._receive(worker, worker.connection.recv())
-                except (EOFError, ConnectionError):
-                    ended = True
-            if ended or now >= worker.deadline:
-                settled += self._lose(slot, "timeout" if now >= worker.deadline else "crash")
+            try:
+                message = worker.inbox.read() if worker.connection in readable else None
+                if message is not None:
+                    settled += self._receive(worker, message)
+                elif now >= worker.deadline:
+                    settled += self._lose(slot, "timeout", f"took more than {self._time_limit_s:g} s")
+            except (EOFError, ConnectionError):
+                settled += self._end(slot)
+            except protocol.Malformed:
+                settled += self._lose(slot, "crash", "wrote to the socket of its process")
         return settled
 
-    def _receive(self, worker: _Worker, message: Any) -> list[tuple[int, Verdict | None]]:
-        """Processes a message of `rewards.worker`: None when ready, an error of its start, or a verdict."""
+    def _receive(self, worker: WorkerProcess, message: dict[str, Any]) -> list[tuple[int, Verdict | None]]:
+        """Processes a message of `rewards.worker`: ready, an error of its start, or a verdict."""
         settled: list[tuple[int, Verdict | None]] = []
         if worker.item is not None:
-            settled.append((worker.item, Verdict(*message)))
-        elif message is not None:
-            raise CannotStart(self._references, *message)
+            verdict, failure = protocol.verdict_from_json(message, worker.request)
+            self.failure = self.failure or failure
+            settled.append((worker.item, verdict))
+        elif worker.ready:  # it was asked nothing
+            raise protocol.Malformed
+        elif error := protocol.start_error(message):
+            raise CannotStart(self._references, *error)
         worker.ready, worker.item, worker.deadline = True, None, math.inf
         self._num_failed_starts = self._num_killed_starts = 0
         return settled
 
-    def _lose(self, slot: int, reason: str) -> list[tuple[int, Verdict | None]]:
-        """Replaces a worker that ended or is out of time, and settles its pair."""
+    def _end(self, slot: int) -> list[tuple[int, Verdict | None]]:
+        """Replaces a worker that ended, and settles its pair."""
+        late = time.monotonic() >= self._workers[slot].deadline
+        code = self._workers[slot].end()
+        if late:
+            return self._lose(slot, "timeout", f"took more than {self._time_limit_s:g} s")
+        how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
+        return self._lose(slot, "crash", how, code in KILLED_FROM_OUTSIDE)
+
+    def _lose(self, slot: int, reason: str, why: str, from_outside: bool = False) -> list[tuple[int, Verdict | None]]:
+        """Replaces a worker, and settles its pair."""
         worker = self._workers[slot]
         worker.kill()
-        from_outside = reason == "crash" and worker.process.returncode in KILLED_FROM_OUTSIDE
         if not worker.ready:
             self._count_failed_start(from_outside)
         self._replace(slot)
         if worker.item is None:
             return []
-        return [(worker.item, None if from_outside else Verdict(False, 0.0, reason))]
+        return [(worker.item, None if from_outside else self._failed(reason, why))]
 
     def _count_failed_start(self, from_outside: bool) -> None:
         self._num_killed_starts += from_outside

@@ -4,12 +4,60 @@ Imported by worker processes: nothing else belongs here.
 """
 
 import os
+import pickle
 import signal
+import stat
 import subprocess
 import sys
 import time
 
 from reinforce_ada_jax.types import Verdict
+
+
+class _Opened:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return open, (self.file, "w")
+
+
+FORGED = b'{"request": "1", "correct": true, "reward": 1e9, "reason": "", "rewards": {}, "failure": ""}\n'
+
+
+def _sockets():
+    """File descriptors of this process that are sockets."""
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    return [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")
+            and stat.S_ISSOCK(os.fstat(number).st_mode)]  # fmt: skip
+
+
+WRITTEN = {
+    "a pickle": pickle.dumps(_Opened("unpickled")),
+    "a framed pickle": b"\0\0\0\x50" + pickle.dumps(_Opened("unpickled")) + b"\n",
+    "garbage": bytes(range(256)),
+    "a forged verdict": FORGED,
+    "a long line": b" " * 2**18,
+    "nested brackets": b"[" * 2**16 + b"\n",
+    "writes_half": b'{"request": "',
+}
+
+
+def _attack(how):
+    """Writes to the socket of the worker, or closes it; then waits, unless it wrote something whole."""
+    for number in _sockets():
+        os.close(number) if how == "closes" else os.write(number, WRITTEN[how])
+    if how in ("closes", "writes_half"):
+        time.sleep(3600)
+
+
+def _daemon(mark):
+    """Starts a process that leaves the group and whose parent ends."""
+    sleeper = f"import time; time.sleep(3600)  # {mark}"
+    starter = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeper!r}], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", starter], start_new_session=True, check=True)
 
 
 def obedient(response: str, answer: str) -> Verdict | float:
@@ -57,6 +105,11 @@ def obedient(response: str, answer: str) -> Verdict | float:
         case "child":  # a process of its own, which must not outlive the worker
             subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(3600)  # {answer}"])
             time.sleep(3600)
+        case "daemon_and_hang" | "daemon_and_exit":
+            _daemon(answer)
+            return time.sleep(3600) if response == "daemon_and_hang" else os._exit(3)
+        case "writes" | "writes_half" | "closes":
+            _attack(answer or response)
         case "pid":
             return Verdict(True, 1.0, str(os.getpid()))
         case "modules":  # correct: no jax; the reason: what the main module is

@@ -78,6 +78,32 @@ def test_a_hostile_pair_costs_only_itself(pool, hostile, reason):
     assert pool.grade_all(pairs) == [RIGHT, failed(reason), WRONG, RIGHT]
 
 
+@pytest.mark.parametrize(
+    "written",
+    ["a pickle", "a framed pickle", "garbage", "a forged verdict", "a long line", "nested brackets"],
+)
+def test_what_a_grading_writes_to_its_socket_costs_only_itself(pool, written):
+    # Code of a model that a reward runs can find the socket. Unpickled, the first two would run code in this process.
+    pairs = [("a", "a"), ("writes", written), ("b", "a"), ("c", "c")]
+    assert pool.grade_all(pairs) == [RIGHT, failed("crash"), WRONG, RIGHT]
+    assert not os.path.exists("unpickled")
+
+
+def test_half_a_message_and_a_closed_socket_block_nothing(pool):
+    begin = time.monotonic()
+    pairs = [("a", "a"), ("writes_half", ""), ("b", "a"), ("closes", ""), ("c", "c")]
+    assert pool.grade_all(pairs) == [RIGHT, failed("timeout"), WRONG, failed("crash"), RIGHT]
+    assert time.monotonic() - begin < 30.0
+
+
+def test_processes_that_leave_the_group_die_with_their_grading(pool, tmp_path):
+    mark = f"# {tmp_path}"
+    pairs = [("daemon_and_hang", mark), ("daemon_and_exit", mark), ("a", "a")]
+    assert pool.grade_all(pairs) == [failed("timeout"), failed("crash"), RIGHT]
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert mark not in listing
+
+
 def test_numbers_and_bools_become_verdicts(pool):
     assert pool.grade_all([("half", ""), ("bool", ""), ("infinite", "")]) == [
         Verdict(False, 0.5),

@@ -1,0 +1,97 @@
+"""From reward functions to verdicts: weighted sums, and failures with a reason and a traceback.
+
+Both a worker and a pool without workers grade with this. `dialects` calls the functions.
+"""
+
+import importlib
+import logging
+import os
+import traceback
+from collections.abc import Callable, Sequence
+
+from reinforce_ada_jax.rewards import dialects
+from reinforce_ada_jax.rewards.dialects import Columns, InvalidReward, RewardFn
+from reinforce_ada_jax.types import Verdict
+
+# The reason of a response to which no function applies.
+NOT_APPLICABLE = "not_applicable"
+# Grades one response: (response, answer, columns) -> the verdict, and why the grading failed, or "".
+Grader = Callable[[str, str, Columns], tuple[Verdict, str]]
+_MAX_LINE = 600
+
+
+def _verdict(reward: dialects.Reward) -> Verdict:
+    """Returns a verdict unchanged; for a number the verdict with that reward, correct from 1 on."""
+    if reward is None:
+        return Verdict(False, 0.0, NOT_APPLICABLE)
+    return reward if isinstance(reward, Verdict) else Verdict(reward >= 1.0, reward)
+
+
+def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Sequence[float]) -> RewardFn:
+    """Returns the weighted sum of several functions, with the reward of each in `Verdict.rewards`.
+
+    A function that returns None does not count. If all do, the reward is 0 with the reason "not_applicable", as in TRL.
+    The reason is otherwise the first one that a function gives. With one function of weight 1 its verdict is kept.
+    """
+
+    def grade(response: str, answer: str, columns: Columns) -> Verdict:
+        values = {name: call(response, answer, columns) for name, call in zip(names, functions, strict=True)}
+        verdicts = {name: _verdict(value) for name, value in values.items() if value is not None}
+        rewards = {name: float(verdict.reward) for name, verdict in verdicts.items()}
+        if not verdicts:
+            return _verdict(None)
+        weight_of = dict(zip(names, weights, strict=True))
+        total = sum(weight_of[name] * reward for name, reward in rewards.items())
+        reason = next((verdict.reason for verdict in verdicts.values() if verdict.reason), "")
+        alone = len(names) == 1 and weights[0] == 1.0
+        correct = next(iter(verdicts.values())).correct if alone else total >= 1.0
+        return Verdict(correct, total, reason, rewards=rewards)
+
+    return grade
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the exception and its innermost frame outside of this package and the import system."""
+    frames = _user_frames(error)
+    if isinstance(error, InvalidReward):
+        text = str(error)
+    else:
+        text = traceback.format_exception_only(error)[-1]
+    text = " ".join(text.split())[:_MAX_LINE]
+    return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    inner = ("<frozen", os.path.dirname(os.path.dirname(__file__)), os.path.dirname(importlib.__file__))
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(inner)]
+
+
+def _failure(error: BaseException) -> str:
+    """Returns the exception in one line, and below it the lines of the traceback that are the user's."""
+    frames = _user_frames(error)
+    if isinstance(error, InvalidReward) or not frames:
+        return one_line(error)
+    return "\n".join([one_line(error), "".join(traceback.format_list(frames)).rstrip()])
+
+
+def guarded(grade: RewardFn, caught: type[BaseException]) -> Grader:
+    """Returns a grader whose verdict has reason "error" where `grade` raises `caught` or returns no finite reward.
+
+    An exception of a checker is a wrong answer with a reason and never ends a run by itself. The first one is logged
+    with its traceback; the metrics count all by reason.
+    """
+    logged = False
+
+    def graded(response: str, answer: str, columns: Columns) -> tuple[Verdict, str]:
+        nonlocal logged
+        try:
+            return _verdict(grade(response, answer, columns)), ""
+        except caught as error:
+            if not logged:
+                logging.getLogger(__name__).exception(
+                    "Grading failed. Further failures of this process are counted, not logged."
+                )
+                logged = True
+            return Verdict(False, 0.0, "error"), _failure(error)
+
+    return graded

@@ -1,0 +1,85 @@
+"""All that a verifier worker starts, as one tree that ends with it; Linux only.
+
+A process group is not enough: a process that calls `setsid` leaves it, and one whose parent has ended is init's. So a
+supervisor is between the pool and each worker. It adopts what the worker's processes leave behind
+(PR_SET_CHILD_SUBREAPER), so that `kill_descendants` of the supervisor reaches everything.
+"""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import sys
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Rounds of `kill_descendants`. A process that forks while it is found needs a second round; this many mean that forks
+# outrun the kills, and the process group has to do.
+_MAX_ROUNDS = 100
+SUPPORTED = sys.platform == "linux"
+# Signals by which something outside of the pool ends a worker: the system's out-of-memory killer, or a person.
+ENDED_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
+
+
+def _threads(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:  # the process has ended
+        return []
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns the ids of all processes below `pid`, zombies included."""
+    found, unseen = [], [pid]
+    while unseen:
+        parent = unseen.pop()
+        for thread in _threads(parent):
+            with contextlib.suppress(OSError):  # it has ended
+                text = pathlib.Path(f"/proc/{parent}/task/{thread}/children").read_text()
+                found += map(int, text.split())
+                unseen += map(int, text.split())
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill_descendants(pid: int) -> None:
+    """Kills all processes below `pid`, and those that they start meanwhile; not `pid` itself."""
+    for _ in range(_MAX_ROUNDS if SUPPORTED else 0):
+        running = [child for child in _descendants(pid) if _is_running(child)]
+        if not running:
+            return
+        for child in running:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+
+
+def supervise(descriptor: int) -> None:
+    """Returns in a new child process, which is the worker; this process ends as the child ends, and kills its rest.
+
+    `descriptor` is the worker's socket, which this process closes: the end of the worker must be the end of the socket.
+    """
+    if not SUPPORTED:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    supervisor, worker = os.getpid(), os.fork()
+    if worker == 0:
+        # The supervisor has one thread, so this signal means that it has ended.
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
+            os._exit(1)
+        return
+    os.close(descriptor)
+    ended = status = 0
+    while ended != worker:  # others are adopted processes
+        ended, status = os.waitpid(-1, 0)
+    kill_descendants(supervisor)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in ENDED_FROM_OUTSIDE:
+        os.kill(supervisor, os.WTERMSIG(status))
+    os._exit(1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))

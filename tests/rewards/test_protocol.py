@@ -1,0 +1,107 @@
+"""Messages of a worker: whole, halved, forged and malformed."""
+
+import json
+import socket
+
+import pytest
+
+from reinforce_ada_jax.rewards import protocol
+from reinforce_ada_jax.types import Verdict
+
+WRITTEN = {"request": "7f", "correct": True, "reward": 0.5, "reason": "", "rewards": {"style": 0.25}, "failure": ""}
+
+
+@pytest.fixture
+def connected():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield theirs, protocol.Inbox(ours)
+
+
+def test_a_verdict_arrives_in_pieces(connected):
+    theirs, inbox = connected
+    line = protocol.to_line(protocol.verdict_to_json(Verdict(True, 0.5, rewards={"style": 0.25}), "7f", ""))
+    assert json.loads(line) == WRITTEN
+    assert inbox.read() is None
+    for byte in line[:-1]:
+        theirs.send(bytes([byte]))
+        assert inbox.read() is None
+    theirs.send(b"\n")
+    verdict, failure = protocol.verdict_from_json(inbox.read(), "7f")
+    assert (verdict, dict(verdict.rewards), failure) == (Verdict(True, 0.5), {"style": 0.25}, "")
+    theirs.close()
+    with pytest.raises(EOFError):
+        inbox.read()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"no JSON\n",
+        b"[1, 2]\n",  # no object
+        b"\xff\xfe\n",  # no UTF-8
+        b'{"ready": true}\n{"ready": true}\n',  # two, where one was asked for
+        b'{"ready": true}\n{',
+        b"[" * 60_000 + b"\n",  # nested more deeply than Python recurses
+    ],
+)
+def test_other_bytes_are_no_message(connected, data):
+    theirs, inbox = connected
+    theirs.sendall(data)
+    with pytest.raises(protocol.Malformed):
+        inbox.read()
+
+
+def test_a_line_has_a_longest_length(connected, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", 20)
+    theirs, inbox = connected
+    theirs.sendall(b'{"ready":      true}'[:-1])
+    assert inbox.read() is None
+    theirs.sendall(b"  ")
+    with pytest.raises(protocol.Malformed):
+        inbox.read()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"request": "80"},  # of another pair: a verdict that was written before it was asked for
+        {"request": None},
+        {"correct": 1},
+        {"correct": "true"},
+        {"reward": True},
+        {"reward": "1.0"},
+        {"reward": None},
+        {"reward": float("nan")},
+        {"reward": float("inf")},
+        {"reward": 10**400},  # an integer without a float
+        {"reason": None},
+        {"reason": ["a"]},
+        {"rewards": None},
+        {"rewards": [1.0]},
+        {"rewards": {"style": float("nan")}},
+        {"rewards": {"style": "1"}},
+        {"failure": 3},
+    ],
+)
+def test_a_verdict_of_wrong_values_is_malformed(changed):
+    message = json.loads(json.dumps(WRITTEN | changed))
+    with pytest.raises(protocol.Malformed):
+        protocol.verdict_from_json(message, "7f")
+    for name in changed:
+        del message[name]
+    with pytest.raises(protocol.Malformed):
+        protocol.verdict_from_json(message, "7f")
+
+
+def test_a_worker_is_ready_or_says_why_not():
+    assert protocol.start_error({"ready": True}) is None
+    assert protocol.start_error({"error": "ImportError: no b", "trace": "..."}) == ("ImportError: no b", "...")
+    for message in ({}, {"ready": 1}, {"ready": False}, {"error": "a"}, {"error": 1, "trace": ""}):
+        with pytest.raises(protocol.Malformed):
+            protocol.start_error(message)
+
+
+def test_long_texts_are_cut():
+    message = protocol.verdict_to_json(Verdict(False, 0.0, "r" * 10**6), "0", "f" * 10**6 + "end")
+    assert len(protocol.to_line(message)) < protocol.MAX_MESSAGE_BYTES and message["failure"].endswith("end")
