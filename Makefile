@@ -8,13 +8,14 @@ VENV ?= .venv
 PARITY_VENV ?= .venv-parity
 AUDIT_VENV ?= .venv-audit
 DOCS_VENV ?= .venv-docs
+RELEASE_VENV ?= .venv-release
 DEMO ?= runs/demo
 RUN := $(VENV)/bin/python -m
 TINY := --config=configs/tiny.py --config.learning.learning_rate=1e-3
 # Single draws until the first correct one; nothing drawn ahead, so that few tokens are generated.
 EXACT := strategy=positive objective=log samples_per_round=1 max_rounds=16 speculative=False
 
-.PHONY: setup demo test slow parity lint docs audit clean
+.PHONY: setup demo test slow parity lint docs audit release-check clean
 
 setup: $(VENV)/.installed
 
@@ -55,6 +56,7 @@ lint: setup
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(RUN) pyright --pythonpath=$(VENV)/bin/python
+	$(VENV)/bin/hadolint Dockerfile
 
 # The documentation site in site/: without a network once the environment is there; any warning is an error.
 docs: $(DOCS_VENV)/.installed
@@ -74,5 +76,9 @@ $(AUDIT_VENV)/.installed:
 	$(AUDIT_VENV)/bin/pip install --quiet --disable-pip-version-check pip-audit
 	touch $@
 
+# The release in dist/, built twice with the same bytes, installed into an empty environment and run. Needs the network.
+release-check: setup
+	$(VENV)/bin/python dev/release.py --output=dist --environment=$(RELEASE_VENV)
+
 clean:
-	rm -rf $(VENV) $(PARITY_VENV) $(AUDIT_VENV) $(DOCS_VENV) runs site
+	rm -rf $(VENV) $(PARITY_VENV) $(AUDIT_VENV) $(DOCS_VENV) $(RELEASE_VENV) dist runs site

@@ -304,6 +304,7 @@ RUN_BY = {
     "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
     "benchmark learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
+    "examples": "tests/test_tutorial.py",  # the same file, as a script
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",
     "make lint": ".ci/run",
@@ -312,6 +313,7 @@ RUN_BY = {
     "make demo": "tests/test_demo.py::test_balance_learns_more_from_an_update_than_grpo",
     "make slow": "by hand: minutes to hours",
     "make audit": "by hand: it asks pypi.org",
+    "make release-check": "by hand: it installs a wheel from the network",
     "tpu_vm.sh up": "tests/launch/test_tpu_node.py",
     "tpu_vm.sh watch": "tests/launch/test_watch.py",
     "tpu_vm.sh delete": "tests/launch/test_tpu_node.py",
@@ -352,9 +354,9 @@ def commands(document: pathlib.Path) -> list[Command]:
     found, name = [], str(document.relative_to(ROOT))
     slices = re.search(r"`SLICE` is\s`python -m reinforce_ada_jax\.(compile_check) --topology=`", document.read_text())
     for text in typed(document.read_text()):
-        module = re.match(r"(?:.*\s)?\S*python -m reinforce_ada_jax\.(\w+)(.*)", text)
+        module = re.match(r"(?:.*\s)?\S*(?:python -m reinforce_ada_jax\.|reinforce-ada )(\w+)(.*)", text)
         short = re.match(rf"({'|'.join(MODULES)})((?: \w+)? --.*)", text)
-        other = re.match(r"(?:launch/)?(make|tpu_vm\.sh|tpu_pod\.sh)( [a-z]+\b(?: --? ?.*)?)(?:\s+#.*)?$", text)
+        other = re.match(r"(?:launch/)?(make|tpu_vm\.sh|tpu_pod\.sh)( [a-z]+[a-z-]*\b(?: --? ?.*)?)(?:\s+#.*)?$", text)
         match = module or short or other
         if match:
             words = shlex.split(re.sub(r"\[|\]|\s#.*", "", match[2]))
@@ -458,7 +460,7 @@ def test_a_command_that_would_be_refused_is_found(said, message):
 
 
 def test_targets_of_make_are_there():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     asked = {command.arguments[0] for command in ALL_COMMANDS if command.program == "make"}
     assert {"demo", "test"} <= asked <= set(targets)
 

@@ -1,14 +1,19 @@
 """The packages that users install: what a wheel holds, and that a release builds to the same bytes."""
 
+import json
 import pathlib
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
 
 import reinforce_ada_jax as ada
 from reinforce_ada_jax import cli
+from tests import running
 from tests.running import CONFIGS, ROOT
 
 
@@ -80,3 +85,61 @@ def test_a_configuration_for_python():
     assert (config.iterations, config.data.prompts) == (100, "cipher:train")
     config.iterations = 3
     assert ada.config.packaged("tiny").iterations == 100
+
+
+# ---- Dockerfile ---------------------------------------------------------------------------------------------------
+
+
+def test_what_the_image_copies_is_there_and_is_sent_to_the_builder():
+    instructions = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    copied = [name for line in re.findall(r"^COPY (.+)$", instructions, re.M) for name in line.split()[:-1]]
+    sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.M)
+    assert sorted(copied) == sorted(sent) and "reinforce_ada_jax" in copied
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"serve", "tpu", "cuda"} <= project["optional-dependencies"].keys()
+    (entry,) = re.findall(r"^ENTRYPOINT (.+)$", instructions, re.M)
+    assert json.loads(entry)[0] in project["scripts"]
+
+
+def docker_works() -> bool:
+    command = shutil.which("docker")
+    return command is not None and subprocess.run([command, "info"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not docker_works(), reason="no docker that can build")
+def test_the_image_trains(tmp_path):
+    tmp_path.chmod(0o777)
+    subprocess.run(["docker", "build", "--quiet", "--tag=reinforce-ada-test", "."], cwd=ROOT, check=True)
+    command = ["docker", "run", "--rm", f"--volume={tmp_path}:/work", "reinforce-ada-test", "train", "--config=tiny"]
+    subprocess.run([*command, "--workdir=run", "--config.iterations=1", "--config.evaluation.every=0"], check=True)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+# ---- dev/release.py -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headings", "date"),
+    [
+        (["[0.1.0] - 2026-11-22"], "2026-11-22"),
+        (["[Unreleased]", "[0.1.0] - unreleased", "[0.0.9] - 2026-01-02"], "unreleased"),
+        (["[0.2.0] - 2026-12-01", "[0.1.0] - 2026-11-22"], None),  # of the next version
+        (["[0.1.0]"], None),
+        (["[Unreleased]"], None),
+        ([], None),
+    ],
+)
+def test_a_release_needs_its_section_in_the_changelog(headings, date):
+    release = running.load(ROOT / "dev" / "release.py")
+    text = "\n".join(["# Changelog", *(f"\n## {heading}\n\n### Added\n" for heading in headings)])
+    if date:
+        assert release.check_changelog(text, "0.1.0") == date
+    else:
+        with pytest.raises(SystemExit, match=r'must begin with "## \[0.1.0\] - DATE"'):
+            release.check_changelog(text, "0.1.0")
+
+
+def test_the_changelog_has_the_version():
+    running.load(ROOT / "dev" / "release.py").check_changelog((ROOT / "CHANGELOG.md").read_text(), ada.__version__)
