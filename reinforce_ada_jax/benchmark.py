@@ -28,6 +28,8 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.benchmarks import adaptive, engines, iteration, learning, loss, options, rollout, update
+from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.distributed import mesh
 from reinforce_ada_jax.reporting.files import write_atomically
 
 # Each is a function from the flags to its numbers.
@@ -45,6 +47,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
 def measured(name: str, values: flags.FlagValues) -> dict[str, Any]:
     """Runs a benchmark and returns its numbers; impossible flags end the process."""
     with cli.user_input():
+        if values.json:
+            check_output("--json", values.json, folder=False)
+        mesh.available_devices()
         return BENCHMARKS[name](values)
 
 
@@ -72,6 +77,7 @@ def main(arguments: list[str], values: flags.FlagValues) -> None:
     result = {"benchmark": arguments[0], **measured(arguments[0], values)}
     print(summary(result))
     if values.json:
+        pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(pathlib.Path(values.json), json.dumps(result, indent=2) + "\n")
         print(f"kept in {values.json}")
 

@@ -20,6 +20,7 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, reference
+from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.planning import plan, report
 
 
@@ -41,8 +42,8 @@ def main(
             config, prompt_tokens=prompt_tokens, response_tokens=response_tokens, draws=draws,
             pass_rates=[float(rate) for rate in pass_rates],
         )  # fmt: skip
-        if file not in (None, "-") and not pathlib.Path(file).absolute().parent.is_dir():
-            raise ValueError(f"--json={file}: the folder to write it to does not exist.")
+        if file not in (None, "-"):
+            check_output("--json", file, folder=False)
         output = sys.stderr if file == "-" else sys.stdout
         results = report.check_slice(
             config, topology, model, means, log=lambda text: print(text, file=output, flush=True)
@@ -51,6 +52,7 @@ def main(
     if file == "-":
         print(text)
     elif file is not None:
+        pathlib.Path(file).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(file).write_text(text + "\n")
     if not all(result.fits for result in results):
         sys.exit(cli.STOPPED)

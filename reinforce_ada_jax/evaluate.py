@@ -19,6 +19,7 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, reference
+from reinforce_ada_jax.config.paths import check_local, check_output
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
 from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
@@ -54,6 +55,10 @@ def main(
     with cli.user_input():
         if (workdir is None) == (model is None):
             raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
+        for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
+            check_local(name, path)
+        if output is not None:
+            check_output("--output", output, folder=True)
         config = with_flags(config, benchmarks, samples)
         run = None if workdir is None else pathlib.Path(workdir)
         if run is not None:

@@ -11,13 +11,14 @@ import dataclasses
 import math
 import pathlib
 
-import jax
 from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import MeshConfig
-from reinforce_ada_jax.policy import adapter_files, huggingface, lora
+from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.distributed.mesh import available_devices
+from reinforce_ada_jax.policy import adapter_files, huggingface, lora, weight_files
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.trained import merged, read_trained
 
@@ -25,11 +26,12 @@ from reinforce_ada_jax.training.trained import merged, read_trained
 def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, adapter: bool = False) -> None:
     """Writes the folder."""
     with cli.user_input():
-        file = workdir / "config.json"
-        if not file.exists():
-            raise ValueError(f"{workdir} is no work directory of a run: it has no config.json.")
-        config = config_lib.from_json(file.read_text())
-        if math.prod(dataclasses.asdict(config.mesh).values()) > jax.device_count():
+        config = config_lib.read(workdir)
+        if config is None:
+            raise ValueError(f"{workdir} is no work directory of a run: it has no config.json. Name another --workdir.")
+        check_output("--output", output, folder=True)
+        weight_files.check_new(output)
+        if math.prod(dataclasses.asdict(config.mesh).values()) > len(available_devices()):
             config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
         adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)

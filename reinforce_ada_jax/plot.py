@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.reporting import comparison, curves, drawing, history, page, samples
 
 
@@ -20,6 +21,7 @@ def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
     with cli.user_input():
         if not workdirs:
             raise ValueError("name at least one work directory: python -m reinforce_ada_jax.plot DIR [DIR ...].")
+        check_output("--output", output, folder=True)
         histories = history.with_unique_names([history.load(workdir) for workdir in workdirs])
         responses = samples.read_all([run.workdir for run in histories])
     comparisons = comparison.compare_all(histories)

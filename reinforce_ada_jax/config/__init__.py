@@ -10,7 +10,7 @@ from reinforce_ada_jax.config.defaults import (
     settings,
     to_json,
 )
-from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir
+from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir, read
 from reinforce_ada_jax.config.rules import check, least_pages, longest_response, validate
 from reinforce_ada_jax.config.settings import (
     DAY,
@@ -35,6 +35,6 @@ __all__ = [
     "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "RESUMABLE", "SYSTEM", "CheckpointConfig", "CollectionConfig",
     "Config", "DataConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig", "LoggingConfig", "LoraConfig",
     "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check", "check_evaluated", "check_workdir",
-    "defaults", "flatten", "from_json", "least_pages", "longest_response", "packaged", "replaced", "resolve",
+    "defaults", "flatten", "from_json", "least_pages", "longest_response", "packaged", "read", "replaced", "resolve",
     "settings", "to_json", "validate",
 ]  # fmt: skip

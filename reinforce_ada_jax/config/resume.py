@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reinforce_ada_jax.config.defaults import flatten
+from reinforce_ada_jax.config.defaults import flatten, resolve
+from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.config.settings import Config
 
 # A resume may change these; any other difference is another run.
@@ -16,6 +17,7 @@ RESUMABLE = (
 )
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")
+SHOWN = 3  # lines of differences in a message
 GRADED_BY = ("reward.kind", "reward.path", "reward.positive_threshold")
 
 
@@ -29,19 +31,54 @@ def differences(config: Config, saved: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _of_saved_run(config: Config, workdir: pathlib.Path) -> dict[str, str]:
+def _saved(workdir: pathlib.Path) -> dict[str, Any] | None:
+    """Returns config.json of a work directory as nested mappings, or None if there is none."""
     file = workdir / "config.json"
-    return differences(config, json.loads(file.read_text())) if file.exists() else {}
+    if not file.exists():
+        return None
+    try:
+        saved = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{file} is not valid JSON ({error}): it was cut short, or edited. Restore it from a copy, or remove it; "
+            "train then writes it again from its flags."
+        ) from error
+    if not isinstance(saved, dict) or "collection" not in saved:
+        raise ValueError(
+            f"{file} is not the configuration of a run, but of something else, such as a model: name another --workdir."
+        )
+    return saved
+
+
+def read(workdir: pathlib.Path) -> Config | None:
+    """Returns the configuration of the run in a work directory, or None if there is none.
+
+    Raises:
+      ValueError: config.json is damaged, or not of a run.
+    """
+    saved = _saved(workdir)
+    return None if saved is None else resolve(saved)
+
+
+def _of_saved_run(config: Config, workdir: pathlib.Path) -> dict[str, str]:
+    saved = _saved(workdir)
+    return {} if saved is None else differences(config, saved)
+
+
+def shortened(lines: Sequence[str]) -> str:
+    """Returns indented lines: at most SHOWN, and how many more there are."""
+    more = f"\n  ... and {len(lines) - SHOWN + 1} more" if len(lines) > SHOWN else ""
+    return "  " + "\n  ".join(lines[: SHOWN - 1 if more else SHOWN]) + more
 
 
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:
-    """Raises ValueError when `workdir` holds a run of another configuration."""
+    """Raises ValueError when `workdir` can't be written, or holds a run of another configuration."""
+    check_output("--workdir", workdir, folder=True)
     different = _of_saved_run(config, workdir)
     if different:
-        lines = "\n  ".join(different.values())
         raise ValueError(
-            f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nResume it with its own "
-            f"values, or choose another --workdir. What may change: {', '.join(RESUMABLE)}."
+            f"{workdir} holds a run of another configuration (saved -> now):\n{shortened([*different.values()])}\n"
+            "Resume it with its own values, or choose another --workdir. docs/concepts/resume.md lists what may change."
         )
 
 
@@ -53,8 +90,7 @@ def check_evaluated(config: Config, workdir: pathlib.Path, keys: tuple[str, ...]
         if any(f"{key}.".startswith(f"{prefix}.") for prefix in keys)
     ]
     if different:
-        lines = "\n  ".join(different)
         raise ValueError(
-            f"{workdir} holds a run of another configuration (saved -> now):\n  {lines}\nIts figures would be another "
-            "policy's or another task's. Evaluate it with its own --config and values."
+            f"{workdir} holds a run of another configuration (saved -> now):\n{shortened(different)}\n"
+            "Its figures would be another policy's or another task's. Evaluate it with its own --config and values."
         )

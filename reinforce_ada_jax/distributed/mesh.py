@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
+# Platform of JAX_PLATFORMS: the extra of the package jax that has its plugin.
+EXTRAS = {"cuda": "cuda12", "gpu": "cuda12", "tpu": "tpu"}
 
 LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "rows": ("data", "fsdp"),
@@ -25,6 +27,27 @@ LOGICAL_TO_MESH: dict[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
 }
+
+
+def available_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
+    """Returns the devices of all processes.
+
+    Raises:
+      ValueError: JAX_PLATFORMS names a kind of device that JAX can't use here.
+    """
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # where no plugin is installed for "cuda", JAX only asserts
+        platforms = jax.config.jax_platforms
+        if not platforms:
+            raise
+        reason = (str(error).splitlines() or ["no such device is found"])[0].partition(" (set JAX_PLATFORMS")[0]
+        extra = EXTRAS.get(platforms.partition(",")[0])
+        install = f" with pip install 'jax[{extra}]=={jax.__version__}'" if extra else ""
+        raise ValueError(
+            f"JAX_PLATFORMS is {platforms!r}, and JAX can't use it: {reason}.\nInstall its plugin{install}, and end "
+            "other processes that hold the device. Without such a device, set JAX_PLATFORMS=cpu."
+        ) from error
 
 
 def make_mesh(
@@ -42,7 +65,7 @@ def make_mesh(
       ValueError: there are fewer devices; or, with several processes, some would be left out or `tensor` would span
         processes.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = available_devices() if devices is None else devices
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     size = data * fsdp * tensor
     if size > len(devices):

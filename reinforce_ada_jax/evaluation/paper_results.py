@@ -163,8 +163,8 @@ def comparison(config: Config) -> Comparison:
 
 def comparison_of_run(workdir: pathlib.Path) -> Comparison:
     """Returns the `comparison` of the configuration in a run's config.json, if there is one."""
-    file = workdir / "config.json"
-    return comparison(config_lib.from_json(file.read_text())) if file.exists() else Comparison()
+    config = config_lib.read(workdir)
+    return Comparison() if config is None else comparison(config)
 
 
 def column(benchmark: str) -> str | None:

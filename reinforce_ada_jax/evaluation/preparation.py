@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config.paths import check_local, check_output
 from reinforce_ada_jax.data.problems import Problem, to_row
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
@@ -81,7 +82,9 @@ class OutputFiles:
         return self.output.with_suffix(".draws")
 
     def check(self, source: str) -> None:
-        """Raises ValueError if the output would overwrite a file that this command did not write."""
+        """Raises ValueError if the output can't be written, or is a file that this command did not write."""
+        check_local("--input", source)
+        check_output("--output", self.output, folder=False)
         if self.output.suffix != ".jsonl":
             raise ValueError(f"--output is {self.output}; it must end with .jsonl, because it gets one problem a line.")
         if self.output.exists() and not self.manifest.exists():

@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, shortened
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
-from reinforce_ada_jax.reporting.files import finished_lines, read_records, write_atomically
+from reinforce_ada_jax.reporting.files import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
 REGRADED_AT_ONCE = 1024
 
-HEADER = ".header.json"
 Header = dict[str, dict[str, Any]]
 
 
@@ -117,11 +116,12 @@ def _line(prompt_id: str, draw: int, text: str, graded: GradedResponse) -> str:
 def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns lines "key: stored -> now" for one part of a header; "" if the two are equal."""
     now = json.loads(json.dumps(now))
-    return "\n".join(
-        f"  {key}: {stored.get(key, 'absent')} -> {now.get(key, 'absent')}"
+    lines = [
+        f"{key}: {stored.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in dict.fromkeys([*stored, *now])
         if stored.get(key, KeyError) != now.get(key, KeyError)
-    )
+    ]
+    return shortened(lines) if lines else ""
 
 
 class ResponseStore:

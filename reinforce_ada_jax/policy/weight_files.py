@@ -207,6 +207,12 @@ def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
     return shards
 
 
+def check_new(folder: pathlib.Path) -> None:
+    """Raises ValueError if `folder` exists and is not an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
+
+
 @contextlib.contextmanager
 def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     """Gives `.NAME.partial` beside `folder` to write into, and renames it at the end: all files appear, or none.
@@ -214,8 +220,7 @@ def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     Raises:
       ValueError: `folder` exists and is not an empty folder.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not an empty folder: name another one, or remove it first.")
+    check_new(folder)
     partial = folder.parent / f".{folder.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)

@@ -1,5 +1,7 @@
 """Files that survive a kill: written as a whole, or by lines and read up to the last finished one."""
 
+import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -7,16 +9,33 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+HEADER = ".header.json"  # NAME.header.json says how the stored responses NAME.jsonl were drawn and graded
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:
-    """Writes `text` such that a kill, or the loss of the machine, leaves the old content or all of the new one."""
+    """Writes `text` such that a kill, or the loss of the machine, leaves the old content or all of the new one.
+
+    If writing fails, nothing new is left.
+    """
     partial = file.with_name(f"{file.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(file)
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounted buckets can't
+            raise
+    finally:
+        os.close(folder)
 
 
 def finished_lines(file: pathlib.Path) -> Iterator[bytes]:

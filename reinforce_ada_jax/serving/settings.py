@@ -5,6 +5,7 @@ import math
 import socket
 
 from reinforce_ada_jax.config import values
+from reinforce_ada_jax.config.paths import check_local
 from reinforce_ada_jax.config.settings import setting
 from reinforce_ada_jax.config.values import Allowed
 from reinforce_ada_jax.sampling.state import SamplingParams
@@ -40,6 +41,7 @@ class ServerSettings:
 
     def check(self) -> None:
         """Raises ValueError with the rule, the value and the remedy."""
+        check_local("--model", self.model)
         for field in dataclasses.fields(self):
             if field.metadata["allowed"] is not None:
                 field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))

@@ -107,6 +107,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
     Raises:
       ValueError: the folder, the configuration or the machine is wrong; the message says what to change.
     """
+    mesh_lib.available_devices()
     architecture = read_config(folder)
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > architecture.vocab_size:

@@ -37,7 +37,7 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_iteration
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.training.workdir import WorkdirLock, write_config
+from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, write_config
 from reinforce_ada_jax.types import Prompt
 
 
@@ -280,6 +280,7 @@ def read_inputs(config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenc
     config_lib.check(config)
     strategies.build(config.collection)  # reads a user's own file
     config_lib.check_workdir(config, workdir)
+    check_not_evaluation(workdir)
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     if not holds_checkpoint(workdir):
         huggingface.check_weights(components.folder, components.architecture)
@@ -302,9 +303,9 @@ def start(
     Raises:
       ValueError: the user must change the configuration, a file or the work directory.
     """
-    silent = quiet or not processes.is_writer()
     inputs = read_inputs(config, workdir, load_benchmarks)
     components, prompts, verifiers = inputs.components, inputs.prompts, inputs.verifiers
+    silent = quiet or not processes.is_writer()
     # An error in the weights shows before the first file is written.
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))

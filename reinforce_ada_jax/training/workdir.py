@@ -13,7 +13,7 @@ import time
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.reporting.files import HEADER, write_atomically
 
 FILE = "training.lock"
 
@@ -64,6 +64,15 @@ class WorkdirLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def check_not_evaluation(workdir: pathlib.Path) -> None:
+    """Raises ValueError if `workdir` is a folder of stored responses, as `evaluate` and `prepare` write them."""
+    stored = next(workdir.glob(f"*{HEADER}"), None)
+    if stored is not None and not (workdir / "config.json").exists():
+        raise ValueError(
+            f"{workdir} holds the responses of an evaluation ({stored.name}), and no run: name another --workdir."
+        )
 
 
 def write_config(config: Config, workdir: pathlib.Path) -> None:

@@ -1,0 +1,50 @@
+"""Checks of the paths that a user names, made before any work: inputs are on this machine, outputs can be written."""
+
+import os
+import pathlib
+import re
+
+# "gs://bucket/x", also as pathlib shortens it; "hf:NAME" and "cipher:train" are sources of problems.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+
+
+def is_url(path: object) -> bool:
+    """Returns True for a path on another machine, such as "gs://bucket/run"."""
+    return _URL.match(str(path)) is not None
+
+
+def check_local(name: str, path: object) -> None:
+    """Raises ValueError if `path` is a URL.
+
+    Args:
+      name: the flag or the setting, for the message.
+      path: text, or a pathlib.Path.
+    """
+    if is_url(path):
+        url = _URL.sub(r"\1://", str(path))
+        raise ValueError(
+            f"{name} is {url!r}, and only folders and files of this machine can be read and "
+            "written. Copy it, or mount the bucket (gcsfuse), and name the path here."
+        )
+
+
+def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
+    """Raises ValueError if `path` can't be written: work of hours must not end with that.
+
+    Args:
+      name: the flag, for the message.
+      path: may exist; the folders above it need not.
+      folder: `path` is a folder, otherwise a file.
+    """
+    check_local(name, path)
+    path = pathlib.Path(path)
+    if path.exists() and path.is_dir() != folder:
+        found, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise ValueError(f"{name} is {str(path)!r}, which is a {found}: name another path, of a {wanted}.")
+    above = path.absolute() if path.exists() else path.absolute().parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if not (path.exists() or above.is_dir()):
+        raise ValueError(f"{name} is {str(path)!r}, but {str(above)!r} is a file: name another path.")
+    if not os.access(above, os.W_OK):
+        raise ValueError(f"{name} is {str(path)!r}, and {str(above)!r} can't be written: name another path.")
