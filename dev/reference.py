@@ -1,4 +1,4 @@
-"""Writes what the code makes of docs: reference/commands.md, exit_codes.md, functions.md, tables of algorithms.md.
+"""Writes what the code makes of docs: reference/commands.md, exit_codes.md, functions.md, and tables of two pages.
 
     .venv/bin/python dev/reference.py            # writes them
     .venv/bin/python dev/reference.py --check    # fails where a page differs from the code
@@ -17,6 +17,7 @@ import re
 import runpy
 import sys
 import tempfile
+import tomllib
 import warnings
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -176,6 +177,19 @@ def algorithms_page() -> str:
     return f"{before}{SIGNAL_BEGIN}\n{shown}\n{SIGNAL_END}{rest.split(SIGNAL_END)[1]}"
 
 
+MISTAKES_BEGIN, MISTAKES_END = "<!-- table of mistakes: begin -->\n", "<!-- table of mistakes: end -->\n"
+
+
+def troubleshooting_page() -> str:
+    """Returns docs/troubleshooting.md with the table of tests/mistakes.toml between its two marks."""
+    text = (FOLDER.parent / "troubleshooting.md").read_text()
+    before, rest = text.split(MISTAKES_BEGIN)
+    lines = ["| mistake | part of the message | what to do |\n|---|---|---|"]
+    for mistake in tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())["mistake"]:
+        lines.append(f"| {mistake['title']} | `{mistake['says']}` | {mistake['remedy']} |".replace("\n", " "))
+    return f"{before}{MISTAKES_BEGIN}\n" + "\n".join(lines) + f"\n\n{MISTAKES_END}{rest.split(MISTAKES_END)[1]}"
+
+
 def pages() -> dict[pathlib.Path, str]:
     """Returns {file: text} of all pages."""
     return {
@@ -183,6 +197,7 @@ def pages() -> dict[pathlib.Path, str]:
         FOLDER / "exit_codes.md": exit_codes_page(),
         FOLDER / "functions.md": functions_page(),
         FOLDER.parent / "algorithms.md": algorithms_page(),
+        FOLDER.parent / "troubleshooting.md": troubleshooting_page(),
     }
 
 

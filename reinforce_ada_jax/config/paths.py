@@ -8,11 +8,6 @@ import re
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
-def is_url(path: object) -> bool:
-    """Returns True for a path on another machine, such as "gs://bucket/run"."""
-    return _URL.match(str(path)) is not None
-
-
 def check_local(name: str, path: object) -> None:
     """Raises ValueError if `path` is a URL.
 
@@ -20,7 +15,7 @@ def check_local(name: str, path: object) -> None:
       name: the flag or the setting, for the message.
       path: text, or a pathlib.Path.
     """
-    if is_url(path):
+    if _URL.match(str(path)):
         url = _URL.sub(r"\1://", str(path))
         raise ValueError(
             f"{name} is {url!r}, and only folders and files of this machine can be read and "

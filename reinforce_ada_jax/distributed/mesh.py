@@ -38,7 +38,7 @@ def available_devices() -> list[jax.Device]:  # pyright: ignore[reportInvalidTyp
     try:
         return jax.devices()
     except (RuntimeError, AssertionError) as error:  # where no plugin is installed for "cuda", JAX only asserts
-        platforms = jax.config.jax_platforms
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  (defined at run time)
         if not platforms:
             raise
         reason = (str(error).splitlines() or ["no such device is found"])[0].partition(" (set JAX_PLATFORMS")[0]

@@ -1,0 +1,68 @@
+"""Mistakes of users, from mistakes.toml: each ends at once with a short message, and leaves the folder as it was."""
+
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax import config as config_lib
+from tests import forked
+from tests.running import ROOT, environment, tiny
+
+MISTAKES = tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())["mistake"]
+LIMIT_S, MAX_LINES = 30, 5
+LIMITED = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {hard})); "
+START = "runpy.run_module('reinforce_ada_jax.{name}', run_name='__main__', alter_sys=True)"
+
+
+def make_files(folder: pathlib.Path, files: dict[str, str]) -> None:
+    """Writes the files of a mistake."""
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if text.startswith("copy:"):
+            shutil.copyfile(ROOT / text.removeprefix("copy:"), file)
+        else:
+            file.write_text(config_lib.to_json(tiny()) if text == "settings of CONFIG" else text)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
+    """The bytes of each file below a folder; None for a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def commit(mistake: dict, folder: pathlib.Path) -> subprocess.CompletedProcess:
+    """Runs the command of a mistake, as a fork unless jax has to be imported in another environment."""
+    words = mistake["command"].replace("DIR", str(folder)).replace("CONFIG", "configs/tiny.py").split()
+    command = ["-m", f"reinforce_ada_jax.{words[0]}", *words[1:]]
+    if "file_size" in mistake:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limited = LIMITED.format(size=mistake["file_size"], hard=hard)
+        command = ["-c", limited + START.format(name=words[0]), *words[1:]]
+    if "environment" in mistake:
+        return subprocess.run(
+            [sys.executable, *command], cwd=ROOT, env=environment() | mistake["environment"], capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+    return forked.run(command, environment())
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["title"] for mistake in MISTAKES])
+def test_a_mistake_ends_with_a_short_message(tmp_path, mistake):
+    make_files(tmp_path, mistake.get("files", {}))
+    before, began = contents(tmp_path), time.monotonic()
+    done = commit(mistake, tmp_path)
+    assert time.monotonic() - began < LIMIT_S
+    assert done.returncode == mistake.get("exit", cli.BAD_INPUT), done.stderr
+    assert "Traceback" not in done.stderr
+    assert mistake["says"] in done.stderr
+    assert len(done.stderr.splitlines()) <= MAX_LINES
+    left = contents(tmp_path)
+    assert sorted(left.keys() - before.keys()) == mistake.get("leaves", [])
+    assert {name: left.get(name) for name in before} == before
