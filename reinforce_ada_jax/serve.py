@@ -17,6 +17,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, DataConfig, ModelConfig, SamplingConfig
+from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.settings import ServerSettings, check_address
@@ -50,6 +51,7 @@ def main(settings: ServerSettings) -> None:
         from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine  # noqa: PLC0415
 
         check_address(settings.host, settings.port)
+        keep_programs(settings.compilation_cache)
         components = build(settings)
         engine = JetStreamEngine(components.engine, components.tokenizer, settings.sampling)
     # Until the server listens to signals itself: an end without a stack trace, there is nothing to save.

@@ -360,13 +360,17 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Destinations of metrics and samples."""
+    """Destinations of metrics, samples and compiled programs."""
 
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     wandb: str = setting("", "Weights & Biases project (`pip install wandb`); empty: none.", values.WANDB_PROJECT)
     sampled_prompts: int = setting(
         4, "Prompts of each iteration whose responses are written to samples/.", values.NOT_NEGATIVE
     )
+    compilation_cache: str = setting(
+        "auto", "Folder that keeps compiled programs for later starts; auto: $XDG_CACHE_HOME/reinforce_ada_jax/"
+        "programs (~/.cache/...); empty: none. JAX_COMPILATION_CACHE_DIR, where it is set, is used instead.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

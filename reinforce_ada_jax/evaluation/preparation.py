@@ -20,6 +20,7 @@ from reinforce_ada_jax.config.paths import check_local, check_output
 from reinforce_ada_jax.data.problems import Problem, to_row
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import chat_from_config
+from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import drawing
 from reinforce_ada_jax.evaluation.response_store import (
     GradedResponse,
@@ -268,6 +269,7 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
         files.check(source)
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": ()}
         config = config_lib.check(config_lib.replaced(config, changes))
+        keep_programs(config.logging.compilation_cache)
         problems = load_problems(source)
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
         verifier_pool = components_lib.verifier_pool(config)

@@ -11,6 +11,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.prompts import load_problems
+from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import drawing, evaluator
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
 from reinforce_ada_jax.evaluation.response_store import (
@@ -117,6 +118,7 @@ def evaluate(
     """
     settings = config.evaluation
     with cli.user_input():
+        keep_programs(config.logging.compilation_cache)
         iteration = source.newest_iteration(config)
         components = components_lib.build(config, source.folder)
         benchmarks = evaluator.load_benchmarks(components, config)

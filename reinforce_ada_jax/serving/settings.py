@@ -34,6 +34,9 @@ class ServerSettings:
     greedy: bool = setting(False, "The same as --temperature=0.")
     dtype: str = setting("bfloat16", "Precision of weights, cache and arithmetic.", values.one_of(values.DTYPES))
     seed: int = setting(0, "Seed of all responses, which are numbered as they come.", _within(-(2**31), 2**31 - 1))
+    compilation_cache: str = setting(
+        "auto", "Folder that keeps compiled programs, as logging.compilation_cache of a run; empty: none."
+    )
     grace_s: float = setting(
         10.0, "Seconds for running responses to end after the first signal.",
         Allowed("be at least 0", lambda value: 0 <= value <= math.inf),

@@ -22,6 +22,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
@@ -306,6 +307,7 @@ def start(
     inputs = read_inputs(config, workdir, load_benchmarks)
     components, prompts, verifiers = inputs.components, inputs.prompts, inputs.verifiers
     silent = quiet or not processes.is_writer()
+    keep_programs(config.logging.compilation_cache)
     # An error in the weights shows before the first file is written.
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))

@@ -407,6 +407,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "logging.tensorboard": False,
         "logging.wandb": "ciphers",
         "logging.sampled_prompts": 7,
+        "logging.compilation_cache": "",
         "sampling.check_invariants": True,
     }
     assert resume.differences(changed(**allowed), saved) == {}

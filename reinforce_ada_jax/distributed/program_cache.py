@@ -1,0 +1,131 @@
+"""A folder that keeps compiled programs between starts, behind JAX's persistent compilation cache.
+
+JAX's own folder writes entries in place: a killed process leaves half of one, which every later start reports and none
+repairs, and a bounded folder then refuses new entries. Here an entry appears whole or not at all, and one that does not
+match its hash is removed and compiled again. Processes need no lock.
+"""
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import platform
+import sys
+import tempfile
+import time
+
+import jax
+from jax._src import compilation_cache  # a cache of one's own has no public hook
+from jax._src.compilation_cache_interface import CacheInterface
+
+MAX_BYTES = 2 * 2**30
+AUTO = "auto"
+ABANDONED_AFTER_S = 3600.0  # no process takes as long to write one file
+_HASH_BYTES, _PARTIAL = 32, ".partial"
+
+
+def default_folder() -> pathlib.Path:
+    """Returns $XDG_CACHE_HOME/reinforce_ada_jax/programs; XDG_CACHE_HOME is ~/.cache where it is not set."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return pathlib.Path(cache).expanduser() / "reinforce_ada_jax" / "programs"
+
+
+def keep_programs(chosen: str) -> None:
+    """Makes this process read programs from a folder, and write there those that it compiles.
+
+    A folder that JAX already has (JAX_COMPILATION_CACHE_DIR) stays as it is.
+
+    Args:
+      chosen: the folder; "auto" for `default_folder`, "" for none.
+    """
+    if not chosen or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    folder = (default_folder() if chosen == AUTO else pathlib.Path(chosen).expanduser()) / _machine()
+    try:
+        # Everyone who can write here runs code in the processes that read it.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        programs = ProgramFolder(folder)
+    except OSError as error:
+        _say_not_kept(error)
+        return
+    compilation_cache.get_file_cache = lambda path: (programs, path)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _machine() -> str:
+    """Returns a name for the kind of processor: machine code of another kind must not be read from a shared home."""
+    features = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        features = next((line for line in lines if line.startswith(("flags", "Features"))), features)
+    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"
+
+
+def _say_not_kept(error: OSError) -> None:
+    print(
+        f"warning: compiled programs are not kept, so the next start compiles again ({error}). Free disk space, or "
+        "name another folder as compilation_cache (empty: none).",
+        file=sys.stderr,
+    )
+
+
+class ProgramFolder(CacheInterface):
+    """The entries, one file each: a hash of the content, and the content."""
+
+    def __init__(self, folder: pathlib.Path, max_bytes: int = MAX_BYTES):
+        """Opens an existing folder.
+
+        Args:
+          folder: of the entries.
+          max_bytes: size of all entries, above which those that were not used for longest are removed.
+        """
+        self._path, self._max_bytes, self._writes = folder, max_bytes, True
+        for file in folder.glob(f"*{_PARTIAL}"):  # of killed processes
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - file.stat().st_mtime > ABANDONED_AFTER_S:
+                    file.unlink()
+
+    def get(self, key: str) -> bytes | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns an entry; None if there is none, or none that matches its hash."""
+        file = self._path / key
+        try:
+            entry = file.read_bytes()
+        except OSError:  # another process may remove it at any time; what can't be read is compiled
+            return None
+        matches = entry[:_HASH_BYTES] == hashlib.sha256(entry[_HASH_BYTES:]).digest()
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(file) if matches else file.unlink()
+        return entry[_HASH_BYTES:] if matches else None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Adds an entry, and removes old ones if all together are too large."""
+        if not self._writes or len(value) > self._max_bytes:
+            return
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._path, suffix=_PARTIAL, delete=False) as partial:
+                try:
+                    partial.write(hashlib.sha256(value).digest() + value)
+                    partial.close()
+                    os.replace(partial.name, self._path / key)
+                except OSError:
+                    os.unlink(partial.name)
+                    raise
+        except OSError as error:
+            self._writes = False
+            _say_not_kept(error)
+            return
+        self._remove_oldest()
+
+    def _remove_oldest(self) -> None:
+        entries = []
+        for file in self._path.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                status = file.stat()
+                entries.append((status.st_mtime_ns, status.st_size, file))
+        total = sum(size for _, size, _ in entries)
+        for _, size, file in sorted(entries):
+            if total <= self._max_bytes:
+                break
+            file.unlink(missing_ok=True)
+            total -= size

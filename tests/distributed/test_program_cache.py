@@ -1,0 +1,115 @@
+"""Compiled programs that outlive their process: the folder, its entries, and what a kill or a fault leaves."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+
+from reinforce_ada_jax.distributed import program_cache
+from reinforce_ada_jax.distributed.program_cache import ProgramFolder
+from tests.running import ROOT, environment
+
+# Four starts, between which JAX forgets its programs; prints the result, and how many were compiled and read.
+PROGRAM = """
+import collections, pathlib, sys
+import jax
+from reinforce_ada_jax.distributed.program_cache import keep_programs
+
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+keep_programs("auto")
+
+def start():
+    jax.clear_caches()
+    before = events.copy()
+    result = float(jax.jit(lambda x: x * x)(3.0))
+    print(result, *(events[name] - before[name] for name in ("cache_misses", "cache_hits")))
+
+start()
+start()
+(entry,) = (file for file in pathlib.Path(sys.argv[1]).rglob("*") if file.is_file())
+entry.write_bytes(entry.read_bytes()[:-100])
+start()
+start()
+"""
+
+
+def test_second_start_compiles_nothing_and_damage_is_repaired(tmp_path):
+    env = {name: value for name, value in environment().items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, env=env | {"XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    # JAX's own cache would warn of the damaged entry, at this and at every later start.
+    assert (done.stdout.split("\n"), done.stderr) == (["9.0 1 0", "9.0 0 1", "9.0 1 0", "9.0 0 1", ""], "")
+    (folder,) = (tmp_path / "reinforce_ada_jax" / "programs").iterdir()
+    assert folder.stat().st_mode & 0o077 == 0  # who writes there runs code here
+
+
+def test_default_folder_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
+    assert program_cache.default_folder() == pathlib.Path("/scratch/reinforce_ada_jax/programs")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert program_cache.default_folder() == pathlib.Path("/home/me/.cache/reinforce_ada_jax/programs")
+
+
+def test_folder_that_jax_has_stays(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    program_cache.keep_programs(str(tmp_path / "other"))
+    assert before and jax.config.jax_compilation_cache_dir == before and not any(tmp_path.iterdir())
+
+
+def test_folder_that_cannot_be_made_is_said(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        program_cache.keep_programs("")
+        assert capsys.readouterr().err == ""
+        program_cache.keep_programs(str(tmp_path / "file"))
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    err = capsys.readouterr().err
+    assert err.startswith("warning: compiled programs are not kept") and err.count("\n") == 1
+
+
+def test_least_recently_used_entries_go_first(tmp_path):
+    folder = ProgramFolder(tmp_path, max_bytes=250)
+    for age, key in ((30, "a"), (20, "b"), (10, "c")):
+        folder.put(key, bytes(40))  # 72 bytes with its hash
+        os.utime(tmp_path / key, (age, age))
+    os.utime(tmp_path / "a", (25, 25))
+    assert folder.get("c") == bytes(40)  # used now
+    folder.put("d", bytes(40))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "c", "d"]
+    folder.put("e", bytes(251))  # larger than the folder may be
+    assert folder.get("e") is None and folder.get("d") == bytes(40)
+
+
+def test_full_disk_ends_writing_not_the_run(tmp_path, capsys, monkeypatch):
+    folder = ProgramFolder(tmp_path)
+    folder.put("a", b"old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program_cache.os, "replace", full)
+        folder.put("b", b"new")
+    folder.put("c", b"new")
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    assert (folder.get("a"), folder.get("b")) == (b"old", None)
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_files_of_killed_writers_are_removed_later(tmp_path):
+    for name, age in (("old.partial", 1.0), ("new.partial", None)):
+        (tmp_path / name).write_bytes(b"half")
+        if age is not None:
+            os.utime(tmp_path / name, (age, age))
+    ProgramFolder(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["new.partial"]
