@@ -1,16 +1,18 @@
-"""Start of a command: flags, and errors in the user's input as one line without a stack trace."""
+"""Start of a command: flags, help, and errors in the user's input as one line without a stack trace."""
 
 import contextlib
 import errno
-import pathlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
+
+from reinforce_ada_jax.config import config_files, reference
 
 Converted = TypeVar("Converted")
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
@@ -26,37 +28,9 @@ _FOR_GOOD = frozenset({
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
-def packaged_configs() -> dict[str, pathlib.Path]:
-    """Returns the files of the packaged configurations by name.
-
-    An installed package has the folder configs/ inside, the repository has it beside the package.
-    """
-    package = pathlib.Path(__file__).parent
-    inside = package / "configs"
-    folder = inside if inside.is_dir() else package.parent / "configs"
-    return {file.stem: file for file in sorted(folder.glob("*.py"))}
-
-
-def config_file(name: str) -> str:
-    """Returns the configuration file that a name means: a path itself, "tiny" the packaged file tiny.py.
-
-    Raises:
-      ValueError: the name is no path, and no packaged configuration has it.
-    """
-    if "/" in name or ".py" in name:
-        return name
-    packaged = packaged_configs()
-    if name not in packaged:
-        raise ValueError(
-            f"there is no packaged configuration {name!r}: name one of {', '.join(packaged)}, "
-            "or a file such as configs/tiny.py."
-        )
-    return str(packaged[name])
-
-
 class _ConfigParser(config_flags.ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
-        return super().parse(config_file(path))
+        return super().parse(config_files.config_file(path))
 
 
 def config_flag(values: flags.FlagValues, text: str, default: str | None = None) -> flags.FlagHolder[ConfigDict]:
@@ -66,17 +40,13 @@ def config_flag(values: flags.FlagValues, text: str, default: str | None = None)
     return holder
 
 
-def define_config(settings: str = "") -> flags.FlagHolder[ConfigDict]:
-    """Defines the required flag --config of a command.
-
-    Args:
-      settings: description of the settings for --help (`config.reference.help_text`).
-    """
+def define_config() -> flags.FlagHolder[ConfigDict]:
+    """Defines the required flag --config of a command."""
     text = (
         "A packaged configuration, such as tiny, or a file with get_config(), such as configs/tiny.py; override with "
         "--config.SECTION.KEY=VALUE."
     )
-    holder = config_flag(flags.FLAGS, f"{text}\n\n{settings}")
+    holder = config_flag(flags.FLAGS, text)
     flags.mark_flag_as_required("config")
     return holder
 
@@ -127,18 +97,44 @@ def interruptible(kept: str) -> Iterator[None]:
         fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
 
 
-def _show_help() -> NoReturn:
-    """Prints what the command does, its flags, and the settings that --config has."""
-    print(sys.modules["__main__"].__doc__)
-    print(flags.FLAGS.main_module_help())
+def _flags_text() -> str:
+    """Returns the flags of the command with their defaults, those of libraries left out."""
+    ours = ("reinforce_ada_jax", sys.argv[0])
+    found = {
+        flag.name: flag
+        for module, members in flags.FLAGS.flags_by_module_dict().items()
+        for flag in members
+        if module.startswith(ours) or flag.name == "config"
+    }
+    lines = []
+    for name, flag in sorted(found.items()):
+        if flag.boolean:
+            lines.append(f"  --[no]{name}")
+        else:
+            default = (flag.default_as_str or "").strip("'") if name != "config" else ""
+            lines.append(f"  --{name}={default or 'VALUE'}")
+        lines += textwrap.wrap(flag.help or "", 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _show_help(section: str) -> NoReturn:
+    """Prints what the command does, its flags and the sections of --config; or the settings of one section."""
+    if section:
+        with user_input():
+            print(reference.help_text(section))
+        sys.exit(0)
+    print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\nFlags:\n{_flags_text()}")
     if "config" in flags.FLAGS:
-        print(f"\n  --config: {flags.FLAGS['config'].help}")
+        print(f"\nSections of settings, each set with --config.SECTION.KEY=VALUE:\n{reference.overview()}")
+        print(f"\n--help=SECTION describes the settings of a section, --help={reference.ALL} those of every section.")
     sys.exit(0)
 
 
 def _parse(argv: list[str]) -> list[str]:
-    if {"-h", "-help", "--help"} & {*argv[1:]}:
-        _show_help()
+    for argument in argv[1:]:
+        asked = re.fullmatch(r"-h|--?help(?:full)?(?:=(\w*))?", argument)
+        if asked:
+            _show_help(asked[1] or "")
     try:
         arguments = flags.FLAGS(argv)
         # A file that could not be read shows when its configuration is first touched.

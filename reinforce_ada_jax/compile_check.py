@@ -19,9 +19,8 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config, reference
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_output
-from reinforce_ada_jax.planning import plan, report
 
 
 def main(
@@ -36,6 +35,8 @@ def main(
     pass_rates: tuple[str, ...] | list[str] = ("0.6", "1.2"),
 ) -> None:
     """Checks the input, compiles, writes the JSON, and ends the process with code 1 where something doesn't fit."""
+    from reinforce_ada_jax.planning import plan, report
+
     with cli.user_input():
         config_lib.check(config)
         means = plan.statistics(
@@ -59,7 +60,7 @@ def main(
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config(reference.help_text())
+    CONFIG = cli.define_config()
     TOPOLOGY = flags.DEFINE_string("topology", None, "The slice: v5e:2x4, v5p:2x2x1, v6e:2x4, ...", required=True)
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
     PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; half of the limit.")

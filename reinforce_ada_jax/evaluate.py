@@ -18,17 +18,15 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config, reference
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_local, check_output
-from reinforce_ada_jax.data.prompts import benchmark_name
-from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
-from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
-from reinforce_ada_jax.reporting.files import write_atomically
-from reinforce_ada_jax.training import components as components_lib
 
 
 def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
     """Returns the configuration with the values of --benchmarks and --samples; ValueError if it is not valid."""
+    from reinforce_ada_jax.data.prompts import benchmark_name
+    from reinforce_ada_jax.training import components as components_lib
+
     components_lib.check_graders(config, [*config.evaluation.benchmarks, *benchmarks])
     changes: dict[str, object] = {} if samples is None else {"evaluation.samples": samples}
     if benchmarks:
@@ -52,6 +50,11 @@ def main(
     initial: str | None = None,
 ) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
+    from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
+    from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
+    from reinforce_ada_jax.reporting.files import write_atomically
+    from reinforce_ada_jax.training import components as components_lib
+
     with cli.user_input():
         if (workdir is None) == (model is None):
             raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
@@ -81,7 +84,7 @@ def main(
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config(reference.help_text())
+    CONFIG = cli.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "A run's work directory: its newest checkpoint is evaluated.")
     MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder to evaluate instead.")
     BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, in place of the configured ones.")

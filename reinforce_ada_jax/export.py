@@ -17,14 +17,15 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import MeshConfig
 from reinforce_ada_jax.config.paths import check_output
-from reinforce_ada_jax.distributed.mesh import available_devices
-from reinforce_ada_jax.policy import adapter_files, huggingface, lora, weight_files
-from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training.trained import merged, read_trained
 
 
 def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, adapter: bool = False) -> None:
     """Writes the folder."""
+    from reinforce_ada_jax.distributed.mesh import available_devices
+    from reinforce_ada_jax.policy import adapter_files, huggingface, lora, weight_files
+    from reinforce_ada_jax.training import components as components_lib
+    from reinforce_ada_jax.training.trained import merged, read_trained
+
     with cli.user_input():
         config = config_lib.read(workdir)
         if config is None:

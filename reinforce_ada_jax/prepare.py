@@ -19,21 +19,22 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config, reference
-from reinforce_ada_jax.evaluation.preparation import OutputFiles, prepare
+from reinforce_ada_jax.config import Config
 
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
 
 
 def main(config: Config, source: str, output: pathlib.Path, pass_rates: tuple[float, float], samples: int) -> None:
     """Prepares the prompts; Ctrl-C ends it with a message."""
+    from reinforce_ada_jax.evaluation.preparation import OutputFiles, prepare
+
     files = OutputFiles(output)
     with cli.interruptible(f"Graded responses are stored in {files.draws}"):
         prepare(config, source, files, pass_rates, samples)
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config(reference.help_text())
+    CONFIG = cli.define_config()
     INPUT = flags.DEFINE_string(
         "input", None, "Problems: a JSONL file, or any other source that data.prompts may name.", required=True
     )

@@ -1,43 +1,34 @@
 """Trains a policy, from a Hugging Face folder to checkpoints.
 
     python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/tiny
+    python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/grpo --config.collection.strategy=grpo
+    python -m reinforce_ada_jax.train --config=configs/qwen_1p5b.py --workdir=runs/qwen \\
+        --config.model.path=models/Qwen2.5-Math-1.5B --config.data.prompts=prompts.jsonl
 
 The same command resumes the run in a work directory. Ctrl-C ends it after saving the last finished iteration. The loop
 is in training/loop.py, one iteration in training/iteration.py, and what a checkpoint holds in training/state.py.
 """
 
 import contextlib
-import functools
 import pathlib
 import sys
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config, reference
-from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.signals import Interrupted
-from reinforce_ada_jax.distributed.watchdog import RESTART
-from reinforce_ada_jax.evaluation.evaluator import Evaluator, load_benchmarks
-from reinforce_ada_jax.training import loop
-from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.loop import Ending, EvaluatorFn
-from reinforce_ada_jax.training.trained import TrainedRun, trained_run
-from reinforce_ada_jax.training.updates import TrainingStopped
+from reinforce_ada_jax.config import Config
 
-EXIT_CODES = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
+if TYPE_CHECKING:
+    import reinforce_ada_jax.training.trained
 
 
-def _benchmarks(config: Config, workdir: pathlib.Path, components: Components) -> EvaluatorFn | None:
-    benchmarks = load_benchmarks(components, config)
-    return functools.partial(Evaluator, components, config, workdir, benchmarks) if benchmarks else None
-
-
-def train(config: Config | ConfigDict, workdir: str | pathlib.Path, *, quiet: bool = True) -> TrainedRun:
+def train(
+    config: Config | ConfigDict, workdir: str | pathlib.Path, *, quiet: bool = True
+) -> "reinforce_ada_jax.training.trained.TrainedRun":
     """Trains as configured, or resumes the run in `workdir`; the function of the command, for notebooks.
 
     Args:
@@ -53,27 +44,41 @@ def train(config: Config | ConfigDict, workdir: str | pathlib.Path, *, quiet: bo
       TrainingStopped: the run can't go on; its state is saved.
       Interrupted: Ctrl-C or SIGTERM; the state is saved, and the same call resumes it.
     """
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.distributed.signals import Interrupted
+    from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+    from reinforce_ada_jax.training import loop
+    from reinforce_ada_jax.training.trained import trained_run
+    from reinforce_ada_jax.training.updates import TrainingStopped
+
     config = config if isinstance(config, Config) else config_lib.resolve(config)
     if processes.count() > 1:
         raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
-        run, state = loop.start(config, pathlib.Path(workdir), _benchmarks, stack, quiet=quiet)
+        run, state = loop.start(config, pathlib.Path(workdir), make_evaluator_fn, stack, quiet=quiet)
         outcome = loop.run_to_end(run, state)
-        if outcome.ending is Ending.STOPPED:
+        if outcome.ending is loop.Ending.STOPPED:
             raise TrainingStopped(outcome.message)
-        if outcome.ending is not Ending.FINISHED or outcome.state is None:
+        if outcome.ending is not loop.Ending.FINISHED or outcome.state is None:
             raise Interrupted(outcome.message)
         return trained_run(run.trainer, outcome.state)
 
 
 def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     """Trains, and says where the results are; ends the process with an exit code if the run didn't finish."""
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.distributed.watchdog import RESTART
+    from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+    from reinforce_ada_jax.training import loop
+    from reinforce_ada_jax.training.loop import Ending
+
     with contextlib.ExitStack() as stack:
         with cli.user_input():
-            run, state = loop.start(config, workdir, _benchmarks, stack, quiet=quiet)
+            run, state = loop.start(config, workdir, make_evaluator_fn, stack, quiet=quiet)
         outcome = loop.run_to_end(run, state)
     if outcome.ending is not Ending.FINISHED:
-        cli.fail(outcome.message, EXIT_CODES[outcome.ending])
+        codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
+        cli.fail(outcome.message, codes[outcome.ending])
     if processes.is_writer() and outcome.state is not None:
         print(
             f"finished iteration {outcome.state.iteration}. Weights: {workdir}/checkpoints; export them with\n"
@@ -84,7 +89,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
 class _Command(types.ModuleType):
     """This module, which can be called: `reinforce_ada_jax.train` is both the command's module and the function."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> TrainedRun:
+    def __call__(self, *args: Any, **kwargs: Any) -> "reinforce_ada_jax.training.trained.TrainedRun":
         return train(*args, **kwargs)
 
 
@@ -92,7 +97,7 @@ sys.modules[__name__].__class__ = _Command
 
 
 if __name__ == "__main__":
-    CONFIG = cli.define_config(reference.help_text())
+    CONFIG = cli.define_config()
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
@@ -102,6 +107,8 @@ if __name__ == "__main__":
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
+        from reinforce_ada_jax.distributed import processes
+
         with processes.member():  # a process that can't join must end at once, too
             with cli.user_input():
                 processes.initialize(cluster=DISTRIBUTED.value)

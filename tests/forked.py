@@ -22,6 +22,11 @@ from tests import compiling
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "reinforce_ada_jax"
 COMMANDS = ("train", "prepare", "evaluate", "export", "compile_check")
+# Modules that the commands import once their flags are parsed.
+IMPORTED = (
+    "evaluation.preparation", "evaluation.results_table", "evaluation.stored_evaluation", "planning.report",
+    "training.loop", "training.trained",
+)  # fmt: skip
 MAX_REQUEST_BYTES = 2**17
 READ_AT_IMPORT = ("JAX_PLATFORMS", *compiling.keeping(""))  # what jax reads of the environment when it is imported
 
@@ -117,7 +122,7 @@ def close() -> None:
 
 def serve() -> None:
     """Forks a process for each request at standard input, which is a socket."""
-    for name in COMMANDS:
+    for name in (*COMMANDS, *IMPORTED):
         importlib.import_module(f"{PACKAGE}.{name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the commands hear it too
     requests = socket.socket(fileno=os.dup(0))

@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 import reinforce_ada_jax as ada
-from reinforce_ada_jax import cli
+from reinforce_ada_jax.config import config_files
 from tests import running
 from tests.running import CONFIGS, ROOT
 
@@ -61,8 +61,8 @@ def test_the_metadata_name_the_command_and_the_extras(wheel):
 
 def test_a_wheel_finds_its_configurations_outside_the_repository(wheel, tmp_path):
     code = (
-        "import reinforce_ada_jax as ada; from reinforce_ada_jax import cli;"
-        "print(*cli.packaged_configs().values(), ada.config.packaged('tiny').model.path)"
+        "import reinforce_ada_jax as ada; from reinforce_ada_jax.config import config_files;"
+        "print(*config_files.packaged_configs().values(), ada.config.packaged('tiny').model.path)"
     )
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(wheel)!r}); {code}"]
     result = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -71,13 +71,13 @@ def test_a_wheel_finds_its_configurations_outside_the_repository(wheel, tmp_path
 
 
 def test_a_name_means_a_packaged_configuration():
-    assert {name: cli.config_file(name) for name in ("tiny", "qwen_1p5b")} == {
+    assert {name: config_files.config_file(name) for name in ("tiny", "qwen_1p5b")} == {
         "tiny": str(CONFIGS / "tiny.py"), "qwen_1p5b": str(CONFIGS / "qwen_1p5b.py"),
     }  # fmt: skip
     for path in ("configs/tiny.py", "mine.py", "./mine", "mine.py:large"):  # as they are, there or not
-        assert cli.config_file(path) == path
+        assert config_files.config_file(path) == path
     with pytest.raises(ValueError, match=r"no packaged configuration 'tinny': name one of llama_3b, .*configs/tiny.py"):
-        cli.config_file("tinny")
+        config_files.config_file("tinny")
 
 
 def test_a_configuration_for_python():

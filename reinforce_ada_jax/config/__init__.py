@@ -1,15 +1,7 @@
 """Every setting of a run: its default and meaning (settings), allowed values, rules, and what a resume may change."""
 
-from reinforce_ada_jax.config.defaults import (
-    defaults,
-    flatten,
-    from_json,
-    packaged,
-    replaced,
-    resolve,
-    settings,
-    to_json,
-)
+from reinforce_ada_jax.config.config_files import packaged
+from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
 from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir, read
 from reinforce_ada_jax.config.rules import check, least_pages, longest_response, validate
 from reinforce_ada_jax.config.settings import (

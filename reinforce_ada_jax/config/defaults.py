@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,6 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from reinforce_ada_jax import cli, user_code
 from reinforce_ada_jax.config.settings import Config
 
 
@@ -72,15 +70,6 @@ def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
         return owner(**values)
 
     return section(Config, config.to_dict() if isinstance(config, ConfigDict) else config, "")
-
-
-def packaged(name: str) -> ConfigDict:
-    """Returns the settings of a packaged configuration, such as "tiny", to change and to train with.
-
-    Raises:
-      ValueError: no packaged configuration has this name; the message lists them.
-    """
-    return user_code.run(pathlib.Path(cli.config_file(name))).get_config()
 
 
 def replaced(config: Config, changes: Mapping[str, Any]) -> Config:

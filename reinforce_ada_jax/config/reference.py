@@ -11,6 +11,8 @@ from reinforce_ada_jax.config.defaults import settings
 from reinforce_ada_jax.config.settings import Config
 
 RULES = {rule.__name__: rule for rule in (*rules.FIRST, *rules.RULES, *collection_rules.RULES)}
+ALL = "all"  # names every section in `help_text`
+RUN = "Seed and length of the run."  # settings outside of the sections
 INTRODUCTION = """# Settings
 
 Every setting of a run, with its default. A file in `configs/` starts from `reinforce_ada_jax.config.defaults()` and
@@ -26,7 +28,7 @@ def _sections() -> dict[str, tuple[str, list[tuple[str, dataclasses.Field]]]]:
     result: dict[str, tuple[str, list[tuple[str, dataclasses.Field]]]] = {}
     for key, field in settings():
         section = key.rpartition(".")[0]
-        result.setdefault(section, (meanings[section] if section else "", []))[1].append((key, field))
+        result.setdefault(section, (meanings[section] if section else RUN, []))[1].append((key, field))
     return result
 
 
@@ -39,22 +41,27 @@ def _bounds(field: dataclasses.Field) -> str:
     return " ".join(sentences)
 
 
-def help_text(section: str = "") -> str:
-    """Returns the settings as terminal text: those of one section, or of all.
+def overview() -> str:
+    """Returns the sections as terminal text, one line each."""
+    sections = {name or "run": meaning for name, (meaning, _) in _sections().items()}
+    width = max(map(len, sections))
+    return "\n".join(f"  {name:<{width}}  {meaning}" for name, meaning in sections.items())
+
+
+def help_text(section: str = ALL) -> str:
+    """Returns the settings as terminal text: those of one section, or of `ALL`.
 
     Raises:
       ValueError: there is no such section.
     """
-    sections = _sections()
-    if section and section not in sections:
-        raise ValueError(
-            f"there is no section {section!r}; sections are {', '.join(name for name in sections if name)}."
-        )
+    sections = {name or "run": content for name, content in _sections().items()}
+    if section != ALL and section not in sections:
+        raise ValueError(f"there is no section {section!r}; sections are {', '.join(sections)}, or {ALL} of them.")
     lines = []
     for name, (meaning, members) in sections.items():
-        if section not in ("", name):
+        if section not in (ALL, name):
             continue
-        lines.append(f"\n{name or 'run'}: {meaning}" if meaning else "\nrun:")
+        lines.append(f"\n{name}: {meaning}")
         for key, field in members:
             lines.append(f"  --config.{key}={field.default!r}")
             text = " ".join(filter(None, (field.metadata["text"], _bounds(field))))
@@ -71,8 +78,7 @@ def page() -> str:
     parts = [INTRODUCTION]
     for name, (meaning, members) in _sections().items():
         parts.append(f"\n## {name or 'The run'}\n")
-        if meaning:
-            parts.append(f"{meaning}\n")
+        parts.append(f"{meaning}\n")
         parts.append("| setting | default | meaning | allowed values and rules |\n|---|---|---|---|")
         parts += [
             f"| `{key}` | `{cell(repr(field.default))}` | {cell(field.metadata['text'])} | {cell(_bounds(field))} |"

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.loop import EvaluatorFn
 from reinforce_ada_jax.types import Prompt
 
 Benchmarks = dict[str, list[Prompt]]
@@ -48,6 +50,12 @@ def load_benchmarks(components: Components, config: Config) -> Benchmarks:
     """
     components_lib.check_graders(config, config.evaluation.benchmarks)
     return {name: components.prompts(source, config) for name, source in by_name(config.evaluation.benchmarks).items()}
+
+
+def make_evaluator_fn(config: Config, workdir: pathlib.Path, components: Components) -> EvaluatorFn | None:
+    """Returns the function that makes the evaluator of a training run; None without benchmarks."""
+    benchmarks = load_benchmarks(components, config)
+    return functools.partial(Evaluator, components, config, workdir, benchmarks) if benchmarks else None
 
 
 def verify_fns(components: Components, verifiers: VerifierPool, config: Config) -> dict[str, VerifyFn]:

@@ -22,7 +22,7 @@ def test_help_of_one_section():
         "--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.mesh.tensor=1",
     ]  # fmt: skip
     assert "Must be at least 1." in text
-    with pytest.raises(ValueError, match="no section 'mash'; sections are model, data, reward"):
+    with pytest.raises(ValueError, match="no section 'mash'; sections are run, model, data, reward"):
         reference.help_text("mash")
 
 

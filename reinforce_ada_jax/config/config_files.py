@@ -1,0 +1,44 @@
+"""Configuration files: those of the package by their names, others by their paths."""
+
+import pathlib
+
+from ml_collections import ConfigDict
+
+from reinforce_ada_jax import user_code
+
+
+def packaged_configs() -> dict[str, pathlib.Path]:
+    """Returns the files of the packaged configurations by name.
+
+    An installed package has the folder configs/ inside, the repository has it beside the package.
+    """
+    package = pathlib.Path(__file__).parents[1]
+    inside = package / "configs"
+    folder = inside if inside.is_dir() else package.parent / "configs"
+    return {file.stem: file for file in sorted(folder.glob("*.py"))}
+
+
+def config_file(name: str) -> str:
+    """Returns the configuration file that a name means: a path itself, "tiny" the packaged file tiny.py.
+
+    Raises:
+      ValueError: the name is no path, and no packaged configuration has it.
+    """
+    if "/" in name or ".py" in name:
+        return name
+    packaged = packaged_configs()
+    if name not in packaged:
+        raise ValueError(
+            f"there is no packaged configuration {name!r}: name one of {', '.join(packaged)}, "
+            "or a file such as configs/tiny.py."
+        )
+    return str(packaged[name])
+
+
+def packaged(name: str) -> ConfigDict:
+    """Returns the settings of a packaged configuration, such as "tiny", to change and to train with.
+
+    Raises:
+      ValueError: no packaged configuration has this name; the message lists them.
+    """
+    return user_code.run(pathlib.Path(config_file(name))).get_config()
