@@ -1,6 +1,7 @@
 """Settings that a resumed run may change, and the comparison with the run that a work directory holds."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,24 @@ SHOWN = 3  # lines of differences in a message
 GRADED_BY = ("reward.kind", "reward.path", "reward.positive_threshold")
 
 
+def _is_resumable(key: str) -> bool:
+    return bool({key, key.split(".", maxsplit=1)[0]} & {*RESUMABLE})
+
+
+def identity_hash(config: Config) -> str:
+    """Returns a hash of the settings that a resume must find unchanged."""
+    settings = flatten(json.loads(json.dumps(dataclasses.asdict(config))))
+    fixed = {key: value for key, value in settings.items() if not _is_resumable(key)}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def differences(config: Config, saved: Mapping[str, Any]) -> dict[str, str]:
     """Returns "key: saved -> now" by key, for the settings that make `config` another run than `saved` describes."""
     now, then = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), flatten(saved)
     return {
         key: f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(now.keys() | then.keys())
-        if not {key, key.split(".")[0]} & {*RESUMABLE} and now.get(key, KeyError) != then.get(key, KeyError)
+        if not _is_resumable(key) and now.get(key, KeyError) != then.get(key, KeyError)
     }
 
 

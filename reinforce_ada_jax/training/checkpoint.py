@@ -7,6 +7,9 @@ flipped bit or a missing file is found before anything is trained on it.
 What is learned of an iteration after it was saved (its evaluation, if a run was interrupted there) goes into the record
 alone: a small file, written atomically, so that a kill never touches the arrays. The record holds the evaluation, too,
 so a resumed run knows which checkpoints are the best.
+
+Each record has the id of its run and its iteration (training/records.py). A checkpoint that was copied in from another
+run, or renamed, is never used, counted or removed; where the run needs its number, it is moved aside.
 """
 
 import contextlib
@@ -34,9 +37,11 @@ from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import init
 from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.training import records
+from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 
-# Folder for damaged checkpoints, beside `checkpoints`.
-DAMAGED = "damaged_checkpoints"
+# Folders beside `checkpoints`: for damaged ones, and for those of other runs that were in the way.
+DAMAGED, FOREIGN = "damaged_checkpoints", "foreign_checkpoints"
 # Threads of a failed save may still write files into its folder while it is removed.
 REMOVALS = 20
 
@@ -48,10 +53,6 @@ def _is_repeated(record: logging.LogRecord) -> bool:
 
 for _name in ("absl", "asyncio"):  # asyncio logs errors of Orbax's coroutines
     logging.getLogger(_name).addFilter(lambda record: not _is_repeated(record))
-
-
-class DamagedError(ValueError):
-    """A checkpoint is not what was saved."""
 
 
 class NotSavedError(OSError):
@@ -69,17 +70,12 @@ def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
     Raises:
       DamagedError: the record can't be read.
     """
-    file = _record_file(workdir / "checkpoints", iteration)
+    folder = workdir / "checkpoints"
     try:
-        numbers = json.loads(file.read_text())["record"]["fingerprints"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"{file} can't be read ({_first_line(error)}): name another iteration.") from error
+        numbers = records.read(folder, iteration)["fingerprints"]
+    except KeyError as error:
+        raise damaged(folder, iteration, "its record has no fingerprints") from error
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
-
-
-def _record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
-    """Returns the file that Orbax writes for `JsonSave`."""
-    return folder / str(iteration) / "run" / "metadata"
 
 
 def abstract_state(config: Config, learner: Learner) -> tuple[LearnerState, LearnerState]:
@@ -114,14 +110,6 @@ def fingerprints(state: LearnerState | Array) -> list[UInt32[Array, ""]]:
     return [one(x) for x in jax.tree.leaves(state)]
 
 
-def _checksum(record: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _with_checksum(record: dict[str, Any]) -> dict[str, Any]:
-    return {"record": record, "checksum": _checksum(record)}
-
-
 @dataclasses.dataclass
 class Kept(checkpoint_managers.PreservationPolicy):
     """Rule for the checkpoints to keep; Orbax's own policies know only the evaluations of this process.
@@ -131,12 +119,14 @@ class Kept(checkpoint_managers.PreservationPolicy):
       best: number of those with the best evaluation; of equal ones the newest.
       every: keep each iteration that this divides; 0: none.
       evaluations: evaluation by iteration.
+      foreign: checkpoints of other runs, neither counted nor removed: {iteration: why it is one}.
     """
 
     newest: int
     best: int
     every: int
     evaluations: dict[int, float]
+    foreign: dict[int, str]
 
     def of(self, iterations: Sequence[int]) -> set[int]:
         """Returns the iterations to keep."""
@@ -153,7 +143,7 @@ class Kept(checkpoint_managers.PreservationPolicy):
     ) -> list[bool]:
         """Answers Orbax."""
         del context
-        kept = self.of([checkpoint.step for checkpoint in checkpoints])
+        kept = self.of([each.step for each in checkpoints if each.step not in self.foreign]) | self.foreign.keys()
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
@@ -161,26 +151,33 @@ class Checkpoints:
     """The `checkpoints` folder of a work directory."""
 
     def __init__(
-        self, workdir: pathlib.Path, *, keep: int, keep_best: int = 0, keep_every: int = 0, writes: bool = False
+        self,
+        workdir: pathlib.Path,
+        *,
+        keep: int,
+        keep_best: int = 0,
+        keep_every: int = 0,
+        run_id: str | None = None,
+        writes: bool = False,
     ):
         """Opens the folder, or makes it; `keep`, `keep_best` and `keep_every` are `newest`, `best`, `every` of `Kept`.
 
-        With `writes` this is the one training in the work directory, and files of unfinished saves are removed. A
-        reader beside a training would remove what that is writing.
+        Checkpoints of runs with another id than `run_id` are left alone; None: only their numbers are checked. With
+        `writes` this is the one training in the work directory, and files of unfinished saves are removed. A reader
+        beside a training would remove what that is writing.
         """
         self.folder = workdir.absolute() / "checkpoints"
-        self._writes = writes
+        self._writes, self._run_id = writes, run_id
         if writes:
             self._remove_unfinished()
             processes.any_of(False)  # waits until they are gone
-        self._kept = Kept(keep, keep_best, keep_every, {})
+        self._kept = Kept(keep, keep_best, keep_every, {}, {})
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True),
             item_names=("learner", "run"),
         )
-        if keep_best:
-            self._kept.evaluations |= self._saved_evaluations()
+        self._kept.evaluations, self._kept.foreign = self._saved()
 
     def _remove_unfinished(self) -> None:
         if not processes.is_writer():
@@ -193,24 +190,38 @@ class Checkpoints:
                 return
             time.sleep(0.1)
 
-    def _saved_evaluations(self) -> dict[int, float]:
-        """Returns evaluations by iteration, as process 0 reads them; an unreadable record has none."""
-        found = {}
-        for iteration in self.iterations() if processes.is_writer() else ():
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                record = json.loads(_record_file(self.folder, iteration).read_text())["record"]
-                if record["evaluation"] is not None:
-                    found[iteration] = float(record["evaluation"])
-        pairs = json.loads(processes.exchange(json.dumps(list(found.items())).encode())[0])
-        return dict(map(tuple, pairs))
+    def _saved(self) -> tuple[dict[int, float], dict[int, str]]:
+        """Returns evaluations, and why those of other runs are such, by iteration, as process 0 reads them.
+
+        A damaged record has neither: `restore_newest` finds it.
+        """
+        evaluations, foreign = {}, {}
+        for iteration in self._manager.all_steps() if processes.is_writer() else ():
+            with contextlib.suppress(DamagedError):
+                record = records.read(self.folder, iteration)
+                why = records.foreign(record, iteration, self._run_id)
+                if why:
+                    foreign[iteration] = why
+                elif record.get("evaluation") is not None:
+                    evaluations[iteration] = float(record["evaluation"])
+        both = json.dumps([list(evaluations.items()), list(foreign.items())])
+        evaluations, foreign = json.loads(processes.exchange(both.encode())[0])
+        return dict(map(tuple, evaluations)), dict(map(tuple, foreign))
+
+    def warnings(self) -> list[str]:
+        """Returns a sentence for each checkpoint of another run."""
+        return [
+            f"checkpoint {iteration} in {self.folder} does not belong to this run and is not used: {why}."
+            for iteration, why in sorted(self._kept.foreign.items())
+        ]
 
     def latest(self) -> int | None:
-        """Returns the newest complete iteration, or None."""
-        return self._manager.latest_step()
+        """Returns the newest complete iteration of the run, or None."""
+        return max(self.iterations(), default=None)
 
     def iterations(self) -> list[int]:
-        """Returns all complete iterations, ascending."""
-        return sorted(self._manager.all_steps())
+        """Returns all complete iterations of the run, ascending."""
+        return sorted({*self._manager.all_steps()} - self._kept.foreign.keys())
 
     def save(self, iteration: int, learner: LearnerState, run: dict[str, Any], evaluation: float | None = None) -> None:
         """Begins to write a checkpoint, once the one before is written; the state may be donated when this returns.
@@ -221,11 +232,14 @@ class Checkpoints:
         Args:
           iteration: number of finished iterations.
           learner: the arrays.
-          run: the record, as JSON.
+          run: the record, as JSON; `iteration` and the run's id are added.
           evaluation: of these weights, higher is better; None if they were not evaluated.
         """
         numbers = [int(number) for number in jax.device_get(fingerprints(learner))]
-        record = run | {"fingerprints": numbers, "evaluation": evaluation}
+        own = {"run_id": self._run_id, "iteration": iteration, "fingerprints": numbers, "evaluation": evaluation}
+        record = run | own
+        if iteration in self._kept.foreign:
+            self._move_away(iteration, FOREIGN)
         if iteration in self._manager.all_steps():
             with self._writing():
                 self._amend(iteration, record)
@@ -233,23 +247,27 @@ class Checkpoints:
         if evaluation is not None:
             self._kept.evaluations[iteration] = evaluation
         items = ocp.args.Composite(
-            learner=ocp.args.StandardSave(learner), run=ocp.args.JsonSave(_with_checksum(record))
+            learner=ocp.args.StandardSave(learner), run=ocp.args.JsonSave(records.with_checksum(record))
         )
         with self._writing():
-            self._manager.save(iteration, args=items)
+            # force: otherwise Orbax skips, without a word, what is older than the newest folder, a foreign one too.
+            self._manager.save(iteration, args=items, force=True)
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
         """Replaces a saved record, and removes the checkpoints that are not kept under its evaluation."""
         self._manager.wait_until_finished()
         saved = self.record(iteration)
         if record["evaluation"] is None:
-            record["evaluation"] = saved.get("evaluation")
-        changed = record["fingerprints"] == saved["fingerprints"] and _checksum(record) != _checksum(saved)
+            record["evaluation"] = saved["evaluation"]
+        changed = record["fingerprints"] == saved["fingerprints"] and records.checksum(record) != records.checksum(
+            saved
+        )
         # Process 0 writes the record, so it decides; and all have read the old one when it does.
         if not processes.exchange(b"changed" if changed else b"")[0]:
             return
         if processes.is_writer():
-            write_atomically(_record_file(self.folder, iteration), json.dumps(_with_checksum(record)))
+            content = json.dumps(records.with_checksum(record))
+            write_atomically(records.record_file(self.folder, iteration), content)
         if record["evaluation"] is not None:
             self._kept.evaluations[iteration] = record["evaluation"]
         kept = self._kept.of(self.iterations())
@@ -274,7 +292,7 @@ class Checkpoints:
         except Exception as error:  # a full disk: OSError of Python, or ValueError of TensorStore
             # Orbax leaves coroutines of the other arrays unawaited; Python would warn after our last line.
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            raise NotSavedError(f"no checkpoint could be written to {self.folder}: {_first_line(error)}") from error
+            raise NotSavedError(f"no checkpoint could be written to {self.folder}: {first_line(error)}") from error
 
     def record(self, iteration: int) -> dict[str, Any]:
         """Returns the JSON record of an iteration.
@@ -282,14 +300,7 @@ class Checkpoints:
         Raises:
           DamagedError: it can't be read, or is not what was saved.
         """
-        try:
-            saved = self._manager.restore(iteration, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-            record, checksum = saved["record"], saved["checksum"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DamagedError(self._damaged(iteration, f"its record can't be read ({_first_line(error)})")) from error
-        if _checksum(record) != checksum:
-            raise DamagedError(self._damaged(iteration, "its record is not what was saved"))
-        return record
+        return records.read(self.folder, iteration)
 
     def restore(
         self, iteration: int, shapes: LearnerState, shardings: LearnerState
@@ -312,14 +323,14 @@ class Checkpoints:
         except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
             broken = error
         if processes.any_of(broken is not None):
-            what = "its arrays can't be read" + (f" ({_first_line(broken)})" if broken else "")
-            raise DamagedError(self._damaged(iteration, what)) from broken
+            what = "its arrays can't be read" + (f" ({first_line(broken)})" if broken else "")
+            raise damaged(self.folder, iteration, what) from broken
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
         now = [int(number) for number in jax.device_get(fingerprints(learner))]
         changed = [path for path, a, b in zip(paths, now, record["fingerprints"], strict=True) if a != b]
         if changed:
             what = f"{len(changed)} of {len(paths)} arrays are not what was saved, {changed[0]} first"
-            raise DamagedError(self._damaged(iteration, what))
+            raise damaged(self.folder, iteration, what)
         return learner, record
 
     def restore_newest(
@@ -336,13 +347,15 @@ class Checkpoints:
         Raises:
           ValueError: all are damaged; or not all processes see the same folder.
         """
+        for text in self.warnings():
+            say(text)
         iterations = self._iterations_of_all()
         for iteration in reversed(iterations):
             try:
                 accept(self.record(iteration))
                 return self.restore(iteration, shapes, shardings)
             except DamagedError as error:
-                self._move_away(iteration)
+                self._move_away(iteration, DAMAGED)
                 say(f"{error} It was moved to {self.folder.with_name(DAMAGED)}.")
         if iterations:
             raise ValueError(
@@ -366,18 +379,16 @@ class Checkpoints:
             "mounted bucket, NFS)."
         )
 
-    def _move_away(self, iteration: int) -> None:
+    def _move_away(self, iteration: int, name: str) -> None:
         if processes.is_writer():
-            there = self.folder.with_name(DAMAGED)
+            there = self.folder.with_name(name)
             there.mkdir(exist_ok=True)
             number = sum(1 for _ in there.iterdir())
             (self.folder / str(iteration)).rename(there / f"{iteration}.{number}")
         self._kept.evaluations.pop(iteration, None)
+        self._kept.foreign.pop(iteration, None)
         processes.any_of(False)  # waits until it is gone
         self._manager.reload()
-
-    def _damaged(self, iteration: int, what: str) -> str:
-        return f"the checkpoint of iteration {iteration} in {self.folder} is damaged: {what}."
 
     def close(self) -> None:
         """Releases Orbax's threads, and the space of a failed save; call `wait` before, which says why it failed."""
@@ -385,7 +396,3 @@ class Checkpoints:
             self._manager.close()
         if self._writes:
             self._remove_unfinished()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -38,7 +38,7 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_iteration
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, write_config
+from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config
 from reinforce_ada_jax.types import Prompt
 
 
@@ -346,8 +346,9 @@ def begin_or_resume(
     identity = resume.identity(config, components, trainer.prompts)
     kept = config.checkpoint
     checkpoints = Checkpoints(
-        trainer.workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every, writes=True
-    )
+        trainer.workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every,
+        run_id=run_id(trainer.workdir), writes=True,
+    )  # fmt: skip
     stack.callback(checkpoints.close)
     restored = checkpoints.restore_newest(
         *abstract_state(config, learner),

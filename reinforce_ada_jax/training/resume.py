@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, resume
 from reinforce_ada_jax.data.problems import problems_hash
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.training.components import Components
@@ -14,7 +14,7 @@ from reinforce_ada_jax.types import Prompt
 
 
 def identity(config: Config, components: Components, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Returns, as JSON, the architecture and fingerprints of the prompts and of the frozen weights.
+    """Returns, as JSON, the architecture and fingerprints of the configuration, the prompts and the frozen weights.
 
     These are the base under adapters ("base"), or the reference of the KL term ("reference"); otherwise None.
     """
@@ -22,6 +22,7 @@ def identity(config: Config, components: Components, prompts: Sequence[Prompt]) 
     if config.lora.rank or config.learning.kl_coefficient:
         weights = adapter_files.fingerprint(components.folder)
     return {
+        "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
         "base": weights if config.lora.rank else None,
@@ -38,6 +39,11 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
       ours: `identity` of the run as it is now.
       saved: a record with the `identity` of the run that wrote it.
     """
+    if ours["config"] != saved["config"]:
+        raise ValueError(
+            f"{workdir} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
+            "file, or choose another --workdir."
+        )
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
     if different:

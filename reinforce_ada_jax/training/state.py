@@ -53,9 +53,8 @@ class RunState:
 
 
 def to_record(state: RunState) -> dict[str, Any]:
-    """Returns everything but the arrays and the evaluation, as JSON."""
+    """Returns everything but the arrays, the iteration and the evaluation, which `Checkpoints.save` adds, as JSON."""
     return {
-        "iteration": state.iteration,
         "cursor": state.cursor.to_json(),
         "skipped_in_a_row": state.skipped_in_a_row,
         "pending": state.pending,

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +18,7 @@ from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, holds_checkpoint
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import Trainer
+from reinforce_ada_jax.training.records import read_run_id
 from reinforce_ada_jax.training.state import RunState
 
 
@@ -24,7 +26,9 @@ from reinforce_ada_jax.training.state import RunState
 def _opened(workdir: pathlib.Path, config: Config) -> Iterator[Checkpoints]:
     if not holds_checkpoint(workdir):
         raise ValueError(f"{workdir} holds no checkpoint: train first, or name another --workdir.")
-    checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep, run_id=read_run_id(workdir))
+    for text in checkpoints.warnings():
+        print(f"warning: {text}", file=sys.stderr)
     try:
         yield checkpoints
     finally:

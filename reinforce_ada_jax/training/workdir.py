@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import secrets
 import socket
 import time
 
@@ -14,6 +15,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.reporting.files import HEADER, write_atomically
+from reinforce_ada_jax.training import records
 
 FILE = "training.lock"
 
@@ -73,6 +75,15 @@ def check_not_evaluation(workdir: pathlib.Path) -> None:
         raise ValueError(
             f"{workdir} holds the responses of an evaluation ({stored.name}), and no run: name another --workdir."
         )
+
+
+def run_id(workdir: pathlib.Path) -> str:
+    """Returns the id of the run in a work directory, the same in all processes; a new run gets a random one."""
+    found = ""
+    if processes.is_writer():
+        found = records.read_run_id(workdir) or secrets.token_hex(16)
+        write_atomically(workdir / records.RUN_ID, found + "\n")
+    return processes.exchange(found.encode())[0].decode()
 
 
 def write_config(config: Config, workdir: pathlib.Path) -> None:

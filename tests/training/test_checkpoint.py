@@ -1,5 +1,6 @@
 """Checkpoints that something happened to: flipped bits, missing files, a full disk, a kill; and which ones stay."""
 
+import dataclasses
 import errno
 import fcntl
 import gc
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.config import resume
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.training import checkpoint
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import resume as run_identity
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
@@ -115,8 +118,10 @@ def test_the_newest_whole_one_is_used(copied, learner, state):
             largest_file(folder / "run").read_text().replace('"iteration": 3', '"iteration": 4')
         ),
         lambda folder: shutil.rmtree(folder / "learner"),
+        lambda folder: largest_file(folder / "run").write_text("[" * 100_000),
     ],
-    ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays"],
+    ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays",
+         "brackets"],
 )  # fmt: skip
 def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, harm):
     harm(copied / "checkpoints" / "3")
@@ -133,6 +138,84 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
     checkpoints.wait()
     assert checkpoints.iterations() == [1, 2, 3]
     checkpoints.close()
+
+
+# ---- checkpoints of other runs -----------------------------------------------------------------------------------
+
+
+OURS, THEIRS = "a" * 32, "b" * 32
+
+
+@pytest.fixture
+def ours(tmp_path, state):
+    """A work directory with iterations 1 and 2, and that of another run with 2 and 5."""
+    for name, run_id, iterations in (("ours", OURS, (1, 2)), ("theirs", THEIRS, (2, 5))):
+        checkpoints = Checkpoints(tmp_path / name, keep=3, run_id=run_id)
+        for iteration in iterations:
+            checkpoints.save(iteration, state, {})
+        checkpoints.wait()
+        checkpoints.close()
+    return tmp_path / "ours"
+
+
+@pytest.mark.parametrize(
+    ("source", "number", "why"),
+    [
+        ("theirs/checkpoints/5", 5, f"its run has the id {THEIRS}, this one {OURS}"),
+        ("ours/checkpoints/1", 7, "its record is that of iteration 1"),
+        ("ours/checkpoints/1", 10**15, "its record is that of iteration 1"),
+    ],
+    ids=["of another run", "renamed", "absurd"],
+)
+def test_a_foreign_one_is_named_and_left_alone(ours, learner, state, source, number, why):
+    foreign = ours / "checkpoints" / str(number)
+    shutil.copytree(ours.parent / source, foreign)
+    before = {file: file.read_bytes() for file in foreign.rglob("*") if file.is_file()}
+    checkpoints, said = Checkpoints(ours, keep=1, run_id=OURS, writes=True), []
+    _, record = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    assert record["iteration"] == 2
+    assert len(said) == 1 and f"checkpoint {number} in" in said[0] and why in said[0]
+    # Saves go on below its number (Orbax alone would skip them); it takes no place of those kept.
+    for iteration in (3, 4):
+        checkpoints.save(iteration, state, {})
+        checkpoints.wait()
+        assert checkpoints.iterations() == [iteration] and checkpoints.latest() == iteration
+    checkpoints.close()
+    assert before == {file: file.read_bytes() for file in foreign.rglob("*") if file.is_file()}
+
+
+def test_a_foreign_one_gives_way_to_the_runs_own(ours, state):
+    shutil.copytree(ours.parent / "theirs" / "checkpoints" / "5", ours / "checkpoints" / "5")
+    checkpoints = Checkpoints(ours, keep=3, run_id=OURS, writes=True)
+    checkpoints.save(5, state, {"mine": True})
+    checkpoints.wait()
+    assert checkpoints.iterations() == [1, 2, 5] and checkpoints.record(5)["mine"]
+    checkpoints.close()
+    assert [folder.name for folder in (ours / checkpoint.FOREIGN).iterdir()] == ["5.0"]
+
+
+def test_the_id_of_a_run(ours):
+    shutil.rmtree(ours / "checkpoints" / "2")
+    shutil.copytree(ours.parent / "theirs" / "checkpoints", ours / "checkpoints", dirs_exist_ok=True)
+    new = ours.parent / "new"
+    new.mkdir()
+    assert re.fullmatch("[0-9a-f]{32}", workdir_lib.run_id(new)) and workdir_lib.run_id(new) == workdir_lib.run_id(new)
+    (ours / "run_id").write_text(OURS)
+    assert workdir_lib.run_id(ours) == OURS
+    # Where the file is lost or cut, the newest checkpoint has it.
+    (ours / "run_id").write_text(OURS[:7])
+    assert workdir_lib.run_id(ours) == THEIRS
+
+
+def test_records_of_another_configuration_are_refused(learner):
+    """Where config.json was lost, so that nothing else shows it."""
+    config, identity = learner[1], {"architecture": {}, "base": None, "prompts": "", "reference": None}
+    longer = dataclasses.replace(config, iterations=10**6)
+    other = dataclasses.replace(config, seed=1)
+    now, then, changed = (identity | {"config": resume.identity_hash(each)} for each in (config, longer, other))
+    run_identity.check(pathlib.Path("run"), pathlib.Path("model"), now, then)
+    with pytest.raises(ValueError, match=r"run holds checkpoints of another configuration"):
+        run_identity.check(pathlib.Path("run"), pathlib.Path("model"), now, changed)
 
 
 def test_nothing_whole_is_no_new_beginning(copied, learner):
@@ -320,19 +403,6 @@ def test_a_kill_in_an_amendment_leaves_a_whole_checkpoint(tmp_path, opened, stat
     assert record["pending"] == {} and record["evaluation"] is None and not said
     save_all(resumed, state, {1: 0.9})
     assert resumed.record(1)["evaluation"] == 0.9
-
-
-def test_checkpoints_from_before_evaluations_were_in_the_record(copied, opened, state, learner):
-    for iteration in (1, 2, 3):
-        file = copied / "checkpoints" / str(iteration) / "run" / "metadata"
-        record = json.loads(file.read_text())["record"]
-        del record["evaluation"]
-        file.write_text(json.dumps({"record": record, "checksum": checkpoint._checksum(record)}))
-    said, checkpoints = [], opened(copied, **BEST)
-    _, record = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
-    assert record["iteration"] == 3 and not said
-    save_all(checkpoints, state, {3: 0.9, 4: 0.1})
-    assert checkpoints.iterations() == [3, 4]
 
 
 def test_what_a_kill_left_unfinished_goes_when_a_training_begins(copied, opened):

@@ -1,0 +1,83 @@
+"""JSON records of checkpoints: everything beside the arrays, with a checksum, and the run that a record belongs to."""
+
+import hashlib
+import json
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# File of a work directory that holds the run's random id.
+RUN_ID = "run_id"
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+
+
+class DamagedError(ValueError):
+    """A checkpoint is not what was saved."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the beginning of an error's text, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def damaged(folder: pathlib.Path, iteration: int, what: str) -> DamagedError:
+    """Returns the error of a damaged checkpoint."""
+    return DamagedError(f"the checkpoint of iteration {iteration} in {folder} is damaged: {what}.")
+
+
+def record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
+    """Returns the file that Orbax writes for `JsonSave`."""
+    return folder / str(iteration) / "run" / "metadata"
+
+
+def checksum(record: Mapping[str, Any]) -> str:
+    """Returns a hash of a record."""
+    return hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a record's file."""
+    return {"record": record, "checksum": checksum(record)}
+
+
+def read(folder: pathlib.Path, iteration: int) -> dict[str, Any]:
+    """Returns the record of an iteration; raises DamagedError if it can't be read or is not what was saved."""
+    try:
+        saved = json.loads(record_file(folder, iteration).read_bytes())
+        record, expected = dict(saved["record"]), saved["checksum"]
+    except _UNREADABLE as error:
+        raise damaged(folder, iteration, f"its record can't be read ({first_line(error)})") from error
+    if checksum(record) != expected:
+        raise damaged(folder, iteration, "its record is not what was saved")
+    return record
+
+
+def foreign(record: Mapping[str, Any], iteration: int, run_id: str | None) -> str:
+    """Returns why the record in the folder of an iteration belongs to no checkpoint of a run; "" if it does.
+
+    Args:
+      record: as `read` returns it.
+      iteration: number of the folder.
+      run_id: of the run; None: not known.
+    """
+    if record.get("iteration") != iteration:
+        return f"its record is that of iteration {record.get('iteration')}"
+    if run_id is not None and record.get("run_id") != run_id:
+        return f"its run has the id {record.get('run_id')}, this one {run_id}"
+    return ""
+
+
+def read_run_id(workdir: pathlib.Path) -> str | None:
+    """Returns the id in a work directory; if its file was lost, that of the newest readable record, or None."""
+    file, folder = workdir / RUN_ID, workdir / "checkpoints"
+    text = file.read_text(errors="replace").strip() if file.is_file() else ""
+    if re.fullmatch("[0-9a-f]{32}", text):
+        return text
+    numbers = (int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdecimal())
+    for iteration in sorted(numbers, reverse=True):
+        try:
+            return read(folder, iteration).get("run_id")
+        except DamagedError:
+            continue
+    return None
