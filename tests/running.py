@@ -66,13 +66,13 @@ def saved_config(workdir: pathlib.Path) -> Config:
 
 
 def restored(workdir: pathlib.Path, iteration: int | None = None) -> tuple[LearnerState, dict[str, Any]]:
-    """(learner state as numpy, the JSON record) of a checkpoint, the newest by default."""
+    """(learner state as numpy, the JSON record without the run's random id) of a checkpoint, the newest by default."""
     config = saved_config(workdir)
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     learner, checkpoints = Learner(components.architecture, config, components.mesh), Checkpoints(workdir, keep=2)
     state, record = checkpoints.restore(iteration or checkpoints.latest(), *abstract_state(config, learner))
     checkpoints.close()
-    return jax.tree.map(np.asarray, state), record
+    return jax.tree.map(np.asarray, state), {key: value for key, value in record.items() if key != "run_id"}
 
 
 def reproducible(workdir: pathlib.Path) -> list[dict[str, float]]:

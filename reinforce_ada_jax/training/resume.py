@@ -39,11 +39,6 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
       ours: `identity` of the run as it is now.
       saved: a record with the `identity` of the run that wrote it.
     """
-    if ours["config"] != saved["config"]:
-        raise ValueError(
-            f"{workdir} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
-            "file, or choose another --workdir."
-        )
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
     if different:
@@ -59,3 +54,8 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
                 f"the {what} are not those that the run in {workdir} began with. Restore them, or choose another "
                 "--workdir."
             )
+    if ours["config"] != saved["config"]:
+        raise ValueError(
+            f"{workdir} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
+            "file, or choose another --workdir."
+        )
