@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from reinforce_ada_jax.data import problems as problems_lib
+from reinforce_ada_jax.data import files
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.rewards import math_answer
@@ -123,7 +123,7 @@ def test_no_problem_is_there_twice_and_the_answers_are_right(tmp_path):
             assert more == (change > 0), sentence
         assert 1 <= problem.answer <= 29
     EXAMPLE.write_problems(tmp_path / "heldout.jsonl", heldout)
-    rows = problems_lib.read_jsonl(tmp_path / "heldout.jsonl")
+    rows = files.read_file(tmp_path / "heldout.jsonl")
     assert [(row["problem"], row["answer"]) for row in rows] == [(p.text, str(p.answer)) for p in heldout]
 
 

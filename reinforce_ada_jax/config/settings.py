@@ -48,8 +48,16 @@ class DataConfig:
     """Problems, and how they become prompts."""
 
     prompts: str = setting(
-        "", 'JSONL file with {"id", "problem", "answer"}, "tfds:NAME/SPLIT", "tfds:DIR", "hf:NAME:SPLIT", '
-        '"hf:NAME:SUBSET:SPLIT", or "cipher:train".', rule="model_and_prompts_are_named",
+        "", 'JSONL (also .gz) or Parquet file, folder that `datasets` reads, "hf:NAME:SPLIT", "hf:NAME:SUBSET:SPLIT", '
+        '"tfds:NAME/SPLIT", "tfds:DIR", or "cipher:train" (docs/problems.md).', rule="model_and_prompts_are_named",
+    )  # fmt: skip
+    problem_column: str = setting(
+        "", 'Column of the text or messages in prompts, "extra_info.question" for a field; empty: by its name '
+        "(docs/problems.md).",
+    )  # fmt: skip
+    answer_column: str = setting(
+        "", 'Column of the reference answer in prompts; "none": no answer, for a reward that reads none; empty: by its '
+        "name.",
     )  # fmt: skip
     template: str = setting(
         "qwen_math", '"plain": the problem alone. "qwen_math", "chat": messages in the chat template of the model.',

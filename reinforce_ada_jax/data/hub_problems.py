@@ -1,8 +1,11 @@
 """Problems from Hugging Face's `datasets`, if installed: "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT"."""
 
+import pathlib
 from typing import Any
 
-from reinforce_ada_jax.data.problems import Problem, from_columns
+from reinforce_ada_jax.data.files import json_values
+from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
 PREFIX = "hf:"
 
@@ -18,23 +21,48 @@ def _datasets(source: str) -> Any:
     return datasets
 
 
-def read_hub(source: str) -> list[Problem]:
-    """Returns the problems of a data set, in its order; the split is train unless it is named.
+def _is_saved(name: str) -> bool:
+    return any((pathlib.Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
 
-    NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder of files that it
-    reads. `datasets` does not run code of a data set.
+
+def _saved(datasets: Any, folder: str, split: str) -> Any:
+    """Returns the rows of a folder that `save_to_disk` wrote: one split, or a split of several."""
+    saved = datasets.load_from_disk(folder)
+    if not isinstance(saved, dict):
+        return saved
+    if split not in saved:
+        raise ValueError(f"it has the splits {', '.join(saved)}")
+    return saved[split]
+
+
+def read_hub(source: str, columns: Columns = BY_RULES) -> list[Problem]:
+    """Returns the problems of a data set, in its order.
+
+    NAME is a data set of huggingface.co, downloaded once into the cache of `datasets`, or a folder: of files that it
+    reads, or written by `save_to_disk`. `datasets` does not run code of a data set.
+
+    Args:
+      source: "hf:NAME", "hf:NAME:SPLIT", "hf:NAME:SUBSET:SPLIT", or the path of a folder. The split is train
+        unless it is named.
+      columns: those that the user named.
     """
+    if not source.startswith(PREFIX):
+        return _read(source, source, None, "train", columns)
     name, *which = source.removeprefix(PREFIX).split(":")
     if len(which) > 2:
         raise ValueError(f"{source} has too many parts; it must be hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT.")
     split = which[-1] if which else "train"
     subset = which[0] if len(which) == 2 else None
+    return _read(source, name, subset, split, columns)
+
+
+def _read(source: str, name: str, subset: str | None, split: str, columns: Columns) -> list[Problem]:
     datasets = _datasets(source)
     try:
-        rows = datasets.load_dataset(name, subset, split=split)
-    except (OSError, ValueError) as error:  # no network, no such set or split
+        rows = _saved(datasets, name, split) if _is_saved(name) else datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, RuntimeError) as error:  # no network, no such set or split, no such format
         raise ValueError(
-            f"{source} can't be loaded ({type(error).__name__}: {error}). Check the name and the split {split!r}; "
-            "without a network, name a folder or a JSONL file."
+            f"{source} can't be loaded ({type(error).__name__}: {error!s:.300}). Check the name and the split "
+            f"{split!r}; without a network, name a folder or a JSONL file."
         ) from error
-    return from_columns(rows, source)
+    return to_problems(enumerate(map(json_values, rows), start=1), source, columns)

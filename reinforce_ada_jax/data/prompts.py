@@ -5,16 +5,21 @@ The order is a function of (seed, epoch), so the cursor, three integers, is the 
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from reinforce_ada_jax.data import cipher, hub_problems, tfds_problems
-from reinforce_ada_jax.data.problems import Problem, read_jsonl
+from reinforce_ada_jax.data.files import read_file
+from reinforce_ada_jax.data.problems import Problem, place
+from reinforce_ada_jax.data.rows import BY_RULES, Columns
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.types import Prompt
 
 _CIPHER = "cipher:"
+# A text beyond both is not tokenised: English has 4 characters in a token, code 3.
+UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN = 100_000, 32
 
 
 def benchmark_name(source: str) -> str:
@@ -24,54 +29,97 @@ def benchmark_name(source: str) -> str:
     for prefix in (tfds_problems.PREFIX, hub_problems.PREFIX):
         if source.startswith(prefix):
             return source.removeprefix(prefix).strip("/").replace("/", "_").replace(":", "_")
-    return pathlib.Path(source).stem
+    return pathlib.Path(source.removesuffix(".gz")).stem
 
 
-def load_problems(source: str) -> list[Problem]:
+def load_problems(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of a source, in its order.
 
     Args:
       source: "cipher:train" or "cipher:heldout" for the built-in task; "tfds:NAME/SPLIT" or "tfds:DIR" for a data set
         prepared with TensorFlow Datasets; "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT" for Hugging Face's
-        `datasets`; else the path of a JSONL file.
+        `datasets`; else the path of a JSONL or Parquet file, or of a folder that `datasets` reads.
+      columns: those that the user named; by default the rules of rows.py find them.
     """
     if source.startswith(_CIPHER):
         return cipher.problems(source.removeprefix(_CIPHER))
     if source.startswith(tfds_problems.PREFIX):
-        return tfds_problems.read_tfds(source)
-    if source.startswith(hub_problems.PREFIX):
-        return hub_problems.read_hub(source)
-    return read_jsonl(source)
+        return tfds_problems.read_tfds(source, columns)
+    if source.startswith(hub_problems.PREFIX) or pathlib.Path(source).is_dir():
+        return hub_problems.read_hub(source, columns)
+    return read_file(source, columns)
+
+
+def _characters(problem: Problem) -> int:
+    messages = problem.get("prompt")
+    return sum(len(message["content"]) for message in messages) if messages else len(problem["problem"])
+
+
+def _tokens(
+    problem: Problem, tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat | None
+) -> np.ndarray | None:
+    """Returns the tokens of a problem's prompt; None if its text is so long that it need not be tokenised."""
+    if _characters(problem) > max(UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN * max_prompt_tokens):
+        return None
+    try:
+        return tokenizer.render(problem["problem"], template, chat, problem.get("prompt"))
+    except ValueError as error:
+        raise ValueError(f"{place(problem)}: {error}") from error
+
+
+def short_prompts(
+    problems: Sequence[Problem],
+    tokenizer: Tokenizer,
+    template: str,
+    max_prompt_tokens: int,
+    chat: Chat | None = None,
+) -> tuple[list[Prompt], list[tuple[Problem, int | None]]]:
+    """Returns the problems as prompts, made by `Tokenizer.render`, and those that are too long.
+
+    The latter come with their number of tokens, or None where it was not counted: tokenising a text of 10 MB takes a
+    minute and 4 GB.
+    """
+    prompts: list[Prompt] = []
+    too_long: list[tuple[Problem, int | None]] = []
+    for problem in problems:
+        tokens = _tokens(problem, tokenizer, template, max_prompt_tokens, chat)
+        if tokens is None or len(tokens) > max_prompt_tokens:
+            too_long.append((problem, None if tokens is None else len(tokens)))
+            continue
+        prompts.append(
+            Prompt(
+                id=problem["id"],
+                problem=problem["problem"],
+                answer=problem["answer"],
+                tokens=tokens,
+                pass_rate=problem.get("pass_rate"),
+                labels=problem.get("labels", {}),
+                messages=tuple(problem.get("prompt", ())),
+                columns=problem.get("columns", {}),
+            )
+        )
+    return prompts, too_long
 
 
 def tokenize(
-    problems: list[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat | None = None
+    problems: Sequence[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat | None = None
 ) -> list[Prompt]:
-    """Returns the problems as prompts, made by `Tokenizer.render`; none is cut or left out.
+    """Returns the problems as prompts; none is cut or left out.
 
     Raises:
-      ValueError: prompts are longer than `max_prompt_tokens`.
+      ValueError: prompts are longer than `max_prompt_tokens`, or can't be tokenised.
     """
-    prompts = [
-        Prompt(
-            id=problem["id"],
-            problem=problem["problem"],
-            answer=problem["answer"],
-            tokens=tokenizer.render(problem["problem"], template, chat, problem.get("prompt")),
-            pass_rate=problem.get("pass_rate"),
-            labels=problem.get("labels", {}),
-            messages=tuple(problem.get("prompt", ())),
-            columns=problem.get("columns", {}),
-        )
-        for problem in problems
-    ]
-    too_long = [prompt for prompt in prompts if len(prompt.tokens) > max_prompt_tokens]
+    prompts, too_long = short_prompts(problems, tokenizer, template, max_prompt_tokens, chat)
     if too_long:
-        lengths = [len(prompt.tokens) for prompt in too_long]
-        ids = ", ".join(prompt.id for prompt in too_long[:5]) + (", ..." if len(too_long) > 5 else "")
+        counted = [size for _, size in too_long if size is not None]
+        sizes = [f"{len(counted):,} prompts have {min(counted):,} to {max(counted):,} tokens"] if counted else []
+        if len(counted) < len(too_long):
+            longest = max(_characters(problem) for problem, size in too_long if size is None)
+            sizes.append(f"{len(too_long) - len(counted):,} prompts have up to {longest:,} characters")
+        ids = ", ".join(problem["id"] for problem, _ in too_long[:5]) + (", ..." if len(too_long) > 5 else "")
         raise ValueError(
-            f"{len(too_long):,} prompts have {min(lengths):,} to {max(lengths):,} tokens, limit "
-            f"{max_prompt_tokens:,}: raise data.max_prompt_tokens or run prepare with it. Their ids: {ids}."
+            f"{' and '.join(sizes)}, limit {max_prompt_tokens:,}: raise data.max_prompt_tokens or run prepare "
+            f"with it. The first is {place(too_long[0][0])}. Their ids: {ids:.500}."
         )
     return prompts
 

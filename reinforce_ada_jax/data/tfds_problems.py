@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_ada_jax.data.problems import LABELS, Problem, from_columns, read_jsonl
+from reinforce_ada_jax.data.files import read_file
+from reinforce_ada_jax.data.problems import LABELS, Problem
+from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
 PREFIX = "tfds:"
 _VERSION = "1.0.0"
@@ -38,13 +40,13 @@ def _tfds(source: str) -> Any:
 def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
     """Prepares a JSONL file of problems as the data set `folder`/problems, in its order; returns "tfds:DIR"."""
     tfds = _tfds(f"Preparing {file}")
-    problems = read_jsonl(file)
+    problems = read_file(file)
     if any("prompt" in problem for problem in problems):
         raise ValueError(f"{file} has rows with messages, which TFDS files don't hold: use the JSONL file itself.")
     labels = [name for name in LABELS if any(name in problem.get("labels", {}) for problem in problems)]
     # A feature has a value in every row: an empty label and a NaN mean none.
     rows = [
-        {key: value for key, value in problem.items() if key not in ("labels", "columns")}
+        {key: value for key, value in problem.items() if key not in ("labels", "columns", "origin")}
         | {name: problem.get("labels", {}).get(name, "") for name in labels}
         for problem in problems
     ]
@@ -104,7 +106,7 @@ def _plain(value: Any) -> Any:
     return None if number != number else number  # noqa: PLR0124
 
 
-def read_tfds(source: str) -> list[Problem]:
+def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of "tfds:NAME/SPLIT", "tfds:DIR" or "tfds:DIR/SPLIT", in their order.
 
     DIR has a dataset_info.json, or versions that have one; the newest of them is read. SPLIT may be left out where
@@ -133,4 +135,5 @@ def read_tfds(source: str) -> list[Problem]:
             "with file_format='array_record'."
         )
     rows = builder.as_data_source(split=split)
-    return from_columns(({name: _plain(value) for name, value in row.items()} for row in rows), source)
+    plain = ({name: _plain(value) for name, value in row.items()} for row in rows)
+    return to_problems(enumerate(plain, start=1), source, columns)

@@ -105,8 +105,18 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Int32[np.ndarray, " T"]:
-        """Returns the tokens of a text, with the special tokens (BOS) that the folder's files put before it."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+        """Returns the tokens of a text, with the special tokens (BOS) that the folder's files put before it.
+
+        Raises:
+          ValueError: the vocabulary lacks a character of the text, and has no token for unknown ones.
+        """
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ValueError(
+                f"the tokenizer of {self.folder} can't encode {text[:40]!r} ({error!s:.200}). Remove the characters "
+                "that it lacks."
+            ) from error
 
     def token(self, token_id: int) -> str:
         """Returns the text of one id."""

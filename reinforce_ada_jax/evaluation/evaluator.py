@@ -41,15 +41,16 @@ def by_name(sources: Sequence[str]) -> dict[str, str]:
     return named
 
 
-def load_benchmarks(components: Components, config: Config) -> Benchmarks:
-    """Returns the tokenised prompts of the configured benchmarks by name.
+def load_benchmarks(components: Components, config: Config, report: Callable[[str], None] | None = None) -> Benchmarks:
+    """Returns the tokenised prompts of the configured benchmarks by name; `report` gets a line on each.
 
     Raises:
       ValueError: two have the same name, `evaluation.graders` names a benchmark that is not configured, or a file
         cannot be read.
     """
     components_lib.check_graders(config, config.evaluation.benchmarks)
-    return {name: components.prompts(source, config) for name, source in by_name(config.evaluation.benchmarks).items()}
+    sources = by_name(config.evaluation.benchmarks)
+    return {name: components.prompts(source, config, report) for name, source in sources.items()}
 
 
 def make_evaluator_fn(config: Config, workdir: pathlib.Path, components: Components) -> EvaluatorFn | None:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +16,8 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_local, check_output
-from reinforce_ada_jax.data.problems import Problem, to_row
-from reinforce_ada_jax.data.prompts import load_problems, tokenize
+from reinforce_ada_jax.data.problems import Problem, description, to_row
+from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import drawing
@@ -117,12 +116,12 @@ def _unique_and_short(
     """Returns (prompts to verify, counts of problems read and left out so far)."""
     unique = first_of_each(problems)
     limit = config.data.max_prompt_tokens
-    prompts = tokenize(unique, components.tokenizer, config.data.template, sys.maxsize, chat_from_config(config))
-    short = [prompt for prompt in prompts if len(prompt.tokens) <= limit]
-    if not short:
+    template, chat = config.data.template, chat_from_config(config)
+    prompts, too_long = short_prompts(unique, components.tokenizer, template, limit, chat)
+    if not prompts:
         raise ValueError(f"none of {len(unique):,} prompts has at most {limit:,} tokens: raise data.max_prompt_tokens.")
     duplicates = len(problems) - len(unique)
-    return short, {"read": len(problems), "duplicate": duplicates, "too_long": len(prompts) - len(short)}
+    return prompts, {"read": len(problems), "duplicate": duplicates, "too_long": len(too_long)}
 
 
 def verify_references(
@@ -236,7 +235,7 @@ def _write(
             f"prompts are (the same command chooses again without drawing: {files.draws} has the responses)."
         )
     file = pathlib.Path(source)
-    content = file.read_bytes() if file.is_file() else json.dumps(list(problems)).encode()
+    content = file.read_bytes() if file.is_file() else json.dumps(list(map(to_row, problems))).encode()
     text = "".join(prompt_line(problem, rates[problem["id"]]) for problem in chosen)
     manifest = {
         "input": {"source": source, "sha256": _sha256(content)},
@@ -270,7 +269,7 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": ()}
         config = config_lib.check(config_lib.replaced(config, changes))
         keep_programs(config.logging.compilation_cache)
-        problems = load_problems(source)
+        problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path))
         verifier_pool = components_lib.verifier_pool(config)
         prompts, counts = _unique_and_short(config, components, problems)
@@ -285,7 +284,10 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
             missing = store.missing(passed, samples)
             params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
         sets, policy = {source: (len(passed), len(missing))}, str(components.folder)
-        print(summary.drawing(config, components, policy, sets, samples, config.sampling, files.output), flush=True)
+        read = [description(source, problems)]
+        print(
+            summary.drawing(config, components, policy, sets, read, samples, config.sampling, files.output), flush=True
+        )
         if params is not None:
             done = len(passed) - len(missing)
             with writing([store], len(passed), done, "prompts") as progress:

@@ -10,7 +10,6 @@ import numpy as np
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem
-from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import drawing, evaluator
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
@@ -121,7 +120,8 @@ def evaluate(
         keep_programs(config.logging.compilation_cache)
         iteration = source.newest_iteration(config)
         components = components_lib.build(config, source.folder)
-        benchmarks = evaluator.load_benchmarks(components, config)
+        read: list[str] = []
+        benchmarks = evaluator.load_benchmarks(components, config, read.append)
         rates = _initial_pass_rates(initial, benchmarks)
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
         fingerprint = source.fingerprint(iteration)
@@ -136,7 +136,7 @@ def evaluate(
         params = source.load(config, components, iteration) if any(missing.values()) else None
     policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
-    print(summary.drawing(config, components, policy, counts, settings.samples, settings, output), flush=True)
+    print(summary.drawing(config, components, policy, counts, read, settings.samples, settings, output), flush=True)
     if params is not None:
         total, lacking = map(sum, zip(*counts.values(), strict=True))
         with writing(stores.values(), total, total - lacking, "problems") as progress, verifier_pool as verifiers:
@@ -166,7 +166,10 @@ def regrade(
     with cli.user_input():
         output, graders = output or source.newest_output(), components_lib.benchmark_graders(config)
         sources = evaluator.by_name(config.evaluation.benchmarks)
-        benchmarks = {name: list(map(_not_tokenised, load_problems(path))) for name, path in sources.items()}
+        benchmarks = {
+            name: list(map(_not_tokenised, components_lib.load_problems(path, config)))
+            for name, path in sources.items()
+        }
         rates = _initial_pass_rates(initial, benchmarks)
         stores: dict[str, ResponseStore] = {}
         for name, prompts in benchmarks.items():

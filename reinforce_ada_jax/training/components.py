@@ -6,7 +6,7 @@ Stages don't know each other. Here the engine gets the stop tokens of the tokeni
 import dataclasses
 import difflib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import jax
@@ -17,6 +17,8 @@ from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.config import Config, EvaluationConfig, longest_response
 from reinforce_ada_jax.data import prompts as prompts_lib
+from reinforce_ada_jax.data.problems import Problem, description
+from reinforce_ada_jax.data.rows import Columns
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -44,6 +46,13 @@ def model_folder(path: str) -> pathlib.Path:
     return pathlib.Path(path)
 
 
+def load_problems(source: str, config: Config) -> list[Problem]:
+    """Returns the problems of a source. Benchmarks may lack the columns that `data` names."""
+    data = config.data
+    columns = Columns(data.problem_column, data.answer_column, required=source == data.prompts)
+    return prompts_lib.load_problems(source, columns)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Components:
     """Parts that a configuration and a model folder determine, without the weights."""
@@ -54,9 +63,11 @@ class Components:
     mesh: Mesh
     engine: Engine
 
-    def prompts(self, source: str, config: Config) -> list[Prompt]:
-        """The tokenised prompts of a source."""
-        problems = prompts_lib.load_problems(source)
+    def prompts(self, source: str, config: Config, report: Callable[[str], None] | None = None) -> list[Prompt]:
+        """The tokenised prompts of a source; `report` gets a line on what was read."""
+        problems = load_problems(source, config)
+        if report is not None:
+            report(description(source, problems))
         data, chat = config.data, chat_from_config(config)
         return prompts_lib.tokenize(problems, self.tokenizer, data.template, data.max_prompt_tokens, chat)
 

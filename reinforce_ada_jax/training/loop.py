@@ -258,18 +258,20 @@ class Inputs:
     Attributes:
       components: model, tokenizer, mesh and engine.
       prompts: tokenised prompts of data.prompts.
+      read: one line on the columns that they were read from.
       make_evaluator: of the benchmarks; None without benchmarks.
       verifiers: the verifier processes, not started.
     """
 
     components: Components
     prompts: list[Prompt]
+    read: str
     make_evaluator: EvaluatorFn | None
     verifiers: VerifierPool
 
     def summary(self, config: Config, workdir: pathlib.Path) -> str:
         """Returns the text that a run prints before it begins."""
-        return summary.summary(config, workdir, self.components, len(self.prompts))
+        return summary.summary(config, workdir, self.components, len(self.prompts), self.read)
 
 
 def read_inputs(config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenchmarksFn) -> Inputs:
@@ -285,10 +287,11 @@ def read_inputs(config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenc
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     if not holds_checkpoint(workdir):
         huggingface.check_weights(components.folder, components.architecture)
-    prompts = components.prompts(config.data.prompts, config)
+    read: list[str] = []
+    prompts = components.prompts(config.data.prompts, config, read.append)
     next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
     make_evaluator = load_benchmarks(config, workdir, components)
-    return Inputs(components, prompts, make_evaluator, components_lib.verifier_pool(config))
+    return Inputs(components, prompts, read[0], make_evaluator, components_lib.verifier_pool(config))
 
 
 def start(

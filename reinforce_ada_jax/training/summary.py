@@ -1,7 +1,7 @@
 """Text that a command prints before it begins: model, stop tokens, mesh, memory, budget, lengths, files."""
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ def drawing(
     components: Components,
     who: str,
     counts: Mapping[str, tuple[int, int]],
+    read: Sequence[str],
     samples: int,
     sampling: SamplingConfig | EvaluationConfig,
     output: pathlib.Path,
@@ -39,6 +40,7 @@ def drawing(
       components: made of it.
       who: whose weights.
       counts: by set, problems and how many of them are still to be drawn.
+      read: a line on the columns of each source.
       samples: responses a problem.
       sampling: the section that says how.
       output: where they are kept.
@@ -50,6 +52,7 @@ def drawing(
     return "\n".join(
         [
             *_model_and_mesh(config, components, who),
+            *(f"read        {line}" for line in read),
             f"problems    {', '.join(sets)}",
             f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "
             f"{sampling.top_p:g}, up to {sampling.max_response_tokens:,} tokens",
@@ -58,7 +61,7 @@ def drawing(
     )
 
 
-def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int) -> str:
+def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int, read: str) -> str:
     """Returns the summary of a run: model, machine, budget, and where the files go."""
     architecture, options = components.architecture, components.engine.options
     collection = config.collection
@@ -83,6 +86,7 @@ def summary(config: Config, workdir: pathlib.Path, components: Components, num_p
     return "\n".join(
         [
             *_model_and_mesh(config, components, str(components.folder)),
+            f"problems    {read}",
             f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
             f"{options.slots} slots)",

@@ -7,11 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from reinforce_ada_jax.data.problems import content_id, from_columns
+from reinforce_ada_jax.data.problems import content_id
 from reinforce_ada_jax.data.prompts import load_problems
+from reinforce_ada_jax.data.rows import to_problems
 
 # As in RLHFlow's prompt sets: no id, and the verifier's answer is `gt`.
 ROWS = [{"problem": "1+1?", "gt": "2", "answer": "It is 2."}, {"problem": "2+2?", "gt": "4", "answer": "So 4."}]
+
+
+def from_columns(rows, source):
+    return to_problems(enumerate(rows, start=1), source)
 
 
 @pytest.fixture
@@ -76,7 +81,8 @@ def test_ids_that_a_merged_set_repeats():
 def test_columns():
     (problem,) = from_columns([{"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}], "set")
     columns = {"id": 7, "question": "q", "answer": "So\n#### 1,234", "pass_rate": 0.25}
-    assert problem == {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25, "columns": columns}
+    read = {"id": "7", "problem": "q", "answer": "1234", "pass_rate": 0.25}
+    assert problem == read | {"columns": columns, "origin": problem["origin"]}
     # A comma in an answer that isn't GSM8K's is part of it.
     assert from_columns([{"problem": "q", "answer": "(1, 2)"}], "set")[0]["answer"] == "(1, 2)"
 
@@ -85,9 +91,12 @@ def test_columns():
     ("rows", "message"),
     [
         ([], "set is empty: it needs at least one row"),
-        ([{"problem": "q"}], "set, row 1: none of the columns gt, short_answer, answer among"),
-        ([{"text": "q", "answer": "1"}], "set, row 1: none of the columns problem, question"),
-        ([{"problem": "q", "answer": 3}], "set, row 1: answer is 3; it must be a string"),
+        (
+            [{"problem": "q"}],
+            "set, row 1: no answer: none of reward_model.ground_truth, gt, ground_truth, short_answer",
+        ),
+        ([{"text": "q", "answer": "1"}], "set, row 1: no problem: none of problem, question"),
+        ([{"problem": "q", "answer": {"a": 1}}], "set, row 1: answer is {'a': 1}; an answer must be a text"),
         ([{"id": name, "problem": "q", "answer": "3"} for name in (1, 1, "1-2")], "set, rows 2 and 3"),
     ],
 )

@@ -38,9 +38,11 @@ def test_a_file(tmp_path):
     )
     first, second = load_problems(source)
     row = GOOD | {"source": "elsewhere", "level": 5, "subject": None, "type": "", "note": "x"}
-    assert first == GOOD | {"labels": {"level": "5", "source": "elsewhere"}, "columns": row}
+    origin = first["origin"]
+    assert first == GOOD | {"labels": {"level": "5", "source": "elsewhere"}, "columns": row, "origin": origin}
     row = {"id": "b", "problem": "½\u2028?", "answer": "0", "pass_rate": 0}
-    assert second == row | {"columns": row}
+    assert second == row | {"columns": row, "origin": origin}
+    assert (origin.place, second["origin"].place) == (f"{source}, line 1", f"{source}, line 3")
 
 
 @pytest.mark.parametrize(
@@ -48,9 +50,18 @@ def test_a_file(tmp_path):
     [
         ([GOOD, "{"], "line 2: not valid JSON"),
         ([GOOD, "", "[]"], "line 3: a list"),
-        ([{"id": "a", "problem": "1"}], r"line 1: no 'answer' among \['id', 'problem'\]"),
-        ([GOOD | {"answer": 2}], "line 1: answer is 2; it must be a string"),
-        ([GOOD | {"answer": None}], "line 1: answer is None; it must be a string"),
+        ([GOOD, "null"], "line 2: a NoneType"),
+        ([{"id": "a", "problem": "1"}], r"line 1: no answer: none of .* columns id, problem.*data.answer_column=NAME"),
+        (
+            [{"id": "a", "text": "1", "answer": "2"}],
+            r"no problem: none of .* answer, id, text.*data.problem_column=NAME",
+        ),
+        ([GOOD | {"answer": True}], "line 1: answer is True; an answer must be a text or a number"),
+        ([GOOD | {"answer": ["2"]}], r"line 1: answer is \['2'\]; an answer must be a text or a number"),
+        ([GOOD | {"answer": None}], "line 1: no answer"),
+        ([GOOD | {"problem": 5}], "line 1: problem is 5; it must be a text, or a list of messages"),
+        ([GOOD | {"id": 1.5}], "line 1: id is 1.5; it must be a text or a whole number"),
+        ([GOOD | {"id": ""}], "line 1: id has 0 characters"),
         ([GOOD, GOOD | {"id": "b", "answer": " "}], "line 2: answer is empty"),
         ([GOOD | {"problem": ""}], "line 1: problem is empty"),
         ([GOOD | {"pass_rate": 1.5}], r"line 1: pass_rate is 1.5; it must be a number in \[0, 1\]"),

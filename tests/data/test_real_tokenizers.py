@@ -9,7 +9,7 @@ import pytest
 import tiktoken
 
 from reinforce_ada_jax.data import vocabularies
-from reinforce_ada_jax.data.problems import read_jsonl
+from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.serving.tokenizer import TextStream
@@ -116,12 +116,12 @@ def test_llama3_is_tiktoken(load):
     assert [special[token] for token in ("<|begin_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>")] == [
         128_000, 128_008, 128_009, 128_010,
     ]  # fmt: skip
-    for problem in read_jsonl(shared.FOLDER / "benchmarks" / "olympiadbench.jsonl"):
+    for problem in read_file(shared.FOLDER / "benchmarks" / "olympiadbench.jsonl"):
         text = problem["problem"]
         assert ours.encode(text, add_special_tokens=False).tolist() == theirs.encode(text), text
 
 
 def test_qwen_from_either_files_is_the_same(load):
     one, other = load("qwen2.5-math"), load("qwen2.5-math-byte-pairs")
-    for problem in read_jsonl(shared.FOLDER / "benchmarks" / "minerva_math.jsonl"):
+    for problem in read_file(shared.FOLDER / "benchmarks" / "minerva_math.jsonl"):
         np.testing.assert_array_equal(one.encode(problem["problem"]), other.encode(problem["problem"]))

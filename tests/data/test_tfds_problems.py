@@ -30,8 +30,11 @@ def write(file, rows):
 
 
 def load(source):
-    """The problems of a source without their columns, which TFDS files of `prepare` do not keep."""
-    return [{name: value for name, value in row.items() if name != "columns"} for row in load_problems(source)]
+    """The problems of a source without columns and origin, which TFDS files of `prepare` do not keep."""
+    return [
+        {name: value for name, value in row.items() if name not in ("columns", "origin")}
+        for row in load_problems(source)
+    ]
 
 
 def test_without_the_package(monkeypatch):

@@ -125,8 +125,7 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
         ({"prompt": [{"role": "user"}]}, r"line 1: {'role': 'user'} in prompt is no message.*role and content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "is no message"),
         ({"prompt": ["Hello"]}, "'Hello' in prompt is no message"),
-        ({"reward_model": {"ground_truth": 3}}, "line 1: answer is 3; it must be a string"),
-        ({"reward_model": None, "answer": None}, "line 1: answer is None; it must be a string"),
+        ({"reward_model": None, "gt": None, "answer": None}, "line 1: no answer: none of reward_model.ground_truth"),
     ],
 )
 def test_rows_that_are_none(tmp_path, changes, message):

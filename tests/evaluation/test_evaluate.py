@@ -197,7 +197,7 @@ def bad_files(folder):
     [
         ("malformed", "malformed.jsonl, line 2: not valid JSON"),
         ("twice", "twice.jsonl, lines 1 and 2: both have id 'heldout-0000'"),
-        ("unanswered", "unanswered.jsonl, line 1: no 'answer' among"),
+        ("unanswered", "unanswered.jsonl, line 1: no answer: none of"),
         ("empty", "empty.jsonl is empty"),
         ("long", "1 prompts have 31 to 31 tokens, limit 8: raise data.max_prompt_tokens"),
     ],

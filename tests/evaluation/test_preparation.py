@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.data.problems import Problem, from_columns
+from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import preparation
 from reinforce_ada_jax.evaluation.preparation import Band
@@ -76,15 +76,16 @@ def test_a_line_keeps_labels_and_messages(tmp_path):
     problem: Problem = {"id": "a", "problem": "é?", "answer": "1", "labels": {"level": "2"}, "prompt": messages}
     (tmp_path / "chosen.jsonl").write_text(preparation.prompt_line(problem, 0.25))
     (again,) = load_problems(str(tmp_path / "chosen.jsonl"))
-    assert again.pop("columns")["level"] == "2"
+    assert again.pop("columns")["level"] == "2" and again.pop("origin")
     assert again == problem | {"pass_rate": 0.25}
 
 
 def test_a_line_keeps_the_columns_of_its_row(tmp_path):
     row = {"question": "1+1?", "answer": "It is two.\n#### 2", "data_source": "made/up", "extra_info": {"split": "a"}}
-    (problem,) = from_columns([row], "set")
+    (tmp_path / "some.jsonl").write_text(json.dumps(row))
+    (problem,) = load_problems(str(tmp_path / "some.jsonl"))
     (tmp_path / "chosen.jsonl").write_text(preparation.prompt_line(problem, 0.25))
-    (again,) = from_columns([json.loads((tmp_path / "chosen.jsonl").read_text())], "file")
+    (again,) = load_problems(str(tmp_path / "chosen.jsonl"))
     assert (again["id"], again["problem"], again["answer"]) == (problem["id"], "1+1?", "2")
     # A reward reads the same columns before and after `prepare`.
     assert row.items() <= again["columns"].items()

@@ -88,6 +88,8 @@ def test_what_is_written(tmp_path, monkeypatch, capsys):
     assert "stops on 2 '<eos>'" in shown and f"kept {counts['kept']}" in shown and "\n    0.250 *" in shown
     # What training reads: the problems in their order, with the pass rate and the label.
     chosen = load_problems(str(output))
+    for problem in chosen:
+        assert problem.pop("origin") and problem.pop("columns").keys() == {*problem, "level"} - {"labels"}
     stored = [json.loads(line) for line in (tmp_path / "prompts.draws" / "responses.jsonl").read_text().splitlines()]
     right = {problem["id"]: 0 for problem in problems}
     for row in stored:
@@ -131,7 +133,7 @@ def test_rewards_that_fail_leave_their_prompts_out(tmp_path):
     [
         ("malformed", "malformed.jsonl, line 2: not valid JSON"),
         ("twice", "twice.jsonl, lines 1 and 2: both have id 'heldout-0000'"),
-        ("unanswered", "unanswered.jsonl, line 1: no 'answer' among"),
+        ("unanswered", "unanswered.jsonl, line 1: no answer: none of"),
         ("empty", "empty.jsonl is empty"),
         ("long", "none of 1 prompts has at most 8 tokens: raise data.max_prompt_tokens"),
         ("none", "no file"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import transformers
 
-from reinforce_ada_jax.data.problems import read_jsonl
+from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.templates import Chat, render_chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from tests.data import shared
@@ -45,7 +45,7 @@ def pair(request, tmp_path_factory):
 @pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 def test_prompts(pair, chat):
     ours, theirs = pair
-    olympiad = read_jsonl(shared.FOLDER / "benchmarks" / "olympiadbench.jsonl")[::45]
+    olympiad = read_file(shared.FOLDER / "benchmarks" / "olympiadbench.jsonl")[::45]
     for problem in (*PROBLEMS, *(row["problem"] for row in olympiad)):
         options = dict(add_generation_prompt=True, date_string=chat.date.strftime("%d %b %Y"))
         messages = chat.messages(problem)

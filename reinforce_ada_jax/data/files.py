@@ -1,0 +1,114 @@
+"""Rows of files: JSONL, JSONL packed by gzip, and Parquet. The first bytes of a file decide which of them it is."""
+
+import contextlib
+import gzip
+import io
+import json
+import pathlib
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
+
+# A row is parsed as a whole. 16 MiB hold a problem with hundreds of test cases, and are parsed in less than 1 GB.
+MAX_LINE_BYTES = 16 * 2**20
+MAX_DEPTH = 64
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+
+
+def _check_depth(value: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} objects and lists inside each other")
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_depth(each, depth + 1)
+
+
+def _parse(line: bytes, where: str) -> Any:
+    """Returns the value of a line; ValueError where it is not JSON, nested too deeply, or has text that is no text."""
+    try:
+        value = json.loads(line)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
+            _check_depth(value)
+        if b"\\u" in line:  # half of a surrogate pair can't be written to any file
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: half of a surrogate pair, {error.object[error.start]!r}, which is no character. Remove it."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: not valid JSON ({error}). One object a line, with a problem and an answer."
+        ) from error
+    return value
+
+
+def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
+    """Yields (number, value) of each line that is not blank."""
+    number = 0
+    try:
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            where = f"{name}, line {number}"
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{where}: more than {MAX_LINE_BYTES:,} bytes. One problem a line; leave out what is no text."
+                )
+            if number == 1 and line.strip() == b"[":
+                raise ValueError(f"{name} is one JSON array. Write one object a line: jq -c '.[]' {name} > new.jsonl")
+            if line.strip():
+                yield number, _parse(line, where)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{name}, after line {number}: not valid gzip ({error}). Copy the file again.") from error
+
+
+def json_values(value: Any) -> Any:
+    """Returns a value of Parquet or `datasets` as JSON has it: dates and decimals as text, bytes and NaN as None."""
+    if isinstance(value, Mapping):
+        return {str(name): json_values(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(each) for each in value]
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    return None if isinstance(value, bytes) else str(value)
+
+
+def _parquet_rows(file: pathlib.Path) -> Iterator[Any]:
+    try:
+        from pyarrow import parquet  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
+    except ImportError as error:
+        raise ValueError(
+            f"{file} is Parquet, which needs pyarrow ({error}): pip install '.[hub]', or write the rows to a "
+            "JSONL file."
+        ) from error
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1024):
+            yield from map(json_values, batch.to_pylist())
+    except (ValueError, OSError) as error:  # pyarrow's errors are both
+        raise ValueError(f"{file} can't be read as Parquet ({error!s:.200}). Write it again.") from error
+
+
+def read_file(file: str | pathlib.Path, columns: Columns = BY_RULES) -> list[Problem]:
+    """Returns the problems of a JSONL or Parquet file, in its order. Blank lines of JSONL are ignored.
+
+    Raises:
+      ValueError: there is no such file, or a line is no problem; the message names the line.
+    """
+    file = pathlib.Path(file)
+    if not file.is_file():
+        raise ValueError(
+            f"There is no file {file}: name a JSONL or Parquet file, a folder that `datasets` reads, hf:NAME for a "
+            "data set of the hub, or cipher:train for the built-in task."
+        )
+    with contextlib.ExitStack() as stack:
+        raw = stack.enter_context(file.open("rb"))
+        magic = raw.read(4)
+        if magic == _PARQUET:
+            return to_problems(enumerate(_parquet_rows(file), start=1), str(file), columns)
+        raw.seek(0)
+        stream = stack.enter_context(gzip.open(raw)) if magic.startswith(_GZIP) else raw
+        return to_problems(_lines(stream, str(file)), str(file), columns, unit="line", unique_ids=True)

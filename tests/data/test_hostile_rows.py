@@ -1,0 +1,95 @@
+"""Files that are damaged or made to harm: one message with the line, in bounded time and memory."""
+
+import gzip
+import json
+
+import pytest
+
+from reinforce_ada_jax.data import cipher, prompts
+from reinforce_ada_jax.data.files import MAX_LINE_BYTES
+from reinforce_ada_jax.data.prompts import load_problems, tokenize
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+
+GOOD = {"id": "a", "problem": "АБ=", "answer": "xy"}
+LONG = "x" * 5_000_000
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    cipher.write_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+def write(folder, *rows):
+    file = folder / "bad.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (GOOD | {"id": "b", "problem": "\ud800"}, r"half of a surrogate pair, '\\ud800'"),
+        (GOOD | {"id": "b", "note": ["\udc00"]}, r"half of a surrogate pair, '\\udc00'"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"id": "b", "problem": "p", "answer": "q", "note": ' + "[" * 500 + "]" * 500 + "}", "more than 64 objects"),
+        ('{"id": ' + "9" * 5000 + "}", "not valid JSON"),
+        (GOOD | {"id": LONG}, r"id has 5,000,000 characters; it must have 1 to 1,024"),
+        (GOOD | {"id": "b", "answer": [LONG] * 2}, r"answer is \['xxx"),
+        (GOOD | {"id": "b", "problem": {LONG: LONG}}, r"problem is {'xxx"),
+        (GOOD | {"id": "b", "pass_rate": LONG}, r"pass_rate is 'xxx"),
+        (GOOD | {"id": "b", "prompt": [{"role": "user", "content": [LONG]}]}, r"in prompt is no message"),
+        ({f"{LONG}{index}"[-100_000:]: 1 for index in range(50)}, r"no problem: none of .*, \.\.\.\. Name the column"),
+        ({"answer": "1", LONG: "1"}, r"no problem: none of"),
+    ],
+)
+def test_one_short_message_with_the_line(tmp_path, row, message):
+    with pytest.raises(ValueError, match=f"bad.jsonl, line 2: .*{message}") as error:
+        load_problems(write(tmp_path, GOOD, row))
+    assert len(str(error.value)) < 2500 and "\n" not in str(error.value)
+
+
+def test_a_line_is_not_read_whole(tmp_path):
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 1: more than 16,777,216 bytes"):
+        load_problems(write(tmp_path, " " * MAX_LINE_BYTES + "{}"))
+    # 16 KB of gzip that would be 16 MB of blanks.
+    packed = tmp_path / "bomb.jsonl.gz"
+    packed.write_bytes(gzip.compress(b" " * (MAX_LINE_BYTES + 1)))
+    with pytest.raises(ValueError, match=r"bomb.jsonl.gz, line 1: more than 16,777,216 bytes"):
+        load_problems(str(packed))
+
+
+def test_a_damaged_archive(tmp_path):
+    lines = "".join(json.dumps(GOOD | {"id": str(index)}) + "\n" for index in range(100)).encode()
+    packed = gzip.compress(lines)
+    for name, content in (("cut", packed[:-20]), ("flipped", packed[:-6] + b"\0\0" + packed[-4:])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}, after line \d+: not valid gzip .*Copy the file again"):
+            load_problems(str(tmp_path / name))
+
+
+def test_an_array_is_no_file_of_lines(tmp_path):
+    with pytest.raises(ValueError, match=r"is one JSON array.*jq -c '\.\[\]'"):
+        load_problems(write(tmp_path, json.dumps([GOOD], indent=1)))
+
+
+def test_a_character_that_the_tokenizer_lacks(tmp_path, tokenizer):
+    problems = load_problems(write(tmp_path, GOOD, "", GOOD | {"id": "b", "problem": "1 + 1 = ?"}))
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 3: the tokenizer of .* can't encode '1 \+ 1 = \?'"):
+        tokenize(problems, tokenizer, "plain", 100)
+
+
+def test_a_long_text_is_not_tokenised(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(prompts, "UNCHECKED_CHARACTERS", 1000)
+    # The tokenizer lacks "~": an attempt would be another error.
+    long = GOOD | {"id": "b", "problem": "~" * 3201}
+    problems = load_problems(write(tmp_path, GOOD | {"problem": "А" * 150}, long))
+    with pytest.raises(ValueError) as error:
+        tokenize(problems, tokenizer, "plain", 100)
+    assert "1 prompts have 151 to 151 tokens and 1 prompts have up to 3,201 characters, limit 100" in str(error.value)
+    assert "bad.jsonl, line 1. Their ids: a, b." in str(error.value)
+    # Messages are counted as a whole.
+    chat = GOOD | {"prompt": [{"role": "system", "content": "~" * 3195}, {"role": "user", "content": "АБ=АБ="}]}
+    with pytest.raises(ValueError, match="1 prompts have up to 3,201 characters"):
+        tokenize(load_problems(write(tmp_path, chat)), tokenizer, "chat", 100)
