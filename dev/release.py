@@ -93,7 +93,7 @@ def build(work: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     with tarfile.open(archive) as opened:
         opened.extractall(work / "unpacked", filter="data")
         held = {name.partition("/")[2] for name in opened.getnames()} - {"PKG-INFO"}
-    committed = set(run("git", "ls-files").splitlines())
+    committed = set(run("git", "ls-files", "-z").rstrip("\0").split("\0"))
     require(held == committed, f"the source archive differs from the commit in {sorted(held ^ committed)[:10]}")
     wheel = built(two, "wheel", work / "first")
     (unpacked,) = (work / "unpacked").iterdir()
