@@ -13,6 +13,7 @@ import contextlib
 import pathlib
 import sys
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -27,13 +28,21 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Config | ConfigDict, workdir: str | pathlib.Path, *, quiet: bool = True
+    config: Config | ConfigDict,
+    workdir: str | pathlib.Path,
+    *,
+    reward: Callable[..., Any] | None = None,
+    quiet: bool = True,
 ) -> "reinforce_ada_jax.training.trained.TrainedRun":
     """Trains as configured, or resumes the run in `workdir`; the function of the command, for notebooks.
 
     Args:
       config: settings, such as `get_config()` of a file in configs/, or `defaults()` with some of them changed.
       workdir: folder of the run's files; made if there is none.
+      reward: (response, answer) -> number, bool or Verdict, such as a function of a notebook, or with another signature
+        that `reward.path` takes. It replaces `reward.kind`, too. This process calls it, so `reward.workers`
+        and `reward.time_limit_s` do not apply: a call that never returns stops the run. A resumed run must be given a
+        function with the same source.
       quiet: show no progress.
 
     Returns:
@@ -55,7 +64,7 @@ def train(
     if processes.count() > 1:
         raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
-        run, state = loop.start(config, pathlib.Path(workdir), make_evaluator_fn, stack, quiet=quiet)
+        run, state = loop.start(config, pathlib.Path(workdir), make_evaluator_fn, stack, reward=reward, quiet=quiet)
         outcome = loop.run_to_end(run, state)
         if outcome.ending is loop.Ending.STOPPED:
             raise TrainingStopped(outcome.message)

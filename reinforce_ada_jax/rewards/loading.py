@@ -8,6 +8,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable, Iterable
@@ -102,6 +103,14 @@ def files_hash(path: str) -> str:
     """Returns a hash of the files in `reward.path`, "" for none: a function that was edited is another one."""
     texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference in split(path)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else ""
+
+
+def source_text(grade_fn: GradeFn) -> str:
+    """Returns the source of a function, by which a resumed run knows it again; its name where Python has no source."""
+    try:
+        return inspect.getsource(grade_fn)
+    except (OSError, TypeError):  # typed at the prompt of `python`, written in C, or a callable object
+        return getattr(grade_fn, "__qualname__", type(grade_fn).__qualname__)
 
 
 def load(reference: str) -> RewardFn:

@@ -28,6 +28,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva, reference, reference_minerva
+from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
@@ -165,13 +166,14 @@ def check_graders(config: Config, sources: Sequence[str]) -> None:
             )
 
 
-def verifier_pool(config: Config) -> VerifierPool:
+def verifier_pool(config: Config, grade_fn: GradeFn | None = None) -> VerifierPool:
     """The verifier processes of a run; a context manager.
 
     They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
+    With `grade_fn`, which no worker could import, this process grades instead, without a time limit.
 
     Raises:
-      ValueError: `reward.path` names no function of a Python file, or a worker can't load it.
+      ValueError: `reward.path` names no function of a Python file, a worker can't load it, or there is `grade_fn` too.
     """
     kinds = {
         "cipher": cipher.grade,
@@ -184,6 +186,12 @@ def verifier_pool(config: Config) -> VerifierPool:
     }
     reward = config.reward
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
+    if grade_fn is not None:
+        if reward.path:
+            raise ValueError(
+                f"reward.path is {reward.path!r}, and a reward function is given as well: use one of them."
+            )
+        return VerifierPool(grade_fn, 0, reward.time_limit_s, others)
     pool = VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)
     if reward.path:
         pool.check()  # what is wrong with a user's file shows before weights are read

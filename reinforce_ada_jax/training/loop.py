@@ -28,6 +28,7 @@ from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter
+from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
@@ -274,8 +275,12 @@ class Inputs:
         return summary.summary(config, workdir, self.components, len(self.prompts), self.read)
 
 
-def read_inputs(config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenchmarksFn) -> Inputs:
+def read_inputs(
+    config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenchmarksFn, reward: GradeFn | None = None
+) -> Inputs:
     """Reads and checks all input of a run; of the weights, names and shapes. Writes and compiles nothing.
+
+    `reward` grades instead of the configured reward, in this process.
 
     Raises:
       ValueError: the user must change the configuration, a file or the work directory.
@@ -291,7 +296,7 @@ def read_inputs(config: Config, workdir: pathlib.Path, load_benchmarks: LoadBenc
     prompts = components.prompts(config.data.prompts, config, read.append)
     next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
     make_evaluator = load_benchmarks(config, workdir, components)
-    return Inputs(components, prompts, read[0], make_evaluator, components_lib.verifier_pool(config))
+    return Inputs(components, prompts, read[0], make_evaluator, components_lib.verifier_pool(config, reward))
 
 
 def start(
@@ -300,14 +305,17 @@ def start(
     load_benchmarks: LoadBenchmarksFn,
     stack: contextlib.ExitStack,
     *,
+    reward: GradeFn | None = None,
     quiet: bool = False,
 ) -> tuple[Run, RunState]:
     """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files.
 
+    `reward` grades instead of the configured reward, in this process.
+
     Raises:
       ValueError: the user must change the configuration, a file or the work directory.
     """
-    inputs = read_inputs(config, workdir, load_benchmarks)
+    inputs = read_inputs(config, workdir, load_benchmarks, reward)
     components, prompts, verifiers = inputs.components, inputs.prompts, inputs.verifiers
     silent = quiet or not processes.is_writer()
     keep_programs(config.logging.compilation_cache)
@@ -319,7 +327,7 @@ def start(
     write_config(config, workdir)
     compiles = CompileCounter()
     trainer = make_trainer(config, workdir, components, prompts, params)
-    checkpoints, identity, state = begin_or_resume(trainer, params, stack)
+    checkpoints, identity, state = begin_or_resume(trainer, params, stack, reward)
     evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
     interrupt = stack.enter_context(Interrupt())
     writer = None
@@ -342,11 +350,11 @@ def start(
 
 
 def begin_or_resume(
-    trainer: Trainer, params: Params | None, stack: contextlib.ExitStack
+    trainer: Trainer, params: Params | None, stack: contextlib.ExitStack, reward: GradeFn | None = None
 ) -> tuple[Checkpoints, dict[str, Any], RunState]:
     """Returns checkpoints, identity and state: that of the newest checkpoint, else one that begins with `params`."""
     config, components, learner = trainer.config, trainer.components, trainer.learner
-    identity = resume.identity(config, components, trainer.prompts)
+    identity = resume.identity(config, components, trainer.prompts, reward)
     kept = config.checkpoint
     checkpoints = Checkpoints(
         trainer.workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every,

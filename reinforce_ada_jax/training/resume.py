@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from reinforce_ada_jax.config import Config, resume
-from reinforce_ada_jax.data.problems import problems_hash
+from reinforce_ada_jax.data.problems import json_hash, problems_hash
 from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.rewards import loading
+from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt
 
 
-def identity(config: Config, components: Components, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Returns, as JSON, the architecture and fingerprints of the configuration, the prompts and the frozen weights.
+def identity(
+    config: Config, components: Components, prompts: Sequence[Prompt], reward: GradeFn | None = None
+) -> dict[str, Any]:
+    """Returns, as JSON, the architecture and fingerprints of configuration, prompts, reward and frozen weights.
 
-    These are the base under adapters ("base"), or the reference of the KL term ("reference"); otherwise None.
+    The frozen weights are the base under adapters ("base"), or the reference of the KL term ("reference"); otherwise
+    None. `reward` is a function that `train` was given; None if the configuration names the reward.
     """
     weights = None
     if config.lora.rank or config.learning.kl_coefficient:
@@ -25,6 +30,7 @@ def identity(config: Config, components: Components, prompts: Sequence[Prompt]) 
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
+        "reward": None if reward is None else json_hash(loading.source_text(reward)),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
@@ -48,11 +54,15 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
         )
     if ours["base"] is not None:
         adapter_files.check_base(folder, saved["base"])
-    for part, what in {"prompts": "prompts of data.prompts", "reference": "weights of model.path"}.items():
+    parts = {
+        "prompts": "prompts of data.prompts are not those",
+        "reference": "weights of model.path are not those",
+        "reward": "reward function (train(..., reward=)) is not the one",
+    }
+    for part, differs in parts.items():
         if ours[part] != saved[part]:
             raise ValueError(
-                f"the {what} are not those that the run in {workdir} began with. Restore them, or choose another "
-                "--workdir."
+                f"the {differs} that the run in {workdir} began with. Use the same again, or choose another --workdir."
             )
     if ours["config"] != saved["config"]:
         raise ValueError(

@@ -209,3 +209,28 @@ def test_training_from_a_notebook(tmp_path):
     assert huggingface.load(tmp_path / "model")[0] == done.architecture
     with pytest.raises(ValueError, match="data.prompts"):
         train.train(config_lib.replaced(config, {"data.prompts": ""}), tmp_path / "other")
+
+
+def test_training_with_a_function_of_the_notebook(tmp_path):
+    settings = {"iterations": 1, "evaluation.every": 0, "logging.tensorboard": False, "learning.prompts_per_update": 4}
+    config = tiny(**settings | {"collection.prompts_per_iteration": 4, "sampling.slots": 32})
+    given = []
+
+    def letters(response, answer):  # local, so that no worker could import it
+        given.append(sum(map(str.__eq__, response, answer)) / len(answer))
+        return given[-1]
+
+    def other(response, answer):
+        return response == answer
+
+    done = train.train(config, tmp_path / "run", reward=letters)
+    assert 0 < sum(given) < len(given) == done.metrics[0]["collection/responses"]
+    assert done.metrics[0]["reward/pool"] not in (0.0, 1.0)
+    assert restored(tmp_path / "run")[1]["reward"] is not None
+    for reward in (other, None):
+        with pytest.raises(ValueError, match="the reward function .* is not the one that the run in .* began with"):
+            train.train(config, tmp_path / "run", reward=reward)
+    with pytest.raises(ValueError, match=r"reward.path is 'mine.py:grade', and a reward function is given as well"):
+        train.train(
+            config_lib.replaced(config, {"reward.path": "mine.py:grade", "reward.workers": 1}), tmp_path, reward=other
+        )

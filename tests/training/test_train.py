@@ -361,10 +361,15 @@ def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):
 
 
 def test_what_a_run_must_find_as_it_was(tmp_path):
-    ours = {"architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b"}
+    ours = {"architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b", "reward": None}
     resume.check(tmp_path, tmp_path, ours, ours | {"iteration": 3})
-    for part, said in {"prompts": "prompts of data.prompts", "reference": "weights of model.path"}.items():
-        with pytest.raises(ValueError, match=f"the {said} are not those that the run in .* began with"):
+    parts = {
+        "prompts": "prompts of data.prompts are not those",
+        "reference": "weights of model.path are not those",
+        "reward": "reward function .* is not the one",
+    }
+    for part, differs in parts.items():
+        with pytest.raises(ValueError, match=f"the {differs} that the run in .* began with"):
             resume.check(tmp_path, tmp_path, ours, ours | {part: "c"})
     with pytest.raises(ValueError, match="another model than .*: num_layers 3, now 2"):
         resume.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
