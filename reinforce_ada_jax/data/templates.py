@@ -20,12 +20,10 @@ import jinja2
 from jinja2 import exceptions, ext, nodes, sandbox, utils, visitor
 
 from reinforce_ada_jax.config import DAY, INSTRUCTION, SYSTEM, Config
+from reinforce_ada_jax.files import model_files
 
 # Llama's templates print a date: with today's, a run would depend on more than its seed. This is their default.
 DATE = datetime.date.fromisoformat(DAY)
-# The JSON files of models have a few MB at most, tokenizer.json a few dozen.
-MAX_JSON_BYTES = 64 * 2**20
-_REMEDY = "copy it from the model's folder again."
 # Limits of a template and one rendering: the longest published template has 10,000 characters, and one iteration per
 # message.
 MAX_SOURCE, MAX_ITERATIONS, MAX_SIZE, MAX_SECONDS = 10**6, 10**5, 10**6, 10.0
@@ -58,35 +56,13 @@ def chat_from_config(config: Config) -> Chat:
     return Chat(config.data.system, config.data.instruction, datetime.date.fromisoformat(config.data.date))
 
 
-def _check_size(file: pathlib.Path) -> None:
-    if (size := file.stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(f"{file} has {size:,} bytes, more than {MAX_JSON_BYTES:,}: {_REMEDY}")
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """Returns the object in a JSON file, {} when there is no such file; ValueError for any other content."""
-    if not file.exists():
-        return {}
-    _check_size(file)
-    try:
-        value = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:  # nesting too deep for the decoder
-        raise ValueError(f"{file} is not valid JSON ({error}): {_REMEDY}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}, not an object: {_REMEDY}")
-    return value
-
-
 def read_template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:
     """Returns the folder's chat template or None; chat_template.jinja precedes the others, as in transformers."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        _check_size(file)
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not text ({error}): {_REMEDY}") from error
-    template = read_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    text = model_files.read_text(folder / "chat_template.jinja")
+    if text is not None:
+        return text
+    named_file = model_files.read_json(folder / "chat_template.json") or {}
+    template = named_file.get("chat_template", config.get("chat_template"))
     if isinstance(template, list) and all(isinstance(entry, dict) and "name" in entry for entry in template):
         named = {str(entry["name"]): entry.get("template") for entry in template}
         template = named.get("default")

@@ -14,8 +14,9 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from reinforce_ada_jax.data.templates import DATE, Chat, read_json, read_template, render_chat
+from reinforce_ada_jax.data.templates import DATE, Chat, read_template, render_chat
 from reinforce_ada_jax.data.vocabularies import SentencePieceVocabulary, read_vocabulary, token_text, vocabulary_file
+from reinforce_ada_jax.files import model_files
 
 # A base model prompted in ChatML tends to end on <|im_end|>, which its files do not name as an end.
 CHATML_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
@@ -34,7 +35,7 @@ def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, s
     """Returns every id that ends a response, sorted: those that the folder's files name, and those of ChatML."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id")
+        eos = (model_files.read_json(folder / name) or {}).get("eos_token_id")
         if eos is not None:
             named = eos if isinstance(eos, list) else [eos]
             if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in named):
@@ -83,12 +84,12 @@ class Tokenizer:
         """Returns the tokenizer of a Hugging Face folder; ValueError when a file is missing or can't be read."""
         folder = pathlib.Path(folder)
         vocabulary_file(folder)  # first: a folder without a vocabulary is not a model's
-        if not (folder / "tokenizer_config.json").is_file():
+        config = model_files.read_json(folder / "tokenizer_config.json")
+        if config is None:
             raise ValueError(
                 f"{folder / 'tokenizer_config.json'} is missing: it holds the special tokens and the chat template. "
                 "Copy it from the model's folder."
             )
-        config = read_json(folder / "tokenizer_config.json")
         vocabulary = read_vocabulary(folder, config)
         if isinstance(vocabulary, tokenizers.Tokenizer):
             # A file may have a length limit or padding from its training; a prompt is never cut.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from reinforce_ada_jax.data.templates import read_json
+from reinforce_ada_jax.files import model_files
 
 # Patterns that split text before bytes are merged, by the class in tokenizer_config.json.
 QWEN2_SPLIT = (
@@ -136,10 +136,8 @@ def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[to
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
     if not entries:  # older folders: all of them special
-        file = folder / "added_tokens.json"
-        entries = {
-            index: {"content": token, "special": True, "normalized": False} for token, index in read_json(file).items()
-        }
+        added = model_files.read_json(folder / "added_tokens.json") or {}
+        entries = {index: {"content": token, "special": True, "normalized": False} for token, index in added.items()}
     ids = sorted(entries)
     tokens = [
         tokenizers.AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
@@ -226,6 +224,8 @@ def _byte_letters() -> list[str]:
     return [chr(byte if byte in printing else next(others)) for byte in range(256)]
 
 
+# All splits of a token are tried. The longest one of Llama 3 has 128 bytes.
+MAX_RANK_BYTES = 2048
 _RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
 
 
@@ -237,6 +237,8 @@ def _ranks(file: pathlib.Path) -> dict[bytes, int]:
             continue
         try:
             token, rank = line.split()
+            if len(token) > MAX_RANK_BYTES:
+                raise ValueError(f"a token of {len(token):,} characters in base64")
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: not a base64 token and rank ({error}). Copy it again.") from error
@@ -276,11 +278,11 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
 
 def vocabulary_file(folder: pathlib.Path) -> pathlib.Path:
     """Returns the first of tokenizer.json, vocab.json (with merges.txt) and tokenizer.model; ValueError for none."""
-    if (folder / "tokenizer.json").is_file():
+    if model_files.is_present(folder / "tokenizer.json"):
         return folder / "tokenizer.json"
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    if model_files.is_present(folder / "vocab.json") and model_files.is_present(folder / "merges.txt"):
         return folder / "vocab.json"
-    if (folder / "tokenizer.model").is_file():
+    if model_files.is_present(folder / "tokenizer.model"):
         return folder / "tokenizer.model"
     raise ValueError(
         f"{folder / 'tokenizer.json'} is missing: it has the vocabulary and the rules that split text into tokens. "

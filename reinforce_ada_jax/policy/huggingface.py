@@ -17,6 +17,7 @@ import safetensors
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from reinforce_ada_jax.files import model_files
 from reinforce_ada_jax.policy import transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 
@@ -257,7 +258,7 @@ def _check_params(architecture: Architecture, weights: dict[str, jax.Array]) -> 
 
 
 def _check_tokenizer(folder: pathlib.Path) -> None:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any(model_files.is_present(folder / name) for name in TOKENIZER_FILES):
         raise ValueError(
             f"{folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])}, ...): name the folder of the "
             "model that training began from."
@@ -267,7 +268,7 @@ def _check_tokenizer(folder: pathlib.Path) -> None:
 def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
     # The base model's generation_config.json replaces ours: it may list more stop tokens than config.json does.
     for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if (source / name).is_file():
+        if model_files.is_present(source / name):
             shutil.copyfile(source / name, folder / name)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from reinforce_ada_jax.files import model_files
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -23,8 +25,8 @@ DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
                "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C64": 8,
                "F64": 8, "I64": 8, "U64": 8, "F4": None, "F6_E2M3": None, "F6_E3M2": None}  # fmt: skip
-# The library's own limit for a header. A JSON file of a model is at most a few MB (the index of a thousand layers).
-MAX_HEADER_BYTES, MAX_JSON_BYTES = 100_000_000, 64 * 2**20
+# The library's own limit for a header.
+MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +39,10 @@ class Header:
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-      ValueError: it isn't there, isn't JSON, isn't an object, or is of a size or depth that no model's file has.
-    """
-    if not file.is_file():
+    """Returns the object in a JSON file; ValueError if there is no such file, or as `model_files.read_json` raises."""
+    value = model_files.read_json(file)
+    if value is None:
         raise ValueError(f"{file} is missing: name a folder as Hugging Face's save_pretrained writes it.")
-    if file.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size:,} bytes, more than {MAX_JSON_BYTES:,}: fetch it again.")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(f"{file} is nested too deeply for a model's file: fetch it again.") from error
-    except ValueError as error:  # of the decoder, and of text that isn't UTF-8
-        raise ValueError(f"{file} is not JSON ({error}): fetch or write it again.") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} holds a {type(value).__name__}, not an object: fetch or write it again.")
     return value
 
 
@@ -69,7 +58,7 @@ def _indexed(folder: pathlib.Path) -> list[pathlib.Path]:
                 f"{folder / INDEX} names the shard {shard!r}; a shard is a .safetensors file of the same folder. "
                 "Correct the index, or fetch the folder from where you trust it."
             )
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    missing = [shard for shard in shards if not model_files.is_present(folder / shard, None)]
     if missing or not shards:
         raise ValueError(
             f"{folder} lacks {len(missing)} of the {len(shards)} shards in {INDEX}: {', '.join(missing[:8])}. The "
@@ -84,9 +73,9 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
     Raises:
       ValueError: there are none, or the index is malformed, incomplete, or names a file outside the folder.
     """
-    if (folder / SINGLE).is_file():
+    if model_files.is_present(folder / SINGLE, None):
         return [folder / SINGLE]
-    if (folder / INDEX).is_file():
+    if model_files.is_present(folder / INDEX):
         return _indexed(folder)
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
@@ -102,8 +91,9 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # A reader that takes the first of two and one that takes the last would see two models in one file.
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in it twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice!r:.80} is in it twice")
     return entries
 
 
@@ -117,14 +107,14 @@ def _problem(entry: Any, num_bytes: int) -> str:
         return "lacks dtype, shape or data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        return f"has dtype {dtype!r}, which the format does not know"
+        return f"has dtype {dtype!r:.80}, which the format does not know"
     if not _naturals(shape):
-        return f"has shape {shape!r}, which is none"
+        return f"has shape {shape!r:.80}, which is none"
     if not _naturals(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= num_bytes:
-        return f"lies at bytes {offsets!r} of {num_bytes:,}"
+        return f"lies at bytes {offsets!r:.80} of {num_bytes:,}"
     size = DTYPE_BYTES[dtype]
     if size is not None and math.prod(shape) * size != offsets[1] - offsets[0]:
-        return f"has shape {shape} of {dtype}, {math.prod(shape) * size:,} bytes, in {offsets[1] - offsets[0]:,}"
+        return f"has shape {shape!r:.80} of {dtype}, {math.prod(shape) * size:,} bytes, in {offsets[1] - offsets[0]:,}"
     return ""
 
 
@@ -157,13 +147,13 @@ def _check_layout(file: pathlib.Path) -> None:
     for name, entry in tensors.items():
         problem = _problem(entry, num_bytes)
         if problem:
-            raise ValueError(f"{file} is not a whole safetensors file: tensor {name!r} {problem}. {untrusted}")
+            raise ValueError(f"{file} is not a whole safetensors file: tensor {name!r:.200} {problem}. {untrusted}")
     end = 0
     for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
         start, next_end = entry["data_offsets"]
         if start != end:
             where = "overlaps the one before" if start < end else f"leaves {start - end:,} bytes before it to nobody"
-            raise ValueError(f"{file} is not a whole safetensors file: tensor {name!r} {where}. {untrusted}")
+            raise ValueError(f"{file} is not a whole safetensors file: tensor {name!r:.200} {where}. {untrusted}")
         end = next_end
     if end != num_bytes:
         raise ValueError(

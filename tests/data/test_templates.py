@@ -139,7 +139,7 @@ def test_bounds_leave_room_for_what_templates_do():
         ({"chat_template.json": b'{"chat_template": 3}'}, "its chat template is a int, not text"),
         ({"chat_template.json": b'{"chat_template": [3]}'}, "its chat template is a list, not text"),
         ({"chat_template.json": b"[]"}, "chat_template.json holds a list, not an object"),
-        ({"chat_template.json": b"[" * 200_000}, "chat_template.json is not valid JSON"),
+        ({"chat_template.json": b"[" * 200_000}, "chat_template.json is nested too deeply"),
     ],
 )
 def test_files_that_hold_no_template(tmp_path, files, message):

@@ -167,7 +167,7 @@ def test_what_a_folder_lacks_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"names the end token '<end>', which tokenizer.json does not have"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match=r"tokenizer_config.json is missing: it holds the special tokens"):

@@ -178,6 +178,8 @@ def test_ranks_are_what_tiktoken_says(tmp_path, ranks, seed):
         (b"YQ== 0\nYg== x\n", "line 2: not a base64 token and rank"),
         (b"YQ== 0\nYg==\n", "line 2: not a base64 token and rank"),
         (b"YQ== 0\nYg== 2\n", "ranks are not 0 to 1"),
+        # All splits of a token are tried: a token of a megabyte would take hours.
+        (b"YQ== 0\n" + base64.b64encode(b"a" * 10**6) + b" 1\n", "line 2: .*a token of 1,333,336 characters"),
     ],
 )
 def test_bad_ranks(tmp_path, content, message):

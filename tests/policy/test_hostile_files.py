@@ -11,7 +11,8 @@ import sys
 
 import pytest
 
-from reinforce_ada_jax.policy import huggingface, weight_files
+from reinforce_ada_jax.files import model_files
+from reinforce_ada_jax.policy import huggingface
 from tests.policy.recording import GOLDEN
 
 SOURCE = GOLDEN / "qwen2"
@@ -136,7 +137,7 @@ def test_json_without_a_bottom(tmp_path, text, message):
 
 def test_json_that_is_too_long_is_not_read(tmp_path):
     with open(tmp_path / "config.json", "wb") as file:
-        file.truncate(weight_files.MAX_JSON_BYTES + 1)  # a sparse file
+        file.truncate(model_files.MAX_BYTES + 1)  # a sparse file
     with pytest.raises(ValueError, match=r"config.json has 67,108,865 bytes, more than 67,108,864"):
         huggingface.read_config(tmp_path)
 

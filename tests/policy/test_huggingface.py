@@ -202,7 +202,7 @@ def test_a_mesh_that_does_not_divide_is_refused_by_name():
     "config, message",
     [
         (None, "config.json is missing: name a folder"),
-        ("{", "config.json is not JSON .*: fetch or write it again"),
+        ("{", "config.json is not JSON .*Copy it again"),
         ("[]", "config.json holds a list, not an object"),
         ('{"model_type": "gpt2"}', "model_type 'gpt2'; supported:"),
         ('{"model_type": "qwen2"}', "lacks vocab_size"),

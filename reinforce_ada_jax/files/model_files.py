@@ -1,0 +1,84 @@
+"""Files of a model folder, which may come from anybody: every one is opened through the functions here.
+
+A file must be a regular one of bounded size that belongs to the folder. A link may name another file of the folder, or
+one in the cache of Hugging Face that the folder is a snapshot in. Any other link is refused: it could make `export`
+copy a private file, or name a device that never ends.
+"""
+
+import json
+import pathlib
+import stat
+from typing import Any
+
+# The index of a thousand layers has a few MB, a tokenizer.json a few dozen.
+MAX_BYTES = 64 * 2**20
+_REMEDY = "Copy it again from the model's folder, from where you trust it."
+
+
+def _homes(folder: pathlib.Path) -> tuple[pathlib.Path, ...]:
+    """Returns the folders that files of `folder` may lie in: itself, and the blobs of the hub's cache around it."""
+    real = folder.resolve()
+    return (real, real.parent.parent / "blobs") if real.parent.name == "snapshots" else (real,)
+
+
+def is_present(file: pathlib.Path, max_bytes: int | None = MAX_BYTES) -> bool:
+    """Returns True if a file is there and may be opened, False if there is none.
+
+    Args:
+      file: directly in its model folder.
+      max_bytes: most bytes; None: any number.
+
+    Raises:
+      ValueError: it is no regular file, a link to a file elsewhere, or too large.
+    """
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:  # a link to itself
+        raise ValueError(f"{file} can't be opened ({error.strerror}). {_REMEDY}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{file} is no regular file, but a folder, a device, a pipe or a socket. {_REMEDY}")
+    real = file.resolve()
+    if not any(real.is_relative_to(home) for home in _homes(file.parent)):
+        raise ValueError(
+            f"{file} is a link to {real}, outside of its folder. Only links within the folder, or into the cache of "
+            "Hugging Face around it, are followed: put the file itself there if you trust it."
+        )
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ValueError(f"{file} has {status.st_size:,} bytes, more than {max_bytes:,}. {_REMEDY}")
+    return True
+
+
+def read_bytes(file: pathlib.Path) -> bytes | None:
+    """Returns the content of a file, None if there is none; raises ValueError as `is_present` does."""
+    return file.read_bytes() if is_present(file) else None
+
+
+def read_text(file: pathlib.Path) -> str | None:
+    """Returns the text of a file, None if there is none; ValueError if it is not UTF-8, or as `is_present` raises."""
+    content = read_bytes(file)
+    try:
+        return None if content is None else content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not text ({error}). {_REMEDY}") from error
+
+
+def read_json(file: pathlib.Path) -> dict[str, Any] | None:
+    """Returns the object in a JSON file, None if there is none.
+
+    Raises:
+      ValueError: its content is not one JSON object or too deeply nested, or as `is_present` raises.
+    """
+    text = read_text(file)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{file} is nested too deeply for a model's file. {_REMEDY}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}). {_REMEDY}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} holds a {type(value).__name__}, not an object. {_REMEDY}")
+    return value
