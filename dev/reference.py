@@ -190,6 +190,17 @@ def troubleshooting_page() -> str:
     return f"{before}{MISTAKES_BEGIN}\n" + "\n".join(lines) + f"\n\n{MISTAKES_END}{rest.split(MISTAKES_END)[1]}"
 
 
+ALIASES_BEGIN, ALIASES_END = "<!-- table of aliases: begin -->\n", "<!-- table of aliases: end -->\n"
+
+
+def coming_from_page() -> str:
+    """Returns docs/how_to/coming_from.md with the table of aliases between its two marks."""
+    from reinforce_ada_jax.config import aliases  # noqa: PLC0415
+
+    before, rest = (FOLDER.parent / "how_to" / "coming_from.md").read_text().split(ALIASES_BEGIN)
+    return f"{before}{ALIASES_BEGIN}\n{aliases.table()}\n{ALIASES_END}{rest.split(ALIASES_END)[1]}"
+
+
 def pages() -> dict[pathlib.Path, str]:
     """Returns {file: text} of all pages."""
     return {
@@ -197,6 +208,7 @@ def pages() -> dict[pathlib.Path, str]:
         FOLDER / "exit_codes.md": exit_codes_page(),
         FOLDER / "functions.md": functions_page(),
         FOLDER.parent / "algorithms.md": algorithms_page(),
+        FOLDER.parent / "how_to" / "coming_from.md": coming_from_page(),
         FOLDER.parent / "troubleshooting.md": troubleshooting_page(),
     }
 

@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
-from reinforce_ada_jax.config import config_files, reference
+from reinforce_ada_jax.config import aliases, config_files, reference
 
 Converted = TypeVar("Converted")
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
@@ -135,6 +135,11 @@ def _parse(argv: list[str]) -> list[str]:
         asked = re.fullmatch(r"-h|--?help(?:full)?(?:=(\w*))?", argument)
         if asked:
             _show_help(asked[1] or "")
+    if "config" in flags.FLAGS:
+        with user_input():
+            argv[1:], notes = aliases.translate(argv[1:])  # in place: ml_collections reads sys.argv, which this is
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
     try:
         arguments = flags.FLAGS(argv)
         # A file that could not be read shows when its configuration is first touched.
@@ -147,6 +152,10 @@ def _parse(argv: list[str]) -> list[str]:
     except (AttributeError, KeyError) as error:
         # ml_collections names the nearest known key, in quotes within quotes.
         nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', str(error))
+        unknown = re.search(r"\w+", str(error).removeprefix("'Key ").removeprefix("Key "))
+        hint = aliases.hint(nearest[2] if nearest else unknown[0] if unknown else "")
+        if hint:
+            fail(f"--config: {hint}")
         if nearest:
             fail(f"unknown configuration key {nearest[2]!r}: did you mean {nearest[1]!r}?")
         fail(f"--config: {error}. reinforce_ada_jax/config/settings.py lists every key.")

@@ -92,6 +92,15 @@ def discarded_metrics(pools: Sequence[Pool]) -> dict[str, int]:
     }
 
 
+def _names_of_trl(pools: Sequence[Pool]) -> dict[str, float]:
+    """Computes metrics under the names that TRL gives them: share of prompts with equal rewards, mean length."""
+    lengths = [len(response.tokens) for pool in pools for response in pool.responses]
+    return {
+        "frac_reward_zero_std": float(np.mean([np.ptp(pool.rewards) == 0 for pool in pools])),
+        "completions/mean_length": float(np.mean(lengths)),
+    }
+
+
 def collection_metrics(
     groups: Sequence[Group],
     group_size: int,
@@ -143,6 +152,7 @@ def collection_metrics(
         "collection/truncated_share": float(np.mean([response.truncated for response in responses])),
         **sampling_dynamics(groups, group_size, len(first), thresholds or (group_size // 2, -(-group_size // 2))),
         "collection/verifier_failures": sum(reasons[reason] for reason in FAILURES),
+        **_names_of_trl(pools),
         **({"reward/penalty": float(np.mean(penalties))} if any(penalties) else {}),
         **{f"collection/verdict_{reason}": reasons[reason] for reason in sorted(reasons)},
     }

@@ -9,6 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from reinforce_ada_jax.config import aliases
 from reinforce_ada_jax.config.settings import Config
 
 
@@ -57,7 +58,7 @@ def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
         known = {field.name: field for field in dataclasses.fields(owner)}
         unknown = sorted(given.keys() - known.keys())
         if unknown:
-            raise ValueError(f"unknown configuration key {prefix}{unknown[0]}.")
+            raise ValueError(f"unknown configuration key {prefix}{unknown[0]}. {aliases.hint(unknown[0])}".strip())
         values = {}
         for name, value in given.items():
             kind, _ = _type_of(owner, known[name])

@@ -53,6 +53,9 @@ def test_by_hand():
         "collection/weight_clipped_share": 0.0,
         "collection/unmet_share": pytest.approx(1 / 3),
         "collection/truncated_share": pytest.approx(2 / 11),
+        # All rewards of a are 0, and c has one; b has both rewards.
+        "frac_reward_zero_std": pytest.approx(2 / 3),
+        "completions/mean_length": pytest.approx(20 / 11),
         # Rounds 3, 2, 1.
         "collection/active_round_1": 3,
         "collection/active_round_2": 2,

@@ -1,0 +1,181 @@
+"""Names of TRL, verl and tunix for our settings: what each one means here. docs/how_to/coming_from.md has the table.
+
+A name with the same meaning is accepted, with a note. A name whose meaning differs is refused, with the setting to use.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+# verl's prefix of the sections actor, rollout and model.
+VERL_PREFIX = "actor_rollout_ref."
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """A setting of another program.
+
+    Attributes:
+      libraries: programs that have it.
+      keys: our settings, which all get the value; empty if the name is refused.
+      note: what differs; of a refused name, what to set.
+      values: our value for each of theirs; empty where values are the same.
+    """
+
+    libraries: str
+    keys: tuple[str, ...]
+    note: str = ""
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_BATCH = "Set learning.prompts_per_update: prompts of one update on all devices, not responses of one device."
+_UPDATES = "It counts updates. Set {}, in iterations of collection.prompts_per_iteration prompts."
+_YES_NO = {"True": "True", "true": "True", "False": "False", "false": "False"}
+_CLIP = ("learning.clip_low", "learning.clip_high")
+
+ALIASES = {
+    # ---- TRL and tunix
+    "num_generations": Alias(
+        "TRL, tunix", ("collection.group_size",),
+        "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time.",
+    ),
+    "max_completion_length": Alias("TRL", ("sampling.max_response_tokens",)),
+    "max_tokens_to_generate": Alias("tunix", ("sampling.max_response_tokens",)),
+    "max_prompt_length": Alias("TRL, tunix", ("data.max_prompt_tokens",), "A longer prompt is an error, never cut."),
+    "temperature": Alias("TRL, tunix", ("sampling.temperature",)),
+    "beta": Alias("TRL, tunix", ("learning.kl_coefficient",)),
+    "epsilon": Alias("TRL, tunix", _CLIP, "Both bounds; epsilon_high sets the upper one alone."),
+    "epsilon_high": Alias("TRL, tunix", ("learning.clip_high",)),
+    "loss_type": Alias(
+        "TRL", ("learning.aggregation",),
+        "Means are over the whole minibatch. dr_grpo is not divided by max_completion_length: its gradient is larger "
+        "by that factor before learning.clip_norm.",
+        {
+            "dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum",
+        },
+    ),
+    "importance_sampling_level": Alias("TRL", ("learning.ratio",)),
+    "scale_rewards": Alias(
+        "TRL", ("collection.normalize_by_std",), "The deviation is that of all responses drawn for the prompt.",
+        _YES_NO | {"group": "True", "none": "False"},
+    ),
+    "learning_rate": Alias("TRL", ("learning.learning_rate",), "Constant after the warm-up, without decay."),
+    "warmup_steps": Alias("TRL", ("learning.warmup_updates",)),
+    "weight_decay": Alias("TRL", ("learning.weight_decay",)),
+    "max_grad_norm": Alias("TRL", ("learning.clip_norm",)),
+    "adam_beta1": Alias("TRL", ("learning.b1",)),
+    "adam_beta2": Alias("TRL", ("learning.b2",)),
+    "model_name_or_path": Alias("TRL", ("model.path",)),
+    "lora_r": Alias("TRL", ("lora.rank",)),
+    "lora_alpha": Alias("TRL", ("lora.alpha",)),
+    "max_steps": Alias("TRL, tunix", (), _UPDATES.format("iterations")),
+    "num_train_epochs": Alias("TRL", (), "Set iterations; a pass over the prompts has no special place."),
+    "num_iterations": Alias("TRL, tunix", (), "Each minibatch is used for one update: leave it out."),
+    "per_device_train_batch_size": Alias("TRL", (), _BATCH),
+    "gradient_accumulation_steps": Alias("TRL", (), f"{_BATCH} learning.micro_batches computes it in parts."),
+    "save_steps": Alias("TRL", (), _UPDATES.format("checkpoint.every")),
+    "eval_steps": Alias("TRL", (), _UPDATES.format("evaluation.every")),
+    "output_dir": Alias("TRL", (), "Use the flag --workdir."),
+    "reward_funcs": Alias("TRL", (), "Set reward.path to file.py:function."),
+    # ---- verl, without its prefix actor_rollout_ref.
+    "rollout.n": Alias(
+        "verl", ("collection.group_size",),
+        "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time.",
+    ),
+    "rollout.temperature": Alias("verl", ("sampling.temperature",)),
+    "data.train_files": Alias("verl", ("data.prompts",)),
+    "data.max_prompt_length": Alias("verl", ("data.max_prompt_tokens",), "A longer prompt is an error, never cut."),
+    "data.max_response_length": Alias("verl", ("sampling.max_response_tokens",)),
+    "data.train_batch_size": Alias("verl", ("collection.prompts_per_iteration",)),
+    "actor.ppo_mini_batch_size": Alias("verl", ("learning.prompts_per_update",)),
+    "actor.clip_ratio": Alias("verl", _CLIP, "Both bounds; clip_ratio_low and clip_ratio_high set one of them."),
+    "actor.clip_ratio_low": Alias("verl", ("learning.clip_low",)),
+    "actor.clip_ratio_high": Alias("verl", ("learning.clip_high",)),
+    "actor.clip_ratio_c": Alias("verl", ("learning.dual_clip",)),
+    "actor.loss_agg_mode": Alias("verl", ("learning.aggregation",)),
+    "actor.kl_loss_coef": Alias("verl", ("learning.kl_coefficient",), "No use_kl_loss: 0 is no KL term."),
+    "actor.kl_loss_type": Alias(
+        "verl", ("learning.kl_kind",), "",
+        {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"},
+    ),
+    "actor.entropy_coeff": Alias("verl", ("learning.entropy_coefficient",)),
+    "actor.optim.lr": Alias("verl", ("learning.learning_rate",)),
+    "model.lora_rank": Alias("verl", ("lora.rank",)),
+    "model.lora_alpha": Alias("verl", ("lora.alpha",)),
+    "algorithm.norm_adv_by_std_in_grpo": Alias(
+        "verl", ("collection.normalize_by_std",), "The deviation is that of all responses drawn for the prompt.",
+        _YES_NO,
+    ),
+    "trainer.total_training_steps": Alias("verl", ("iterations",)),
+    "trainer.save_freq": Alias("verl", ("checkpoint.every",), "0 instead of -1: only at the end."),
+    "trainer.test_freq": Alias("verl", ("evaluation.every",), "0 instead of -1: none."),
+    "trainer.total_epochs": Alias("verl", (), "Set iterations; a pass over the prompts has no special place."),
+}  # fmt: skip
+
+
+def find(name: str) -> Alias | None:
+    """Returns the alias that a dotted name means; None if it is none."""
+    return ALIASES.get(name.removeprefix(VERL_PREFIX))
+
+
+def hint(name: str) -> str:
+    """Returns the sentence on a setting of another program; "" if the name is none of them."""
+    alias = find(name)
+    if alias is None:
+        return ""
+    if not alias.keys:
+        return f"{name} of {alias.libraries} has no counterpart. {alias.note}"
+    values = ", ".join(f"{theirs} as {ours}" for theirs, ours in alias.values.items())
+    return f"{name} of {alias.libraries} is {' and '.join(alias.keys)} here{f' ({values})' if values else ''}."
+
+
+def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns (arguments with our settings in place of the names of other programs, notes for the user).
+
+    An alias of two settings leaves out one that is also given by itself.
+
+    Raises:
+      ValueError: a name or its value has no counterpart, or a setting is given by two names.
+    """
+    matches = [re.fullmatch(r"--?config\.([\w.]+)=(.*)", argument, re.DOTALL) for argument in arguments]
+    given: dict[str, str] = {}  # name by the setting that it sets alone
+    for name in (match[1] for match in matches if match):
+        alias = find(name)
+        keys = (name,) if alias is None else alias.keys
+        if len(keys) == 1 and given.setdefault(keys[0], name) != name:
+            raise ValueError(f"--config.{given[keys[0]]} and --config.{name} are both {keys[0]}: drop one of them.")
+    result, notes = [], []
+    for argument, match in zip(arguments, matches, strict=True):
+        alias = find(match[1]) if match else None
+        if match is None or alias is None:
+            result.append(argument)
+            continue
+        if not alias.keys:
+            raise ValueError(f"--config.{hint(match[1])}")
+        value = _value(match[1], match[2], alias)
+        keys = [key for key in alias.keys if given.get(key, match[1]) == match[1]]
+        result += [f"--config.{key}={value}" for key in keys]
+        what = " and ".join(f"{key}={value}" for key in keys) or "nothing, other flags set both"
+        notes.append(f"{match[1]} of {alias.libraries} is {what} here. {alias.note}".strip())
+    return result, notes
+
+
+def _value(name: str, value: str, alias: Alias) -> str:
+    if not alias.values:
+        return value
+    if value not in alias.values:
+        known = ", ".join(f"{theirs} as {ours}" for theirs, ours in alias.values.items())
+        raise ValueError(f"--config.{name}={value} has no counterpart. Known are {known}; or set {alias.keys[0]}.")
+    return alias.values[value]
+
+
+def table() -> str:
+    """Returns the table of docs/how_to/coming_from.md."""
+    rows = []
+    for name, alias in ALIASES.items():
+        ours = ", ".join(f"`{key}`" for key in alias.keys) or "none"
+        values = {theirs: value for theirs, value in alias.values.items() if theirs.lower() != value.lower()}
+        if values:
+            ours += ": " + ", ".join(f"`{theirs}` is `{value}`" for theirs, value in values.items())
+        rows.append(f"| `{name}` | {alias.libraries} | {ours} | {alias.note} |")
+    return "\n".join(["| their setting | program | our setting | what differs |", "|---|---|---|---|", *rows]) + "\n"
