@@ -8,8 +8,23 @@ docs/api.md has examples.
 
 import ast
 import importlib
+import os
 import pathlib
+import signal
+import sys
 from typing import Any
+
+
+def _end(number: int, frame: object) -> None:
+    del frame
+    print("error: interrupted while the command was starting; nothing was written.", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+if pathlib.Path((sys.argv or [""])[0]).name in ("-m", "reinforce-ada"):
+    # A command: its imports take seconds, and Ctrl-C would end them with a stack trace. Its flags are parsed after that.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,10 @@
 """Start of a command: flags, help, and errors in the user's input as one line without a stack trace."""
 
 import contextlib
+import difflib
 import errno
 import re
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -28,9 +30,34 @@ _FOR_GOOD = frozenset({
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
 
 
+class _UnknownKeyError(KeyError):
+    pass
+
+
+def _check_key(config: ConfigDict, key: str) -> None:
+    """Raises _UnknownKeyError, with the whole message, if a configuration has no such dotted key."""
+    section, place = config, ""
+    for name in key.split("."):
+        if not isinstance(section, ConfigDict):
+            return  # ml_collections says what is wrong
+        if name not in section:
+            sections = [other for other in config if isinstance(config[other], ConfigDict)]
+            elsewhere = [f"{other}.{name}" for other in sections if name in config[other]]
+            near = elsewhere or [place + close for close in difflib.get_close_matches(name, section.keys(), 1)]
+            where, page = (f"the section {place[:-1]}", f"={place[:-1]}") if place else ("a configuration", "")
+            keys = f"{where} has {', '.join(section.keys())}. --help{page} describes them."
+            remedy = f"did you mean {near[0]!r}?" if near else keys
+            raise _UnknownKeyError(f"unknown configuration key {key!r}: {remedy}")
+        section, place = section[name], f"{place}{name}."
+
+
 class _ConfigParser(config_flags.ConfigFileFlagParser):
     def parse(self, path: str) -> Any:
-        return super().parse(config_files.config_file(path))
+        config = super().parse(config_files.config_file(path))
+        for argument in sys.argv[1:]:
+            if override := re.match(r"--?config\.([^=]+)", argument):
+                _check_key(config, override[1])
+        return config
 
 
 def config_flag(values: flags.FlagValues, text: str, default: str | None = None) -> flags.FlagHolder[ConfigDict]:
@@ -77,9 +104,13 @@ def user_input() -> Iterator[None]:
         if error.filename is not None and error.errno in _FOR_GOOD:
             fail(f"{_text(error)}: name another path, or fix the file there or its permissions.")
         if error.filename is not None or error.errno in _OF_DISKS:
-            # This may succeed later: launch/ starts a run again that ended with STOPPED, but not with BAD_INPUT.
-            fail(f"{_text(error)}. Fix this (on a full disk, free space), then run the same command.", STOPPED)
+            _fail_of_disk(error)
         raise
+
+
+def _fail_of_disk(error: OSError) -> NoReturn:
+    # This may succeed later: launch/ starts a run again that ended with STOPPED, but not with BAD_INPUT.
+    fail(f"{_text(error)}. Fix this (on a full disk, free space), then run the same command.", STOPPED)
 
 
 def _text(error: OSError) -> str:
@@ -95,6 +126,19 @@ def interruptible(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _ends_in_one_line() -> Iterator[None]:
+    """Ends the process with one line at Ctrl-C and for an error of a disk, wherever in a command they come."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)
+    except OSError as error:
+        if error.errno in _OF_DISKS:
+            _fail_of_disk(error)
+        raise
 
 
 def _flags_text() -> str:
@@ -149,6 +193,8 @@ def _parse(argv: list[str]) -> list[str]:
         # Where a config file fails, ml_collections puts the whole stack trace in between.
         lines = str(error).strip().splitlines()
         fail(" ".join(dict.fromkeys((lines[0], lines[-1]))))
+    except _UnknownKeyError as error:
+        fail(error.args[0])
     except (AttributeError, KeyError) as error:
         # ml_collections names the nearest known key, in quotes within quotes.
         nearest = re.search(r'Did you mean "(.+?)" instead of "(.+?)"', str(error))
@@ -166,8 +212,15 @@ def _parse(argv: list[str]) -> list[str]:
 
 def run_with_arguments(main: Callable[[list[str]], None]) -> None:
     """Parses the flags and calls `main` with the other arguments."""
+
+    def start(argv: list[str]) -> None:
+        if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):  # a job in the background ignores it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        with _ends_in_one_line():
+            main(argv[1:])
+
     logging.set_verbosity(logging.WARNING)
-    app.run(lambda argv: main(argv[1:]), flags_parser=_parse)
+    app.run(start, flags_parser=_parse)
 
 
 def run(main: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -65,9 +66,11 @@ def refused_run(tmp_path, capsys, *parts, **changes):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([TINY, "--config.collection.stratgy=grpo"], ["key 'stratgy'", "did you mean 'strategy'"]),
-        ([TINY, "--config.colection.strategy=grpo"], ["key 'colection'", "did you mean 'collection'"]),
-        ([TINY, "--config.zzz=1"], ["zzz", "config/settings.py lists every key"]),
+        ([TINY, "--config.collection.stratgy=grpo"], ["key 'collection.stratgy'", "mean 'collection.strategy'"]),
+        ([TINY, "--config.colection.strategy=grpo"], ["key 'colection.strategy'", "did you mean 'collection'"]),
+        ([TINY, "--config.strategy=grpo"], ["key 'strategy'", "did you mean 'collection.strategy'"]),
+        ([TINY, "--config.zzz=1"], ["key 'zzz'", "a configuration has checkpoint, collection,", "--help describes"]),
+        ([TINY, "--config.lora.zzz=1"], ["key 'lora.zzz'", "the section lora has alpha, rank, targets. --help=lora"]),
         ([TINY, "--config.iterations=many"], ["--config.iterations=many", "invalid literal"]),
         ([TINY, "--config.mesh=3"], ["--config.mesh=3", "not a dict"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
@@ -113,7 +116,7 @@ def test_config_files_that_are_wrong(tmp_path, line, parts):
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ([TINY, "--workdir=DIR", "--config.collection.stratgy=grpo"], ["did you mean 'strategy'"]),
+        ([TINY, "--workdir=DIR", "--config.collection.stratgy=grpo"], ["did you mean 'collection.strategy'"]),
         ([TINY, "--workdir=DIR", "--config.data.max_prompt_tokens=7"], ["1,024 prompts", "limit 7", "raise data.max"]),
         ([TINY], ["--workdir must have a value"]),
     ],
@@ -293,6 +296,35 @@ def test_what_may_be_a_fault_of_the_program_is_not_hidden(error):
     with pytest.raises(type(error)) as raised, cli.user_input():
         raise error
     assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        ("KeyboardInterrupt", cli.INTERRUPTED, "error: interrupted. The same command starts again from what is saved."),
+        ("OSError(28, 'No space left')", cli.STOPPED, "error: No space left. Fix this (on a full disk, free space)"),
+    ],
+)
+def test_an_end_in_the_middle_of_a_command_is_one_line(raised, code, line):
+    program = f"from reinforce_ada_jax import cli\ndef main():\n    raise {raised}\ncli.run(main)"
+    result = run_python("-c", program)
+    assert (result.returncode, result.stdout, len(result.stderr.splitlines())) == (code, "", 1)
+    assert result.stderr.startswith(line)
+
+
+def test_ctrl_c_while_a_command_is_imported(tmp_path):
+    # The first import of a command is absl: this one says that it has begun, and does not end.
+    slow = "import time\nprint('importing', flush=True)\ntime.sleep(60)\n"
+    (tmp_path / "absl.py").write_text(slow)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reinforce_ada_jax.plot", "run"], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environment() | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == cli.INTERRUPTED
+    assert err == "error: interrupted while the command was starting; nothing was written.\n"
 
 
 # ---- evaluate, export, warm_start ---------------------------------------------------------------------------------
