@@ -22,7 +22,7 @@ def _end(number: int, frame: object) -> None:
 
 
 if pathlib.Path((sys.argv or [""])[0]).name in ("-m", "reinforce-ada"):
-    # A command: its imports take seconds, and Ctrl-C would end them with a stack trace. Its flags are parsed after that.
+    # A command: Ctrl-C during its imports would print a stack trace. cli takes over when the flags are parsed.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

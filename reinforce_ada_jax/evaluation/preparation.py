@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 
@@ -196,6 +197,17 @@ def histogram(correct: Sequence[int], samples: int, band: Band) -> str:
     return "\n".join(lines)
 
 
+def few_prompts(count: int, wanted: int) -> str:
+    """Returns a warning if a training that takes `wanted` prompts in an iteration refuses `count` of them, else ""."""
+    if count >= wanted:
+        return ""
+    return (
+        f"warning: an iteration of train takes {wanted:,} different prompts (collection.prompts_per_iteration), and "
+        f"there are {count:,}. Give more problems, widen the pass rates, or train with "
+        f"--config.collection.prompts_per_iteration and --config.learning.prompts_per_update of at most {count:,}."
+    )
+
+
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -253,6 +265,8 @@ def _write(
     write_atomically(files.manifest, json.dumps(manifest, indent=2) + "\n")
     write_atomically(files.output, text)
     print(f"{len(chosen):,} prompts with {band} are in {files.output}, the manifest is {files.manifest}")
+    if warning := few_prompts(len(chosen), config.collection.prompts_per_iteration):
+        print(warning, file=sys.stderr)
 
 
 def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[float, float], samples: int) -> None:
@@ -276,6 +290,8 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
     with verifier_pool as verifiers:
         passed = _with_valid_reference(config, prompts, files, verifiers)
         counts["reference_fails"] = len(prompts) - len(passed)
+        if warning := few_prompts(len(passed), config.collection.prompts_per_iteration):
+            print(warning, file=sys.stderr)  # no band of pass rates can keep enough
         with cli.user_input():
             fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
             drawn = drawn_with(config, fingerprint, config.sampling, samples, passed, stop_ids=stop_ids)

@@ -17,6 +17,13 @@ def exact(response, answer):
     return Verdict(response == answer, float(response == answer))
 
 
+def test_a_warning_of_fewer_prompts_than_an_iteration_takes():
+    assert preparation.few_prompts(512, 512) == ""
+    text = preparation.few_prompts(9, 512)
+    assert "takes 512 different prompts (collection.prompts_per_iteration), and there are 9." in text
+    assert "prompts_per_update of at most 9" in text
+
+
 def test_the_band_is_open_below_and_closed_above():
     # The paper's sets of 16 draws: hard has 1 or 2 correct, easy 1 to 5.
     for most, kept in ((0.125, [1, 2]), (0.313, [1, 2, 3, 4, 5])):

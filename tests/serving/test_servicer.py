@@ -9,9 +9,11 @@ import grpc
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import servicer as servicer_lib
 from reinforce_ada_jax.serving.servicer import PREFILLED, Servicer, pb2
+from reinforce_ada_jax.training import components as components_lib
 from tests.serving.test_tokenizer import of_bytes
 
 SLOTS = 2
@@ -60,11 +62,11 @@ class Driver:
         request.return_channel.close()
 
 
-def make(waiting=3) -> tuple[Servicer, Driver]:
+def make(waiting=3, tokenizer=None) -> tuple[Servicer, Driver]:
     driver = Driver()
     engine = object.__new__(Engine)  # without programs: a servicer looks at its sizes only
     engine.options, engine.architecture = OPTIONS, types.SimpleNamespace(vocab_size=300)
-    return Servicer(driver, engine, of_bytes(), waiting), driver
+    return Servicer(driver, engine, tokenizer or of_bytes(), waiting), driver
 
 
 def text_request(text="ab", max_tokens=16):
@@ -288,6 +290,19 @@ def test_what_is_refused_does_not_reach_the_driver(request_, metadata, words):
         code, details = ended.value.args
         assert code == grpc.StatusCode.INVALID_ARGUMENT
         assert all(word in details for word in words), details
+        assert driver.requests == [] and servicer.counts.refused == 1
+
+    finish(run())
+
+
+def test_text_that_the_tokenizer_lacks_is_refused():
+    async def run():
+        servicer, driver = make(tokenizer=Tokenizer.load(components_lib.ASSETS / "cipher"))
+        with pytest.raises(Ended) as ended:
+            await servicer.Decode(text_request("hello Z"), Call())
+        code, details = ended.value.args
+        assert code == grpc.StatusCode.INVALID_ARGUMENT
+        assert "cipher can't encode 'hello Z'" in details
         assert driver.requests == [] and servicer.counts.refused == 1
 
     finish(run())
