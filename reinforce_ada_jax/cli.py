@@ -34,8 +34,8 @@ class _UnknownKeyError(KeyError):
     pass
 
 
-def _check_key(config: ConfigDict, key: str) -> None:
-    """Raises _UnknownKeyError, with the whole message, if a configuration has no such dotted key."""
+def _check_key(config: Any, key: str) -> None:
+    """Raises _UnknownKeyError, with the whole message, if a ConfigDict has no such dotted key."""
     section, place = config, ""
     for name in key.split("."):
         if not isinstance(section, ConfigDict):

@@ -2,23 +2,38 @@
 
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import tqdm
+
+MINUTE_S = 60.0
+LINE = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+
+
+class _Lines:
+    """Output that is no terminal: tqdm moves back to the start of its line, a log file gets another line instead."""
+
+    def write(self, text: str) -> None:
+        line = text.strip()
+        if line:
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 class Progress:
     """One line at the terminal: units done (iterations, problems), rate, time left, and the current phase.
 
-    A quiet one shows only what `say` gets.
+    A quiet one shows only what `say` gets. In a log file it is a line a minute, and one at the end.
     """
 
     def __init__(self, total: int, done: int, unit: str = "iteration", *, quiet: bool = False):
-        # Without a terminal, a line every 10 seconds is enough.
-        interval = 0.1 if sys.stderr.isatty() else 10.0
         self._quiet = quiet
-        self._bar = tqdm.tqdm(
-            total=total, initial=done, desc=unit, unit="it", mininterval=interval, dynamic_ncols=True, disable=quiet
-        )
+        settings: dict[str, Any] = {"mininterval": 0.1, "dynamic_ncols": True}
+        if not sys.stderr.isatty():
+            settings = {"mininterval": MINUTE_S, "miniters": 0, "file": _Lines(), "bar_format": LINE}
+        self._bar = tqdm.tqdm(total=total, initial=done, desc=unit, unit="it", disable=quiet, **settings)
         self._numbers = ""
 
     @property

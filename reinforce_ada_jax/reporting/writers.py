@@ -1,7 +1,10 @@
 """Metrics of a run: metrics.jsonl, and the same numbers in TensorBoard and Weights & Biases."""
 
+import contextlib
 import json
 import pathlib
+import socket
+import time
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +37,8 @@ class MetricsWriter:
     ):
         """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
 
+        `lacking` is then the number of iterations up to it that have no line.
+
         Args:
           workdir: of the run.
           last_iteration: the last iteration whose metrics stay.
@@ -43,9 +48,10 @@ class MetricsWriter:
         """
         self._file = workdir / "metrics.jsonl"
         kept = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
+        self.lacking = last_iteration - len({line["iteration"] for line in kept})
         write_atomically(self._file, "".join(json.dumps(line) + "\n" for line in kept))
         self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
-        self._tensorboard = _open_tensorboard(workdir, last_iteration) if tensorboard else None
+        self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if tensorboard else None
 
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes one line, which is on disk when this returns, and the plots."""
@@ -56,25 +62,56 @@ class MetricsWriter:
     def plot(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes to TensorBoard and Weights & Biases only."""
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, value, iteration)
-            self._tensorboard.flush()
+            self._tensorboard.write(iteration, metrics)
         if self._wandb is not None:
             # Iterations repeated after a resume are dropped there because their step is past; their numbers are equal.
             self._wandb.log(dict(metrics), step=iteration)
 
     def close(self) -> None:
-        """Closes the TensorBoard file and ends the run of Weights & Biases."""
+        """Closes the TensorBoard file and ends the run of Weights & Biases.
+
+        All lines are on disk before. So an error here is that of a write which failed before, and was raised there.
+        """
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
 
-def _open_tensorboard(workdir: pathlib.Path, last_iteration: int) -> Any:
-    import tensorboardX  # noqa: PLC0415  (takes a third of a second, and is optional)
+class _TensorBoard:
+    """Events of TensorBoard, written at once: an error of the disk reaches the caller.
 
-    return tensorboardX.SummaryWriter(str(workdir / "tensorboard"), purge_step=last_iteration + 1, write_to_disk=True)
+    SummaryWriter of tensorboardX writes in a thread. A full disk ends the thread, and the next events wait without end.
+    """
+
+    def __init__(self, folder: pathlib.Path, last_iteration: int):
+        # They take a third of a second, and are optional.
+        from tensorboardX import summary  # noqa: PLC0415
+        from tensorboardX.proto import event_pb2  # noqa: PLC0415
+        from tensorboardX.record_writer import RecordWriter  # noqa: PLC0415
+
+        folder.mkdir(exist_ok=True)
+        protocol: Any = event_pb2  # its classes are made at run time
+        self._event, self._scalar = protocol.Event, summary.scalar
+        self._records = RecordWriter(str(folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"))
+        self._add(file_version="brain.Event:2")
+        # Hides the points after `last_iteration`, which a run that was killed has written.
+        start = protocol.SessionLog(status=protocol.SessionLog.START)
+        self._add(step=last_iteration + 1, session_log=start)
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+    def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
+        """Writes the points of one iteration, which are on disk when this returns."""
+        for name, value in metrics.items():
+            self._add(step=iteration, summary=self._scalar(name, value))
+        self._records.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._records.close()
 
 
 def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:

@@ -18,8 +18,11 @@ import functools
 import hashlib
 import json
 import logging
+import os
 import pathlib
+import re
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +56,18 @@ def _is_repeated(record: logging.LogRecord) -> bool:
 
 for _name in ("absl", "asyncio"):  # asyncio logs errors of Orbax's coroutines
     logging.getLogger(_name).addFilter(lambda record: not _is_repeated(record))
+
+
+@functools.cache
+def _ignore_closed_loops() -> None:
+    """Leaves out the stack traces of Orbax's threads, one per array, that go on after a save has failed."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 class NotSavedError(OSError):
@@ -169,6 +184,7 @@ class Checkpoints:
         self.folder = workdir.absolute() / "checkpoints"
         self._writes, self._run_id = writes, run_id
         if writes:
+            _ignore_closed_loops()
             self._remove_unfinished()
             processes.any_of(False)  # waits until they are gone
         self._kept = Kept(keep, keep_best, keep_every, {}, {})
@@ -292,7 +308,9 @@ class Checkpoints:
         except Exception as error:  # a full disk: OSError of Python, or ValueError of TensorStore
             # Orbax leaves coroutines of the other arrays unawaited; Python would warn after our last line.
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            raise NotSavedError(f"no checkpoint could be written to {self.folder}: {first_line(error)}") from error
+            of_system = re.search(r"os_error_code='(\d+)'", str(error))  # after three paths, in TensorStore's text
+            reason = os.strerror(int(of_system[1])) if of_system else first_line(error)
+            raise NotSavedError(f"no checkpoint could be written to {self.folder}: {reason}") from error
 
     def record(self, iteration: int) -> dict[str, Any]:
         """Returns the JSON record of an iteration.

@@ -338,6 +338,11 @@ def start(
             workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb, quiet=quiet
         )
         stack.callback(writer.close)
+        if writer.lacking:
+            print(
+                f"warning: {workdir / 'metrics.jsonl'} has no lines for {writer.lacking} of {written} iterations, and "
+                "the run goes on without them. If you have a copy of the file, end the run and restore it."
+            )
     if not silent:
         print(inputs.summary(config, workdir))
         if state.iteration:

@@ -28,5 +28,21 @@ def test_progress_that_reaches_a_count(capsys):
     progress.reach(5, "math500: 12 responses")
     assert progress.done == 5
     progress.close()
-    last = capsys.readouterr().err.split("\r")[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("problems:") and "5/8" in last and "math500: 12 responses" in last
+
+
+def test_a_log_file_gets_a_line_a_minute(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    progress = Progress(total=20, done=0)
+    for number in range(13):
+        now[0] += 10.0
+        progress.phase("updating")
+        progress.iteration({"reward": f"0.{number}"})
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" [")[0] for line in lines] == [
+        "iteration: 0/20", "iteration: 5/20", "iteration: 11/20", "iteration: 13/20"
+    ]  # fmt: skip
+    assert "[01:00<" in lines[1] and "updating" in lines[1] and "reward 0.12" in lines[3]

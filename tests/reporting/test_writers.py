@@ -25,6 +25,27 @@ def test_lines_are_read_back_as_written(tmp_path):
     ]
 
 
+def test_iterations_without_a_line_are_counted(tmp_path):
+    assert writer(tmp_path, 3).lacking == 3
+    writer(tmp_path, 0).write(1, {"update/loss": 0.5})
+    assert writer(tmp_path, 1).lacking == 0 and writer(tmp_path, 3).lacking == 2
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_is_an_error_of_the_write_and_not_of_closing(tmp_path, tensorboard):
+    resource = pytest.importorskip("resource")
+    lines = writer(tmp_path, 0, tensorboard=tensorboard)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a write beyond it fails, as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            for iteration in range(1, 200):
+                (lines.plot if tensorboard else lines.write)(iteration, {"update/loss": 0.5})
+        lines.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 @pytest.mark.parametrize("ending", ["", '{"iteration": 5, "upd'])
 def test_a_resume_cuts_off_what_the_dead_run_wrote_later(tmp_path, ending):
     lines = writer(tmp_path, 0)

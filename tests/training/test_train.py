@@ -271,13 +271,16 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 
 def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
-    flags = ("--config.iterations=40", "--config.checkpoint.every=1", "--config.logging.tensorboard=False")
+    flags = ("--config.iterations=40", "--config.checkpoint.every=1")
     _, err = finish(start(workdir, *flags, how=("-c", FULL_DISK)), cli.STOPPED)
-    last = err.splitlines()[-1]  # TensorStore prints stack traces of its own before
+    last = err.splitlines()[-1]
     assert last.startswith("error: no checkpoint could be written to")
     assert "Training stopped. The last complete checkpoint is 12." in last
+    assert "Traceback" not in err, "neither of TensorStore nor of TensorBoard"
     assert len(writers.read_metrics(workdir)) <= ITERATIONS + 2
-    finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))
+    (workdir / "metrics.jsonl").unlink()
+    out, _ = finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))
+    assert "metrics.jsonl has no lines for 12 of 12 iterations" in out
 
 
 def test_more_iterations(start, unbroken, tmp_path):
