@@ -2,8 +2,9 @@
 
     python dev/language.py
 
-Two rules: no words of BANNED, and at most MAX_CLAUSES docstrings of the package that begin with a clause ("What ...",
-"Whether ..."). Code in backticks, quotations ("...", as in error messages that a document explains) and blocks of code
+Rules: no words of BANNED; at most MAX_CLAUSES docstrings of the package that begin with a clause ("What ...",
+"Whether ..."); the median sentence of a document has at most MAX_MEDIAN_WORDS words, and no sentence more than
+MAX_WORDS. Code in backticks, quotations ("...", as in error messages that a document explains) and blocks of code
 in documents are exempt, and so is dev/.
 """
 
@@ -11,6 +12,7 @@ import ast
 import io
 import pathlib
 import re
+import statistics
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -39,6 +41,7 @@ BANNED = {
 }
 CLAUSES = ("What", "Whether", "Of", "How", "Which", "Who", "Where", "That")
 MAX_CLAUSES = 10
+MAX_MEDIAN_WORDS, MAX_WORDS = 18, 40
 _PATTERNS = {words.replace(" ", r"\s+"): say for words, say in BANNED.items()}
 _BANNED = re.compile("|".join(rf"\b(?:{words})\b" for words in _PATTERNS), re.IGNORECASE)
 _QUOTED = re.compile(r'`[^`]*`|"[^"\n]*"|\bhttps?://\S+')
@@ -55,6 +58,30 @@ def words_in(text: str) -> Iterator[tuple[int, str, str]]:
 def prose(document: str) -> str:
     """Returns a Markdown document with its blocks of code blanked."""
     return re.sub(r"^( *)```.*?^ *```$", lambda block: "\n" * block[0].count("\n"), document, flags=re.M | re.S)
+
+
+def sentences(document: str) -> Iterator[tuple[int, str]]:
+    """Yields (number of words, sentence) in paragraphs and lists of a Markdown document, tables left out."""
+    text = re.sub(r"<!--[\s\S]*?-->|^ {4,}\S.*$", "", prose(document), flags=re.M)
+    text = re.sub(r"`[^`]*`", "`code`", re.sub(r"\]\([^)]*\)", "]", text))
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        if not block.strip() or block.lstrip().startswith(("|", "#", "!")):
+            continue
+        for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(block.split())):
+            words = re.findall(r"\S*\w\S*", sentence)
+            if len(words) > 2:
+                yield len(words), sentence
+
+
+def too_long(document: str) -> Iterator[str]:
+    """Yields what breaks a rule about the length of sentences."""
+    found = list(sentences(document))
+    median = statistics.median([count for count, _ in found]) if found else 0
+    if median > MAX_MEDIAN_WORDS:
+        yield f"the median sentence has {median:g} words; at most {MAX_MEDIAN_WORDS}"
+    for count, sentence in found:
+        if count > MAX_WORDS:
+            yield f"a sentence has {count} words, at most {MAX_WORDS}: {sentence[:60]!r}..."
 
 
 def comments_and_strings(source: str) -> Iterator[tuple[int, str]]:
@@ -84,7 +111,10 @@ def main() -> None:
     documents = [*ROOT.glob("*.md"), *(file for folder in folders for file in (ROOT / folder).rglob("*.md"))]
     for file in sorted(documents):
         name = file.relative_to(ROOT)
-        found += [f"{name}:{line}: {words!r}: {say}" for line, words, say in words_in(prose(file.read_text()))]
+        text = file.read_text()
+        found += [f"{name}:{line}: {words!r}: {say}" for line, words, say in words_in(prose(text))]
+        if name.name != "CHANGELOG.md":  # its entries are lists of names
+            found += [f"{name}: {text}" for text in too_long(text)]
     for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
         name, source = file.relative_to(ROOT), file.read_text()
         for first, text in comments_and_strings(source):

@@ -13,10 +13,10 @@
     python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT
     python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
 
-`rollout` draws a fixed number of responses for each prompt, `adaptive` rounds of them until scripted verdicts balance;
-`learning` trains the built-in model by every algorithm; `update` is one update of the learner, `loss` the policy loss
-and its gradients by itself, `iteration` all of training by its phases.
-With --simulate nothing runs but the scheduling. docs/performance.md explains the numbers and lists measured ones.
+`rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
+`learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
+policy loss and its gradients, and `iteration` whole iterations by their phases. --simulate runs only the scheduling.
+docs/performance.md explains the numbers and lists results.
 """
 
 import json

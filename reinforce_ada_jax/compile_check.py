@@ -6,7 +6,7 @@ Needs `pip install libtpu` (the TPU compiler; any machine will do) and of the mo
 a model whose sizes are known (`policy/presets.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
 
 Memory is the compiler's own account, per device, and traffic between chips is read from the compiled program. FLOPs and
-bytes are counted (`planning/roofline.py`), and `planning/plan.py` adds them up. The least time says nothing of how well
+bytes are counted (`planning/roofline.py`), and `planning/plan.py` adds them up. The least time does not say how well
 the hardware is used. Nothing here has run on a TPU.
 """
 

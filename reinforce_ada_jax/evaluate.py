@@ -5,9 +5,9 @@
     python -m reinforce_ada_jax.evaluate --config=configs/tiny.py --workdir=runs/tiny --regrade
     python -m reinforce_ada_jax.evaluate --config=... --workdir=runs/mine --initial=evaluations/BASE_MODEL
 
-The newest checkpoint of a run is evaluated. Every response is stored with its verdict as soon as it is graded: the
-same command again continues from there, and --regrade grades the stored responses again without a model. They are in
-WORKDIR/evaluations/ITERATION/; for a model folder in evaluations/NAME/ below the current directory; or in --output. The
+The newest checkpoint of a run is evaluated. Every response is stored with its verdict as soon as it is graded, so the
+same command continues after a kill. --regrade grades the stored responses again, without a model. They are in
+WORKDIR/evaluations/ITERATION/, for a model folder in evaluations/NAME/ below the current directory, or in --output. The
 table is stored there as table.md.
 """
 
@@ -87,8 +87,8 @@ if __name__ == "__main__":
     CONFIG = cli.define_config()
     WORKDIR = flags.DEFINE_string("workdir", None, "A run's work directory: its newest checkpoint is evaluated.")
     MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder to evaluate instead.")
-    BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, in place of the configured ones.")
-    SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, in place of evaluation.samples.")
+    BENCHMARKS = flags.DEFINE_list("benchmarks", [], "JSONL files, instead of the configured ones.")
+    SAMPLES = flags.DEFINE_integer("samples", None, "Responses per problem, instead of evaluation.samples.")
     OUTPUT = flags.DEFINE_string(
         "output",
         None,

@@ -3,7 +3,7 @@
     python -m reinforce_ada_jax.plot runs/demo/grpo runs/demo/balance --output=figures
 
 Writes PNG and SVG figures and index.html, which opens from the folder without a server. Everything is shown against
-updates *and* against generated tokens and time, because strategies differ in the responses they draw per update.
+updates, generated tokens and time, because strategies draw different numbers of responses per update.
 """
 
 import pathlib

@@ -3,14 +3,14 @@
     python -m reinforce_ada_jax.prepare --config=configs/qwen_1p5b.py --input=problems.jsonl --output=prompts.jsonl \\
         --max_pass_rate=0.125
 
-A problem is kept if it came only once, its prompt is no longer than data.max_prompt_tokens, its reference answer passes
-its own verification, and the model (model.path) solves a share p of --samples draws, min_pass_rate < p <=
-max_pass_rate, made as in training (the `sampling` section). With --min_pass_rate=0, the default, problems that were
-never solved are left out: the paper's hard set is 0 < p <= 0.125, its easy one 0 < p <= 0.313, of 16 draws (arXiv
-2510.04996).
+A problem is kept if it is no duplicate, its prompt has at most data.max_prompt_tokens tokens, and its reference answer
+passes its own verification. The model (model.path) must also solve a share p of --samples draws with min_pass_rate < p
+<= max_pass_rate. Draws are made as in training (the `sampling` section). With the default --min_pass_rate=0, problems
+that were never solved are left out. The hard set of the paper (arXiv 2510.04996) is 0 < p <= 0.125 of 16 draws, its
+easy set 0 < p <= 0.313.
 
-prompts.manifest.json says which problems were left out and why, and the folder prompts.draws keeps every response: the
-same command continues after a kill, and another band is chosen without drawing again.
+prompts.manifest.json lists the problems that were left out, with reasons. The folder prompts.draws keeps every
+response. So the same command continues after a kill, and another range of pass rates needs no new draws.
 """
 
 import pathlib

@@ -42,3 +42,13 @@ def test_docstrings_that_begin_with_a_clause():
         '"""What is here."""\nclass A:\n    """Whatever."""\n    def f(self):\n        """Whether.\n\n        Of."""'
     )
     assert list(LANGUAGE.clauses_in(source)) == [(1, "What is here."), (4, "Whether.")]
+
+
+def test_the_length_of_sentences():
+    heading, table, code = "# A heading of five words", "| a cell with words | another |", "    python -m a command"
+    text = f"{heading}\n\nOne two three. Four `a b c d` six\nseven.\n\n{table}\n\n{code}\n\n- Eight nine ten (11)."
+    assert [count for count, _ in LANGUAGE.sentences(text)] == [3, 4, 4]
+    assert list(LANGUAGE.too_long(text)) == []
+    assert list(LANGUAGE.too_long("a " * 19 + "b.\n")) == ["the median sentence has 20 words; at most 18"]
+    (first,) = LANGUAGE.too_long(f"One two three. Four five six. {'a ' * 40}b.")
+    assert first.startswith("a sentence has 41 words, at most 40: ")

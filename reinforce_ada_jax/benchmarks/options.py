@@ -17,21 +17,24 @@ from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params
 
 STRINGS = {
-    "workload": (None, "A rollout workload such as benchmarks/baselines/rollout_tiny.json; else --requests."),
+    "workload": (None, "A rollout workload such as benchmarks/baselines/rollout_tiny.json; without it, --requests."),
     "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(PUBLISHED)}."),
-    "shape": (None, "HIDDENxLAYERS, or a published name: a random model, made in the folder --model if that is new."),
+    "shape": (
+        None,
+        "HIDDENxLAYERS, or a published name: a random model, written to the folder --model if that does not exist.",
+    ),
     "dtype": ("float32", "Type of weights and arithmetic."),
     "attention": ("auto", "The attention backend of the engine."),
-    "against": (None, "Also measure this baseline (transformers), in turns."),
-    "against_python": (sys.executable, "The interpreter of the baseline's environment."),
+    "against": (None, "Also measure this baseline (transformers), in alternating repetitions."),
+    "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),
     "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
     "json": (None, "File for the numbers."),
     "output": ("runs/learning", "Folder for the runs of `learning`, their table and their figure."),
 }
 # Defaults are those that `rollout` was tuned to on two cores.
 INTEGERS = {
-    "slots": (64, "Responses decoded side by side, by all replicas together."),
-    "replicas": (None, "Copies of the weights, each with its share of the slots; on a CPU one for each core."),
+    "slots": (64, "Responses decoded at the same time, in all replicas together."),
+    "replicas": (None, "Copies of the weights, each with an equal share of the slots; default on a CPU: one per core."),
     "window": (64, "Tokens decoded for all slots in one dispatch."),
     "page_size": (32, "Tokens of a page."),
     "pages": (0, "Number of pages; 0: enough that no slot waits for one."),
@@ -41,22 +44,22 @@ INTEGERS = {
     ),
     "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
     "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration`, 1 of `adaptive`."),
-    "requests": (None, "Number of prompts, in place of --workload,"),
-    "prompt_tokens": (None, "their length (512; 64 of `update`),"),
-    "samples": (1, "the number of responses of each,"),
-    "response_tokens": (None, "and their length, unless --lengths is given (1024; 128 of `update`)."),
-    "prompts": (512, "Prompts of the adaptive workload,"),
-    "samples_per_round": (8, "the draws of one of its rounds,"),
-    "max_rounds": (4, "and its most rounds."),
-    "max_response_tokens": (None, "In a simulation: tokens to reserve pages for, in place of the actual length."),
+    "requests": (None, "Number of prompts, if there is no --workload."),
+    "prompt_tokens": (None, "Length of prompts; default 512, for `update` 64."),
+    "samples": (1, "Responses to each prompt of --requests."),
+    "response_tokens": (None, "Length of responses, if --lengths is not given; default 1024, for `update` 128."),
+    "prompts": (512, "Prompts of the `adaptive` workload."),
+    "samples_per_round": (8, "Draws of one round of `adaptive`."),
+    "max_rounds": (4, "Most rounds of `adaptive`."),
+    "max_response_tokens": (None, "Simulation: tokens for which pages are reserved, instead of the actual length."),
     "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
     "seed": (0, "Seed of workloads and random weights."),
     "seeds": (5, "Runs of `learning` for each algorithm."),
-    "updates": (None, "Updates of each run of `learning`, in place of those of its table."),
-    "jobs": (1, "Of these at the same time, one core each."),
+    "updates": (None, "Updates of each run of `learning`; default: those of its table."),
+    "jobs": (1, "Runs of `learning` at the same time, one core each."),
     "rows": (None, "Rows of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
     "micro_batches": (8, "Micro-batches of `update`."),
-    "pack": (1, "Above 1: `update` is also measured with up to this many responses to a row."),
+    "pack": (1, "Above 1: `update` is also measured with at most this many responses in a row."),
     "threads": (0, "Threads of each process of `update`; 0: all cores."),
     "layers": (28, "Layers of the small model whose host time `update` measures."),
     "row_tokens": (1024, "Tokens of a row of `loss`."),
@@ -64,9 +67,9 @@ INTEGERS = {
     "columns": (256, "Size of the hidden states of `loss`."),
 }
 BOOLEANS = {
-    "against_plain": "PyTorch's `update` takes the minibatch as one piece, and recomputes nothing.",
-    "barrier": "Also with all rounds in step.",
-    "simulate": "In virtual time: nothing runs but the scheduling.",
+    "against_plain": "PyTorch takes the minibatch of `update` as one piece, and recomputes nothing.",
+    "barrier": "Also measure with the rounds of all prompts in step.",
+    "simulate": "Run only the scheduling, in virtual time.",
 }
 ZERO_ALLOWED = ("pages", "open_prompts", "seed", "threads")
 
@@ -80,18 +83,20 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
     for name, text in BOOLEANS.items():
         flags.DEFINE_bool(name, False, text, flag_values=values)
     flags.DEFINE_float(
-        "zero_rows", None, "Share of responses without advantage; `update` is measured with and without these.",
+        "zero_rows", None, "Share of responses without advantage; `update` is measured with and without them.",
         lower_bound=0.0, upper_bound=1.0, flag_values=values,
     )  # fmt: skip
     flags.DEFINE_enum(
         "strategy", "balance", ("balance", "positive"), "Stopping rule of the adaptive workload.", flag_values=values
     )
     flags.DEFINE_bool(
-        "speculative", None, "Draw ahead of verdicts in idle slots; default: where a round is smaller than a group.",
+        "speculative", None, "Draw in idle slots before verdicts are there; default: if a round is below a group.",
         flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_float("scale", 1.0, "Factor of the adaptive response lengths.", flag_values=values)
-    flags.DEFINE_float("bandwidth", None, "Bytes a second: costs of a simulation of --model.", flag_values=values)
+    flags.DEFINE_float("scale", 1.0, "Factor of the response lengths of `adaptive`.", flag_values=values)
+    flags.DEFINE_float(
+        "bandwidth", None, "Memory bandwidth in bytes per second, for a simulation of --model.", flag_values=values
+    )
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
     flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)

@@ -69,7 +69,7 @@ class DataConfig:
     )
     date: str = setting(DAY, "Date for templates that print one (Llama-3.2), so that runs repeat.", values.DATE)
     max_prompt_tokens: int = setting(
-        1024, "Longest prompt in tokens; a longer one is an error, never cut.", values.AT_LEAST_1
+        1024, "Longest prompt in tokens; a longer one is an error and is never cut.", values.AT_LEAST_1
     )
 
 
@@ -94,12 +94,12 @@ class RewardConfig:
         0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE
     )
     overlong_tokens: int = setting(
-        0, "Length of the last part of a response in which its length is penalised; 0: none.", values.NOT_NEGATIVE,
-        rule="penalty_fits_the_response",
+        0, "Tokens before the length limit in which the length of a correct response has a penalty; 0: none.",
+        values.NOT_NEGATIVE, rule="penalty_fits_the_response",
     )  # fmt: skip
     overlong_penalty: float = setting(
-        1.0, "Penalty of a correct response at the length limit, compared among the prompt's correct ones; it grows "
-        "linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE,
+        1.0, "Penalty of a correct response at the length limit, relative to the other correct ones of its prompt; it "
+        "grows linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE,
     )  # fmt: skip
 
 
@@ -112,8 +112,8 @@ class CollectionConfig:
         rule="strategy_is_known",
     )  # fmt: skip
     group_size: int = setting(
-        4, "n: responses of one prompt in the update; round size of grpo, dapo and ngu.", values.AT_LEAST_1,
-        rule="groups_have_a_baseline",
+        4, "n: responses of one prompt in the update; also the size of a round for grpo, dapo and ngu.",
+        values.AT_LEAST_1, rule="groups_have_a_baseline",
     )  # fmt: skip
     samples_per_round: int = setting(8, "M: draws of one round.", values.AT_LEAST_1, rule="a_round_fills_a_group")
     max_rounds: int = setting(4, "N: most rounds; a prompt gets at most M * N draws.", values.AT_LEAST_1)
@@ -141,19 +141,23 @@ class CollectionConfig:
         '"replace" them by new prompts.', one_of(values.UNMET), rule="unmet_has_a_rule",
     )  # fmt: skip
     max_extra_batches: int = setting(
-        3, 'dapo, ngu, unmet "replace": how many times prompts_per_iteration more prompts may replace dropped ones.',
+        3, 'dapo, ngu, unmet "replace": most replacements of dropped prompts, in multiples of prompts_per_iteration.',
         values.NOT_NEGATIVE,
     )  # fmt: skip
     retry_probability: float = setting(
-        0.95, "ngu: probability of one more round while no round improved on those before it.", rule="retries_end"
+        0.95,
+        "ngu: probability of one more round, as long as no round improved on the rounds before it.",
+        rule="retries_end",
     )
-    max_age: int = setting(4, "ngu: age in updates above which a response is not trained on.", values.NOT_NEGATIVE)
+    max_age: int = setting(
+        4, "ngu: a response whose age in updates is above it is not trained on.", values.NOT_NEGATIVE
+    )
     keep: str = setting(
-        "", '"group": a balanced group of n; "pool": every response; empty: as the strategy has it.',
+        "", '"group": a balanced group of n; "pool": every response; empty: the choice of the strategy.',
         rule="keep_fits_the_strategy",
     )  # fmt: skip
     baseline: str = setting(
-        "", f"One of {', '.join(values.BASELINES)}; empty: as the strategy has it.", rule="baseline_is_known"
+        "", f"One of {', '.join(values.BASELINES)}; empty: the choice of the strategy.", rule="baseline_is_known"
     )
     normalize_by_std: bool = setting(False, "Divide advantages by the standard deviation of the pool.")
     objective: str = setting(
@@ -163,26 +167,29 @@ class CollectionConfig:
     objective_alpha: float = setting(0.5, "alpha of the objective power.", values.POSITIVE)
     objective_k: int = setting(8, "k of the objective pass_at_k.", values.AT_LEAST_1, rule="correction_fits")
     objective_epsilon: float = setting(
-        1e-2, "Pass rates below it count as it in w(p) = f'(p).", values.NOT_NEGATIVE, rule="weights_are_finite"
+        1e-2, "Lower bound of the pass rate in w(p) = f'(p).", values.NOT_NEGATIVE, rule="weights_are_finite"
     )
     correction: str = setting(
-        "", 'How advantages are weighed: "none", as published; "stratified", the group stands for the pool; "exact", '
+        "", 'Weights of the advantages: "none", as published; "stratified", the group stands for the pool; "exact", '
         "no bias. Empty: exact for positive, balance and ngu with an objective other than identity, else none.",
         rule="correction_fits",
     )  # fmt: skip
     control_variate: str = setting(
-        "none", 'exact: number b subtracted from the weight of each draw of the first round: 0, "constant", or from '
-        "the pass rate estimated before drawing.", one_of(values.CONTROL_VARIATES), rule="correction_fits",
+        "none", 'exact: b, which is subtracted from the weight of each draw of the first round: "none", 0; "constant", '
+        'a number; "estimate", from the pass rate that is estimated before drawing.',
+        one_of(values.CONTROL_VARIATES), rule="correction_fits",
     )  # fmt: skip
-    control_variate_constant: float = setting(0.03, "b of the control variate constant.", values.FINITE)
+    control_variate_constant: float = setting(0.03, 'b of the control variate "constant".', values.FINITE)
     penalize_all_wrong: bool = setting(
-        False, "maxrl: every response of an all-wrong prompt has the advantage -1, not 0.", rule="correction_fits"
+        False,
+        "maxrl: each response of a prompt without a correct one has the advantage -1 instead of 0.",
+        rule="correction_fits",
     )
     prompts_per_iteration: int = setting(
         512, "Prompts of one iteration.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
     )
     barrier: bool = setting(
-        False, "Rounds of all prompts in step, as in the reference program: the same samples, more time.",
+        False, "Every round waits for all prompts, as in the reference program: the same samples, more time.",
         rule="barrier_holds_every_prompt",
     )  # fmt: skip
     deterministic: bool | None = setting(
@@ -206,11 +213,11 @@ class EstimatorConfig:
     kind: str = setting(
         "ema", '"ema": each prompt\'s own history; "value": a head on the last prompt token.', one_of(("ema", "value"))
     )
-    decay: float = setting(0.85, "ema: weight of the past at each new iteration.", values.BELOW_1)
+    decay: float = setting(0.85, "ema: factor of the old counts at each new iteration.", values.BELOW_1)
     prior_correct: float = setting(0.5, "ema: a of the Beta prior.", values.POSITIVE)
     prior_wrong: float = setting(0.5, "ema: b of the Beta prior.", values.POSITIVE)
     learning_rate: float = setting(3e-2, "value: learning rate of the head.", values.POSITIVE)
-    steps: int = setting(8, "value: optimiser steps on each iteration's pools.", values.AT_LEAST_1)
+    steps: int = setting(8, "value: optimiser steps on the pools of each iteration.", values.AT_LEAST_1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +233,7 @@ class SamplingConfig:
     )
     max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
     slots: int = setting(
-        256, "Responses decoded at a time in each of mesh.data * mesh.fsdp replicas.", values.AT_LEAST_1
+        256, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas.", values.AT_LEAST_1
     )
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)
@@ -245,7 +252,7 @@ class SamplingConfig:
         one_of(("auto", "jnp", "pallas_tpu", "pallas_gpu")),
     )  # fmt: skip
     check_invariants: bool = setting(
-        False, "Check all pages, rows and requests after every window: slow, to find a fault."
+        False, "Check all pages, rows and requests after every window; slow, for finding faults."
     )
 
 
@@ -257,7 +264,7 @@ class LearningConfig:
         128, "Prompts of one update.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
     )
     micro_batches: int = setting(
-        1, "Parts in which a minibatch is computed; changes memory and time, not results.", values.AT_LEAST_1,
+        1, "Parts in which a minibatch is computed; it changes memory and time, not results.", values.AT_LEAST_1,
         rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
@@ -284,7 +291,7 @@ class LearningConfig:
     clip_norm: float = setting(1.0, "Largest global norm of the gradient.", values.POSITIVE)
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", values.BELOW_1)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", values.POSITIVE)
-    dual_clip: float = setting(10.0, "Bound of the loss where A < 0, in |A|.", values.ABOVE_1)
+    dual_clip: float = setting(10.0, "Bound of the loss for A < 0, as a multiple of |A|.", values.ABOVE_1)
     aggregation: str = setting("token-mean", "Mean over tokens or over responses.", one_of(values.AGGREGATIONS),
         rule="corrections_weigh_whole_responses",
     )  # fmt: skip
@@ -304,7 +311,7 @@ class LearningConfig:
         "overlap_iterations.", values.POSITIVE_OR_NONE,
     )  # fmt: skip
     non_finite: str = setting(
-        "stop", 'Where a loss, gradient or log-probability is not finite: "stop" the run or "skip" the update.',
+        "stop", 'If a loss, gradient or log-probability is not finite: "stop" the run, or "skip" the update.',
         one_of(("stop", "skip")),
     )  # fmt: skip
     max_skipped: int = setting(3, "Most skipped updates in a row before the run stops.", values.NOT_NEGATIVE)
@@ -331,7 +338,7 @@ class LoraConfig:
 class MeshConfig:
     """Devices along each axis of the mesh."""
 
-    data: int = setting(1, "Devices with a copy of everything.", values.AT_LEAST_1)
+    data: int = setting(1, "Devices that each have a copy of the weights.", values.AT_LEAST_1)
     fsdp: int = setting(
         1, "Devices that share weights and optimiser state.", values.AT_LEAST_1, rule="updates_are_whole_micro_batches"
     )
@@ -345,9 +352,9 @@ class CheckpointConfig:
     every: int = setting(50, "Iterations between checkpoints; 0: only at the end.", values.NOT_NEGATIVE)
     keep: int = setting(2, "Newest checkpoints to keep.", values.AT_LEAST_1)
     keep_best: int = setting(
-        0, "Checkpoints to keep for their evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE
+        0, "Checkpoints to keep with the best evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE
     )
-    keep_every: int = setting(0, "Also keep those of every this many iterations; 0: none.", values.NOT_NEGATIVE)
+    keep_every: int = setting(0, "Also keep a checkpoint every this many iterations; 0: none.", values.NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -385,7 +392,7 @@ class LoggingConfig:
 class Config:
     """A whole configuration, immutable. `validate` makes it of the ConfigDict that flags and config files edit."""
 
-    seed: int = setting(0, "Seed of everything random.", values.SEED)
+    seed: int = setting(0, "Seed of all random numbers.", values.SEED)
     iterations: int = setting(
         400, "Iterations of the run; 400 in the reference script, 600 in the paper's text.", values.NOT_NEGATIVE
     )
