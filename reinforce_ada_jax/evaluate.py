@@ -66,7 +66,8 @@ def main(
         run = None if workdir is None else pathlib.Path(workdir)
         if run is not None:
             config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + (() if regrade else config_lib.GRADED_BY))
-    source = PolicySource(run, components_lib.model_folder(model or config.model.path))
+        named = (config.model.path, config.model.revision) if model is None else (model,)
+        source = PolicySource(run, components_lib.model_folder(*named))
     with cli.interruptible("Graded responses are stored"):
         evaluate = stored_evaluation.regrade if regrade else stored_evaluation.evaluate
         folders = (None if folder is None else pathlib.Path(folder) for folder in (output, initial))

@@ -34,7 +34,7 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
         weight_files.check_new(output)
         if math.prod(dataclasses.asdict(config.mesh).values()) > len(available_devices()):
             config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
-        components = components_lib.build(config, components_lib.model_folder(config.model.path))
+        components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         if adapter:
             if adapters is None:

@@ -9,6 +9,7 @@ from tests import compiling, forked, typechecking  # noqa: F401  (named in pypro
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks huggingface.co
 FLAGS = ("--xla_force_host_platform_device_count=8", compiling.QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
 # A folder for each worker, so that none reads what another is writing.

@@ -259,7 +259,7 @@ def _begin(
     """Begins a run in a new work directory; with an architecture, of random weights of that shape."""
     workdir.mkdir()
     verifiers = stack.enter_context(components_lib.verifier_pool(config))
-    folder = components_lib.model_folder(config.model.path)
+    folder = components_lib.model_folder(config.model.path, config.model.revision)
     if architecture is not None:
         make_folder(workdir / "model", folder, architecture, config.seed)
         folder = workdir / "model"

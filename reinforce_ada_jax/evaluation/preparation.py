@@ -284,7 +284,7 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
         config = config_lib.check(config_lib.replaced(config, changes))
         keep_programs(config.logging.compilation_cache)
         problems = components_lib.load_problems(source, config)
-        components = components_lib.build(config, components_lib.model_folder(config.model.path))
+        components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         verifier_pool = components_lib.verifier_pool(config)
         prompts, counts = _unique_and_short(config, components, problems)
     with verifier_pool as verifiers:

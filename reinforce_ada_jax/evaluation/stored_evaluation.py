@@ -23,7 +23,7 @@ from reinforce_ada_jax.evaluation.response_store import (
     read_header,
     writing,
 )  # fmt: skip
-from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.policy import adapter_files, hub_models
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -60,7 +60,8 @@ class PolicySource:
     def output(self, iteration: int) -> pathlib.Path:
         """Default folder of the stored responses."""
         if self.workdir is None:
-            return pathlib.Path("evaluations") / self.folder.resolve().name
+            name = hub_models.repository(self.folder) or self.folder.resolve().name
+            return pathlib.Path("evaluations") / pathlib.Path(name).name
         return self.workdir / "evaluations" / f"{iteration:06d}"
 
     def newest_output(self) -> pathlib.Path:

@@ -38,7 +38,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     """
     if model is not None:
         return read_config(model), model
-    folder = components_lib.model_folder(path)
+    folder = components_lib.local_folder(path)
     if folder.is_dir():
         return read_config(folder), str(folder)
     if folder.name in PUBLISHED:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from reinforce_ada_jax.policy import huggingface, weight_files
+from reinforce_ada_jax.policy import hub_models, huggingface, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.policy.transformer import Params, flatten
@@ -95,5 +95,6 @@ def save(
       ValueError: the destination is not empty.
     """
     with weight_files.new_folder(pathlib.Path(folder).absolute()) as partial:
-        weight_files.write_json(partial / CONFIG, peft_config(lora, str(base.absolute())))
+        named = hub_models.repository(base) or str(base.absolute())
+        weight_files.write_json(partial / CONFIG, peft_config(lora, named))
         save_file(peft_tensors(architecture, adapters, lora), partial / WEIGHTS, metadata={"format": "pt"})

@@ -109,7 +109,7 @@ def read_config(folder: str | pathlib.Path) -> Architecture:
     """
     folder = pathlib.Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: name a Hugging Face folder on this machine, not a hub id.")
+        raise ValueError(f"{folder} is not a folder: name a Hugging Face folder on this machine, or OWNER/MODEL.")
     config = weight_files.read_json(folder / "config.json")
     try:
         return from_hf(config)

@@ -23,7 +23,7 @@ from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.value_head import ValueHead
-from reinforce_ada_jax.policy import huggingface, lora
+from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.transformer import Params
@@ -40,11 +40,21 @@ ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 PACKAGE_PREFIX = "package:"
 
 
-def model_folder(path: str) -> pathlib.Path:
-    """The folder that `model.path` names; "package:cipher" is the one that ships with the package."""
+def local_folder(path: str) -> pathlib.Path:
+    """Returns the folder that `path` names, existing or not; "package:cipher" is part of the package."""
     if path.startswith(PACKAGE_PREFIX):
         return ASSETS / path.removeprefix(PACKAGE_PREFIX)
     return pathlib.Path(path)
+
+
+def model_folder(path: str, revision: str = "") -> pathlib.Path:
+    """Returns the folder of a model: a folder of this machine, else a model of the hub, fetched once.
+
+    Raises:
+      ValueError: `path` names a model of the hub that can't be fetched.
+    """
+    folder = local_folder(path)
+    return folder if folder.exists() or not hub_models.is_name(path) else hub_models.fetch(path, revision)
 
 
 def load_problems(source: str, config: Config) -> list[Problem]:

@@ -289,7 +289,7 @@ def read_inputs(
     strategies.build(config.collection)  # reads a user's own file
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
-    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
     if not holds_checkpoint(workdir):
         huggingface.check_weights(components.folder, components.architecture)
     read: list[str] = []

@@ -371,7 +371,10 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, tmp_path, quest
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model": "Qwen/Qwen2.5-1.5B"}, ["Qwen/Qwen2.5-1.5B is not a folder", "not a hub id"]),
+        (
+            {"model": "Qwen/Qwen2.5-1.5B"},
+            ["Qwen/Qwen2.5-1.5B is not a folder", "can't be fetched"],
+        ),
         ({"model": "."}, ["config.json"]),
         ({"port": 70_000}, ["--port is 70000", "0 to 65,535"]),
         ({"host": "no host"}, ["cannot listen on no host", "choose another"]),

@@ -1,0 +1,158 @@
+"""Models by name, from a hub on this machine: what is fetched, once, and what is never asked for."""
+
+import hashlib
+import http.server
+import json
+import os
+import pathlib
+import threading
+import time
+
+import pytest
+
+from reinforce_ada_jax.policy import hub_models
+from tests import forked
+from tests.running import environment
+
+MODEL = pathlib.Path(__file__).parents[2] / "reinforce_ada_jax" / "assets" / "cipher"
+COMMIT = "1234567890" * 4
+WANTED = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+FETCH = """
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.training.components import model_folder
+for name, revision in {wanted}:
+    try:
+        folder = model_folder(name, revision)
+        print(folder)
+    except ValueError as error:
+        print(error)
+if {load}:
+    print(huggingface.load(folder)[0].num_parameters)
+"""
+
+
+class Hub(http.server.ThreadingHTTPServer):
+    """The part of the hub's HTTP interface that a download uses, for repositories given as {name: {path: content}}."""
+
+    def __init__(self, repositories):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repositories, self.asked = repositories, []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def files(self):
+        """Files whose content was sent."""
+        return sorted(path for method, path in self.asked if method == "GET" and not path.startswith("/api"))
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.server.asked.append((self.command, self.path))
+        path = self.path.partition("?")[0].removeprefix("/api/models").strip("/")
+        name = "/".join(path.split("/")[:2])
+        files, rest = self.server.repositories.get(name), path.removeprefix(name).strip("/")
+        if files is None:
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif rest in ("", "revision/main", "revision/v1", f"revision/{COMMIT}"):
+            self.answer(200, json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode())
+        elif rest == f"tree/{COMMIT}":
+            listed = [{"type": "file", "path": path, "size": len(content), "oid": digest(content)}
+                      for path, content in files.items()]  # fmt: skip
+            self.answer(200, json.dumps(listed).encode())
+        elif rest.startswith(f"resolve/{COMMIT}/"):
+            content = files[rest.removeprefix(f"resolve/{COMMIT}/")]
+            self.answer(200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT})
+        else:
+            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def answer(self, status, content, headers=()):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **dict(headers)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+def digest(content):
+    return hashlib.sha1(content).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def hub():
+    model = {file.name: file.read_bytes() for file in MODEL.iterdir()}
+    never = dict.fromkeys(("pytorch_model.bin", "handler.py", "README.md", "onnx/model.safetensors"), b"x")
+    pickled = {"config.json": model["config.json"], "pytorch_model.bin": b"x"}
+    with Hub({"tiny/cipher": model | never, "tiny/pickled": pickled}) as server:
+        yield server
+        server.shutdown()
+
+
+def start(hub, cache, wanted, load=False, **variables):
+    """Starts a process that prints the folder of each (name, revision), or the error."""
+    env = environment() | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(cache), "HF_TOKEN": "", **variables}
+    env["HF_ENDPOINT"] = variables.get("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    return forked.Forked(["-c", FETCH.format(wanted=wanted, load=load)], env)
+
+
+def lines(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out.splitlines()
+
+
+def test_a_model_is_fetched_once(tmp_path, hub):
+    # Two processes of one run, at once.
+    both = [start(hub, tmp_path, [("tiny/cipher", "")], load=True) for _ in range(2)]
+    folder, weights = lines(both[0])
+    assert int(weights) == 107_392 and lines(both[1]) == [folder, weights]
+    assert {os.path.basename(path) for path in hub.files} == WANTED
+    assert set(os.listdir(folder)) == WANTED and pathlib.Path(folder).name == COMMIT
+    assert hub_models.repository(pathlib.Path(folder)) == "tiny/cipher"
+    fetched, began = len(hub.files), time.monotonic()
+    wanted = [("tiny/cipher", "v1"), ("tiny/none", ""), ("tiny/cipher", "v2"), ("tiny/pickled", "")]
+    again = start(hub, tmp_path, wanted)
+    unreachable = start(hub, tmp_path, [("tiny/cipher", ""), ("a/b", "")], HF_ENDPOINT="http://127.0.0.1:9")
+    offline = start(hub, tmp_path, [("tiny/cipher", ""), ("a/b", "")], HF_HUB_OFFLINE="1")
+    there, none, revision, pickled = lines(again)
+    assert there == folder
+    assert "tiny/none is not a folder, and the model can't be fetched from huggingface.co (RepositoryNotFound" in none
+    assert "the model at revision 'v2' can't be fetched from huggingface.co (RevisionNotFound" in revision
+    assert "tiny/pickled has no safetensors on huggingface.co, and weights in pickles are never read" in pickled
+    for process, reason in (
+        (unreachable, "ConnectError: [Errno 111]"),
+        (offline, "outgoing traffic has been disabled"),
+    ):
+        there, missing = lines(process)
+        assert there == folder
+        assert missing.startswith("a/b is not a folder, and the model can't be fetched") and reason in missing
+        assert missing.endswith("or name a folder on this machine.")
+    # One config.json more, of the repository with a pickle.
+    assert len(hub.files) == fetched + 1 and time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("Qwen/Qwen2.5-Math-1.5B", True),
+        ("Qwen", False),
+        ("a/b/c", False),
+        ("../b", False),
+        ("/a", False),
+        ("a/b:c", False),
+    ],
+)
+def test_names(path, name):
+    assert hub_models.is_name(path) is name
+
+
+def test_a_folder_that_is_no_cache():
+    assert hub_models.repository(MODEL) is None
+    assert hub_models.repository(pathlib.Path("models--a--b/snapshots/c")) == "a/b"
