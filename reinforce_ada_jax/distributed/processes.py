@@ -8,8 +8,10 @@ With one process nothing is sent and nothing is compiled.
 """
 
 import contextlib
+import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,15 +20,17 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from reinforce_ada_jax.distributed.watchdog import TIMEOUT_S, Watchdog
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed.watchdog import NEWS_S, RESTART, TIMEOUT_S, Watchdog
 
 # Bytes that `exchange` sends at a time. One size, so that one program serves every exchange of a run.
 CHUNK = 2**20
 # Seconds until a host sees in a shared folder what another one wrote: NFS and gcsfuse cache answers.
 SHARED_AFTER_S = 60
-NEWS_S = 5  # from a collective that fails to the message that a process is gone
 # The variables that name the processes where no cluster does; the first is JAX's own.
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+# Seconds until all processes must have started; JAX waits longer and then aborts with a stack trace.
+JOIN_S, JOIN = 120.0, "REINFORCE_ADA_JOIN_S"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
 
 _watchdog: Watchdog | None = None
@@ -34,6 +38,8 @@ _watchdog: Watchdog | None = None
 
 def initialize(*, cluster: bool) -> None:
     """Joins the other processes of the run, before any device is touched; returns when all are there.
+
+    If one does not start within REINFORCE_ADA_JOIN_S seconds (120), this process ends with exit code RESTART.
 
     Args:
       cluster: the surroundings (a TPU pod, Slurm, MPI) know the processes. Else they are known from the environment,
@@ -48,12 +54,45 @@ def initialize(*, cluster: bool) -> None:
         return
     # JAX would take SIGTERM for itself; the run saves and ends on it.
     jax.config.update("jax_enable_preemption_service", False)
-    if cluster:
-        jax.distributed.initialize()
-    else:
-        jax.distributed.initialize(given.get(ADDRESS), *_numbers(given))
+    address, (number, own) = (None, (None, None)) if cluster else (given.get(ADDRESS), _numbers(given))
+    seconds = _join_seconds()
+    with _ending_after(seconds):
+        jax.distributed.initialize(address, number, own, initialization_timeout=math.ceil(seconds) + 60)
     if count() > 1:
         _join_watchdog()
+
+
+def _join_seconds() -> float:
+    text = os.environ.get(JOIN, "")
+    try:
+        seconds = float(text or JOIN_S)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 < seconds < math.inf:
+        raise ValueError(f"{JOIN} is {text!r}; it must be a number of seconds above 0. Set it, or leave it out.")
+    return seconds
+
+
+@contextlib.contextmanager
+def _ending_after(seconds: float) -> Iterator[None]:
+    """Ends this process if the block, which waits for the others to start, takes longer."""
+
+    def end() -> None:
+        print(
+            f"error: not all processes of the run started within {seconds:g} s. See the logs of the others, and start "
+            f"all with the same command; {JOIN}=SECONDS waits longer.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(RESTART)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _numbers(given: dict[str, str]) -> tuple[int, int]:
@@ -181,16 +220,22 @@ def member() -> Iterator[None]:
         if _watchdog is None or _watchdog.leaving:
             raise
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        if code == cli.BAD_INPUT:
+            _watchdog.refuse()
         if not isinstance(error, SystemExit):
+            if isinstance(error, jax.errors.JaxRuntimeError):  # a collective
+                wait_for_news()
             traceback.print_exc()
-            _wait_for_news(error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     leave()
 
 
-def _wait_for_news(error: BaseException) -> None:
-    """Waits after a failed collective: probably a process is gone, and the watchdog says which and ends this one."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
+def wait_for_news() -> None:
+    """Waits after an error that a lost process may have caused: the watchdog then says so and ends this process.
+
+    Without other processes it returns at once.
+    """
+    if _watchdog is not None and not _watchdog.leaving:
         time.sleep(NEWS_S)

@@ -19,6 +19,8 @@ import sys
 import threading
 import time
 
+from reinforce_ada_jax.cli import BAD_INPUT
+
 # Exit code: the state is saved, and a supervisor should start the run again (EX_TEMPFAIL of sysexits.h).
 RESTART = 75
 # A host that vanishes without closing its connections is lost after IDLE_S + PROBES * PROBE_S seconds.
@@ -28,10 +30,11 @@ TIMEOUT_S = 60  # to connect
 # TIMEOUT_S of trying, not at all; and JAX takes a process for dead 100 s after its last heartbeat.
 JOIN_S = 90
 STRANGERS = 128  # connections of strangers that may queue beside those of the others: a full queue costs seconds
+NEWS_S = 5  # from a collective that fails to the message that a process is gone; and from one refusal to another
 GREETING_S = 10  # from a connection to the secret, which a process of the run sends at once
 
 # Messages are three bytes: a kind, and a process.
-_JOIN, _LEAVE, _STOP, _GONE = b"J", b"L", b"S", b"G"
+_JOIN, _LEAVE, _STOP, _GONE, _REFUSE = b"J", b"L", b"S", b"G", b"R"
 _SECRET = 16
 _GREETING = _SECRET + 3  # the secret, and a message
 
@@ -83,7 +86,7 @@ class Watchdog:
         self.index, self.count = index, count
         self.asked_to_stop = False
         self._links: dict[int, socket.socket] = {}
-        self.leaving = False
+        self.leaving = self.refused = False
         self._server: socket.socket | None = None
         self._secret = b""
 
@@ -190,6 +193,15 @@ class Watchdog:
         self.leaving = True
         self._send(_LEAVE, self.index)
 
+    def refuse(self) -> None:
+        """Announces that this process ends because its input is wrong.
+
+        The others have the same input. Each has NEWS_S seconds to refuse it with a message of its own, and then ends
+        with the same exit code: to start the run again would not help.
+        """
+        self.leaving = True
+        self._send(_REFUSE, self.index)
+
     def _send(self, what: bytes, process: int) -> None:
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -221,10 +233,27 @@ class Watchdog:
             self.asked_to_stop = True
             if self.index == 0:
                 self._send(_STOP, about)
-        return what != _LEAVE
+        if what == _REFUSE and not self.refused:
+            self.refused = True
+            if self.index == 0:
+                self._send(_REFUSE, about)
+            timer = threading.Timer(NEWS_S, self._end_refused, [about])
+            timer.daemon = True
+            timer.start()
+        return what not in (_LEAVE, _REFUSE)
+
+    def _end_refused(self, process: int) -> None:
+        if not self.leaving:
+            print(
+                f"\nerror: process {process} of {self.count} refused its configuration or a file, so process "
+                f"{self.index} ends too. See the log of process {process}.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(BAD_INPUT)
 
     def _lose(self, process: int) -> None:
-        if self.leaving:
+        if self.leaving or self.refused:
             return
         if self.index == 0:
             self._send(_GONE, process)

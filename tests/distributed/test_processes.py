@@ -169,7 +169,8 @@ def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "number", "code"), [
-    (0, signal.SIGKILL, RESTART), (1, signal.SIGTERM, RESTART), (0, signal.SIGTERM, RESTART), (1, signal.SIGINT, 130),
+    (0, signal.SIGKILL, RESTART), (1, signal.SIGKILL, RESTART),
+    (1, signal.SIGTERM, RESTART), (0, signal.SIGTERM, RESTART), (1, signal.SIGINT, 130),
 ])  # fmt: skip
 def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
     workdir = tmp_path / "run"
@@ -179,8 +180,8 @@ def test_both_end_and_resume(start, unbroken, tmp_path, victim, number, code):
     said = [process.communicate(timeout=60)[1] for process in processes]
     codes = [process.returncode for process in processes]
     if number == signal.SIGKILL:
-        assert codes == [-signal.SIGKILL, RESTART]
-        assert "error: process 0 of 2 is gone" in said[1]
+        assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == RESTART
+        assert f"error: process {victim} of 2 is gone" in said[1 - victim]
     else:
         assert codes == [code, code]
         assert all("is saved" in text and "goes on from there" in text for text in said)
@@ -202,8 +203,8 @@ def test_processes_with_other_configurations_are_told(start, tmp_path):
     seeds = iter(("--config.seed=0", "--config.seed=1"))
     processes = start(tmp_path / "run", 2, own=lambda: [next(seeds)])
     said = [process.communicate(timeout=120)[1] for process in processes]
-    assert any(process.returncode == cli.BAD_INPUT for process in processes)
-    assert any("error: the configurations differ between process 0 and process 1 of 2" in text for text in said)
+    assert [process.returncode for process in processes] == [cli.BAD_INPUT] * 2
+    assert all("error: the configurations differ between process 0 and process 1 of 2" in text for text in said)
     assert not (tmp_path / "run").exists()
 
 
@@ -281,6 +282,30 @@ def test_processes_that_can_not_reach_each_other_say_so_in_a_line():
     assert waited.startswith("error: process 0 waited 3 s for process 1 of 2") and waited.count("\n") == 1
     assert "error: process 1 of 2 can't connect with process 0 at 127.0.0.1, port 9 (" in refused
     assert "Traceback" not in refused
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_who_waits_for_a_process_that_never_starts_says_so_in_a_line(index):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
+    result = subprocess.run(
+        [sys.executable, "-c", JOIN, ""], cwd=ROOT, text=True, env=environment() | given | {processes_lib.JOIN: "2"},
+        capture_output=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == RESTART
+    assert result.stderr.startswith("error: not all processes of the run started within 2 s.")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon"])
+def test_a_wrong_time_to_join(monkeypatch, text):
+    for name, value in ((processes_lib.ADDRESS, "127.0.0.1:1"), (processes_lib.COUNT, "2"), (processes_lib.INDEX, "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(processes_lib.JOIN, text)
+    with pytest.raises(ValueError, match=f"REINFORCE_ADA_JOIN_S is '{text}'; it must be a number of seconds above 0"):
+        processes_lib.initialize(cluster=False)
 
 
 def test_what_is_wrong_with_the_processes_is_one_line(tmp_path):

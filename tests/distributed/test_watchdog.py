@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from reinforce_ada_jax.cli import BAD_INPUT
 from reinforce_ada_jax.distributed import watchdog
 from reinforce_ada_jax.distributed.watchdog import RESTART, Watchdog
 from tests.running import ROOT, environment
@@ -29,6 +30,8 @@ print("joined", flush=True)
 for command in sys.stdin:
     if command == "leave\\n":
         line.leave()
+    if command == "refuse\\n":
+        line.refuse()
     if command == "stop\\n":
         line.ask_to_stop()
     print(command.strip(), line.asked_to_stop, flush=True)
@@ -74,6 +77,25 @@ def test_all_end_when_one_dies_and_name_it(processes, victim):
             said = process.stderr.read()
             assert f"error: process {victim} of 3 is gone" in said
             assert "goes on from the newest checkpoint" in said
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_refusal_ends_all_with_its_code(processes, who):
+    everyone = processes(3)
+    tell(everyone[who], "refuse")
+    everyone[who].kill()  # as `member` does after its message
+    for number, process in enumerate(everyone):
+        if number != who:
+            assert process.wait(timeout=30) == BAD_INPUT
+            assert f"error: process {who} of 3 refused its configuration or a file" in process.stderr.read()
+
+
+def test_who_refuses_too_says_it_itself(processes):
+    everyone = processes(2)
+    for process in everyone:
+        tell(process, "refuse")
+    time.sleep(watchdog.NEWS_S + 1)
+    assert [tell(process, "here")[0] for process in everyone] == ["here"] * 2
 
 
 def test_a_request_to_stop_reaches_all(processes):
