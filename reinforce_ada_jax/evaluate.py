@@ -48,6 +48,8 @@ def main(
     output: str | None = None,
     regrade: bool = False,
     initial: str | None = None,
+    *,
+    dry_run: bool = False,
 ) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
     from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
@@ -58,6 +60,8 @@ def main(
     with cli.user_input():
         if (workdir is None) == (model is None):
             raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
+        if dry_run and regrade:
+            raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
         for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
             check_local(name, path)
         if output is not None:
@@ -69,9 +73,13 @@ def main(
         named = (config.model.path, config.model.revision) if model is None else (model,)
         source = PolicySource(run, components_lib.model_folder(*named))
     with cli.interruptible("Graded responses are stored"):
-        evaluate = stored_evaluation.regrade if regrade else stored_evaluation.evaluate
         folders = (None if folder is None else pathlib.Path(folder) for folder in (output, initial))
-        evaluation = evaluate(config, source, *folders)
+        if regrade:
+            evaluation = stored_evaluation.regrade(config, source, *folders)
+        else:
+            evaluation = stored_evaluation.evaluate(config, source, *folders, dry_run=dry_run)
+    if evaluation is None:
+        return
     results, table = results_table.summarize(evaluation, run)
     print(table)
     write_atomically(evaluation.output / "table.md", table + "\n")
@@ -103,9 +111,10 @@ if __name__ == "__main__":
         "The folder of an earlier evaluation of the same problems, such as evaluations/NAME of the model that a run "
         "began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have one.",
     )
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
     cli.run(
         lambda: main(
             cli.converted(CONFIG, config_lib.resolve), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
-            OUTPUT.value, REGRADE.value, INITIAL.value,
+            OUTPUT.value, REGRADE.value, INITIAL.value, dry_run=DRY_RUN.value,
         )
     )  # fmt: skip

@@ -24,13 +24,20 @@ from reinforce_ada_jax.config import Config
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
 
 
-def main(config: Config, source: str, output: pathlib.Path, pass_rates: tuple[float, float], samples: int) -> None:
+def main(
+    config: Config,
+    source: str,
+    output: pathlib.Path,
+    pass_rates: tuple[float, float],
+    samples: int,
+    dry_run: bool = False,
+) -> None:
     """Prepares the prompts; Ctrl-C ends it with a message."""
     from reinforce_ada_jax.evaluation.preparation import OutputFiles, prepare
 
     files = OutputFiles(output)
     with cli.interruptible(f"Graded responses are stored in {files.draws}"):
-        prepare(config, source, files, pass_rates, samples)
+        prepare(config, source, files, pass_rates, samples, dry_run=dry_run)
 
 
 if __name__ == "__main__":
@@ -42,9 +49,10 @@ if __name__ == "__main__":
     LEAST = flags.DEFINE_float("min_pass_rate", MIN_PASS_RATE, "Pass rates must lie above it (exclusive).")
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
     cli.run(
         lambda: main(
             cli.converted(CONFIG, config_lib.resolve), INPUT.value, pathlib.Path(OUTPUT.value),
-            (LEAST.value, MOST.value), COUNT.value,
+            (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
         )
     )  # fmt: skip

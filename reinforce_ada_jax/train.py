@@ -2,11 +2,12 @@
 
     python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/tiny
     python -m reinforce_ada_jax.train --config=configs/tiny.py --workdir=runs/grpo --config.collection.strategy=grpo
-    python -m reinforce_ada_jax.train --config=configs/qwen_1p5b.py --workdir=runs/qwen \\
+    python -m reinforce_ada_jax.train --config=configs/qwen_1p5b.py --workdir=runs/qwen --dry_run \\
         --config.model.path=models/Qwen2.5-Math-1.5B --config.data.prompts=prompts.jsonl
 
-The same command resumes the run in a work directory. Ctrl-C ends it after saving the last finished iteration. The loop
-is in training/loop.py, one iteration in training/iteration.py, and what a checkpoint holds in training/state.py.
+--dry_run checks the input and prints what would run. The same command resumes the run in a work directory. Ctrl-C ends
+it after saving the last finished iteration. The loop is in training/loop.py, one iteration in training/iteration.py,
+and what a checkpoint holds in training/state.py.
 """
 
 import contextlib
@@ -95,6 +96,18 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
         )
 
 
+def dry_run(config: Config, workdir: pathlib.Path) -> None:
+    """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+    from reinforce_ada_jax.training import loop, summary
+
+    with cli.user_input():
+        inputs = loop.read_inputs(config, workdir, make_evaluator_fn)
+    if processes.is_writer():
+        print(summary.dry_run(config, inputs.summary(config, workdir)))
+
+
 class _Command(types.ModuleType):
     """This module, which can be called: `reinforce_ada_jax.train` is both the command's module and the function."""
 
@@ -113,6 +126,7 @@ if __name__ == "__main__":
     DISTRIBUTED = flags.DEFINE_bool(
         "distributed", False, "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
     )
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
@@ -121,6 +135,10 @@ if __name__ == "__main__":
         with processes.member():  # a process that can't join must end at once, too
             with cli.user_input():
                 processes.initialize(cluster=DISTRIBUTED.value)
-            main(cli.converted(CONFIG, config_lib.resolve), pathlib.Path(WORKDIR.value), quiet=QUIET.value)
+            config, workdir = cli.converted(CONFIG, config_lib.resolve), pathlib.Path(WORKDIR.value)
+            if DRY_RUN.value:
+                dry_run(config, workdir)
+            else:
+                main(config, workdir, quiet=QUIET.value)
 
     cli.run(start)

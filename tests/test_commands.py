@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax import __main__ as dispatch
-from reinforce_ada_jax import cli, evaluate, export, train
+from reinforce_ada_jax import cli, evaluate, export, prepare, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import reference
 from reinforce_ada_jax.training import components as components_lib
@@ -363,6 +363,51 @@ def test_warm_start_overwrites_nothing(tmp_path, capsys):
     text = refused(capsys, warm_start.main, tiny(), tmp_path)
     check_message(text, f"{tmp_path} exists already", "another --output")
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- dry runs -------------------------------------------------------------------------------------------------------
+
+
+def described(capsys) -> tuple[config_lib.Config, str]:
+    """Returns configuration and summary that a dry run printed."""
+    said = capsys.readouterr()
+    assert said.err == "" and said.out.endswith(
+        "\n\ndry run: the input is valid. Nothing is written and nothing runs.\n"
+    )
+    resolved, _, text = said.out.partition("\n}\n")
+    return config_lib.from_json(resolved + "\n}"), text
+
+
+def test_a_dry_run_of_train(tmp_path, capsys):
+    train.dry_run(tiny(seed=3), tmp_path / "run")
+    config, text = described(capsys)
+    assert config == tiny(seed=3)
+    for part in ("107,392 weights", "100 iterations of 32 prompts (of 1,024)", f"files       {tmp_path / 'run'}"):
+        assert part in text
+    check_message(refused(capsys, train.dry_run, tiny(**{"data.max_prompt_tokens": 7}), tmp_path / "run"), "limit 7")
+    folder = str(edited_model(tmp_path, **{"model.norm.weight": None}))
+    text = refused(capsys, train.dry_run, tiny(**{"model.path": folder}), tmp_path / "run")
+    check_message(text, "model.norm.weight is missing")
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_dry_run_of_evaluate(tmp_path, capsys):
+    model, output = str(components_lib.ASSETS / "cipher"), str(tmp_path / "out")
+    evaluate.main(tiny(), None, model, [], 4, output, dry_run=True)
+    config, text = described(capsys)
+    assert config.evaluation.samples == 4 and "heldout" in text and "4 each at temperature 1" in text
+    with pytest.raises(SystemExit):
+        evaluate.main(tiny(), None, model, [], 4, output, True, dry_run=True)
+    check_message(capsys.readouterr().err, "--regrade draws nothing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_prepare(tmp_path, capsys):
+    source = cipher_file(tmp_path / "words.jsonl", 3)
+    prepare.main(tiny(), source, tmp_path / "prompts.jsonl", (0.0, 0.5), 16, dry_run=True)
+    config, text = described(capsys)
+    assert config.data.prompts == source and "16 each" in text
+    assert [file.name for file in tmp_path.iterdir()] == ["words.jsonl"]
 
 
 # ---- help -----------------------------------------------------------------------------------------------------------

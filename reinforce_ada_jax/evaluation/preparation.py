@@ -31,7 +31,7 @@ from reinforce_ada_jax.evaluation.response_store import (
     hash_of_problems,
     writing,
 )  # fmt: skip
-from reinforce_ada_jax.policy import adapter_files
+from reinforce_ada_jax.policy import adapter_files, huggingface
 from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -269,11 +269,20 @@ def _write(
         print(warning, file=sys.stderr)
 
 
-def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[float, float], samples: int) -> None:
+def prepare(
+    config: Config,
+    source: str,
+    files: OutputFiles,
+    pass_rates: tuple[float, float],
+    samples: int,
+    *,
+    dry_run: bool = False,
+) -> None:
     """Writes the problems of `source` whose pass rates are in (pass_rates[0], pass_rates[1]].
 
     Problems are left out if they came before, are too long, or have a reference that fails its own verification. Of
-    the others `samples` responses are drawn, at addresses that no iteration of a training has.
+    the others `samples` responses are drawn, at addresses that no iteration of a training has. With `dry_run` the
+    input is checked and described, and nothing is written.
     """
     with cli.user_input():
         band = Band(*pass_rates)
@@ -282,11 +291,19 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
         files.check(source)
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": ()}
         config = config_lib.check(config_lib.replaced(config, changes))
-        keep_programs(config.logging.compilation_cache)
         problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         verifier_pool = components_lib.verifier_pool(config)
         prompts, counts = _unique_and_short(config, components, problems)
+        if dry_run:
+            huggingface.check_weights(components.folder, components.architecture)
+    policy, read = str(components.folder), [description(source, problems)]
+    if dry_run:
+        sets = {source: (len(prompts), len(prompts))}
+        text = summary.drawing(config, components, policy, sets, read, samples, config.sampling, files.output)
+        print(summary.dry_run(config, text))
+        return
+    keep_programs(config.logging.compilation_cache)
     with verifier_pool as verifiers:
         passed = _with_valid_reference(config, prompts, files, verifiers)
         counts["reference_fails"] = len(prompts) - len(passed)
@@ -299,8 +316,7 @@ def prepare(config: Config, source: str, files: OutputFiles, pass_rates: tuple[f
             store = ResponseStore(files.draws / "responses.jsonl", header)
             missing = store.missing(passed, samples)
             params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
-        sets, policy = {source: (len(passed), len(missing))}, str(components.folder)
-        read = [description(source, problems)]
+        sets = {source: (len(passed), len(missing))}
         print(
             summary.drawing(config, components, policy, sets, read, samples, config.sampling, files.output), flush=True
         )

@@ -23,7 +23,7 @@ from reinforce_ada_jax.evaluation.response_store import (
     read_header,
     writing,
 )  # fmt: skip
-from reinforce_ada_jax.policy import adapter_files, hub_models
+from reinforce_ada_jax.policy import adapter_files, hub_models, huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.sampling.rollouts import Rollouts
@@ -110,15 +110,20 @@ def _result(
 
 
 def evaluate(
-    config: Config, source: PolicySource, output: pathlib.Path | None, initial: pathlib.Path | None = None
-) -> StoredEvaluation:
+    config: Config,
+    source: PolicySource,
+    output: pathlib.Path | None,
+    initial: pathlib.Path | None = None,
+    *,
+    dry_run: bool = False,
+) -> StoredEvaluation | None:
     """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder.
 
-    `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates.
+    `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates. With
+    `dry_run` the input is checked and described, nothing is written, and the result is None.
     """
     settings = config.evaluation
     with cli.user_input():
-        keep_programs(config.logging.compilation_cache)
         iteration = source.newest_iteration(config)
         components = components_lib.build(config, source.folder)
         read: list[str] = []
@@ -134,10 +139,16 @@ def evaluate(
             stores[name] = ResponseStore(output / f"{name}.jsonl", header)
         missing = {name: stores[name].missing(prompts, settings.samples) for name, prompts in benchmarks.items()}
         verifier_pool = components_lib.verifier_pool(config)
-        params = source.load(config, components, iteration) if any(missing.values()) else None
+        if dry_run and source.workdir is None:
+            huggingface.check_weights(components.folder, components.architecture)
+        keep_programs("" if dry_run else config.logging.compilation_cache)
+        params = source.load(config, components, iteration) if any(missing.values()) and not dry_run else None
     policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
-    print(summary.drawing(config, components, policy, counts, read, settings.samples, settings, output), flush=True)
+    text = summary.drawing(config, components, policy, counts, read, settings.samples, settings, output)
+    print(summary.dry_run(config, text) if dry_run else text, flush=True)
+    if dry_run:
+        return None
     if params is not None:
         total, lacking = map(sum, zip(*counts.values(), strict=True))
         with writing(stores.values(), total, total - lacking, "problems") as progress, verifier_pool as verifiers:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.training.components import Components
 
@@ -59,6 +59,11 @@ def drawing(
             f"files       {output}",
         ]
     )
+
+
+def dry_run(config: Config, text: str) -> str:
+    """Returns the text of a dry run: the resolved configuration, then `text`, the summary of what would run."""
+    return f"{to_json(config)}\n{text}\n\ndry run: the input is valid. Nothing is written and nothing runs."
 
 
 def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int, read: str) -> str:
