@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import errno
+import os
 import re
 import signal
 import sys
@@ -46,7 +47,7 @@ def _check_key(config: Any, key: str) -> None:
             near = elsewhere or [place + close for close in difflib.get_close_matches(name, section.keys(), 1)]
             where, page = (f"the section {place[:-1]}", f"={place[:-1]}") if place else ("a configuration", "")
             keys = f"{where} has {', '.join(section.keys())}. --help{page} describes them."
-            remedy = f"did you mean {near[0]!r}?" if near else keys
+            remedy = aliases.hint(key) or (f"did you mean {near[0]!r}?" if near else keys)
             raise _UnknownKeyError(f"unknown configuration key {key!r}: {remedy}")
         section, place = section[name], f"{place}{name}."
 
@@ -165,12 +166,18 @@ def _show_help(section: str) -> NoReturn:
     """Prints what the command does, its flags and the sections of --config; or the settings of one section."""
     if section:
         with user_input():
-            print(reference.help_text(section))
-        sys.exit(0)
-    print(f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\nFlags:\n{_flags_text()}")
-    if "config" in flags.FLAGS:
-        print(f"\nSections of settings, each set with --config.SECTION.KEY=VALUE:\n{reference.overview()}")
-        print(f"\n--help=SECTION describes the settings of a section, --help={reference.ALL} those of every section.")
+            text = reference.help_text(section)
+    else:
+        text = f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\nFlags:\n{_flags_text()}"
+        if "config" in flags.FLAGS:
+            text += f"\n\nSections of settings, each set with --config.SECTION.KEY=VALUE:\n{reference.overview()}\n"
+            text += (
+                f"\n--help=SECTION describes the settings of a section, --help={reference.ALL} those of every section."
+            )
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(0)
 
 
@@ -204,7 +211,8 @@ def _parse(argv: list[str]) -> list[str]:
             fail(f"--config: {hint}")
         if nearest:
             fail(f"unknown configuration key {nearest[2]!r}: did you mean {nearest[1]!r}?")
-        fail(f"--config: {error}. reinforce_ada_jax/config/settings.py lists every key.")
+        text = str(error).partition(" Other fields present")[0].strip("'")
+        fail(f"--config: {text} --help lists the sections, --help=SECTION their keys.")
     except (OSError, SyntaxError, TypeError) as error:
         fail(f"--config: {str(error).splitlines()[-1].strip()}. Name a file such as configs/tiny.py.")
     return arguments

@@ -71,6 +71,11 @@ def refused_run(tmp_path, capsys, *parts, **changes):
         ([TINY, "--config.strategy=grpo"], ["key 'strategy'", "did you mean 'collection.strategy'"]),
         ([TINY, "--config.zzz=1"], ["key 'zzz'", "a configuration has checkpoint, collection,", "--help describes"]),
         ([TINY, "--config.lora.zzz=1"], ["key 'lora.zzz'", "the section lora has alpha, rank, targets. --help=lora"]),
+        (
+            [TINY, "--config.num_generations", "8"],
+            ["key 'num_generations'", "TRL, tunix is collection.group_size here"],
+        ),
+        ([TINY, "--config.max_steps=8"], ["max_steps of TRL, tunix has no counterpart", "Set iterations"]),
         ([TINY, "--config.iterations=many"], ["--config.iterations=many", "invalid literal"]),
         ([TINY, "--config.mesh=3"], ["--config.mesh=3", "not a dict"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
@@ -94,10 +99,21 @@ def test_flags_that_can():
     assert (result.returncode, result.stdout, result.stderr) == (0, "grpo 100\n", "")
 
 
+def test_a_setting_by_its_name_in_trl():
+    result = run_python("-c", PARSE_ONLY, TINY, "--config.max_completion_length=4", "--config.beta=0.1")
+    assert (result.returncode, result.stdout) == (0, "balance 100\n")
+    assert result.stderr.splitlines() == [
+        "note: max_completion_length of TRL is sampling.max_response_tokens=4 here.",
+        "note: beta of TRL, tunix is learning.kl_coefficient=0.1 here.",
+    ]
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
         ("config.collection.stratgy = 'grpo'", ["key 'stratgy'", "did you mean 'strategy'"]),
+        ("config.num_generations = 8", ["num_generations of TRL, tunix is collection.group_size here"]),
+        ("config.zzz = 8", ['Key "zzz" does not exist', "--help=SECTION"]),
         ("config.iterations = 'many'", ["iterations"]),
         ("return", ["get_config"]),
         ("config = (", ["file.py"]),
@@ -372,7 +388,7 @@ def described(capsys) -> tuple[config_lib.Config, str]:
     """Returns configuration and summary that a dry run printed."""
     said = capsys.readouterr()
     assert said.err == "" and said.out.endswith(
-        "\n\ndry run: the input is valid. Nothing is written and nothing runs.\n"
+        "\n\ndry run: the input is valid. Nothing was started, and no file of the run was written.\n"
     )
     resolved, _, text = said.out.partition("\n}\n")
     return config_lib.from_json(resolved + "\n}"), text

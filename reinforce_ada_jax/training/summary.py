@@ -63,7 +63,8 @@ def drawing(
 
 def dry_run(config: Config, text: str) -> str:
     """Returns the text of a dry run: the resolved configuration, then `text`, the summary of what would run."""
-    return f"{to_json(config)}\n{text}\n\ndry run: the input is valid. Nothing is written and nothing runs."
+    end = "dry run: the input is valid. Nothing was started, and no file of the run was written."
+    return f"{to_json(config)}\n{text}\n\n{end}"
 
 
 def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int, read: str) -> str:
