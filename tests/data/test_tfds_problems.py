@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 
+import numpy as np
 import pytest
 
 from reinforce_ada_jax.data import tfds_problems
@@ -62,7 +63,9 @@ def test_the_cursor_resumes(tmp_path, quiet):
     source = tfds_problems.prepare(write(tmp_path / "some.jsonl", ROWS), tmp_path / "prepared")
 
     def prompts():
-        return [Prompt(row["id"], row["problem"], row["answer"], None) for row in load_problems(source)]
+        return [
+            Prompt(row["id"], row["problem"], row["answer"], np.zeros(1, np.int32)) for row in load_problems(source)
+        ]
 
     first, cursor = next_prompts(prompts(), PromptCursor(seed=3), 12)
     unbroken, _ = next_prompts(prompts(), cursor, 8)
