@@ -430,7 +430,7 @@ TINY = ["--config=configs/tiny.py", "--workdir=runs/a"]
 REFUSED = {
     "unknown flags ['adaptor']": Command("", "export", ["--adaptor"], whole=False),
     "Unknown command line flag 'colour'": Command("", "plot", ["runs/a", "--colour=red"]),
-    "did you mean 'strategy'": Command("", "train", [*TINY, "--config.collection.stratgy=grpo"]),
+    "did you mean 'collection.strategy'": Command("", "train", [*TINY, "--config.collection.stratgy=grpo"]),
     "configs/none.py": Command("", "train", ["--config=configs/none.py", "--workdir=runs/a"]),
     "--workdir must have a value": Command("", "train", TINY[:1]),
     "unexpected arguments ['a']": Command("", "export", ["a", "--workdir=runs/a", "--output=b"]),
