@@ -129,23 +129,6 @@ def test_config_files_that_are_wrong(tmp_path, line, parts):
     check_message(result.stderr, *parts)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        ([TINY, "--workdir=DIR", "--config.collection.stratgy=grpo"], ["did you mean 'collection.strategy'"]),
-        ([TINY, "--workdir=DIR", "--config.data.max_prompt_tokens=7"], ["1,024 prompts", "limit 7", "raise data.max"]),
-        ([TINY], ["--workdir must have a value"]),
-    ],
-    ids=["misspelt key", "long prompt", "no workdir"],
-)
-def test_the_whole_command(tmp_path, arguments, parts):
-    workdir = tmp_path / "run"
-    result = run_python("-m", "reinforce_ada_jax.train", *(word.replace("DIR", str(workdir)) for word in arguments))
-    assert result.returncode == cli.BAD_INPUT and result.stdout == ""
-    check_message(result.stderr, *parts)
-    assert not workdir.exists()
-
-
 # ---- python -m reinforce_ada_jax ------------------------------------------------------------------------------------
 
 
