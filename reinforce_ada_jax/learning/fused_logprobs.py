@@ -7,6 +7,8 @@ This file makes one differentiable function, over one device or a mesh, of the p
 and `pallas_logprobs.py` (TPU). The loss is in `loss.py`.
 """
 
+import types
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -14,15 +16,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning import pallas_logprobs, scan_logprobs
+from reinforce_ada_jax.learning import scan_logprobs
 from reinforce_ada_jax.learning.scan_logprobs import Cotangents, HeadConfig
 
-BACKENDS = {"scan": scan_logprobs, "pallas_tpu": pallas_logprobs}
+BACKENDS = ("scan", "pallas_tpu")
+
+
+def _passes(backend: str) -> types.ModuleType:
+    """Returns the module with the two passes of a backend."""
+    if backend == "scan":
+        return scan_logprobs
+    from reinforce_ada_jax.learning import pallas_logprobs  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
+
+    return pallas_logprobs
 
 
 def default_tile(backend: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
     """(rows, vocab) whose logits exist at a time."""
-    return pallas_logprobs.default_tile(hidden_size, dtype) if backend == "pallas_tpu" else scan_logprobs.TILE
+    return _passes(backend).default_tile(hidden_size, dtype) if backend == "pallas_tpu" else scan_logprobs.TILE
 
 
 def token_logprobs(
@@ -101,7 +112,7 @@ def _statistics(config: HeadConfig, hidden: Array, head: Array, targets: Array) 
 
     def local(hidden, head, targets):
         targets -= _first_entry(config, head)
-        max_logit, sum_exp, weighted, target_logit = BACKENDS[config.backend].statistics(config, hidden, head, targets)
+        max_logit, sum_exp, weighted, target_logit = _passes(config.backend).statistics(config, hidden, head, targets)
         if config.mesh is not None:
             here = max_logit
             max_logit = jax.lax.pmax(here, "tensor")
@@ -135,7 +146,7 @@ def _backward(config, residuals, cotangents):
 
     def local(hidden, part, targets, *cotangents):
         targets -= _first_entry(config, part)
-        gradients = BACKENDS[config.backend].gradients
+        gradients = _passes(config.backend).gradients
         d_hidden, d_head = gradients(config, hidden, part, targets, Cotangents(*cotangents), head.dtype)
         if config.mesh is not None:
             d_hidden = jax.lax.psum(d_hidden, "tensor")

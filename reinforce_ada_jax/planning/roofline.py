@@ -15,7 +15,7 @@ import math
 import jax.numpy as jnp
 
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim
+from reinforce_ada_jax.sampling.pages import padded_head_dim
 from reinforce_ada_jax.sampling.state import EngineOptions
 
 GIB = 2**30

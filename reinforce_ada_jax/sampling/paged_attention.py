@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from reinforce_ada_jax.sampling import pallas_attention
 from reinforce_ada_jax.sampling.pages import num_pages
 
 BACKENDS = ("jnp", "pallas_tpu", "pallas_gpu")
@@ -49,11 +48,13 @@ def paged_attention(
     """
     if backend == "jnp":
         return _live_pages(query, key_pages, value_pages, lengths, table)
-    kernels = {"pallas_tpu": pallas_attention.pallas_tpu, "pallas_gpu": pallas_attention.pallas_gpu}
-    if backend not in kernels:
+    if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
     if mesh is None:
         raise ValueError(f"attention backend {backend!r} needs the mesh that its heads are split over.")
+    from reinforce_ada_jax.sampling import pallas_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
+
+    kernels = {"pallas_tpu": pallas_attention.pallas_tpu, "pallas_gpu": pallas_attention.pallas_gpu}
     return kernels[backend](query, key_pages, value_pages, lengths, table, mesh=mesh)
 
 

@@ -16,6 +16,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 NULL = 0
+# Triton multiplies matrices with at least this many rows and columns.
+TRITON_TILE = 16
 # The same records hold device arrays in programs and numpy arrays on the host: for a type checker, either.
 if TYPE_CHECKING:
     ArrayLike = Any
@@ -28,6 +30,19 @@ class Record(struct.PyTreeNode):
     """Frozen pytree of arrays; of shardings or abstract shapes, too, so that its fields are not checked at run time."""
 
     __no_type_check__ = True
+
+
+def padded_head_dim(head_dim: int, backend: str) -> int:
+    """Returns the numbers that a page holds for each head: the first `head_dim` are used, the others stay zero.
+
+    The TPU kernel reads lanes of 128, Triton blocks of a power of two. Padding the pages at every step would copy the
+    whole cache, so they are allocated that wide. The zeros change neither scores nor what is mixed.
+    """
+    if backend == "pallas_tpu":
+        return -(-head_dim // 128) * 128
+    if backend == "pallas_gpu":
+        return max(TRITON_TILE, 1 << (head_dim - 1).bit_length())
+    return head_dim
 
 
 class PagePool(Record):

@@ -20,6 +20,8 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as t
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from reinforce_ada_jax.sampling.pages import TRITON_TILE, padded_head_dim
+
 # Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head dim 128 in bf16, twice buffered. Up
 # to 5,120 compile for v5e; a slot's last block is read whole, so more would be read in vain.
 TPU_BLOCK_TOKENS = 512
@@ -28,23 +30,8 @@ TPU_SCALAR_BYTES = 2**20
 GPU_BLOCK_TOKENS = 64
 # Programs that keep a large GPU busy (an H100 has 132 multiprocessors); fewer slots and heads than that split tokens.
 GPU_PROGRAMS = 256
-# Triton multiplies matrices with at least this many rows and columns.
-TRITON_TILE = 16
 # The maximum of no scores: finite, so that the difference of two of them is 0.
 NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
-
-
-def padded_head_dim(head_dim: int, backend: str) -> int:
-    """Returns the numbers that a page holds for each head: the first `head_dim` are used, the others stay zero.
-
-    The TPU kernel reads lanes of 128, Triton blocks of a power of two. Padding the pages at every step would copy the
-    whole cache, so they are allocated that wide. The zeros change neither scores nor what is mixed.
-    """
-    if backend == "pallas_tpu":
-        return -(-head_dim // 128) * 128
-    if backend == "pallas_gpu":
-        return max(TRITON_TILE, 1 << (head_dim - 1).bit_length())
-    return head_dim
 
 
 def _over_heads(
