@@ -12,11 +12,12 @@
         --against_python=.venv-parity/bin/python --json=OUT
     python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT
     python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
+    python -m reinforce_ada_jax.benchmark start --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
 `learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
-policy loss and its gradients, and `iteration` whole iterations by their phases. --simulate runs only the scheduling.
-docs/performance.md explains the numbers and lists results.
+policy loss and its gradients, and `iteration` whole iterations by their phases. `start` measures the seconds until the
+first sampled token. --simulate runs only the scheduling. docs/performance.md explains the numbers and lists results.
 """
 
 import json
@@ -27,7 +28,7 @@ import jax
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.benchmarks import adaptive, engines, iteration, learning, loss, options, rollout, update
+from reinforce_ada_jax.benchmarks import adaptive, engines, iteration, learning, loss, options, rollout, start, update
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.distributed import mesh
 from reinforce_ada_jax.reporting.files import write_atomically
@@ -35,7 +36,7 @@ from reinforce_ada_jax.reporting.files import write_atomically
 # Each is a function from the flags to its numbers.
 BENCHMARKS = {
     "rollout": rollout.run, "adaptive": adaptive.run, "learning": learning.run, "loss": loss.run, "update": update.run,
-    "iteration": iteration.run,
+    "iteration": iteration.run, "start": start.run,
 }  # fmt: skip
 
 
@@ -85,11 +86,11 @@ def main(arguments: list[str], values: flags.FlagValues) -> None:
 if __name__ == "__main__":
     define_flags()
 
-    def start(arguments: list[str]) -> None:
+    def run_named(arguments: list[str]) -> None:
         if arguments and arguments[0] == "update":
             jax.config.update("jax_platforms", "cpu")  # the accelerator belongs to its subprocesses
         elif arguments and arguments[0] in ("rollout", "adaptive"):
             engines.use_one_core_per_replica(flags.FLAGS)
         main(arguments, flags.FLAGS)
 
-    cli.run_with_arguments(start)
+    cli.run_with_arguments(run_named)

@@ -305,6 +305,7 @@ RUN_BY = {
     "benchmark update": "tests/benchmarks/test_update.py::test_the_report",
     "benchmark iteration": "tests/benchmarks/test_iteration.py::test_one_iteration_by_its_phases",
     "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
+    "benchmark start": "tests/benchmarks/test_start.py::test_second_starts_are_quicker",
     "benchmark learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
     "examples": "tests/test_tutorial.py",  # the same file, as a script

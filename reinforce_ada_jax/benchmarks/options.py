@@ -43,7 +43,7 @@ INTEGERS = {
         "Prompts whose pages each replica holds at a time; 0: a quarter more than slots, or half (rounds below 4).",
     ),
     "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
-    "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration`, 1 of `adaptive`."),
+    "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration` and `start`, 1 of `adaptive`."),
     "requests": (None, "Number of prompts, if there is no --workload."),
     "prompt_tokens": (None, "Length of prompts; default 512, for `update` 64."),
     "samples": (1, "Responses to each prompt of --requests."),

@@ -31,6 +31,9 @@ from reinforce_ada_jax.sampling.state import (
 )
 from reinforce_ada_jax.types import Request, RequestQueue, Response
 
+# Recorded when the first window of each `sample_fn` is read: its tokens are on the host.
+FIRST_WINDOW_EVENT = "/reinforce_ada_jax/sampling/first_window"
+
 
 @runtime_checkable
 class DecodeEngine(Protocol):
@@ -132,7 +135,10 @@ class Rollouts:
             self.counts = RolloutCounts()
             # A session that is broken off while slots decode leaves no state behind.
             session = _Session(self.engine, self.counts, self._take_state(), queue, terms)
-            yield from session.run()
+            for number, responses in enumerate(session.run()):
+                if not number:
+                    jax.monitoring.record_event(FIRST_WINDOW_EVENT)
+                yield responses
             self.state = session.state
 
         return sample_fn
