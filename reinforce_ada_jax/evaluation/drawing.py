@@ -10,8 +10,10 @@ import numpy as np
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
+from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
@@ -85,6 +87,13 @@ def draw(
             drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
         keep_graded()
     return drawn
+
+
+def compile_early(engine: Engine, prompts: Sequence[Prompt]) -> tuple[EarlyCompilation, Ready]:
+    """Begins to compile what drawing runs, nothing without prompts; returns the compilation, and how to wait for it."""
+    compilation = EarlyCompilation()
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    return compilation, compilation.add(engine.programs(lengths) if lengths else {})
 
 
 def from_policy(

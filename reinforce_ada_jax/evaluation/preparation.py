@@ -316,6 +316,7 @@ def prepare(
             header = {"drawn": drawn, "graded": graded_by(config, "", passed)}
             store = ResponseStore(files.draws / "responses.jsonl", header)
             missing = store.missing(passed, samples)
+            compilation, ready = drawing.compile_early(components.engine, missing)
             params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
         sets = {source: (len(passed), len(missing))}
         print(
@@ -323,7 +324,8 @@ def prepare(
         )
         if params is not None:
             done = len(passed) - len(missing)
-            with writing([store], len(passed), done, "prompts") as progress:
+            with compilation, writing([store], len(passed), done, "prompts") as progress:
+                ready(progress.phase)
                 rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
                 draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, decode)
                 verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))

@@ -142,7 +142,9 @@ def evaluate(
         if dry_run and source.workdir is None:
             huggingface.check_weights(components.folder, components.architecture)
         keep_programs("" if dry_run else config.logging.compilation_cache)
-        params = source.load(config, components, iteration) if any(missing.values()) and not dry_run else None
+        wanted = [prompt for prompts in missing.values() for prompt in prompts if not dry_run]
+        compilation, ready = drawing.compile_early(components.engine, wanted)
+        params = source.load(config, components, iteration) if wanted else None
     policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
     text = summary.drawing(config, components, policy, counts, read, settings.samples, settings, output)
@@ -151,7 +153,9 @@ def evaluate(
         return None
     if params is not None:
         total, lacking = map(sum, zip(*counts.values(), strict=True))
-        with writing(stores.values(), total, total - lacking, "problems") as progress, verifier_pool as verifiers:
+        opened = writing(stores.values(), total, total - lacking, "problems")
+        with compilation, opened as progress, verifier_pool as verifiers:
+            ready(progress.phase)
             rollouts, address = Rollouts(components.engine), stream(iteration, evaluation=True)
             draw = drawing.from_policy(params, rollouts, settings, address, config, components.tokenizer.decode)
             verify = evaluator.verify_fns(components, verifiers, config)

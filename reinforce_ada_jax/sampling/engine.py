@@ -6,21 +6,21 @@ layout or dtype differ.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from reinforce_ada_jax.distributed.mesh import local_mesh, local_view
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, nest, weight_shapes
-from reinforce_ada_jax.sampling.prefill_batches import buckets, check_prompt
-from reinforce_ada_jax.sampling.programs import REPLICA_AXES, make_programs, num_replicas, weight_shardings
+from reinforce_ada_jax.sampling.prefill_batches import bucket_of, buckets, check_prompt
+from reinforce_ada_jax.sampling.programs import make_programs, num_replicas, weight_shardings
 from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
@@ -104,27 +104,40 @@ class Engine:
             weight_shardings(self.architecture, self.mesh), shapes,
         )  # fmt: skip
 
-    # ---- for planning --------------------------------------------------------------------------------------------
+    # ---- before the first call -----------------------------------------------------------------------------------
 
-    def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        """Returns the programs of rollouts, lowered on demand for the mesh's devices, which need not exist."""
+    def programs(self, prompt_tokens: Iterable[int] | None = None) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Returns the programs of rollouts, lowered on demand for the mesh's devices, which need not exist.
+
+        The arguments are as rollouts pass them, so that a call finds the program compiled.
+
+        Args:
+          prompt_tokens: lengths of the prompts, to leave out the prefills that none of them needs; None: all prefills.
+        """
         o, params, state = self.options, self.abstract_weights(), self._programs.init_state.eval_shape()
-        replica_axes = () if self.replicas == 1 else (REPLICA_AXES,)
-        sharding = NamedSharding(self.mesh, PartitionSpec(*replica_axes))
-
-        def abstract(of_one: Any) -> Any:
-            stacked = self._stack([of_one] * self.replicas)
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), stacked)
-
-        inputs = abstract(window_inputs(o, [], np.zeros(o.open_prompts, bool), reserve=0))
+        inputs = self._stack([window_inputs(o, [], np.zeros(o.open_prompts, bool), reserve=0)] * self.replicas)
 
         def prefill(tokens: int) -> Callable[[], jax.stages.Lowered]:
             rows = np.zeros(o.prefill_rows, np.int32)
-            batch = abstract(PrefillBatch(np.zeros((o.prefill_rows, tokens), np.int32), length=rows, rows=rows))
-            return lambda: self._programs.open_prompts.lower(params, state, batch)
+            batch = PrefillBatch(np.zeros((o.prefill_rows, tokens), np.int32), length=rows, rows=rows)
+            return lambda: self._programs.open_prompts.lower(params, state, self._stack([batch] * self.replicas))
 
+        needed = buckets(o.max_prompt_tokens)
+        if prompt_tokens is not None:
+            needed = sorted({bucket_of(o, length) for length in {*prompt_tokens}})
         window = {"decode window": lambda: self._programs.decode_window.lower(params, state, inputs)}
-        return window | {f"prefill {tokens}": prefill(tokens) for tokens in buckets(o.max_prompt_tokens)}
+        return window | {f"prefill {tokens}": prefill(tokens) for tokens in needed}
+
+    def token_programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Returns the programs of decoding token by token, as `programs` does, but for `insert`, which is small."""
+        params, state = self.abstract_weights(), self._programs.init_state.eval_shape()
+
+        def prefill(tokens: int) -> Callable[[], jax.stages.Lowered]:
+            prompt = np.zeros((1, tokens), np.int32), np.ones(1, np.int32)
+            return lambda: self._programs.prefill.lower(params, *prompt)
+
+        programs = {"decode step": lambda: self._programs.decode_token.lower(params, state)}
+        return programs | {f"prefill {tokens}": prefill(tokens) for tokens in buckets(self.options.max_prompt_tokens)}
 
     def lower_cast(self, params: Params) -> jax.stages.Lowered:
         """Returns the program with which `decode_weights` copies weights such as `params`, lowered."""

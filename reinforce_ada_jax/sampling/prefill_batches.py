@@ -26,6 +26,12 @@ def check_prompt(options: EngineOptions, length: int) -> None:
         )
 
 
+def bucket_of(options: EngineOptions, length: int) -> int:
+    """Returns the prefill length of a prompt; ValueError if it is empty, or longer than the engine allows."""
+    check_prompt(options, length)
+    return next(tokens for tokens in buckets(options.max_prompt_tokens) if tokens >= length)
+
+
 def prefill_batches(
     options: EngineOptions, opened: Sequence[Sequence[tuple[int, np.ndarray]]]
 ) -> Iterator[list[PrefillBatch]]:
@@ -41,8 +47,7 @@ def prefill_batches(
     by_bucket: dict[int, list[list[tuple[int, np.ndarray]]]] = {}
     for replica, prompts in enumerate(opened):
         for row, tokens in prompts:
-            check_prompt(options, len(tokens))
-            bucket = next(length for length in buckets(options.max_prompt_tokens) if length >= len(tokens))
+            bucket = bucket_of(options, len(tokens))
             by_bucket.setdefault(bucket, [[] for _ in opened])[replica].append((row, tokens))
     size = options.prefill_rows
     for bucket, of_replicas in sorted(by_bucket.items()):

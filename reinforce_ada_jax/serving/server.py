@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed.compilation import EarlyCompilation
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.serving import jetstream
@@ -32,6 +33,18 @@ def warm_up(engine: JetStreamEngine, params: Params) -> None:
         prefix = engine.prefill(params=params, padded_tokens=np.zeros(bucket, np.int32), true_length=1)
         state = engine.insert(prefix, state, slot=0)
     jax.block_until_ready(engine.generate(params, state))
+
+
+def say_once() -> Callable[[str], None]:
+    """Returns a function that prints each text at its first call, not at the next ones with the same text."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            print(text, file=sys.stderr, flush=True)
+
+    return say
 
 
 def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEngine, port: int) -> str:
@@ -54,7 +67,8 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
         f"{options.max_response_tokens:,}" + (f"; the model was made for {made_for:,}" * (longest > made_for)),
         f"sampling    {'greedy' if sampling.temperature == 0 else draws}, seed {settings.seed}",
         f"address     {settings.address}:{port}, gRPC without encryption or passwords: "
-        + ("anyone who reaches it may use it" if public else "for this machine"),
+        + ("anyone who reaches it may use it" if public else "for this machine")
+        + "; not ready yet, calls wait",
     ])  # fmt: skip
 
 
@@ -108,7 +122,11 @@ async def serve(
             f"{settings.address}:{settings.port}", settings.max_prompt_tokens, calls
         )
         print(summary(settings, folder, engine, port), flush=True)
+        compilation = EarlyCompilation()
+        ready = compilation.add(engine.engine.token_programs())
         params = engine.load_params(load())
+    with compilation:
+        ready(say_once())
     warm_up(engine, params)
     driver = jetstream.orchestrator().Driver(
         # One engine for both: prefills wait for slots, so no more than a few prefixes are in memory.

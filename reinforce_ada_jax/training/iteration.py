@@ -23,6 +23,7 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.compilation import Ready, always_ready
 from reinforce_ada_jax.distributed.signals import Interrupt
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.value_head import ValueHead
@@ -58,6 +59,7 @@ class Trainer:
       estimator: of pass rates, where the strategy plans with them; its state is in `RunState.estimator`.
       base: frozen weights under the adapters; None if all weights are trained.
       reference: weights that the KL term compares with; None without one.
+      ready_to_update: waits until the programs of the updates are compiled.
     """
 
     config: Config
@@ -71,6 +73,7 @@ class Trainer:
     estimator: Ema | ValueHead | None = None
     base: Params | None = None
     reference: Params | None = None
+    ready_to_update: Ready = always_ready
 
     def policy(self, state: RunState) -> Params:
         """Returns the current weights, to score with and to decode from. The next update donates them."""
@@ -157,6 +160,7 @@ def train_iteration(
         file = trainer.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         decode = trainer.components.tokenizer.decode
         samples.write(file, groups[: trainer.config.logging.sampled_prompts], decode)
+    trainer.ready_to_update(functools.partial(report_unless_asked_to_end, interrupt, progress))
     progress.phase("updating")
     _warn_of_missing_groups(trainer, state, groups, progress)
 
@@ -181,6 +185,12 @@ def train_iteration(
         pending=metrics,
     )
     return after, done.stop
+
+
+def report_unless_asked_to_end(interrupt: Interrupt, progress: Progress, text: str) -> None:
+    """Shows the phase of the run; raises Interrupted if the run was asked to end."""
+    interrupt.check()
+    progress.phase(text)
 
 
 def collect_groups(

@@ -22,6 +22,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready, abstract, always_ready
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.policy import huggingface
@@ -36,7 +37,7 @@ from reinforce_ada_jax.training import resume, summary
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_iteration
+from reinforce_ada_jax.training.iteration import Trainer, make_trainer, report_unless_asked_to_end, train_iteration
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config
@@ -80,6 +81,7 @@ class Run:
       progress: the line at the terminal.
       interrupt: Ctrl-C, SIGTERM, and notices that a machine is taken away.
       compiles: counter of XLA compilations.
+      ready_to_sample: waits until the engine's programs are compiled.
     """
 
     config: Config
@@ -94,6 +96,7 @@ class Run:
     progress: Progress
     interrupt: Interrupt
     compiles: CompileCounter
+    ready_to_sample: Ready = always_ready
 
 
 class Ending(enum.Enum):
@@ -131,6 +134,8 @@ def iterations(run: Run, state: RunState) -> Iterator[RunState]:
       TrainingStopped: it must not go on.
     """
     config, last = run.config, run.config.iterations
+    if state.pending is not None or state.iteration < last:
+        run.ready_to_sample(functools.partial(report_unless_asked_to_end, run.interrupt, run.progress))
     if state.iteration == 0 and config.evaluation.every and run.evaluator and not run.evaluator.is_done(0):
         before = evaluate(run, run.evaluator, state)
         if run.writer is not None:
@@ -196,11 +201,7 @@ def is_due(every: int, iteration: int, iterations: int) -> bool:
 
 def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:
     """Returns avg@k and pass@k of the current weights."""
-
-    def report(text: str) -> None:
-        run.interrupt.check()
-        run.progress.phase(text)
-
+    report = functools.partial(report_unless_asked_to_end, run.interrupt, run.progress)
     begin = time.monotonic()
     metrics = evaluator(run.trainer.policy(state), state.iteration, report)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
@@ -326,9 +327,12 @@ def start(
     processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
     stack.callback(WorkdirLock(workdir).close)
     write_config(config, workdir)
-    compiles = CompileCounter()
+    # From here on no mistake is to be told, whose message would wait for the compiler.
+    compiles, compilation = CompileCounter(), stack.enter_context(EarlyCompilation())
+    ready_to_sample = compilation.add(components.engine.programs(len(prompt.tokens) for prompt in prompts))
     trainer = make_trainer(config, workdir, components, prompts, params)
     checkpoints, identity, state = begin_or_resume(trainer, params, stack, reward)
+    trainer = _compiling_updates(trainer, state, compilation)
     evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
     interrupt = stack.enter_context(Interrupt())
     writer = None
@@ -351,8 +355,16 @@ def start(
     progress = Progress(config.iterations, state.iteration, quiet=silent)
     stack.callback(progress.close)
     iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress)
-    files = (identity, checkpoints, writer, progress, interrupt, compiles)
+    files = (identity, checkpoints, writer, progress, interrupt, compiles, ready_to_sample)
     return Run(config, workdir, trainer, iterate, evaluator, verifiers, *files), state
+
+
+def _compiling_updates(trainer: Trainer, state: RunState, compilation: EarlyCompilation) -> Trainer:
+    """Returns the trainer, whose updates wait for their programs: these are compiled from now on."""
+    learner, shapes = state.learner, abstract(state.learner)
+    programs = trainer.updates.programs(learner, trainer.policy(state), trainer.base, trainer.reference)
+    programs["checksum of a checkpoint"] = lambda: fingerprints.lower(shapes)
+    return dataclasses.replace(trainer, ready_to_update=compilation.add(programs))
 
 
 def begin_or_resume(
@@ -383,5 +395,4 @@ def begin_or_resume(
         state = from_record(*restored)
     if trainer.estimator is not None and state.estimator is not None:
         trainer.estimator.load_json(state.estimator)
-    fingerprints(state.learner)  # compiled now, not at the first checkpoint
     return checkpoints, identity, state

@@ -15,6 +15,7 @@ from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.compilation import Lower, abstract
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics, loss_config, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, max_gap
@@ -147,6 +148,33 @@ class Updates:
         while size < rows:
             size *= 2
         return size
+
+    def programs(
+        self, state: LearnerState, policy: Params, base: Params | None, reference: Params | None
+    ) -> dict[str, Lower]:
+        """Returns the programs of an iteration's updates, lowered on demand for the arguments that they will get.
+
+        `state` is that of the learner before the first update; the others are as for `minibatches` and `update`.
+        """
+        empty = make_batch(
+            [],
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            max_response_tokens=self.config.sampling.max_response_tokens,
+            num_rows=self.batch_rows(0),
+            per_row=self.config.learning.responses_per_row,
+        )
+        in_update = scores_in_update(self.config)
+        old = None if in_update else empty.old_logprobs
+        empty = self.learner.put(dataclasses.replace(empty, old_logprobs=old))
+        scored = empty if reference is None else dataclasses.replace(empty, reference_logprobs=empty.behaviour_logprobs)
+        score, update = self.learner.score, self.learner.update
+        batch, state, policy, base, scored, reference = abstract((empty, state, policy, base, scored, reference))
+        programs: dict[str, Lower] = {"update": lambda: update.lower(state, scored, base, np.int32(0))}
+        if reference is not None:
+            programs["reference scores"] = lambda: score.lower(reference, batch)
+        if not in_update:
+            programs["scores"] = lambda: score.lower(policy, batch)
+        return programs
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,76 @@
+"""Programs compiled in threads while the host prepares a start: XLA needs no Python while it compiles.
+
+A program that is compiled here for the shapes and shardings of a later call is found by that call in JAX's own caches.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+
+THREADS = 2  # more of them keep the first program, which is needed first, from the processor
+LOOK_EVERY_S = 0.5
+
+Lower = Callable[[], jax.stages.Lowered]
+# Returns when programs are compiled; its argument is called with text for the progress line, and may raise.
+Ready = Callable[[Callable[[str], None]], None]
+
+
+def always_ready(report: Callable[[str], None]) -> None:
+    """Waits for nothing: programs are compiled where they are called."""
+    del report
+
+
+def abstract(arrays: Any) -> Any:
+    """Returns shapes, dtypes and shardings of arrays, to lower a program for them without keeping them."""
+
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+
+    return jax.tree.map(shape, arrays)
+
+
+class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
+    """Programs that are compiled, in the order in which they are added, before they are called.
+
+    One process with CPUs or TPUs compiles early. On GPUs XLA measures kernels while it compiles, so nothing else may
+    run at that time; and several processes compile where they call, in one order.
+    """
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compiling")
+        self._programs: dict[str, Future[None]] = {}
+
+    def add(self, programs: Mapping[str, Lower]) -> Ready:
+        """Compiles programs after those that were added before, and returns a function that waits for them.
+
+        Args:
+          programs: by the name that the progress line shows, each lowered for the arguments that it is called with.
+        """
+        if jax.process_count() > 1 or jax.default_backend() == "gpu":
+            return always_ready
+        earlier = list(self._programs.values())
+
+        def compile_program(lower: Lower) -> None:
+            wait(earlier)
+            lower().compile()
+
+        for name, lower in programs.items():
+            self._programs[name] = self._pool.submit(compile_program, lower)
+
+        def ready(report: Callable[[str], None]) -> None:
+            for number, (name, compiled) in enumerate(self._programs.items(), start=1):
+                if name not in programs:
+                    continue
+                while not compiled.done():
+                    report(f"compiling {name} ({number} of {len(self._programs)})")
+                    wait([compiled], LOOK_EVERY_S)
+                compiled.result()
+
+        return ready
+
+    def __exit__(self, *_: object) -> None:
+        """Begins no further program; returns when those at work are compiled."""
+        self._pool.shutdown(cancel_futures=True)
