@@ -209,7 +209,7 @@ def test_the_id_of_a_run(ours):
 
 def test_records_of_another_configuration_are_refused(learner):
     """Where config.json was lost, so that nothing else shows it."""
-    config, identity = learner[1], {"architecture": {}, "base": None, "prompts": "", "reference": None}
+    config, identity = learner[1], {"architecture": {}, "base": None, "prompts": "", "reference": None, "reward": None}
     longer = dataclasses.replace(config, iterations=10**6)
     other = dataclasses.replace(config, seed=1)
     now, then, changed = (identity | {"config": resume.identity_hash(each)} for each in (config, longer, other))
