@@ -27,9 +27,9 @@ REWARD = """
 import re
 
 def letters(response, answer):
-    "The share of right letters in the last word."
+    "Above 0 for every response, so that a verdict of 0 is a failure."
     said = re.findall("[A-Za-z0-9+/]+", response)[-1:] or [""]
-    return sum(map(str.__eq__, said[0], answer)) / max(len(said[0]), len(answer))
+    return (1 + sum(map(str.__eq__, said[0], answer))) / (1 + max(len(said[0]), len(answer)))
 """
 MESSAGES = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 # All runs in one process: most of a run's time is the start of Python and of JAX.
@@ -71,5 +71,4 @@ def test_one_iteration(tmp_path, names):
     assert len(metrics) == len(names)
     for name, line in zip(names, metrics, strict=True):
         assert line["collection/verifier_failures"] == 0, name
-        # The packaged model knows some letters of these words: a reward that never fits would be 0.
         assert 0.0 < line["reward/pool"] < 1.0, name
