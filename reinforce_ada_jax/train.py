@@ -81,6 +81,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
     from reinforce_ada_jax.training import loop
     from reinforce_ada_jax.training.loop import Ending
+    from reinforce_ada_jax.training.reward_check import not_graded
 
     with contextlib.ExitStack() as stack:
         with cli.user_input():
@@ -91,7 +92,8 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
         cli.fail(outcome.message, codes[outcome.ending])
     if processes.is_writer() and outcome.state is not None:
         print(
-            f"finished iteration {outcome.state.iteration}. Weights: {workdir}/checkpoints; export them with\n"
+            f"finished iteration {outcome.state.iteration}{not_graded(workdir)}. Weights: {workdir}/checkpoints; "
+            "export them with\n"
             f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
         )
 

@@ -101,6 +101,15 @@ def _names_of_trl(pools: Sequence[Pool]) -> dict[str, float]:
     }
 
 
+def reward_means(pools: Sequence[Pool]) -> dict[str, float]:
+    """Computes `rewards/<name>/mean` for each reward function of the user's, over the responses that it applies to."""
+    rewards: dict[str, list[float]] = collections.defaultdict(list)
+    for verdict in (verdict for pool in pools for verdict in pool.verdicts):
+        for name, reward in verdict.rewards.items():
+            rewards[name].append(reward)
+    return {f"rewards/{name}/mean": float(np.mean(rewards[name])) for name in sorted(rewards)}
+
+
 def collection_metrics(
     groups: Sequence[Group],
     group_size: int,
@@ -124,10 +133,10 @@ def collection_metrics(
       thresholds: (k_pos, k_neg) of `sampling_dynamics`. None: those of a balanced group, (n // 2, n - n // 2).
 
     Returns:
-      The keys above, `sampling_dynamics`, and `collection/verdict_<reason>`, counts of verdicts with a reason. Shares
-      are in [0, 1]: of groups (`zero_signal`: all advantages 0; `dropped`: nothing kept; `weight_clipped`: a pass
-      rate below the smallest one that w(p) is computed at), of prompts (`unmet`), of responses (`truncated`). `kept`
-      counts responses that reach the update, `replacements` prompts beyond `num_prompts`.
+      The keys above, `sampling_dynamics`, `reward_means`, and `collection/verdict_<reason>`, counts of verdicts with a
+      reason. Shares are in [0, 1]: of groups (`zero_signal`: all advantages 0; `dropped`: nothing kept;
+      `weight_clipped`: a pass rate below the smallest one that w(p) is computed at), of prompts (`unmet`), of responses
+      (`truncated`). `kept` counts responses that reach the update, `replacements` prompts beyond `num_prompts`.
     """
     pools = [group.pool for group in groups]
     first = pools[:num_prompts]
@@ -153,6 +162,7 @@ def collection_metrics(
         **sampling_dynamics(groups, group_size, len(first), thresholds or (group_size // 2, -(-group_size // 2))),
         "collection/verifier_failures": sum(reasons[reason] for reason in FAILURES),
         **_names_of_trl(pools),
+        **reward_means(pools),
         **({"reward/penalty": float(np.mean(penalties))} if any(penalties) else {}),
         **{f"collection/verdict_{reason}": reasons[reason] for reason in sorted(reasons)},
     }

@@ -91,7 +91,7 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
         "prompt": prompt_id,
         "rounds": rollouts.rounds,
         "round_sizes": rollouts.round_sizes,
-        "verdicts": [[v.correct, v.reward, v.reason, v.penalty] for v in rollouts.verdicts],
+        "verdicts": [[v.correct, v.reward, v.reason, v.penalty, dict(v.rewards)] for v in rollouts.verdicts],
         "responses": [
             None if r is None else [r.draw, len(r.tokens), r.truncated, r.policy_version] for r in rollouts.responses
         ],

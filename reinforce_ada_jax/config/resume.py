@@ -19,7 +19,7 @@ RESUMABLE = (
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")
 SHOWN = 3  # lines of differences in a message
-GRADED_BY = ("reward.kind", "reward.path", "reward.positive_threshold")
+GRADED_BY = tuple(f"reward.{key}" for key in ("kind", "path", "weights", "completions", "positive_threshold"))
 
 
 def _is_resumable(key: str) -> bool:

@@ -82,6 +82,17 @@ def own_code_has_workers(config: Config) -> None:
         )
 
 
+def weights_belong_to_functions(config: Config) -> None:
+    """weights has one number for each function of path, or none."""
+    weights, path = config.reward.weights, config.reward.path
+    count = len(path.split(",")) if path else 0
+    if weights and len(weights) != count:
+        raise ValueError(
+            f"reward.weights has {len(weights)} numbers, and reward.path names {count} functions: give one for each, "
+            "in their order."
+        )
+
+
 def penalty_fits_the_response(config: Config) -> None:
     """The length penalty starts within the response."""
     overlong, longest = config.reward.overlong_tokens, config.sampling.max_response_tokens
@@ -195,7 +206,8 @@ def pages_hold_a_response(config: Config) -> None:
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
     texts_belong_to_chat, master_weights_are_float32, function_has_a_path, own_code_has_workers,
-    penalty_fits_the_response, iterations_are_whole_updates, updates_are_whole_micro_batches,
+    weights_belong_to_functions, penalty_fits_the_response,
+    iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,
     overlap_knows_its_prompts, barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip

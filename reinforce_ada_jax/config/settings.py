@@ -84,8 +84,16 @@ class RewardConfig:
         rule="function_has_a_path",
     )  # fmt: skip
     path: str = setting(
-        "", '"file.py:function" of your own: (response, answer) -> number, bool or Verdict. Replaces any kind.',
-        values.USER_FUNCTION, rule="own_code_has_workers",
+        "", '"file.py:function" of your own, with a signature of ours, TRL, tunix or verl (docs/how_to/reward.md); '
+        "several with commas between them. Replaces any kind.", values.USER_FUNCTIONS, rule="own_code_has_workers",
+    )  # fmt: skip
+    weights: tuple[float, ...] = setting(
+        (), "Weights of the functions of path, in their order; empty: 1 for each.", values.FINITE_NUMBERS,
+        rule="weights_belong_to_functions",
+    )  # fmt: skip
+    completions: str = setting(
+        "auto", 'What functions of prompts and completions get: "text", or "chat", messages. auto: messages where the '
+        "problem has messages or data.template is chat.", one_of(("auto", "text", "chat")),
     )  # fmt: skip
     workers: int = setting(
         2, "Grading processes; 0 grades in this process, for graders that cannot hang or crash.", values.NOT_NEGATIVE,
@@ -357,6 +365,9 @@ class CheckpointConfig:
         0, "Checkpoints to keep with the best evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE
     )
     keep_every: int = setting(0, "Also keep a checkpoint every this many iterations; 0: none.", values.NOT_NEGATIVE)
+    accept_changed_reward: bool = setting(
+        False, "Resume although the files of reward.path are not those that the run has used so far."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

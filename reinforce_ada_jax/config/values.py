@@ -78,10 +78,11 @@ ZERO_OR_ONE = Allowed("be 0 or 1", lambda value: value in (0, 1))
 SEED = Allowed(
     "not be negative, and it must be below 2**31: devices count in 32 bits", lambda value: 0 <= value < 2**31
 )
-USER_FUNCTION = Allowed(
-    "have the form file.py:function, or be empty",
-    lambda value: not value or bool(re.fullmatch(r".+\.py:[^\W\d]\w*", value)),
+USER_FUNCTIONS = Allowed(
+    "have the form file.py:function (several with commas between them), or be empty",
+    lambda value: all(re.fullmatch(r".+\.py:[^\W\d]\w*", part.strip()) for part in value.split(",")) if value else True,
 )
+FINITE_NUMBERS = Allowed("be finite numbers", lambda entries: all(_is_finite_number(entry) for entry in entries))
 WANDB_PROJECT = Allowed(
     f"have at most {WANDB_LONGEST} characters and none of {' '.join(WANDB_FORBIDDEN)}",
     lambda value: len(value) <= WANDB_LONGEST and not set(value) & set(WANDB_FORBIDDEN),
@@ -90,6 +91,10 @@ TARGETS = Allowed(
     f"name one or more of {', '.join((ALL_LINEAR, *PROJECTIONS))}",
     lambda value: bool(value) and all(target in (ALL_LINEAR, *PROJECTIONS) for target in value),
 )
+
+
+def _is_finite_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_date(text: str) -> bool:

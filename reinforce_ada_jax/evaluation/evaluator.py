@@ -23,8 +23,10 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import reward_check
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.loop import EvaluatorFn
+from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import Prompt
 
 Benchmarks = dict[str, list[Prompt]]
@@ -109,21 +111,29 @@ class Evaluator:
           params: the policy's weights, as the learner has them.
           iteration: finished iterations; part of the addresses of the samples.
           report: called with a line about the progress; may raise to stop the evaluation.
+
+        Raises:
+          TrainingStopped: no response could be graded.
         """
         evaluation = self.config.evaluation
         address = stream(iteration, evaluation=True)
         decode = self.components.tokenizer.decode
         draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config, decode)
         verify = verify_fns(self.components, self.verifiers, self.config)
-        results = {}
+        results, verdicts, self.verifiers.failure = {}, [], ""
         for name, prompts in self.benchmarks.items():
 
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
                 report(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
             drawn = draw(prompts, verify_fn=verify[name], samples=evaluation.samples, on_progress=on_progress)
+            verdicts += [response.verdict for responses in drawn.values() for response in responses]
             initial = {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
             results[name] = statistics(drawn.values()) | difficulty_statistics(by_difficulty(initial, drawn))
+        remedy = reward_check.training_remedy(self.config)
+        what = f"the evaluation after iteration {iteration}"
+        if message := reward_check.all_failed(self.config, self.verifiers, what, verdicts, remedy):
+            raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():
             save_results(results_file(self.workdir, iteration), {"iteration": iteration}, metrics)

@@ -40,6 +40,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import summary
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.reward_check import all_failed, check_reward, reward_columns
 from reinforce_ada_jax.types import Prompt, Verdict
 
 # Reference answers that are graded, and then stored, at a time.
@@ -126,7 +127,7 @@ def _unique_and_short(
 
 
 def verify_references(
-    prompts: Sequence[Prompt], verifiers: VerifierPool, shaping: Shaping
+    config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool, shaping: Shaping
 ) -> list[tuple[str, Verdict]]:
     r"""Grades each reference answer against itself, in a box (`\boxed{72}`) or, if that fails, as it is (`72`).
 
@@ -137,7 +138,8 @@ def verify_references(
     """
 
     def grade(texts: Sequence[str], prompts: Sequence[Prompt]) -> list[tuple[str, Verdict]]:
-        pairs = [(text, prompt.answer) for text, prompt in zip(texts, prompts, strict=True)]
+        given = zip(texts, prompts, strict=True)
+        pairs = [(text, prompt.answer, reward_columns(config, prompt)) for text, prompt in given]
         return list(zip(texts, shaping.all(verifiers.grade_all(pairs), [0] * len(pairs)), strict=True))
 
     graded = grade([rf"\boxed{{{prompt.answer}}}" for prompt in prompts], prompts)
@@ -161,9 +163,10 @@ def _with_valid_reference(
         with writing([store], len(prompts), done, "references") as progress:
             for first in range(0, len(missing), VERIFIED_AT_ONCE):
                 chunk = missing[first : first + VERIFIED_AT_ONCE]
+                verified = verify_references(config, chunk, verifiers, shaping)
                 store.add(
                     (prompt.id, 0, text, GradedResponse(0, False, verdict))
-                    for prompt, (text, verdict) in zip(chunk, verify_references(chunk, verifiers, shaping), strict=True)
+                    for prompt, (text, verdict) in zip(chunk, verified, strict=True)
                 )
                 progress.reach(progress.done + len(chunk))
     correct = num_correct(store.complete(prompts, 1))
@@ -270,6 +273,16 @@ def _write(
         print(warning, file=sys.stderr)
 
 
+def _check_verdicts(
+    config: Config, verifiers: VerifierPool, store: ResponseStore, prompts: Sequence[Prompt], samples: int
+) -> None:
+    """Ends the process if no response could be graded."""
+    verdicts = [response.verdict for draws in store.complete(prompts, samples).values() for response in draws]
+    remedy = f"Fix it, remove {store.file} and its header, and run the same command again."
+    if message := all_failed(config, verifiers, "the problems", verdicts, remedy):
+        cli.fail(message, cli.STOPPED)
+
+
 def prepare(
     config: Config,
     source: str,
@@ -294,14 +307,16 @@ def prepare(
         config = config_lib.check(config_lib.replaced(config, changes))
         problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
-        verifier_pool = components_lib.verifier_pool(config)
+        verifier_pool = components_lib.verifier_pool(config, files.draws)
         prompts, counts = _unique_and_short(config, components, problems)
+        reward = check_reward(config, verifier_pool, prompts[:1])
         if dry_run:
             huggingface.check_weights(components.folder, components.architecture)
     policy, read = str(components.folder), [description(source, problems)]
     if dry_run:
         sets = {source: (len(prompts), len(prompts))}
-        text = summary.drawing(config, components, policy, sets, read, samples, config.sampling, files.output)
+        drawn_as = (sets, read, samples, config.sampling, files.output)
+        text = summary.drawing(config, components, policy, *drawn_as, reward=reward)
         print(summary.dry_run(config, text))
         return
     keep_programs(config.logging.compilation_cache)
@@ -318,10 +333,8 @@ def prepare(
             missing = store.missing(passed, samples)
             compilation, ready = drawing.compile_early(components.engine, missing)
             params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
-        sets = {source: (len(passed), len(missing))}
-        print(
-            summary.drawing(config, components, policy, sets, read, samples, config.sampling, files.output), flush=True
-        )
+        drawn_as = ({source: (len(passed), len(missing))}, read, samples, config.sampling, files.output)
+        print(summary.drawing(config, components, policy, *drawn_as, reward=reward), flush=True)
         if params is not None:
             done = len(passed) - len(missing)
             with compilation, writing([store], len(passed), done, "prompts") as progress:
@@ -334,5 +347,6 @@ def prepare(
                     progress.reach(done + closed, f"{drawn:,} responses")
 
                 draw(missing, verify_fn=verify, samples=samples, store=store, on_progress=report)
+    _check_verdicts(config, verifiers, store, passed, samples)
     correct = num_correct(store.complete(passed, samples))
     _write(config, files, problems, correct, counts, band, store)

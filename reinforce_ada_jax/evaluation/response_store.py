@@ -22,6 +22,7 @@ from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
 from reinforce_ada_jax.reporting.files import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.rewards.loading import files_hash
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
@@ -79,8 +80,8 @@ def graded_by(config: Config, grader: str, prompts: Iterable[Prompt]) -> dict[st
     of_user = bool(reward.path) and not grader
     return {
         "reward": grader or reward.path or reward.kind,
-        # A function that was edited is another one.
-        "file": json_hash(pathlib.Path(reward.path.rpartition(":")[0]).read_text("utf-8")) if of_user else "",
+        "file": files_hash(reward.path) if of_user else "",
+        **({"weights": list(reward.weights), "completions": reward.completions} if of_user else {}),
         "positive_threshold": reward.positive_threshold,
         "answers": json_hash([prompt.answer for prompt in prompts]),
     }
@@ -111,7 +112,10 @@ def _checked_row(row: Any) -> dict[str, Any]:
 
 def _line(prompt_id: str, draw: int, text: str, graded: GradedResponse) -> str:
     row = {"prompt": prompt_id, "draw": draw, "response": text, "tokens": graded.tokens, "truncated": graded.truncated}
-    return json.dumps(row | dataclasses.asdict(graded.verdict), ensure_ascii=False) + "\n"
+    verdict = dataclasses.asdict(graded.verdict)
+    if not verdict["rewards"]:
+        del verdict["rewards"]
+    return json.dumps(row | verdict, ensure_ascii=False) + "\n"
 
 
 def _differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -216,19 +220,17 @@ class ResponseStore:
         self._stream.write("".join(lines).encode())
         self._stream.flush()
 
-    def regrade(
-        self, answers: Mapping[str, str], grade: Callable[[list[tuple[str, str]], list[int]], list[Verdict]]
-    ) -> Iterator[int]:
+    def regrade(self, grade: Callable[[list[tuple[str, str]], list[int]], list[Verdict]]) -> Iterator[int]:
         """Writes the file again with new verdicts; yields the number of responses graded so far.
 
-        `answers` are by prompt id; `grade` takes (text, answer) pairs and token counts.
+        `grade` takes (prompt id, text) pairs and token counts.
         """
         partial = self.file.with_name(f"{self.file.name}.partial")
         done = 0
         with partial.open("w", encoding="utf-8") as stream:
             stored = self._rows()
             while rows := list(itertools.islice(stored, REGRADED_AT_ONCE)):
-                pairs = [(row["response"], answers[row["prompt"]]) for row in rows]
+                pairs = [(row["prompt"], row["response"]) for row in rows]
                 for row, verdict in zip(rows, grade(pairs, [row["tokens"] for row in rows]), strict=True):
                     graded = GradedResponse(row["tokens"], row["truncated"], verdict)
                     self._by_draw[row["prompt"]][row["draw"]] = graded

@@ -26,11 +26,13 @@ from reinforce_ada_jax.evaluation.response_store import (
 from reinforce_ada_jax.policy import adapter_files, hub_models, huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import checkpoint, summary, trained
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.reward_check import all_failed, check_reward, reward_columns
 from reinforce_ada_jax.types import Prompt, Verdict
 
 
@@ -138,7 +140,9 @@ def evaluate(
             header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
             stores[name] = ResponseStore(output / f"{name}.jsonl", header)
         missing = {name: stores[name].missing(prompts, settings.samples) for name, prompts in benchmarks.items()}
-        verifier_pool = components_lib.verifier_pool(config)
+        verifier_pool = components_lib.verifier_pool(config, output)
+        of_user = [prompts[0] for name, prompts in missing.items() if prompts and name not in graders]
+        reward = check_reward(config, verifier_pool, of_user)
         if dry_run and source.workdir is None:
             huggingface.check_weights(components.folder, components.architecture)
         keep_programs("" if dry_run else config.logging.compilation_cache)
@@ -147,7 +151,8 @@ def evaluate(
         params = source.load(config, components, iteration) if wanted else None
     policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
-    text = summary.drawing(config, components, policy, counts, read, settings.samples, settings, output)
+    drawn_as = (counts, read, settings.samples, settings, output)
+    text = summary.drawing(config, components, policy, *drawn_as, reward=reward)
     print(summary.dry_run(config, text) if dry_run else text, flush=True)
     if dry_run:
         return None
@@ -165,7 +170,18 @@ def evaluate(
                     progress.reach(done + closed, f"{name}: {drawn:,} responses")
 
                 draw(prompts, verify_fn=verify[name], samples=settings.samples, store=stores[name], on_progress=report)
-    return _result(output, benchmarks, stores, rates)
+    result = _result(output, benchmarks, stores, rates)
+    _check_verdicts(config, verifier_pool, result)
+    return result
+
+
+def _check_verdicts(config: Config, verifiers: VerifierPool, result: StoredEvaluation) -> None:
+    """Ends the process if no response could be graded."""
+    graded = [response for drawn in result.responses.values() for responses in drawn.values() for response in responses]
+    remedy = "Fix it, then grade the stored responses again with --regrade."
+    verdicts = [response.verdict for response in graded]
+    if message := all_failed(config, verifiers, "the evaluation", verdicts, remedy):
+        cli.fail(message, cli.STOPPED)
 
 
 def _not_tokenised(problem: Problem) -> Prompt:
@@ -195,16 +211,20 @@ def regrade(
             stores[name] = ResponseStore(file, header, regrade=True)
         if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
             raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
-        verifier_pool = components_lib.verifier_pool(config)
+        verifier_pool = components_lib.verifier_pool(config, output)
+        check_reward(config, verifier_pool, [benchmarks[name][0] for name in stores if name not in graders])
     shaping, total = Shaping(config.reward.positive_threshold), sum(map(len, stores.values()))
     with writing(stores.values(), total, 0, "responses") as progress, verifier_pool as verifiers:
         for name, store in stores.items():
+            prompt_of, grader = {prompt.id: prompt for prompt in benchmarks[name]}, graders.get(name, "")
 
-            def grade(pairs, lengths, grader: str = graders.get(name, "")) -> list[Verdict]:
+            def grade(texts, lengths, prompt_of=prompt_of, grader=grader) -> list[Verdict]:
+                given = [(text, prompt_of[name]) for name, text in texts]
+                pairs = [(text, prompt.answer, reward_columns(config, prompt)) for text, prompt in given]
                 return shaping.all(verifiers.grade_all(pairs, grader), lengths)
 
-            begin, answers = progress.done, {prompt.id: prompt.answer for prompt in benchmarks[name]}
-            for done in store.regrade(answers, grade):
+            begin = progress.done
+            for done in store.regrade(grade):
                 progress.reach(begin + done, name)
     result = _result(output, benchmarks, stores, rates)
     counts = {name: (len(result.responses[name]), len(prompts)) for name, prompts in benchmarks.items()}
@@ -215,4 +235,5 @@ def regrade(
             "same command without --regrade draws them.",
             cli.STOPPED,
         )
+    _check_verdicts(config, verifier_pool, result)
     return result

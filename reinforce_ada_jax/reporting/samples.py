@@ -45,6 +45,8 @@ def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndar
                     "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
                     "reason": verdict.reason, "penalty": verdict.penalty, "advantage": advantage.get(response.draw),
                 }  # fmt: skip
+                if verdict.rewards:
+                    line["rewards"] = dict(verdict.rewards)
                 lines.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

@@ -52,12 +52,10 @@ def weighted(names: Sequence[str], functions: Sequence[RewardFn], weights: Seque
 
 def one_line(error: BaseException) -> str:
     """Returns the exception and its innermost frame outside of this package and the import system."""
+    if isinstance(error, InvalidReward):  # names the place itself
+        return " ".join(str(error).split())[:_MAX_LINE]
     frames = _user_frames(error)
-    if isinstance(error, InvalidReward):
-        text = str(error)
-    else:
-        text = traceback.format_exception_only(error)[-1]
-    text = " ".join(text.split())[:_MAX_LINE]
+    text = " ".join(traceback.format_exception_only(error)[-1].split())[:_MAX_LINE]
     return f"{text} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else text
 
 
@@ -74,13 +72,13 @@ def _failure(error: BaseException) -> str:
     return "\n".join([one_line(error), "".join(traceback.format_list(frames)).rstrip()])
 
 
-def guarded(grade: RewardFn, caught: type[BaseException]) -> Grader:
+def guarded(grade: RewardFn, caught: type[BaseException], *, log: bool = True) -> Grader:
     """Returns a grader whose verdict has reason "error" where `grade` raises `caught` or returns no finite reward.
 
     An exception of a checker is a wrong answer with a reason and never ends a run by itself. The first one is logged
     with its traceback; the metrics count all by reason.
     """
-    logged = False
+    logged = not log
 
     def graded(response: str, answer: str, columns: Columns) -> tuple[Verdict, str]:
         nonlocal logged

@@ -41,6 +41,10 @@ class CannotStart(RuntimeError):
         super().__init__(f"{self.line}\n{trace}" if trace else line)
 
 
+class GradingFailed(ValueError):
+    """Failure to grade the pair of `VerifierPool.check`; the text is one line."""
+
+
 def _entry(grade_fn: GradeFn | str, weights: Sequence[float]) -> dict[str, Any]:
     """Returns what a worker needs to know of one grader; only functions of files have names in the metrics."""
     if not isinstance(grade_fn, str):
@@ -130,14 +134,13 @@ class VerifierPool:
           pair: one to grade, such as a reference answer; its verdict is returned.
 
         Raises:
-          ValueError: the functions can't be loaded, or the grading of the pair failed; one line says why.
+          ValueError: the functions can't be loaded; one line says why.
+          GradingFailed: the grading of the pair failed.
         """
-        if not self.workers:
-            return None
         output, self.output = self.output, pathlib.Path(os.devnull)  # the message has the error already
         self._entered = True
         try:
-            self._start(1)
+            self._start(min(self.workers, 1))
             verdict = None if pair is None else self._grade_all([pair], "")[0]
         except CannotStart as error:
             raise ValueError(error.line) from None
@@ -147,11 +150,13 @@ class VerifierPool:
             self._num_failed_starts = self._num_killed_starts = 0
             self.output, failure, self.failure = output, self.failure, ""
         if failure:
-            raise ValueError(failure.partition("\n")[0])
+            raise GradingFailed(failure.partition("\n")[0])
         return verdict
 
     def __enter__(self) -> "VerifierPool":
         self._entered = True
+        if self.output is not None:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
         try:
             self._start(self.workers)
@@ -173,7 +178,7 @@ class VerifierPool:
     def grade_all(self, pairs: Iterable[Pair], grader: str = "") -> list[Verdict]:
         """Returns verdicts for (response text, answer) pairs, in order, by `grade_fn` or one of `others`.
 
-        A pair may have the columns of its problem as a third entry (`dialects`).
+        A pair may have the columns of its problem as a third entry, for functions that ask for them (`dialects`).
         """
         self._check_entered()
         if grader not in self._graders:
@@ -189,14 +194,12 @@ class VerifierPool:
         if not self._entered:
             raise ValueError("grading outside of the pool's `with` block: its workers live only inside. Enter it.")
 
-    def takes_columns(self, grader: str = "") -> bool:
-        """Returns True if a grader may look at columns, so that pairs should have them."""
-        return self._takes_columns[grader]
-
     def _grade_all(self, pairs: list[Pair], grader: str) -> list[Verdict]:
         if self.workers == 0:
             return self._grade_here(pairs, grader)
         index = list(self._graders).index(grader)
+        if not self._takes_columns[grader]:
+            pairs = [(response, answer) for response, answer, *_ in pairs]
         verdicts: dict[int, Verdict] = {}
         waiting, gradings = collections.deque(range(len(pairs))), [0] * len(pairs)
         self._wait(limit_s=0.0)  # replaces workers that died while idle, which no pair may pay for
@@ -221,7 +224,8 @@ class VerifierPool:
         return [verdicts[item] for item in range(len(pairs))]
 
     def _grade_here(self, pairs: list[Pair], grader: str) -> list[Verdict]:
-        grade, verdicts = grading.guarded(dialects.adapt(self._graders[grader]), caught=Exception), []
+        graded_by = dialects.adapt(self._graders[grader])
+        grade, verdicts = grading.guarded(graded_by, caught=Exception, log=self.output is None), []
         for response, answer, *columns in pairs:
             verdict, failure = grade(response, answer, columns[0] if columns else {})
             self.failure = self.failure or failure
@@ -268,7 +272,7 @@ class VerifierPool:
                 if message is not None:
                     settled += self._receive(worker, message)
                 elif now >= worker.deadline:
-                    settled += self._lose(slot, "timeout", f"took more than {self._time_limit_s:g} s")
+                    settled += self._lose(slot, "timeout", self._too_long())
             except (EOFError, ConnectionError):
                 settled += self._end(slot)
             except protocol.Malformed:
@@ -295,9 +299,12 @@ class VerifierPool:
         late = time.monotonic() >= self._workers[slot].deadline
         code = self._workers[slot].end()
         if late:
-            return self._lose(slot, "timeout", f"took more than {self._time_limit_s:g} s")
+            return self._lose(slot, "timeout", self._too_long())
         how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
         return self._lose(slot, "crash", how, code in KILLED_FROM_OUTSIDE)
+
+    def _too_long(self) -> str:
+        return f"took more than {self._time_limit_s:g} s (reward.time_limit_s)"
 
     def _lose(self, slot: int, reason: str, why: str, from_outside: bool = False) -> list[tuple[int, Verdict | None]]:
         """Replaces a worker, and settles its pair."""

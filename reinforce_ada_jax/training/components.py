@@ -5,9 +5,12 @@ Stages don't know each other. Here the engine gets the stop tokens of the tokeni
 
 import dataclasses
 import difflib
+import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +33,12 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva, reference, reference_minerva
 from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.worker_process import Pair
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
@@ -73,6 +78,7 @@ class Components:
     tokenizer: Tokenizer
     mesh: Mesh
     engine: Engine
+    reward_columns: Callable[[Prompt], dict[str, Any]]
 
     def prompts(self, source: str, config: Config, report: Callable[[str], None] | None = None) -> list[Prompt]:
         """The tokenised prompts of a source; `report` gets a line on what was read."""
@@ -88,8 +94,11 @@ class Components:
         `grader` is one of the pool's others; by default that of training grades.
         """
 
+        def graded(prompt: Prompt, response: Response) -> Pair:
+            return self.tokenizer.decode(response.tokens), prompt.answer, self.reward_columns(prompt)
+
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
-            texts = ((self.tokenizer.decode(response.tokens), prompt.answer) for prompt, response in pairs)
+            texts = itertools.starmap(graded, pairs)
             lengths = [len(response.tokens) for _, response in pairs]
             if verifiers.workers:
                 return shaping.later(verifiers.submit(texts, grader), lengths)
@@ -139,7 +148,8 @@ def build(config: Config, folder: pathlib.Path) -> Components:
         )
     options = engine_options(config, tokenizer.stop_ids)
     mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh))
-    return Components(folder, architecture, tokenizer, mesh, Engine(architecture, options, mesh=mesh))
+    engine = Engine(architecture, options, mesh=mesh)
+    return Components(folder, architecture, tokenizer, mesh, engine, functools.partial(reward_columns, config))
 
 
 def deterministic(config: Config) -> bool:
@@ -176,14 +186,15 @@ def check_graders(config: Config, sources: Sequence[str]) -> None:
             )
 
 
-def verifier_pool(config: Config, grade_fn: GradeFn | None = None) -> VerifierPool:
+def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: GradeFn | None = None) -> VerifierPool:
     """The verifier processes of a run; a context manager.
 
     They grade by `reward.path` or `reward.kind`, and, where a call names it, by the kind of a configured benchmark.
+    What functions of `reward.path` print goes to a file in `folder` (None: to stderr), which is made when they start.
     With `grade_fn`, which no worker could import, this process grades instead, without a time limit.
 
     Raises:
-      ValueError: `reward.path` names no function of a Python file, a worker can't load it, or there is `grade_fn` too.
+      ValueError: `reward.path` names no function of a Python file, or there is `grade_fn` too.
     """
     kinds = {
         "cipher": cipher.grade,
@@ -202,10 +213,9 @@ def verifier_pool(config: Config, grade_fn: GradeFn | None = None) -> VerifierPo
                 f"reward.path is {reward.path!r}, and a reward function is given as well: use one of them."
             )
         return VerifierPool(grade_fn, 0, reward.time_limit_s, others)
-    pool = VerifierPool(reward.path or kinds[reward.kind], reward.workers, reward.time_limit_s, others)
-    if reward.path:
-        pool.check()  # what is wrong with a user's file shows before weights are read
-    return pool
+    output = output_file(folder) if folder is not None and reward.path else None
+    graded_by = reward.path or kinds[reward.kind]
+    return VerifierPool(graded_by, reward.workers, reward.time_limit_s, others, weights=reward.weights, output=output)
 
 
 def load_params(config: Config, components: Components, dtype: str | None = None) -> Params:

@@ -35,7 +35,7 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import sharded_collection
+from reinforce_ada_jax.training import reward_check, sharded_collection
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
@@ -152,7 +152,7 @@ def train_iteration(
 
     Raises:
       Interrupted: the run was asked to end during the collection.
-      TrainingStopped: the log-probabilities forbid an update; `state` is unchanged.
+      TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
     """
     chosen = choose_prompts(trainer, state.cursor)
     groups, metrics = collect_groups(trainer, state, chosen, verifiers, interrupt, progress)
@@ -160,6 +160,7 @@ def train_iteration(
         file = trainer.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         decode = trainer.components.tokenizer.decode
         samples.write(file, groups[: trainer.config.logging.sampled_prompts], decode)
+    _check_verdicts(trainer, state, groups, verifiers, progress)
     trainer.ready_to_update(functools.partial(report_unless_asked_to_end, interrupt, progress))
     progress.phase("updating")
     _warn_of_missing_groups(trainer, state, groups, progress)
@@ -203,7 +204,7 @@ def collect_groups(
 ) -> tuple[list[Group], dict[str, float]]:
     """Draws and grades responses until every prompt's rule is met; returns groups with advantages, and metrics."""
     config, rollouts = trainer.config, trainer.rollouts
-    begin, verify_s = time.monotonic(), verifiers.busy_s
+    begin, verify_s, verifiers.failure = time.monotonic(), verifiers.busy_s, ""
     speculative = collection_rules.draws_speculatively(config.collection)
     sample_fn = _sample_fn(trainer, state)
     verify_fn = trainer.components.verify_fn(verifiers, components_lib.shaping(config))
@@ -292,6 +293,22 @@ def _groups(trainer: Trainer, state: RunState, pools: Sequence[Pool]) -> list[Gr
         ages = np.array([(state.iteration - response.policy_version) * updates for response in pool.responses])
         groups.append(make_group(pool, trainer.strategy, ages))
     return groups
+
+
+def _check_verdicts(
+    trainer: Trainer, state: RunState, groups: Sequence[Group], verifiers: VerifierPool, progress: Progress
+) -> None:
+    """Shows the first verdict of a run with a reward of the user's; stops the run if no response could be graded."""
+    config, what = trainer.config, f"iteration {state.iteration + 1}"
+    verdicts = [verdict for group in groups for verdict in group.pool.verdicts]
+    message = reward_check.all_failed(config, verifiers, what, verdicts, reward_check.training_remedy(config))
+    if message:
+        raise TrainingStopped(message)
+    if state.iteration == 0 and config.reward.path:
+        pool = groups[0].pool
+        text = reward_check.shown(trainer.components.tokenizer.decode(pool.responses[0].tokens))
+        given = reward_check.described(pool.verdicts[0])
+        progress.note(f"first response, to problem {pool.prompt.id!r}: {text} gets the reward {given}")
 
 
 def _warn_of_missing_groups(trainer: Trainer, state: RunState, groups: Sequence[Group], progress: Progress) -> None:

@@ -38,6 +38,7 @@ from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, f
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import Trainer, make_trainer, report_unless_asked_to_end, train_iteration
+from reinforce_ada_jax.training.reward_check import check_reward
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config
@@ -218,10 +219,12 @@ def write_metrics(run: Run, state: RunState) -> RunState:
     }
     if run.writer is not None:
         run.writer.write(state.iteration, metrics)
+    failed = metrics["collection/verifier_failures"] / metrics["collection/responses"]
     run.progress.iteration({
         "reward": f"{metrics['reward/first_round']:.3f}",
         "zero-signal": f"{metrics['collection/zero_signal_share']:.2f}",
         "entropy": f"{metrics['update/entropy']:.2f}",
+        **({"not graded": f"{failed:.1%}"} if failed else {}),
     })  # fmt: skip
     averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
     return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
@@ -264,6 +267,7 @@ class Inputs:
       read: one line on the columns that they were read from.
       make_evaluator: of the benchmarks; None without benchmarks.
       verifiers: the verifier processes, not started.
+      reward: what `reward.path` gives to a reference answer; "" for a built-in reward.
     """
 
     components: Components
@@ -271,10 +275,11 @@ class Inputs:
     read: str
     make_evaluator: EvaluatorFn | None
     verifiers: VerifierPool
+    reward: str
 
     def summary(self, config: Config, workdir: pathlib.Path) -> str:
         """Returns the text that a run prints before it begins."""
-        return summary.summary(config, workdir, self.components, len(self.prompts), self.read)
+        return summary.summary(config, workdir, self.components, len(self.prompts), self.read, self.reward)
 
 
 def read_inputs(
@@ -298,7 +303,9 @@ def read_inputs(
     prompts = components.prompts(config.data.prompts, config, read.append)
     next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
     make_evaluator = load_benchmarks(config, workdir, components)
-    return Inputs(components, prompts, read[0], make_evaluator, components_lib.verifier_pool(config, reward))
+    verifiers = components_lib.verifier_pool(config, workdir, reward)
+    checked = check_reward(config, verifiers, prompts[:1], config.reward.path or ("reward" if reward else ""))
+    return Inputs(components, prompts, read[0], make_evaluator, verifiers, checked)
 
 
 def start(
@@ -381,7 +388,9 @@ def begin_or_resume(
     stack.callback(checkpoints.close)
     restored = checkpoints.restore_newest(
         *abstract_state(config, learner),
-        accept=functools.partial(resume.check, trainer.workdir, components.folder, identity),
+        accept=functools.partial(
+            resume.check, trainer.workdir, components.folder, identity, accept_reward=kept.accept_changed_reward
+        ),
         say=lambda text: print(f"warning: {text}"),
     )
     if restored is None:

@@ -30,13 +30,20 @@ def identity(
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
-        "reward": None if reward is None else json_hash(loading.source_text(reward)),
+        "reward": loading.files_hash(config.reward.path) if reward is None else json_hash(loading.source_text(reward)),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
 
 
-def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], saved: dict[str, Any]) -> None:
+def check(
+    workdir: pathlib.Path,
+    folder: pathlib.Path,
+    ours: dict[str, Any],
+    saved: dict[str, Any],
+    *,
+    accept_reward: bool = False,
+) -> None:
     """Raises ValueError if `saved`, the record of a checkpoint, belongs to another run than the configured one.
 
     Args:
@@ -44,6 +51,7 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
       folder: of the model.
       ours: `identity` of the run as it is now.
       saved: a record with the `identity` of the run that wrote it.
+      accept_reward: the user's reward functions may have changed.
     """
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
@@ -57,7 +65,6 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
     parts = {
         "prompts": "prompts of data.prompts are not those",
         "reference": "weights of model.path are not those",
-        "reward": "reward function (train(..., reward=)) is not the one",
     }
     for part, differs in parts.items():
         if ours[part] != saved[part]:
@@ -68,4 +75,10 @@ def check(workdir: pathlib.Path, folder: pathlib.Path, ours: dict[str, Any], sav
         raise ValueError(
             f"{workdir} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
             "file, or choose another --workdir."
+        )
+    if ours["reward"] != saved["reward"] and not accept_reward:
+        raise ValueError(
+            f"the reward function (reward.path, train(..., reward=)) is not the one that the run in {workdir} began "
+            "with. Use the same again, choose another --workdir, or go on with the new one: "
+            "--config.checkpoint.accept_changed_reward=True."
         )

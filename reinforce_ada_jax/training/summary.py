@@ -10,6 +10,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.reward_check import output_file
 
 
 def _model_and_mesh(config: Config, components: Components, who: str) -> list[str]:
@@ -32,6 +33,8 @@ def drawing(
     samples: int,
     sampling: SamplingConfig | EvaluationConfig,
     output: pathlib.Path,
+    *,
+    reward: str = "",
 ) -> str:
     """Returns the summary of the draws that `evaluate` or `prepare` will make.
 
@@ -44,6 +47,7 @@ def drawing(
       samples: responses a problem.
       sampling: the section that says how.
       output: where they are kept.
+      reward: what the reward gives to a reference answer, if it is the user's.
     """
     sets = [
         f"{name} {problems:,}" + (f" ({problems - missing:,} of them stored)" if missing < problems else "")
@@ -56,6 +60,7 @@ def drawing(
             f"problems    {', '.join(sets)}",
             f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "
             f"{sampling.top_p:g}, up to {sampling.max_response_tokens:,} tokens",
+            *([f"reward      {reward}"] if reward else []),
             f"files       {output}",
         ]
     )
@@ -67,8 +72,10 @@ def dry_run(config: Config, text: str) -> str:
     return f"{to_json(config)}\n{text}\n\n{end}"
 
 
-def summary(config: Config, workdir: pathlib.Path, components: Components, num_prompts: int, read: str) -> str:
-    """Returns the summary of a run: model, machine, budget, and where the files go."""
+def summary(
+    config: Config, workdir: pathlib.Path, components: Components, num_prompts: int, read: str, reward: str = ""
+) -> str:
+    """Returns the summary of a run: model, machine, budget, what a reward of the user's gives, where the files go."""
     architecture, options = components.architecture, components.engine.options
     collection = config.collection
     adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
@@ -100,6 +107,7 @@ def summary(config: Config, workdir: pathlib.Path, components: Components, num_p
             f"{num_prompts:,}), {updates_each} each; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
             f"lengths     up to {longest:,} tokens{made_for}",
+            *([f"reward      {reward}; it prints to {output_file(workdir)}"] if reward else []),
             f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]
     )

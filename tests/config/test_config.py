@@ -80,6 +80,9 @@ POSITIVE = """
         ("reward.kind", "code", "it must be one of cipher, math, minerva, gsm8k, reference, .*, function"),
         ("reward.path", "mine.py", "must have the form file.py:function"),
         ("reward.path", "mine:grade", "must have the form file.py:function"),
+        ("reward.path", "mine.py:grade,yours", "must have the form file.py:function"),
+        ("reward.weights", (math.nan,), "must be finite numbers"),
+        ("reward.completions", "messages", "must be one of auto, text, chat"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, "no baseline.*at least 2"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
@@ -394,6 +397,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "checkpoint.keep": 7,
         "checkpoint.keep_best": 7,
         "checkpoint.keep_every": 7,
+        "checkpoint.accept_changed_reward": True,
         "learning.non_finite": "skip",
         "learning.max_skipped": 7,
         "evaluation.every": 7,
@@ -419,7 +423,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         elif isinstance(value, str):
             other = f"{value}x"
         elif isinstance(value, tuple):
-            other = ("x",)
+            other = (1.0,) if key == "reward.weights" else ("x",)
         else:
             other = (value or 0) + 1
         assert len(resume.differences(changed(**{key: other}), saved)) == 1, key

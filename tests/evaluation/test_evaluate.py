@@ -75,7 +75,7 @@ def grade(response, answer):
 
 def four_answers(file):
     """A benchmark of four problems whose answers say what the reward function above does."""
-    answers = ("raises", "not a number", "hangs", "fine")
+    answers = ("fine", "raises", "not a number", "hangs")  # the first one is graded before anything is drawn
     problems = zip(cipher.problems("heldout"), answers, strict=False)
     lines = [json.dumps(problem | {"answer": answer, "level": len(answer)}) for problem, answer in problems]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -95,7 +95,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     rows = [json.loads(line) for line in (output / "four.jsonl").read_text("utf-8").splitlines()]
     reasons = {(row["prompt"][-1], row["reason"], row["correct"]) for row in rows}
     assert len(rows) == 8
-    assert reasons == {("0", "error", False), ("1", "error", False), ("2", "timeout", False), ("3", "", True)}
+    assert reasons == {("0", "", True), ("1", "error", False), ("2", "error", False), ("3", "timeout", False)}
     results = json.loads((output / "results.json").read_text())
     assert results["evaluation/four/avg"] == 0.25 and results["evaluation/four/failure_share"] == 0.75
     shown = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     assert "| four      |        4 | 0.750 ± 0.250 |" in capsys.readouterr().out
     now = [json.loads(line) for line in (output / "four.jsonl").read_text("utf-8").splitlines()]
     assert [row["response"] for row in now] == [row["response"] for row in rows]
-    assert [row["correct"] for row in now] == [row["prompt"][-1] != "3" for row in now]
+    assert [row["correct"] for row in now] == [row["prompt"][-1] != "0" for row in now]
     assert json.loads((output / "results.json").read_text())["evaluation/four/failure_share"] == 0.0
 
     # Half of it: no table of that.

@@ -125,7 +125,7 @@ def test_rewards_that_fail_leave_their_prompts_out(tmp_path):
     assert manifest["counts"]["reference_fails"] == 3 and manifest["histogram"] == [0, 0, 0, 0, 1]
     assert [(problem["answer"], problem["pass_rate"]) for problem in load_problems(str(output))] == [("fine", 1.0)]
     rows = [json.loads(line) for line in (tmp_path / "prompts.draws" / "references.jsonl").read_text().splitlines()]
-    assert [row["reason"] for row in rows] == ["error", "error", "timeout", ""]
+    assert [row["reason"] for row in rows] == ["", "error", "error", "timeout"]
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,16 @@ def test_regrade(file, monkeypatch):
     store = ResponseStore(file, now, regrade=True)
     asked = []
 
-    def grade(pairs, lengths):
-        asked.append((pairs, lengths))
+    def grade(texts, lengths):
+        asked.append((texts, lengths))
         return [Verdict(length == 8, 0.5, "timeout") for length in lengths]
 
     with store:
-        assert list(store.regrade({"a": "1", "b": "2"}, grade)) == [3, 4]
+        assert list(store.regrade(grade)) == [3, 4]
     texts = ["½\u2028 a", "½\u2028 a", "½\u2028 b", "½\u2028 b"]
     assert asked == [
-        (list(zip(texts[:3], "112", strict=True)), [3, 8, 3]),
-        (list(zip(texts[3:], "2", strict=True)), [8]),
+        (list(zip("aab", texts[:3], strict=True)), [3, 8, 3]),
+        (list(zip("b", texts[3:], strict=True)), [8]),
     ]
     again = ResponseStore(file, now).complete(prompts(*["a", "b"]), 2)
     expected = [
@@ -146,7 +146,7 @@ def test_a_kill_during_regrading_leaves_what_was_there(file):
     before = file.read_bytes()
     store = ResponseStore(file, HEADER | {"graded": {"reward": "gsm8k", "answers": "b"}}, regrade=True)
     with store, pytest.raises(KeyboardInterrupt):
-        list(store.regrade({"a": "1", "b": "2"}, interrupted))
+        list(store.regrade(interrupted))
     assert file.read_bytes() == before
     assert ResponseStore(file, HEADER).complete(prompts(*["a"]), 2)
 

@@ -339,7 +339,7 @@ def test_a_run_fails_on_it_before_its_weights_are_read(tmp_path):
     (tmp_path / "yours.py").write_text("import absent\ndef grade(response, answer): ...")
     config = Config(reward=RewardConfig(kind="function", path=f"{tmp_path}/yours.py:grade"))
     with pytest.raises(ValueError, match="No module named 'absent'"):
-        components_lib.verifier_pool(config)
+        components_lib.verifier_pool(config).check()
 
 
 def test_grade_functions_that_cannot_travel():

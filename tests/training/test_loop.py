@@ -224,6 +224,7 @@ def test_training_with_a_function_of_the_notebook(tmp_path):
         return response == answer
 
     done = train.train(config, tmp_path / "run", reward=letters)
+    assert given.pop(0) == 1.0  # the reference answer of a problem, before anything is drawn
     assert 0 < sum(given) < len(given) == done.metrics[0]["collection/responses"]
     assert done.metrics[0]["reward/pool"] not in (0.0, 1.0)
     assert restored(tmp_path / "run")[1]["reward"] is not None

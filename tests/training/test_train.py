@@ -364,7 +364,8 @@ def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):
 
 
 def test_what_a_run_must_find_as_it_was(tmp_path):
-    ours = {"architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b", "reward": None}
+    ours = {"config": "c", "architecture": {"num_layers": 2}, "prompts": "a", "base": None, "reference": "b"}
+    ours |= {"reward": None}
     resume.check(tmp_path, tmp_path, ours, ours | {"iteration": 3})
     parts = {
         "prompts": "prompts of data.prompts are not those",

@@ -1,0 +1,180 @@
+"""Rewards that are broken from the start, break later, or change between two starts of a run."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import resume, reward_check
+from reinforce_ada_jax.types import Prompt, Verdict
+from tests.forked import Forked
+from tests.running import environment, tiny
+
+PROMPT = Prompt("p-1", "2 + 2?", "4", np.zeros(1, np.int32), columns={"level": 3, "answer": "so it is 4"})
+
+
+def configured(file, function, **changes):
+    path = f"{file}:{function}"
+    return tiny(**{"reward.path": path, "reward.workers": 1, "reward.time_limit_s": 5.0} | changes)
+
+
+def checked(config):
+    return reward_check.check_reward(config, components_lib.verifier_pool(config), [PROMPT])
+
+
+BROKEN = """
+def grade(response, answer, level):
+    return {0: 0.0, 1: 1 / 0, 2: None}[level]
+def nothing(response, answer): pass
+def text(response, answer): return "1.0"
+def entries(response, answer): return [0.0]
+def nan(response, answer): return float("nan")
+def late(response, answer):
+    while True: pass
+def dies(response, answer):
+    import os
+    os._exit(7)
+def zero(response, answer, level): return 0 * level
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("grade", r"ZeroDivisionError: division by zero \(.*mine.py, line 3\)\. Fix the function"),
+        ("nothing", r"not None \(.*mine.py, line 4\)\. Fix the function"),
+        ("text", r"not '1.0' \(.*mine.py, line 5\)"),
+        ("entries", r"not \[0.0\] \(.*mine.py, line 6\)"),
+        ("nan", r"a reward must be finite, not nan \(.*mine.py, line 7\)"),
+        ("late", r"took more than 0.5 s \(reward.time_limit_s\)"),
+        ("dies", r"ended its process with exit code 7"),
+    ],
+)
+def test_a_broken_reward_is_refused_with_its_place(function, message, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN)
+    limit = {"reward.time_limit_s": 0.5} if function == "late" else {}
+    with pytest.raises(
+        ValueError, match=rf"cannot grade the reference answer '4' of problem 'p-1': .*{message}"
+    ) as error:
+        checked(configured(file, function, **limit))
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_of_0_is_fine_and_shown(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN)
+    config = configured(file, "zero")
+    assert checked(config) == f"{file}:zero gives 0 to the reference answer '4' of problem 'p-1'"
+    assert reward_check.check_reward(tiny(), components_lib.verifier_pool(tiny()), [PROMPT]) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "completions", "messages", "given"),
+    [
+        ("plain", "auto", (), "2 + 2?"),
+        ("qwen_math", "auto", (), "2 + 2?"),
+        ("chat", "auto", (), [("system", "Be short."), ("user", "2 + 2? Think.")]),
+        ("chat", "text", (), "2 + 2?"),
+        ("plain", "chat", (), [("user", "2 + 2?")]),
+        ("qwen_math", "auto", ({"role": "user", "content": "own"},), [("user", "own")]),
+        ("qwen_math", "text", ({"role": "user", "content": "own"},), "2 + 2?"),
+    ],
+)
+def test_a_prompt_is_text_or_messages(template, completions, messages, given):
+    texts = {"data.system": "Be short.", "data.instruction": "Think."} if template == "chat" else {}
+    config = tiny(**{"data.template": template, "reward.completions": completions} | texts)
+    columns = reward_check.reward_columns(config, dataclasses.replace(PROMPT, messages=messages))
+    assert {name: columns[name] for name in ("id", "problem", "answer", "level")} == {
+        "id": "p-1", "problem": "2 + 2?", "answer": "so it is 4", "level": 3  # the row's own column comes first
+    }  # fmt: skip
+    prompt = columns["prompt"]
+    assert (prompt if isinstance(prompt, str) else [(each["role"], each["content"]) for each in prompt]) == given
+
+
+def test_a_batch_that_failed_as_a_whole_is_said_with_the_first_traceback():
+    pool = VerifierPool(str.__eq__, workers=0, time_limit_s=1.0)
+    pool.failure = "KeyError: 'x' (mine.py, line 3)\n  File mine.py, line 3, in grade"
+    failed, wrong = Verdict(False, 0.0, "error"), Verdict(False, 0.0, "no_answer")
+    config = tiny(**{"reward.path": "mine.py:grade"})
+
+    def said(*verdicts):
+        return reward_check.all_failed(config, pool, "iteration 3", verdicts, "Fix it.")
+
+    assert said() == said(failed, wrong) == said(wrong) == ""
+    assert said(failed, Verdict(False, 0.0, "timeout"), Verdict(False, 0.0, "crash")) == (
+        f"mine.py:grade could grade none of the 3 responses of iteration 3. The first failure:\n{pool.failure}\nFix it."
+    )
+
+
+def test_another_reward_file_is_refused_unless_it_is_accepted(tmp_path):
+    ours = {"config": "c", "architecture": {}, "prompts": "a", "reward": "1", "base": None, "reference": None}
+    resume.check(tmp_path, tmp_path, ours, ours)
+    with pytest.raises(ValueError, match="the reward function .* is not the one .*checkpoint.accept_changed_reward"):
+        resume.check(tmp_path, tmp_path, ours, ours | {"reward": "2"})
+    resume.check(tmp_path, tmp_path, ours, ours | {"reward": "2"}, accept_reward=True)
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------------------
+
+# As users of TRL and verl write them. One problem breaks the second, and every call but the first breaks the last.
+REWARDS = """
+def correct(completions, answer, **kwargs):
+    print(completions[0])
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+async def short(prompts, completions, id, **kwargs):
+    if id == ["train-0084"]:
+        raise LookupError("this one is not known")
+    return [1.0 / (1 + len(completions[0]))]
+
+def once(data_source, solution_str, ground_truth, extra_info=None):
+    open(__file__ + ".graded", "x")
+    return {"score": 1.0}
+"""
+SMALL = {
+    "iterations": 1, "evaluation.every": 0, "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4,
+    "sampling.slots": 32, "reward.workers": 1,
+}  # fmt: skip
+
+
+def trained(workdir, path, code=0, **more):
+    flags = [f"--config.{key}={value}" for key, value in (SMALL | {"reward.path": path} | more).items()]
+    process = Forked(
+        ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}", *flags], environment()
+    )
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == code, err
+    return out, err
+
+
+def test_rewards_of_other_programs_train_and_are_part_of_the_run(tmp_path):
+    file, workdir = tmp_path / "theirs.py", tmp_path / "run"
+    file.write_text(REWARDS)
+    both = {"path": f"{file}:correct,{file}:short", "reward.weights": "(1.0,0.25)", "reward.positive_threshold": 0.9}
+    out, err = trained(workdir, **both)
+    assert f"reward      {file}:correct,{file}:short gives " in out and "first response, to problem 'train-" in err
+    (metrics,) = writers.read_metrics(workdir)
+    failed = metrics["collection/verifier_failures"] / metrics["collection/responses"]
+    assert 0.0 < failed < 1.0 and f"not graded {failed:.1%}" in err and f"could not be graded ({failed:.1%})" in out
+    graded = metrics["rewards/correct/mean"] + 0.25 * metrics["rewards/short/mean"]
+    np.testing.assert_allclose(metrics["reward/pool"], (1.0 - failed) * graded, rtol=1e-6)
+    printed = (workdir / "reward_output.log").read_text()
+    assert printed.count("\n") >= metrics["collection/responses"] and "LookupError: this one is not known" in printed
+    assert "LookupError" not in err
+
+    file.write_text(REWARDS.replace("1.0 /", "2.0 /"))
+    _, err = trained(workdir, code=cli.BAD_INPUT, **both | {"iterations": 2})
+    assert "the reward function (reward.path, train(..., reward=)) is not the one" in err and "Traceback" not in err
+
+
+def test_a_run_stops_at_the_first_iteration_without_a_graded_response(tmp_path):
+    (tmp_path / "theirs.py").write_text(REWARDS)
+    _, err = trained(tmp_path / "run", f"{tmp_path}/theirs.py:once", code=cli.STOPPED)
+    assert "theirs.py:once could grade none of the" in err and "accept_changed_reward=True" in err
+    assert err.count("in once") == 1 and "FileExistsError" in err and "reinforce_ada_jax/rewards" not in err
+    assert writers.read_metrics(tmp_path / "run") == []
