@@ -36,7 +36,7 @@ def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
 
 
 def test_benchmarks_of_one_name_are_refused(monkeypatch):
-    monkeypatch.setattr(Components, "prompts", lambda self, source, config: [])
+    monkeypatch.setattr(Components, "prompts", lambda *_: [])
     config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "y/aime.jsonl")})
     with pytest.raises(ValueError, match="two benchmarks are called 'aime': rename"):
         evaluator.load_benchmarks(object.__new__(Components), config)
