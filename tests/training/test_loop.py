@@ -161,9 +161,14 @@ def test_a_record_and_back():
         pending={"update/loss": 0.1},
         evaluation=0.25,
     )
-    back = from_record(learner, to_record(state) | {"evaluation": state.evaluation})
+    back = from_record(learner, to_record(state) | {"iteration": 7, "evaluation": state.evaluation})
     assert to_record(back) == to_record(state)
-    assert back.cursor == state.cursor and back.evaluation == 0.25 and back.pending == state.pending
+    assert (
+        back.iteration == 7
+        and back.cursor == state.cursor
+        and back.evaluation == 0.25
+        and back.pending == state.pending
+    )
 
 
 def test_the_cursor_passes_the_replacements_that_were_used():
