@@ -27,7 +27,10 @@ from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
 from tests.running import reproducible, restored, tiny
 
-NAMES = ("reward/first_round", "collection/zero_signal_share", "update/entropy")
+NAMES = (
+    "reward/first_round", "collection/zero_signal_share", "collection/verifier_failures", "collection/responses",
+    "update/entropy",
+)  # fmt: skip
 
 
 def iterate(state):
