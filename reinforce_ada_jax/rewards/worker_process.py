@@ -72,10 +72,10 @@ class WorkerProcess:
         """Sends a pair to be graded. If the worker does not take it, `VerifierPool._wait` finds it dead or late."""
         self.item, self.request = item, secrets.token_hex(8)
         self.deadline = time.monotonic() + time_limit_s
-        message = {"request": self.request, "grader": grader, "response": pair[0], "answer": pair[1]}
-        self.connection.settimeout(time_limit_s)  # a stopped worker reads nothing, and a long text needs room
+        message: dict[str, Any] = {"request": self.request, "grader": grader, "response": pair[0], "answer": pair[1]}
+        message["columns"] = dict(pair[2]) if len(pair) > 2 else {}
         with contextlib.suppress(OSError):
-            self.connection.sendall(protocol.to_line(message | {"columns": dict(pair[2]) if len(pair) > 2 else {}}))
+            protocol.send(self.connection, protocol.to_line(message), time_limit_s)
 
     def kill(self) -> None:
         """Kills the process and all that it started."""

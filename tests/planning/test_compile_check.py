@@ -323,7 +323,7 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
         (dict(response_tokens=9), ["--mean_response_tokens is 9", "1 to 8"]),
         (dict(draws=0.0), ["--mean_draws is 0.0", "above 0"]),
         (dict(slots=0), ["sampling.slots is 0"]),
-        (dict(file="no/such/folder/results.json"), ["--json=no/such/folder/results.json", "does not exist"]),
+        (dict(file="pyproject.toml/results.json"), ["--json is 'pyproject.toml/results.json'", "is a file"]),
         (dict(), ["needs its compiler", "pip install libtpu"]),
     ],
     ids=str,
