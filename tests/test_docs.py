@@ -276,7 +276,7 @@ def test_troubleshooting_names_keys_and_words_that_there_are():
     metrics = {key for key in re.findall(r"`([a-z_]+/[a-z_]+)`", text)}
     assert len(metrics) > 15 and {key for key in metrics if not is_metric(key, strings)} == set()
     said = re.findall(r'"([^"]+)"', " ".join(text.split()))
-    assert len(said) == 26
+    assert len(said) > 20
     for words in said:
         assert any(words in " ".join(string.split()) for string in strings), words
 
