@@ -109,8 +109,7 @@ def test_by_hand(section, bits, drawn, met, kept, advantages):
 def test_every_configured_name_builds_from_the_defaults():
     assert tuple(strategies.BUILT_IN) == collection_rules.STRATEGIES
     for name in collection_rules.STRATEGIES:
-        section = config_module.defaults().collection
-        section.strategy = name
+        section = dataclasses.replace(config_module.Config().collection, strategy=name)
         asked = dataclasses.replace(progress(0, 0, 0), planned=8)
         assert strategies.build(section).next_draws(asked) > 0
 
