@@ -2,7 +2,7 @@
 
     python dev/language.py
 
-Rules: no words of BANNED; at most MAX_CLAUSES docstrings of the package that begin with a clause ("What ...",
+Rules: no words of BANNED; at most MAX_CLAUSES docstrings that begin with a clause ("What ...",
 "Whether ..."); the median sentence of a document has at most MAX_MEDIAN_WORDS words, and no sentence more than
 MAX_WORDS. Code in backticks, quotations ("...", as in error messages that a document explains) and blocks of code
 in documents are exempt, and so is dev/.
@@ -107,7 +107,7 @@ def clauses_in(source: str) -> Iterator[tuple[int, str]]:
 def main() -> None:
     """Prints what breaks a rule, and fails if there is anything."""
     found, clauses = [], []
-    folders = ("docs", "launch", "reinforce_ada_jax", "configs", "examples")
+    folders = ("docs", "launch", "reinforce_ada_jax", "configs", "examples", "tests")
     documents = [*ROOT.glob("*.md"), *(file for folder in folders for file in (ROOT / folder).rglob("*.md"))]
     for file in sorted(documents):
         name = file.relative_to(ROOT)
@@ -119,8 +119,7 @@ def main() -> None:
         name, source = file.relative_to(ROOT), file.read_text()
         for first, text in comments_and_strings(source):
             found += [f"{name}:{first + line - 1}: {words!r}: {say}" for line, words, say in words_in(text)]
-        if name.parts[0] == "reinforce_ada_jax":
-            clauses += [f"{name}:{line}: {text}" for line, text in clauses_in(source)]
+        clauses += [f"{name}:{line}: {text}" for line, text in clauses_in(source)]
     print("\n".join(found), end="\n" if found else "")
     if len(clauses) > MAX_CLAUSES:
         print("\n".join(clauses))

@@ -31,7 +31,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.benchmarks import adaptive, engines, iteration, learning, loss, options, rollout, start, update
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.distributed import mesh
-from reinforce_ada_jax.reporting.files import write_atomically
+from reinforce_ada_jax.files.durable import write_atomically
 
 # Each is a function from the flags to its numbers.
 BENCHMARKS = {

@@ -54,7 +54,7 @@ def main(
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
     from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
     from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
-    from reinforce_ada_jax.reporting.files import write_atomically
+    from reinforce_ada_jax.files.durable import write_atomically
     from reinforce_ada_jax.training import components as components_lib
 
     with cli.user_input():

@@ -54,7 +54,7 @@ class Browser:
         self._call("/refresh", {})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a function body of JavaScript returns."""
+        """Returns the result of a function body of JavaScript."""
         return self._call("/execute/sync", {"script": script, "args": list(arguments)})
 
     def click(self, selector: str) -> None:
@@ -72,7 +72,7 @@ class Browser:
         return self._call("/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def console(self) -> list[str]:
-        """What the page has said since the last call: errors, warnings, refusals by its content policy."""
+        """Returns messages of the page since the last call: errors, warnings, refusals by its content policy."""
         return [entry["message"] for entry in self._call("/se/log", {"type": "browser"})]
 
     def close(self) -> None:

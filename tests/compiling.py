@@ -1,4 +1,4 @@
-"""How tests compile, and where their programs are kept; imported before jax is."""
+"""Compiler flags of tests, and the folder of their programs; imported before jax is."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""What is claimed of the built-in task, over three seeds: the tiny configuration as it is, about eight minutes."""
+"""Claims about the built-in task, over three seeds: the tiny configuration as it is, about eight minutes."""
 
 import subprocess
 import sys

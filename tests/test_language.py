@@ -1,40 +1,34 @@
 """The language check (dev/language.py) finds words and openings, and leaves quotations and code alone."""
 
+import json
+
 import pytest
 
 from tests.running import ROOT, load
 
 LANGUAGE = load(ROOT / "dev" / "language.py")
+# In dev/, because no other file may contain these words.
+CASES = json.loads((ROOT / "dev" / "language_cases.json").read_text())
 
 
-def words(text: str) -> list[tuple[int, str]]:
-    """Returns (line, words) of a document."""
-    return [(line, found) for line, found, _ in LANGUAGE.words_in(LANGUAGE.prose(text))]
+def words(text: str) -> list[list]:
+    """Returns [line, words] of a document."""
+    return [[line, found] for line, found, _ in LANGUAGE.words_in(LANGUAGE.prose(text))]
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("It begins anew.\nOne more, anew.", [(1, "anew"), (2, "anew")]),
-        ("first\nthose of\nwhich the newest", [(2, "of which the")]),  # across the end of a line
-        ("So many of them", [(1, "So many")]),
-        ("Renewal, whose beside is a side.", []),
-        ('It says "begins anew", and `anew`, and "mended".', []),
-        ("```\nanew\n```\nmended", [(4, "mended")]),  # the lines of a block count
-    ],
-)
+# Across the end of a line; inside of other words; quoted; in a block of code, whose lines count.
+@pytest.mark.parametrize(("text", "found"), CASES["documents"])
 def test_words_of_documents(text, found):
     assert words(text) == found
 
 
 def test_comments_strings_and_docstrings_are_read_and_code_is_not():
-    source = '"""Text that is\nmended."""\nanew = 1  # begun anew\nraise ValueError(f"whoever {1} is")\n'
     found = [
-        (first + line - 1, word)
-        for first, text in LANGUAGE.comments_and_strings(source)
+        [first + line - 1, word]
+        for first, text in LANGUAGE.comments_and_strings(CASES["source"])
         for line, word, _ in LANGUAGE.words_in(text)
     ]
-    assert found == [(2, "mended"), (3, "anew"), (4, "whoever")]
+    assert found == CASES["found"]
 
 
 def test_docstrings_that_begin_with_a_clause():

@@ -1,4 +1,4 @@
-"""Which way the modules depend on each other (docs/architecture.md), and what importing them costs."""
+"""Dependencies between modules (docs/architecture.md), and the cost of importing them."""
 
 import ast
 import functools
@@ -68,7 +68,7 @@ def layer(room_name: str) -> int:
 
 
 def allowed(importer: str, target: str) -> bool:
-    """Whether room `importer` may import from room `target`."""
+    """Returns True if room `importer` may import from room `target`."""
     if importer == target:
         return True
     if importer in STAGES and target in STAGES:

@@ -1,4 +1,4 @@
-"""How long functions and files of the package may be (CONTRIBUTING.md)."""
+"""Limits on the length of functions and files of the package (CONTRIBUTING.md)."""
 
 import ast
 import pathlib

@@ -1,4 +1,4 @@
-"""How tests execute the package's annotations: by beartype, with ints where floats are annotated (PEP 484)."""
+"""Execution of the package's annotations in tests: by beartype, with ints where floats are annotated (PEP 484)."""
 
 from beartype import BeartypeConf, beartype
 

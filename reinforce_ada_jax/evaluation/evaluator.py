@@ -15,8 +15,8 @@ from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.evaluation import drawing
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
+from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.reporting.writers import Metrics
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool

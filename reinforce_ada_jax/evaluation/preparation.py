@@ -31,8 +31,8 @@ from reinforce_ada_jax.evaluation.response_store import (
     hash_of_problems,
     writing,
 )  # fmt: skip
+from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.policy import adapter_files, huggingface
-from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts

@@ -20,7 +20,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
-from reinforce_ada_jax.reporting.files import HEADER, finished_lines, read_records, write_atomically
+from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.loading import files_hash
 from reinforce_ada_jax.types import Prompt, Response, Verdict

@@ -17,9 +17,9 @@ from typing import Any
 import jinja2
 
 from reinforce_ada_jax.config import flatten
+from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.reporting.comparison import Comparison
 from reinforce_ada_jax.reporting.curves import Figure
-from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.reporting.history import History
 from reinforce_ada_jax.reporting.samples import SampledResponses, description
 

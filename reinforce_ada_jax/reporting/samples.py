@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reinforce_ada_jax.collection.advantages import Group
-from reinforce_ada_jax.reporting.files import read_records
+from reinforce_ada_jax.files.durable import read_records
 from reinforce_ada_jax.rewards.math_answer import last_boxed
 
 MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # per page

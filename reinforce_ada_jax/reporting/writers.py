@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from reinforce_ada_jax.reporting.files import read_records, write_atomically
+from reinforce_ada_jax.files.durable import read_records, write_atomically
 
 Metrics = dict[str, int | float]
 

@@ -36,10 +36,10 @@ from orbax.checkpoint import checkpoint_managers
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import init
-from reinforce_ada_jax.reporting.files import write_atomically
 from reinforce_ada_jax.training import records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 

@@ -16,11 +16,11 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Lower, abstract
+from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics, loss_config, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, max_gap
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.files import write_atomically
 
 # Arrays of a batch that the comparison of log-probabilities reads.
 CHECKED = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")

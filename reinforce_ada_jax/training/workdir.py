@@ -14,7 +14,7 @@ import time
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.reporting.files import HEADER, write_atomically
+from reinforce_ada_jax.files.durable import HEADER, write_atomically
 from reinforce_ada_jax.training import records
 
 FILE = "training.lock"

@@ -157,7 +157,7 @@ def test_completion_order_decides_nothing(name, barrier):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_replacements_are_the_shortest_beginning_that_keeps_enough(seed):
-    # Whoever finishes first: the same prompts, in their order, no more than needed.
+    # Any prompt may finish first: the same prompts, in their order, no more than needed.
     order = np.random.default_rng(seed)
     strategy, rewards = build("dapo", group_size=2), order.integers(0, 2, (30, 2)).astype(float)
     kept = rewards[:, 0] != rewards[:, 1]

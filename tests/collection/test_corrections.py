@@ -108,7 +108,7 @@ def test_a_reward_scales_its_own_response():
 
 
 def test_retries_by_chance_are_paid_for():
-    # Round 2 is reached with probability 1/4 besides its outcomes, so a success there weighs 4.
+    # Round 2 is reached with probability 1/4, whatever its outcomes, so a success there weighs 4.
     settings = config("ngu", 8, 4, group_size=2, retry_probability=0.5, max_draws=0)
     strategy = strategies.build(settings)
     pool = run_strategy(config("ngu", 8, 4, group_size=2, retry_probability=1.0), np.array([[0, 0, 0, 0, 0, 1] * 6]))[0]

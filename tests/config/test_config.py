@@ -248,7 +248,7 @@ def test_collection_settings_that_cannot_be_meant(settings, message):
     config = changed(**{f"collection.{key}": value for key, value in settings.items()})
     with pytest.raises(ValueError, match=message):
         config_lib.check(config)
-    # Whoever calls collect from a trainer of his own hears the same.
+    # Another trainer that builds a strategy gets the same error.
     with pytest.raises(ValueError, match=message):
         strategies.build(config.collection)
 

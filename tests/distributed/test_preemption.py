@@ -1,4 +1,4 @@
-"""What a metadata server says, by a stand-in for it, and that a run hears of it."""
+"""Notices of a metadata server, from a stand-in for it, reach the run."""
 
 import http.server
 import threading

@@ -21,7 +21,7 @@ def run(source, output, *, band=(0.0, 0.313), samples=4, **changes):
 
 
 def refusal(capsys, *arguments, **options) -> str:
-    """What the command says that ends for the user's fault."""
+    """Returns the message of a command that refuses its input."""
     with pytest.raises(SystemExit) as ended:
         run(*arguments, **options)
     assert ended.value.code == cli.BAD_INPUT

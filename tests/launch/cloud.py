@@ -115,7 +115,7 @@ class Cloud:
         return [call.split("\0") for call in file.read_text().split("\0\n")[:-1]] if file.exists() else []
 
     def installs(self) -> list[str]:
-        """What pip was called with, without what only makes it quiet."""
+        """Returns the arguments of pip, without those that only make it quiet."""
         text = (self.folder / "installs").read_text()
         return text.replace("install --quiet --disable-pip-version-check ", "").splitlines()
 

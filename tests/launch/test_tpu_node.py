@@ -54,7 +54,7 @@ def test_up_on_one_vm(cloud):
     ]
     assert cloud.trained() == [["reinforce_ada_jax", *flags.split()]]
     assert "a line of the trainer\n=== ended with exit code 0\n" in result.stdout
-    # Whoever starts a run is told how to stop paying.
+    # The user is told how to stop paying.
     assert "launch/tpu_vm.sh delete --name=ada --zone=us-west4-a --project=p" in result.stderr
 
 

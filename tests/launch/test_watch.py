@@ -66,7 +66,7 @@ def test_what_was_packed_first_is_started_again(cloud):
 @pytest.mark.parametrize(
     ("codes", "steps", "code", "part"),
     [
-        # finished; finished after two failures; bad input; stopped by hand; failing for ever
+        # finished; finished after two failures; bad input; stopped by hand; failing without end
         ([0], [*LOOK], 0, "has finished"),
         ([1, 137, 0], [*LOOK, "kill", *START, *LOOK, "kill", *START, *LOOK], 0, "has finished"),
         ([cli.BAD_INPUT], [*LOOK], cli.BAD_INPUT, "refused its input"),
@@ -86,7 +86,7 @@ def test_how_a_run_ended_decides(cloud, codes, steps, code, part):
 
 
 def test_one_process_of_a_pod_that_fails_ends_the_others(cloud):
-    # Host 0 would wait for host 1 for ever. Started again, both finish.
+    # Host 0 would wait for host 1 forever. Started again, both finish.
     begin(cloud, "running", 1)
     result = check(cloud.run("watch", *ALL, script="tpu_pod.sh"))
     assert cloud.steps() == [*LOOK, "kill", *START, *LOOK]

@@ -1,4 +1,4 @@
-"""What worker.sh does on a host: installing, one run at a time, how it ends."""
+"""worker.sh on a host: it installs, has one run at a time, and ends."""
 
 import os
 import shutil

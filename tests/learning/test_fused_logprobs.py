@@ -358,7 +358,7 @@ def test_logits_of_all_words_for_all_tokens_never_exist(tied, dtype):
 
 @pytest.mark.parametrize("loss, least, most", [(plain_loss, 9e9, 1e11), (fused_loss, 0, 0.1e9)], ids=["naive", "fused"])
 def test_what_the_compiler_plans_for_a_published_vocabulary(loss, least, most):
-    # 16 * 1024 tokens of 151,936 words: 9.96 GB of float32 logits, of which the naive loss has several at once.
+    # 16 * 1024 tokens of 151,936 words: 9.96 GB of float32 logits. The naive loss has several such arrays at once.
     tokens, words, columns = (16, 1024), 151_936, 256
     arrays = jax.eval_shape(lambda: make_shapes(tokens))
     hidden, head = (jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in ((*tokens, columns), (words, columns)))

@@ -20,7 +20,7 @@ from tests.policy.adapting import ALL, random_adapters
 
 ARCHITECTURE, PARAMS, _ = recording.golden("qwen2")
 TEMPERATURE = 0.7
-# Very different lengths, so that whoever takes a mean of means is far off.
+# Very different lengths, so that a mean of means is far off.
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (1, 5, 3, 2, 5, 4, 1, 2), (1, 8, 1, 7, 2, 1, 8, 1)
 
 
@@ -70,7 +70,7 @@ def batch(max_prompt_tokens=5, max_response_tokens=8):
 
 
 def score(of: Learner, rows, params=PARAMS):
-    """What `score` gives, on the host, row by row."""
+    """Results of `score` on the host, row by row."""
     return np.concatenate(of.score(params, of.put(rows)))
 
 

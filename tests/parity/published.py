@@ -146,7 +146,7 @@ def run_config(max_prompt_tokens: int, limit: int) -> Config:
 def draw(
     rollouts: Rollouts, params: Params, prompts: Sequence[Prompt], draws: int, temperature: float, limit: int
 ) -> list[Pool]:
-    """So many responses for each prompt, through the collection loop."""
+    """Draws `draws` responses for each prompt through the collection loop."""
     sample_fn = rollouts.sampler(params, stream=0, sampling=SamplingParams(limit, temperature))
     return collect(
         prompts, sample_fn, lambda pairs: [Verdict(True, 1.0)] * len(pairs), strategies.fixed(draws), deterministic=True

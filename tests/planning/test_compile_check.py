@@ -134,7 +134,7 @@ def test_state_bytes():
 
 
 @pytest.mark.parametrize("axes, dtype, copies", [
-    (dict(tensor=2), "float32", 2),  # decoding reads the learner's own arrays: its two moments stand beside
+    (dict(tensor=2), "float32", 2),  # decoding reads the learner's own arrays; the copies are its moments
     (dict(fsdp=2), "float32", 3),
     (dict(tensor=2), "bfloat16", 3),
 ])  # fmt: skip

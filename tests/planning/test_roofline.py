@@ -70,7 +70,7 @@ def test_score_call():
 
 
 def test_update_call():
-    # Four times the products of a forward pass. Layers' weights thrice, scores 8 times; the head for each of 3 blocks
+    # Four times the products of a forward pass. Layers' weights 3 times, scores 8 times; the head for each of 3 blocks
     # in two sweeps, and once; 10 positions' 4 columns, 2 B, for each of 5 / 2 blocks of words; 2 layers' inputs of 4
     # rows, 8 tokens, 4 columns, 2 B, twice, halved by rows; gradients twice, and 7 arrays in the step: 316 weights of
     # 4 B on 4 devices.
@@ -96,7 +96,7 @@ def test_score_call_of_adapters():
 
 def test_update_call_of_adapters():
     # A row's products forwards: 3,840 with the weights of two layers, 320 with their adapters, 2,048 of attention, 400
-    # with the head. Weights and head are met thrice, having no gradient; adapters and attention four times.
+    # with the head. Weights and head count three times, without a gradient; adapters and attention four times.
     row = 3 * 3840 + 4 * 320 + 4 * 2048 + 3 * 400
     once = 3 * 1920 + 4 * 160 + 4 * 1024
     # The head for each of 3 blocks in two sweeps. Gradients and steps are of 20 weights of 4 B on 4 devices.
@@ -226,13 +226,13 @@ def test_learner_sent():
     # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
     assert collectives.learner_sent_bytes(TIED, LAYOUT, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
     assert collectives.learner_sent_bytes(TIED, LAYOUT, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
-    # 10 of 20 adapters' weights thrice, their gradients among them; of weights and head there are none. 3 sums more.
+    # 10 of 20 adapters' weights 3 times, their gradients among them; of weights and head there are none. 3 sums more.
     assert collectives.learner_sent_bytes(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
     assert collectives.learner_sent_bytes(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
 
 
 def test_sent_bytes():
-    # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; thrice 44. With 28 B summed over 4,
+    # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; 3 times 44. With 28 B summed over 4,
     # twice 21: 174 a turn. Outside: 12 B come out of each of 8, so that 84 pass.
     sent, kinds = collectives.sent_bytes(HLO, trip_count=5)
     assert sent == 5 * (3 * 44 + 42) + 84 == 954

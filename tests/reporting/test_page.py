@@ -128,7 +128,7 @@ def test_evenly_spaced(count, most, places):
 
 
 def samples_of(tmp_path, sizes):
-    """A run with so many samples in its iterations."""
+    """A run with `sizes` samples in its iterations."""
     workdir = make_run(tmp_path / "run", [1], {})
     for iteration, size in enumerate(sizes, start=1):
         write_samples(workdir, iteration, [sample(draw=draw) for draw in range(size)])

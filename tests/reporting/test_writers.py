@@ -92,7 +92,7 @@ class StandIn(types.ModuleType):
     """The little of wandb that is used: what was begun, logged and finished."""
 
     class Error(Exception):
-        """What wandb raises."""
+        """Error of wandb."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -140,7 +140,7 @@ def test_the_same_numbers_reach_wandb(tmp_path, wandb):
     first, second = wandb.begun
     assert (first["project"], first["name"], first["config"]) == ("ciphers", "balance", {"seed": 3})
     assert first["settings"] == {"silent": False} and second["settings"] == {"silent": True}
-    # The resumed run is the same one, and a folder begun anew another.
+    # The resumed run is the same one; a new folder is another run.
     assert first["id"] == second["id"] and first["resume"] == "allow"
     other = tmp_path / "other"
     other.mkdir()

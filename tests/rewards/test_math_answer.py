@@ -99,7 +99,7 @@ def test_comparison(answer, boxed, equal):
     assert grade(rf"So it is $\boxed{{{boxed}}}$.", answer) == Verdict(equal, float(equal))
 
 
-MENDED = [
+REPAIRED = [
     # What ends an answer without being part of it.
     ("5", "5.", True),
     ("12", r"12~", True),
@@ -139,7 +139,7 @@ MENDED = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "boxed", "equal"), MENDED)
+@pytest.mark.parametrize(("answer", "boxed", "equal"), REPAIRED)
 def test_what_is_put_into_other_words(answer, boxed, equal):
     assert grade(rf"\boxed{{{boxed}}}", answer).correct == equal
 

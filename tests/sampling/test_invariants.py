@@ -26,7 +26,7 @@ STREAM, PREFETCH_STREAM = 4, 6
 
 
 def session(rollouts: Rollouts, stream: RandomStream, yields: int | None = None) -> None:
-    """One call of `sample_fn`, broken off after so many yields."""
+    """One call of `sample_fn`, ended after `yields` yields."""
     params = tiny.params_on(rollouts.engine.mesh) if hasattr(rollouts.engine, "mesh") else None
     sample_fn = rollouts.sampler(
         params,
@@ -98,7 +98,7 @@ def test_ten_thousand_random_streams():
 
 
 def comparable(state, outputs) -> dict:
-    """What both engines know of a replica: what is stale in rows that nobody holds aside."""
+    """State of a replica that both engines have, without stale values in rows that nobody holds."""
     queue, slots = state.queue, state.slots
     waiting = np.arange(queue.head, queue.end) % len(queue.prompt_row)
     ended = np.flatnonzero(outputs.rows.status)
@@ -126,7 +126,7 @@ def comparable(state, outputs) -> dict:
 
 
 def recorded(rollouts: Rollouts, stream: RandomStream) -> list:
-    """What each window of a session leaves, replica by replica."""
+    """State after each window of a session, replica by replica."""
     engine, windows = rollouts.engine, []
     decode_window = engine.decode_window
 

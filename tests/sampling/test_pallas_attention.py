@@ -157,7 +157,7 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
         jax.eval_shape(functools.partial(pallas_tpu, mesh=make_mesh()), *arrays)
 
 
-# jax 0.11 still compiles for Triton, and says that it will not for ever.
+# jax 0.11 still compiles for Triton, and says that it will end.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("head_dim", [64, 128])

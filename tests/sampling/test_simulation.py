@@ -126,7 +126,7 @@ def test_a_limit_cuts_and_a_shorter_response_is_no_truncation():
 
 
 def counts_of(rollouts, lengths, strategy, **how):
-    """Of a session in which a draw's verdict follows from its place alone."""
+    """Counts of a session in which a draw's verdict follows from its place alone."""
     sample_fn = rollouts.sampler(
         tiny.params() if isinstance(rollouts.engine, Engine) else None, stream=0,
         sampling=lambda request: SamplingParams(lengths[request.prompt.id, request.draw]),
@@ -141,7 +141,7 @@ def counts_of(rollouts, lengths, strategy, **how):
 
 
 def test_the_real_engine_counts_the_same():
-    # 10 pages of prompts and the null page leave 9 for responses, of which the longest takes 4.
+    # 10 pages of prompts and the null page leave 9 for responses. The longest response takes 4.
     real = tiny.rollouts(stop_ids=(), pages=20)
     random = np.random.default_rng(0)
     lengths = {(prompt.id, draw): int(random.integers(1, 13)) for prompt in tiny.PROMPTS for draw in range(32)}
@@ -157,7 +157,7 @@ def test_the_real_engine_counts_the_same():
 
 
 def test_utilisation_of_the_tiny_run():
-    """What configs/tiny.py does in its first iteration, stop tokens and all, told to the simulator."""
+    """The first iteration of configs/tiny.py, with its stop tokens, in the simulator."""
     config = running.tiny()
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     prompts = components.prompts(config.data.prompts, config)[: config.collection.prompts_per_iteration]

@@ -108,7 +108,7 @@ def samples(pools) -> Samples:
 
 
 def draw(rollouts, *, draws=DRAWS, **how) -> Samples:
-    """So many draws of every prompt, in one round."""
+    """Makes `draws` draws of every prompt, in one round."""
     return samples(collect_pools(rollouts, strategies.fixed(draws), **how))
 
 
@@ -119,7 +119,7 @@ def drawn(**changes) -> Samples:
 
 
 def cut(response: Response, limit: int) -> Response:
-    """What the same draw is under a limit of at most `LIMIT`."""
+    """Returns the same draw under a limit of at most `LIMIT`."""
     if len(response.tokens) <= limit:
         return response
     return dataclasses.replace(

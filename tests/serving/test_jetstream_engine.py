@@ -72,7 +72,7 @@ def step(served, state):
 
 
 def steps(served, state, count):
-    """So many of them; {slot: tokens}."""
+    """Makes `count` steps; returns {slot: tokens}."""
     answers = {slot: [] for slot in range(3)}
     for _ in range(count):
         state, tokens = step(served, state)

@@ -202,7 +202,7 @@ def test_the_client_of_the_documentation(server, capsys):
 
 
 def test_what_is_refused_leaves_the_server_alive(server, questions):
-    """Each of these kills JetStream's process where they reach its threads, or waits for ever."""
+    """Each of these kills JetStream's process where they reach its threads, or waits forever."""
     text, _, continuation = questions[0]
     refused = [
         pb2.DecodeRequest(text_content=dict(text="." * 32), max_tokens=1),  # 33 tokens with BOS
@@ -361,7 +361,7 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, tmp_path, quest
             ended, _, errors = server.ended(within=10)
             assert ended == code and time.monotonic() - began < 4
             assert "Traceback" not in errors
-            with pytest.raises(grpc.RpcError):  # the client hears of it
+            with pytest.raises(grpc.RpcError):  # the client gets an error
                 list(call)
 
 

@@ -90,7 +90,7 @@ async def settle():
 
 
 def finish(test: Coroutine) -> Any:
-    """Runs a test that would wait for ever where nobody answers."""
+    """Runs a test that would wait forever where nobody answers."""
     return asyncio.run(asyncio.wait_for(test, 20))
 
 

@@ -35,7 +35,7 @@ def of_words() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, tokens) -> list[str]:
-    """What each token adds, and what is left at the end."""
+    """Text that each token adds, and the rest at the end."""
     stream = TextStream(tokenizer)
     return [*(stream.add([int(token)]) for token in tokens), stream.flush()]
 

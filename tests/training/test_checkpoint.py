@@ -208,7 +208,7 @@ def test_the_id_of_a_run(ours):
 
 
 def test_records_of_another_configuration_are_refused(learner):
-    """Where config.json was lost, so that nothing else shows it."""
+    """The hash of the settings shows it if config.json was lost."""
     config, identity = learner[1], {"architecture": {}, "base": None, "prompts": "", "reference": None, "reward": None}
     longer = dataclasses.replace(config, iterations=10**6)
     other = dataclasses.replace(config, seed=1)

@@ -41,7 +41,7 @@ class Processes:
         return told
 
     def run(self, program) -> list:
-        """What `program(index)` gives or raises, by process."""
+        """Returns results or errors of `program(index)`, by process."""
         results = [None] * self.size
 
         def one(index):

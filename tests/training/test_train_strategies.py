@@ -90,7 +90,7 @@ def test_a_run_resumes_bit_for_bit(start, tmp_path, name):
 
 
 def check(name, lines, record):
-    """What this run must have written, beside what all write."""
+    """Checks the metrics that only this run writes."""
     for line in lines:
         drawn, kept = line["collection/responses"], line["collection/kept"]
         if name in ("ema", "value"):

@@ -44,7 +44,7 @@ def make_groups(config):
 
 
 def after(updates: int) -> LearnerState:
-    """The state after so many updates; it has no weights."""
+    """The state after `updates` updates; it has no weights."""
     return LearnerState({}, (), updates)
 
 

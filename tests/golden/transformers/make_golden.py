@@ -44,7 +44,7 @@ CONFIGS = {
 def random_model(config: transformers.PreTrainedConfig, seed: int) -> transformers.PreTrainedModel:
     """A model with N(0, 1/4) biases, norms of 1 + N(0, 1/16), a N(0, 1/D) embedding and N(0, 2.25/fan_in) matrices.
 
-    Smaller matrices would let the embedding decide: a tied model then repeats its last token for ever, and its greedy
+    Smaller matrices would let the embedding decide: a tied model then repeats its last token, and its greedy
     continuation shows nothing.
     """
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
@@ -98,7 +98,7 @@ def _record_modules(model: transformers.PreTrainedModel, recording: dict[str, np
 
 
 def record(model: transformers.PreTrainedModel, seed: int, length: int = 24, count: int = 16) -> dict[str, np.ndarray]:
-    """What the module's docstring lists, for two rows of `length` random tokens."""
+    """Records the arrays of the module's docstring, for two rows of `length` random tokens."""
     tokens = np.random.default_rng(seed).integers(3, model.config.vocab_size, (2, length)).astype(np.int32)
     recording = {"tokens": tokens, "frequencies": model.model.rotary_emb.inv_freq.numpy()}
     family = sys.modules[type(model).__module__]

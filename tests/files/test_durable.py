@@ -1,6 +1,6 @@
 import pytest
 
-from reinforce_ada_jax.reporting.files import finished_lines, read_records, write_atomically
+from reinforce_ada_jax.files.durable import finished_lines, read_records, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
