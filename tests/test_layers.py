@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "reinforce_ada_jax"
 # A room is a folder, or a file beside the folders. Each imports from earlier lines, and from itself.
 LAYERS = (
-    {"types", "user_code", "files"},
+    {"types", "user_code", "files", "isolation"},
     {"config"},
     {"cli"},
     {"distributed"},
@@ -27,7 +27,18 @@ LAYERS = (
 # Stages are joined by functions that `training` and the commands hand over. The policy is no stage: it is what they
 # are about.
 STAGES = {"rewards", "data", "collection", "sampling", "learning"}
-HOST_ROOMS = ("types", "user_code", "files", "config", "collection", "rewards", "data", "analysis", "reporting")
+HOST_ROOMS = (
+    "types",
+    "user_code",
+    "files",
+    "isolation",
+    "config",
+    "collection",
+    "rewards",
+    "data",
+    "analysis",
+    "reporting",
+)
 FOREIGN = {"torch", "tensorflow", "pickle", "dill", "cloudpickle", "joblib", "shelve"}
 
 

@@ -15,7 +15,13 @@ import tokenizers
 from jaxtyping import Int, Int32
 
 from reinforce_ada_jax.data.templates import DATE, Chat, read_template, render_chat
-from reinforce_ada_jax.data.vocabularies import SentencePieceVocabulary, read_vocabulary, token_text, vocabulary_file
+from reinforce_ada_jax.data.vocabularies import (
+    SentencePieceVocabulary,
+    native_errors,
+    read_vocabulary,
+    token_text,
+    vocabulary_file,
+)
 from reinforce_ada_jax.files import model_files
 
 # A base model prompted in ChatML tends to end on <|im_end|>, which its files do not name as an end.
@@ -111,13 +117,8 @@ class Tokenizer:
         Raises:
           ValueError: the vocabulary lacks a character of the text, and has no token for unknown ones.
         """
-        try:
+        with native_errors(f"the tokenizer of {self.folder} can't encode {text[:40]!r}; remove what it lacks"):
             return np.array(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise ValueError(
-                f"the tokenizer of {self.folder} can't encode {text[:40]!r} ({error!s:.200}). Remove the characters "
-                "that it lacks."
-            ) from error
 
     def token(self, token_id: int) -> str:
         """Returns the text of one id."""
@@ -125,7 +126,8 @@ class Tokenizer:
 
     def decode(self, tokens: Int[np.ndarray, " T"]) -> str:
         """Returns the text of tokens without special tokens; ids beyond the vocabulary have no text."""
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        with native_errors(f"the tokenizer of {self.folder} can't decode {len(tokens)} tokens"):
+            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
 
     def render_text(self, problem: str, chat: Chat, messages: list[dict[str, str]] | None = None) -> str:
         """Returns the text of a prompt in the model's chat template, with special tokens as text.

@@ -5,8 +5,12 @@
 """
 
 import base64
+import contextlib
+import json
+import math
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -30,6 +34,17 @@ LLAMA3_SPECIAL_TOKENS = (
 
 # Appended to a serialised model, `normalizer_spec { add_dummy_prefix: false }`: later fields win in protobuf.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+@contextlib.contextmanager
+def native_errors(message: str) -> Iterator[None]:
+    """Raises ValueError with the message for any error of `tokenizers`, whose panics are not even an Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{message} ({' '.join(str(error).split()):.200}).") from error
 
 
 class Encoding(NamedTuple):
@@ -167,11 +182,29 @@ def _begin_with(tokenizer: tokenizers.Tokenizer, token: str) -> None:
     )
 
 
+# Most letters that the replacements of a tokenizer may make of one; published ones put one for a space.
+MAX_EXPANSION = 1000
+
+
+def _expansion(step: dict[str, Any]) -> int:
+    """Returns how many letters the replacements of a normalizer or a decoder may make of one, by its JSON."""
+    steps = step.get("normalizers") or step.get("decoders") or []
+    letters = len(step["content"]) if step["type"] == "Replace" else 1
+    return max(1, letters) * math.prod(map(_expansion, steps))
+
+
 def _tokenizer_json(file: pathlib.Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the class that `tokenizers` raises
-        raise ValueError(f"{file} is not a tokenizer that `tokenizers` can read: {error}") from error
+    with native_errors(f"{file} is not a tokenizer that `tokenizers` can read"):
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        parts = [
+            json.loads(part.__getstate__()) for part in (tokenizer.normalizer, tokenizer.decoder) if part is not None
+        ]
+    if max(map(_expansion, parts), default=1) > MAX_EXPANSION:
+        raise ValueError(
+            f"{file}: its replacements may make more than {MAX_EXPANSION:,} letters of one. Use a model from where you "
+            "trust it."
+        )
+    return tokenizer
 
 
 def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -182,10 +215,8 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
             f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r}. The "
             f"pattern that splits text is known for {', '.join(_BYTE_PAIR_CLASSES)} only: add its tokenizer.json."
         )
-    try:
+    with native_errors(f"{folder}: vocab.json and merges.txt are not byte pairs; copy both"):
         model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    except Exception as error:  # the class that `tokenizers` raises
-        raise ValueError(f"{folder}: vocab.json and merges.txt are not byte pairs ({error}): copy both.") from error
     tokenizer = tokenizers.Tokenizer(model)
     if name == "GPT2Tokenizer":
         prefix = bool(config.get("add_prefix_space", False))

@@ -8,15 +8,14 @@ closes. `grader` is an index of the list.
 """
 
 import json
-import os
-import resource
 import signal
 import socket
 import sys
 import traceback
 from typing import Any
 
-from reinforce_ada_jax.rewards import grading, loading, process_tree, protocol
+from reinforce_ada_jax.isolation import child, messages, process_tree
+from reinforce_ada_jax.rewards import grading, loading, protocol
 from reinforce_ada_jax.rewards.grading import Grader
 
 # Ordinary gradings stay below 0.2 GiB of memory; an unlimited factorial takes all there is.
@@ -25,16 +24,6 @@ ADDRESS_SPACE_BYTES = 4 * 2**30
 # SIGALRM needs no interpreter, so it also ends C code that never returns. (PR_SET_PDEATHSIG would be sooner, but it
 # fires when the *thread* that started the process ends, and would kill the workers of a pool made in a thread.)
 ORPHAN_GRACE_S = 5.0
-
-
-def _confine() -> None:
-    """Limits the address space, leaves Ctrl-C to the parent, and sends the output of checkers to stderr."""
-    if sys.platform == "linux":  # macOS refuses to set this limit
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        soft = ADDRESS_SPACE_BYTES if hard == resource.RLIM_INFINITY else min(ADDRESS_SPACE_BYTES, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
 
 
 def _load(entry: dict[str, Any]) -> Grader:
@@ -49,9 +38,9 @@ def _serve(connection: socket.socket, entries: list[dict[str, Any]], time_limit_
         graders = [_load(entry) for entry in entries]
     except BaseException as error:
         trace = traceback.format_exc()[-protocol.MAX_TEXT :]
-        connection.sendall(protocol.to_line({"error": grading.one_line(error), "trace": trace}))
+        connection.sendall(messages.to_line({"error": grading.one_line(error), "trace": trace}))
         return
-    connection.sendall(protocol.to_line({"ready": True}))
+    connection.sendall(messages.to_line({"ready": True}))
     with connection.makefile("rb") as requests:
         for line in requests:
             request = json.loads(line)
@@ -59,13 +48,13 @@ def _serve(connection: socket.socket, entries: list[dict[str, Any]], time_limit_
             grade = graders[request["grader"]]
             verdict, failure = grade(request["response"], request["answer"], request["columns"])
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            connection.sendall(protocol.to_line(protocol.verdict_to_json(verdict, request["request"], failure)))
+            connection.sendall(messages.to_line(protocol.verdict_to_json(verdict, request["request"], failure)))
 
 
 def main() -> None:
     descriptor, time_limit_s, graders = sys.argv[1:]
     process_tree.supervise(int(descriptor))
-    _confine()
+    child.confine(ADDRESS_SPACE_BYTES)
     with socket.socket(fileno=int(descriptor)) as connection:
         try:
             _serve(connection, json.loads(graders), float(time_limit_s))

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from reinforce_ada_jax.rewards import dialects, grading, loading, process_tree, protocol
+from reinforce_ada_jax.isolation import messages, process_tree
+from reinforce_ada_jax.rewards import dialects, grading, loading, protocol
 from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.worker_process import START_LIMIT_S, Pair, WorkerProcess
 from reinforce_ada_jax.types import Verdict
@@ -275,7 +276,7 @@ class VerifierPool:
                     settled += self._lose(slot, "timeout", self._too_long())
             except (EOFError, ConnectionError):
                 settled += self._end(slot)
-            except protocol.Malformed:
+            except messages.Malformed:
                 settled += self._lose(slot, "crash", "wrote to the socket of its process")
         return settled
 
@@ -287,7 +288,7 @@ class VerifierPool:
             self.failure = self.failure or failure
             settled.append((worker.item, verdict))
         elif worker.ready:  # it was asked nothing
-            raise protocol.Malformed
+            raise messages.Malformed
         elif error := protocol.start_error(message):
             raise CannotStart(self._references, *error)
         worker.ready, worker.item, worker.deadline = True, None, math.inf

@@ -20,6 +20,7 @@ from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.config import Config, EvaluationConfig, longest_response
 from reinforce_ada_jax.data import prompts as prompts_lib
+from reinforce_ada_jax.data import tokenizer_trial
 from reinforce_ada_jax.data.problems import Problem, description
 from reinforce_ada_jax.data.rows import Columns
 from reinforce_ada_jax.data.templates import chat_from_config
@@ -140,6 +141,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
     """
     mesh_lib.available_devices()
     architecture = read_config(folder)
+    tokenizer_trial.check(folder, chat_from_config(config))
     tokenizer = Tokenizer.load(folder)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise ValueError(

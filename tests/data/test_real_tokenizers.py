@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 
-from reinforce_ada_jax.data import vocabularies
+from reinforce_ada_jax.data import tokenizer_trial, vocabularies
 from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -39,6 +39,11 @@ def load(tmp_path_factory):
         return made[name]
 
     return get
+
+
+@pytest.mark.parametrize("name", shared.TOKENIZERS)
+def test_the_trial_takes_them(tmp_path, name):
+    tokenizer_trial.check(shared.model_folder(name, tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", shared.TOKENIZERS)

@@ -1,4 +1,4 @@
-"""All that a verifier worker starts, as one tree that ends with it; Linux only.
+"""All that a child process starts, as one tree that ends with it; Linux only.
 
 A process group is not enough: a process that calls `setsid` leaves it, and one whose parent has ended is init's. So a
 supervisor is between the pool and each worker. It adopts what the worker's processes leave behind
