@@ -19,6 +19,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving import servicer as servicer_lib
+from reinforce_ada_jax.serving.admission import Admission
 from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings
 
@@ -117,10 +118,7 @@ async def serve(
     """
     started = time.monotonic()
     with cli.user_input():
-        calls = settings.slots + servicer_lib.PREFILLED + settings.waiting + servicer_lib.REFUSED_CALLS
-        server, port = servicer_lib.make_server(
-            f"{settings.address}:{settings.port}", settings.max_prompt_tokens, calls
-        )
+        server, port = servicer_lib.make_server(f"{settings.address}:{settings.port}", settings.max_prompt_tokens)
         print(summary(settings, folder, engine, port), flush=True)
         compilation = EarlyCompilation()
         ready = compilation.add(engine.engine.token_programs())
@@ -133,7 +131,8 @@ async def serve(
         [engine], [engine], [params], [params], interleaved_mode=True, jax_padding=False,
     )  # fmt: skip
     servicer = servicer_lib.Servicer(driver, engine.engine, engine.tokenizer, settings.waiting)
-    servicer_lib.pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
+    calls = settings.slots + servicer_lib.PREFILLED + settings.waiting + servicer_lib.REFUSED_CALLS
+    Admission(servicer, calls, settings.peer_calls, settings.request_s).add_to(server)
     stop = stop_on_signals()
     await server.start()
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)

@@ -19,11 +19,11 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.tokenizer import TextStream
 
-pb2, pb2_grpc = jetstream.protocol()
+pb2, _ = jetstream.protocol()
 
 # Requests that the Driver has beyond its slots: they are prefilled when a slot becomes free.
 PREFILLED = 2
-# Calls beyond those that decode or wait: they are refused with a reason, or ask for the server's health.
+# Calls beyond those that decode or wait: their requests are on the way, or are refused with a reason.
 REFUSED_CALLS = 64
 # The text of a token is seldom longer; ids are 5 bytes at most.
 BYTES_PER_TOKEN = 64
@@ -158,6 +158,9 @@ class Servicer:
         try:
             prompt = await self._accept(request, context)
             await self._answer(prompt, request, context)
+        except ValueError as error:  # tokens that the tokenizer can't decode
+            self.counts.refused += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
             self.counts.hung_up += 1
             raise
@@ -205,24 +208,23 @@ class Servicer:
         return pb2.HealthCheckResponse(is_live=self._driver.live)
 
 
-def make_server(address: str, max_prompt_tokens: int, calls: int) -> tuple[grpc.aio.Server, int]:
+def make_server(address: str, max_prompt_tokens: int) -> tuple[grpc.aio.Server, int]:
     """Returns a server without services, bound to `address`, and its port.
 
     Args:
       address: "host:port"; port 0 chooses a free one.
       max_prompt_tokens: bounds what is read of a message.
-      calls: open at a time; gRPC refuses further ones.
 
     Raises:
       ValueError: nothing can listen at the address.
     """
     server = grpc.aio.server(
-        maximum_concurrent_rpcs=calls,
         options=[
             ("grpc.max_receive_message_length", message_bytes(max_prompt_tokens)),
             ("grpc.so_reuseport", 0),  # else a second server takes half of the first one's clients, silently
             ("grpc.keepalive_time_ms", 30_000),  # to notice clients that vanished
             ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.server_handshake_timeout_ms", 10_000),  # of connections that say nothing
         ],
     )
     try:

@@ -24,6 +24,11 @@ class ServerSettings:
     port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))
     slots: int = setting(16, "Responses decoded at the same time.", values.AT_LEAST_1)
     waiting: int = setting(256, "Requests that may wait for a slot; further ones are refused.", values.NOT_NEGATIVE)
+    peer_calls: int = setting(128, "Open calls of one address; further ones are refused.", values.AT_LEAST_1)
+    request_s: float = setting(
+        10.0, "Seconds in which the request of a call must arrive.",
+        Allowed("be above 0 and finite", lambda value: 0 < value < math.inf),
+    )  # fmt: skip
     # JetStream's longest bucket is 32,768.
     max_prompt_tokens: int = setting(1024, "Longest prompt; a longer one is refused.", _within(1, 32_768))
     max_response_tokens: int = setting(1024, "Largest max_tokens of a request.", values.AT_LEAST_1)

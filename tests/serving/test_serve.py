@@ -294,7 +294,7 @@ def test_its_port_is_taken(server, capsys):
 def test_gRPC_itself_shares_no_port(server):  # noqa: N802
     async def bind():
         with pytest.raises(ValueError, match="cannot listen on 127.0.0.1:"):
-            servicer_lib.make_server(server.address, 8, 8)
+            servicer_lib.make_server(server.address, 8)
 
     asyncio.run(bind())
 
@@ -383,6 +383,8 @@ def test_grace_ends_and_a_second_signal_ends_everything(endless, tmp_path, quest
         ({"max_response_tokens": 0}, ["--max_response_tokens is 0"]),
         ({"page_size": 0}, ["--page_size is 0"]),
         ({"waiting": -1}, ["--waiting is -1"]),
+        ({"peer_calls": 0}, ["--peer_calls is 0"]),
+        ({"request_s": 0.0}, ["--request_s is 0.0", "above 0"]),
         ({"temperature": -0.5}, ["--temperature is -0.5"]),
         ({"temperature": float("nan")}, ["--temperature is nan"]),
         ({"top_k": -1}, ["--top_k is -1"]),
