@@ -9,13 +9,12 @@ ended gives its pages back and takes the next request from the queue. The host s
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import pages as pages_lib
@@ -37,6 +36,7 @@ from reinforce_ada_jax.sampling.state import (
     WindowOutputs,
 )
 
+Pools = tuple[Array, Array]  # pages of keys, pages of values
 # With an empty queue and at most 1/2, 1/4 or 1/16 of the slots active, only these are computed.
 NARROWER = (2, 4, 16)
 
@@ -235,12 +235,18 @@ def _copy_pages(
     return state.replace(key_pages=key_pages, value_pages=value_pages)
 
 
-def decode_token(
-    model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, mesh: Mesh | None = None
-) -> tuple[DecodeState, Bool[Array, " S"]]:
-    """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
-    slots, outputs = state.slots, state.outputs
-    page_size, pages_per_layer = _page_size(state), state.pool.stack.shape[0]
+def _forward(
+    model: Decoder,
+    slots: Slots,
+    pools: Pools,
+    pages_per_layer: int,
+    *,
+    dtype: DTypeLike,
+    backend: str,
+    mesh: Mesh | None,
+) -> tuple[Pools, Float[Array, "S V"]]:
+    """Computes log-probabilities of the next token of some slots; keys and values of the last one go into the pools."""
+    page_size = pools[0].shape[2]
     page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
     page = jnp.where(slots.active, page, NULL)
     lengths = jnp.where(slots.active, slots.position + 1, 0)
@@ -255,16 +261,25 @@ def decode_token(
         mixed = attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table)
         return mixed[:, None], (key_pages, value_pages), None
 
-    hidden, (key_pages, value_pages), _ = run(
-        model, slots.token[:, None], slots.position[:, None], attend, (state.key_pages, state.value_pages), dtype=dtype
-    )
-    logits = head_logits(model, hidden)[:, 0]
-    tokens, logprobs = token_lib.sample(logits, slots.key, slots.count, slots.sampling)
+    hidden, pools, _ = run(model, slots.token[:, None], slots.position[:, None], attend, pools, dtype=dtype)
+    return pools, token_lib.next_logprobs(head_logits(model, hidden)[:, 0], slots.sampling.temperature)
+
+
+def _append_tokens(
+    state: DecodeState, logprobs: Float[Array, "S V"], width: Int[Array, ""] | int, at_a_time: int
+) -> tuple[DecodeState, Bool[Array, " S"]]:
+    """Samples a token for every active slot, into its output row; also returns which responses ended with it.
+
+    The active slots are among the first `width`, whose log-probabilities are given; 0 changes nothing.
+    """
+    slots, outputs = state.slots, state.outputs
+    active = slots.active & (width > 0)
+    tokens, logprobs = token_lib.sample(logprobs, slots.key, slots.count, slots.sampling, width, at_a_time)
 
     count = slots.count + 1
-    stopped = slots.active & jnp.any(tokens[:, None] == state.stop_ids[None], axis=1)
-    ended = stopped | (slots.active & (count >= slots.sampling.max_tokens))
-    row = jnp.where(slots.active, slots.output_row, outputs.length.shape[0])
+    stopped = active & jnp.any(tokens[:, None] == state.stop_ids[None], axis=1)
+    ended = stopped | (active & (count >= slots.sampling.max_tokens))
+    row = jnp.where(active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
     outputs = Outputs(
         tokens=outputs.tokens.at[row, slots.count].set(tokens, mode="drop"),
@@ -273,19 +288,38 @@ def decode_token(
         status=outputs.status.at[row].set(status, mode="drop"),
     )
     slots = slots.replace(
-        token=jnp.where(slots.active, tokens, slots.token),
-        position=jnp.where(slots.active, slots.position + 1, slots.position),
-        count=jnp.where(slots.active, count, slots.count),
+        token=jnp.where(active, tokens, slots.token),
+        position=jnp.where(active, slots.position + 1, slots.position),
+        count=jnp.where(active, count, slots.count),
     )
     state = state.replace(
-        key_pages=key_pages,
-        value_pages=value_pages,
         slots=slots,
         outputs=outputs,
-        busy=state.busy + jnp.sum(state.slots.active, dtype=jnp.int32),
-        decode_steps=state.decode_steps + 1,
+        busy=state.busy + jnp.sum(active, dtype=jnp.int32),
+        decode_steps=state.decode_steps + jnp.asarray(width > 0, jnp.int32),
     )
     return state, ended
+
+
+def decode_token(
+    model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, mesh: Mesh | None = None
+) -> tuple[DecodeState, Bool[Array, " S"]]:
+    """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
+    num_slots, pools = state.slots.active.shape[0], (state.key_pages, state.value_pages)
+    pages_per_layer = state.pool.stack.shape[0]
+    pools, logprobs = _forward(model, state.slots, pools, pages_per_layer, dtype=dtype, backend=backend, mesh=mesh)
+    state = state.replace(key_pages=pools[0], value_pages=pools[1])
+    return _append_tokens(state, logprobs, num_slots, _at_a_time(num_slots, backend))
+
+
+def _at_a_time(num_slots: int, backend: str) -> int:
+    """Returns for how many slots to sample at a time: on accelerators all, whose loops cost more than their width."""
+    return token_lib.ROWS if backend == "jnp" else num_slots
+
+
+def _active_first(slots: Slots) -> Slots:
+    order = jnp.argsort(~slots.active)
+    return jax.tree.map(lambda x: x[order], slots)
 
 
 def decode_window(
@@ -304,47 +338,54 @@ def decode_window(
     responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
     active (`NARROWER`), only these are computed.
     """
-    num_slots = state.slots.active.shape[0]
-    widths = [num_slots // part for part in NARROWER if num_slots >= part]
+    num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
+    widths = (num_slots, *(num_slots // part for part in NARROWER if num_slots >= part))
+    forward = functools.partial(_forward, pages_per_layer=pages_per_layer, dtype=dtype, backend=backend, mesh=mesh)
     state = enqueue(close_prompts(state, inputs.closing), inputs)
     # Responses that the last window finished are in its outputs.
     running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
     state = state.replace(outputs=running, busy=jnp.int32(0), decode_steps=jnp.int32(0))
 
-    def queue_empty(state):
-        return state.queue.head >= state.queue.end
-
-    def wanted(state):
-        active = jnp.sum(state.slots.active)
+    def wanted(state, active, queue_empty):
         finished = jnp.sum(state.outputs.status != RUNNING)
         idle = num_slots - active
-        starved = queue_empty(state) & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
+        starved = queue_empty & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
         return (state.decode_steps < window) & (active > 0) & ~starved
 
-    def decode_step(state):
-        state, ended = decode_token(model, state, dtype=dtype, backend=backend, mesh=mesh)
-        return release_slots(state, ended)
+    def compute_logprobs(index, carry, width, slots):
+        """Computes the first `width` slots; a slice that the index moves keeps all of it inside of the loop."""
+        pools, logprobs = carry
+        first = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * width, width), slots)
+        pools, new = forward(model, first, pools)
+        return pools, jax.lax.dynamic_update_slice_in_dim(logprobs, new, index * width, axis=0)
 
-    def few_left(state, width):
-        return queue_empty(state) & (jnp.sum(state.slots.active) <= width)
+    def decode_step(carry):
+        state, logprobs, last_width, _ = carry
+        state = refill(state, inputs.reserve)
+        active, queue_empty = jnp.sum(state.slots.active), state.queue.head >= state.queue.end
+        go_on = wanted(state, active, queue_empty)
+        # The tail, with nothing left to refill from: ever fewer slots, the active ones among them.
+        width = jnp.int32(num_slots)
+        for narrower in widths[1:]:
+            width = jnp.where(queue_empty & (active <= narrower), narrower, width)
+        width = jnp.where(go_on, width, widths[-1])
+        slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
+        # Loops of one iteration, or none: conditionals would copy all pages.
+        computed = (state.key_pages, state.value_pages), logprobs
+        for each in widths:
+            one_pass = functools.partial(compute_logprobs, width=each, slots=slots)
+            computed = jax.lax.fori_loop(0, (go_on & (width == each)).astype(jnp.int32), one_pass, computed)
+        (key_pages, value_pages), logprobs = computed
+        state = state.replace(slots=slots, key_pages=key_pages, value_pages=value_pages)
+        state, ended = _append_tokens(state, logprobs, jnp.where(go_on, width, 0), _at_a_time(num_slots, backend))
+        return release_slots(state, ended), logprobs, width, go_on
 
+    # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend
+    # on it exist once in the program: compiling takes longer than anything else at a start.
+    logprobs = jnp.zeros((num_slots, model.architecture.vocab_size), jnp.float32)
     state = jax.lax.while_loop(
-        lambda state: wanted(state) & ~few_left(state, max(widths, default=0)),
-        lambda state: refill(decode_step(state), inputs.reserve),
-        refill(state, inputs.reserve),
-    )
-    # The tail, with nothing left to refill from: loops over ever fewer slots, the active ones among them.
-    for width, next_width in itertools.pairwise((*widths, 0)):
-        order = jnp.argsort(~state.slots.active)
-        first, rest = (jax.tree.map(lambda x, of=of: x[of], state.slots) for of in (order[:width], order[width:]))
-        state = jax.lax.while_loop(
-            lambda state, width=width, next_width=next_width: (
-                wanted(state) & few_left(state, width) & ~few_left(state, next_width)
-            ),
-            decode_step,
-            state.replace(slots=first),
-        )
-        state = state.replace(slots=jax.tree.map(lambda *parts: jnp.concatenate(parts), state.slots, rest))
+        lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(num_slots), jnp.bool(True))
+    )[0]
     outputs = WindowOutputs(
         rows=state.outputs,
         waiting=state.queue.end - state.queue.head,

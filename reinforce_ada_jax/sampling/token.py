@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from reinforce_ada_jax.policy.logprobs import distribution
 from reinforce_ada_jax.sampling.state import Sampling
 
+# Rows whose noise is computed at a time: on CPUs they stay in a core's own cache.
+ROWS = 8
+
 
 def stream(iteration: int, evaluation: bool = False) -> int:
     """Returns the first word of an address: training and evaluation of an iteration share no draw."""
@@ -46,7 +49,7 @@ def perturbed_scores(
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
         return logprobs + jax.random.gumbel(key, logprobs.shape, jnp.float32)
 
-    return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=8)
+    return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=ROWS)
 
 
 def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:
@@ -74,25 +77,54 @@ def _argmax(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
     return jnp.min(jnp.where(is_largest, place, scores.shape[-1] - 1), axis=-1)
 
 
+def next_logprobs(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Returns the untruncated log-probabilities of the next token at each slot's temperature; at 1 where it is 0."""
+    return distribution(logits, jnp.where(temperature == 0, 1.0, temperature)[:, None])
+
+
 def sample(
-    logits: Float[Array, "S V"],
+    logprobs: Float[Array, "S V"],
     keys: UInt32[Array, "S 2"],
     positions: Int[Array, " S"],
     sampling: Sampling,
+    count: Int[Array, ""] | int | None = None,
+    at_a_time: int = ROWS,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """Samples one token per slot; also returns its log-probability, untruncated, at the slot's temperature.
+    """Samples one token for each of the first `count` slots; also returns its untruncated log-probability.
 
     Args:
-      logits: of the next token.
+      logprobs: from `next_logprobs`.
       keys: from `draw_keys`.
       positions: index of the new token within its response, from 0.
-      sampling: of each slot. Temperature 0 takes the most probable token; its log-probability is that at 1.
+      sampling: of each slot. Temperature 0 takes the most probable token.
+      count: of slots; the others get 0. None: all.
+      at_a_time: slots in one iteration of the loop.
     """
-    greedy = sampling.temperature == 0
-    logprobs = distribution(logits, jnp.where(greedy, 1.0, sampling.temperature)[:, None])
+    num_slots = positions.shape[0]
+    rows = min(at_a_time, num_slots)
+
+    def some_rows(index, sampled):
+        start = jnp.minimum(index * rows, num_slots - rows)
+        chosen = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, rows), (logprobs, keys, positions, sampling)
+        )
+        return jax.tree.map(
+            lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=0),
+            sampled, _sample_rows(*chosen),
+        )  # fmt: skip
+
+    iterations = -(-(num_slots if count is None else count) // rows)
+    return jax.lax.fori_loop(
+        0, iterations, some_rows, (jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, jnp.float32))
+    )
+
+
+def _sample_rows(
+    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], sampling: Sampling
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     cut = (sampling.top_k > 0) | (sampling.top_p < 1)
     # Sorting a vocabulary is expensive; training never does.
     allowed = jax.lax.cond(jnp.any(cut), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs)
-    scores = jnp.where(greedy[:, None], logprobs, perturbed_scores(allowed, keys, positions))
+    scores = jnp.where((sampling.temperature == 0)[:, None], logprobs, perturbed_scores(allowed, keys, positions))
     tokens = _argmax(scores)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]

@@ -11,12 +11,16 @@ from reinforce_ada_jax.sampling.token import address, stream
 
 LOGITS = np.array([0.0, 1.0, 2.0, -1.0, 0.5, -3.0, 1.5, 0.0], np.float32)
 MANY = 20_000
-_sample = jax.jit(token_lib.sample)
 draw_keys, perturbed_scores = jax.jit(token_lib.draw_keys), jax.jit(token_lib.perturbed_scores)
 
 
+@jax.jit
+def _sample(logits, keys, positions, sampling):
+    return token_lib.sample(token_lib.next_logprobs(logits, sampling.temperature), keys, positions, sampling)
+
+
 def sample(logits, keys, positions, temperature, *, top_k=0, top_p=1.0):
-    """`token.sample` with the same sampling for every row."""
+    """Samples from logits, with the same sampling for every row."""
     rows = len(logits)
     sampling = Sampling(
         max_tokens=np.ones(rows, np.int32), temperature=np.full(rows, temperature, np.float32),
@@ -176,3 +180,18 @@ def test_neither_slot_nor_batch_size_changes_a_draw():
         token, logprob = sample(logits[alone], keys[alone], positions[alone], 1.0)
         assert token[0] == whole[0][slot]
         np.testing.assert_allclose(logprob[0], whole[1][slot], atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 3, 8, 9])
+def test_only_the_first_rows_are_sampled(count):
+    # 13 rows, 8 at a time: the last 8 begin at row 5.
+    logprobs = token_lib.next_logprobs(jax.random.normal(jax.random.key(0), (13, 8)), jnp.ones(13))
+    keys, sampling = keys_of(draws=13), Sampling(
+        max_tokens=np.ones(13, np.int32), temperature=np.ones(13, np.float32),
+        top_k=np.zeros(13, np.int32), top_p=np.ones(13, np.float32),
+    )  # fmt: skip
+    some = jax.jit(token_lib.sample)
+    tokens, chosen = some(logprobs, keys, jnp.zeros(13, int), sampling, 13)
+    np.testing.assert_array_equal(chosen, logprobs[np.arange(13), tokens])
+    first, _ = some(logprobs, keys, jnp.zeros(13, int), sampling, count)
+    np.testing.assert_array_equal(first[:count], tokens[:count])
