@@ -86,8 +86,9 @@ def converted(holder: flags.FlagHolder[ConfigDict], convert: Callable[[ConfigDic
 
 
 def fail(message: object, code: int = BAD_INPUT) -> NoReturn:
-    """Ends the process with one message."""
-    print(f"error: {message}", file=sys.stderr)
+    """Ends the process with one message, in which control characters, of a file's name for example, are escaped."""
+    text = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in str(message))
+    print(f"error: {text}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -435,3 +435,9 @@ def test_help_of_sections():
     every = run_python("-c", PARSE_ONLY, TINY, "--help=all")
     assert [key for key, _ in config_lib.settings() if f"--config.{key}=" not in every.stdout] == []
     check_message(run_python("-c", PARSE_ONLY, "--help=mash").stderr, "no section 'mash'", "run, model, data", "all")
+
+
+def test_a_message_has_no_control_characters(capsys):
+    with pytest.raises(SystemExit):
+        cli.fail("a file \x1b[2J\ud800\nand its remedy: é")
+    assert capsys.readouterr().err == "error: a file \\x1b[2J\\ud800\nand its remedy: é\n"

@@ -54,8 +54,8 @@ def _stop_ids(folder: pathlib.Path, vocabulary: Any, special_tokens: dict[str, s
         token_id = vocabulary.token_to_id(token)
         if token_id is None:
             raise ValueError(
-                f"{folder}: tokenizer_config.json names the end token {token!r}, which tokenizer.json does not have. "
-                "Copy both files from the same model."
+                f"{folder}: tokenizer_config.json names the end token {token!r:.80}, which tokenizer.json does not "
+                "have. Copy both files from the same model."
             )
         ids.add(token_id)
     if not ids:

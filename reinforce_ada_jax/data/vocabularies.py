@@ -148,6 +148,13 @@ class SentencePieceVocabulary:
 
 def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
     """Returns the tokens added to a vocabulary, in the order of their ids, and the ids."""
+    try:
+        return _parse_added_tokens(folder, config)
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{folder}: its added tokens are no table of ids and texts ({error!r:.100}).") from error
+
+
+def _parse_added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
     if not entries:  # older folders: all of them special
@@ -209,10 +216,10 @@ def _tokenizer_json(file: pathlib.Path) -> tokenizers.Tokenizer:
 
 def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
     """Returns the byte-level tokenizer of vocab.json and merges.txt: that of Qwen2 and Qwen3, or of GPT-2."""
-    name = config.get("tokenizer_class", "").removesuffix("Fast")
+    name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
     if name not in _BYTE_PAIR_CLASSES:
         raise ValueError(
-            f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r}. The "
+            f"{folder} has vocab.json and merges.txt, and tokenizer_config.json names the class {name!r:.80}. The "
             f"pattern that splits text is known for {', '.join(_BYTE_PAIR_CLASSES)} only: add its tokenizer.json."
         )
     with native_errors(f"{folder}: vocab.json and merges.txt are not byte pairs; copy both"):

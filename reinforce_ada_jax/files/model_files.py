@@ -10,8 +10,9 @@ import pathlib
 import stat
 from typing import Any
 
-# The index of a thousand layers has a few MB, a tokenizer.json a few dozen.
-MAX_BYTES = 64 * 2**20
+# A tokenizer.json has a few dozen MB. What Python parses has a few at most (the index of a thousand layers), and takes
+# 20 times its size of memory.
+MAX_BYTES, MAX_JSON_BYTES = 64 * 2**20, 16 * 2**20
 _REMEDY = "Copy it again from the model's folder, from where you trust it."
 
 
@@ -55,9 +56,9 @@ def read_bytes(file: pathlib.Path) -> bytes | None:
     return file.read_bytes() if is_present(file) else None
 
 
-def read_text(file: pathlib.Path) -> str | None:
+def read_text(file: pathlib.Path, max_bytes: int = MAX_BYTES) -> str | None:
     """Returns the text of a file, None if there is none; ValueError if it is not UTF-8, or as `is_present` raises."""
-    content = read_bytes(file)
+    content = file.read_bytes() if is_present(file, max_bytes) else None
     try:
         return None if content is None else content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -70,7 +71,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any] | None:
     Raises:
       ValueError: its content is not one JSON object or too deeply nested, or as `is_present` raises.
     """
-    text = read_text(file)
+    text = read_text(file, MAX_JSON_BYTES)
     if text is None:
         return None
     try:

@@ -132,14 +132,13 @@ def _check(folder: pathlib.Path, architecture: Architecture, headers: dict[str, 
         # Old exports carry the rotary frequencies, and a head that is the embedding (see `_check_tied_head`).
         ignorable = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and architecture.tied_embedding)
         if name not in wanted and not ignorable:
-            problems.append(f"{name} is unknown")
+            problems.append(f"{name!r:.120} is unknown")  # it may have any characters
     if problems:
-        listed = "".join(f"\n  {problem}" for problem in problems[:8])
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
+        more = f"; and {len(problems) - 8:,} more" if len(problems) > 8 else ""
         raise ValueError(
             f"{folder}: its weights are not those of the {architecture.family} model in its config.json, "
-            f"{len(problems)} problems:{listed}{more}\nFetch the folder again, or put the config.json there that "
-            "belongs to these weights."
+            f"{len(problems):,} problems: {'; '.join(problems[:8])}{more}. Fetch the folder again, or put the "
+            "config.json there that belongs to these weights."
         )
 
 

@@ -25,8 +25,9 @@ DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 DTYPE_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
                "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C64": 8,
                "F64": 8, "I64": 8, "U64": 8, "F4": None, "F6_E2M3": None, "F6_E3M2": None}  # fmt: skip
-# The library's own limit for a header.
-MAX_HEADER_BYTES = 100_000_000
+MAX_NAME = 255  # characters of a file's name
+# A header of 16 MiB has 150,000 tensors. The library's own limit is 100 MB.
+MAX_HEADER_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +54,15 @@ def _indexed(folder: pathlib.Path) -> list[pathlib.Path]:
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         # Only files of this folder: an index from elsewhere must not choose what else is opened.
-        if not shard.endswith(".safetensors") or set("/\\\0") & set(shard):
+        if not shard.endswith(".safetensors") or set("/\\\0") & set(shard) or len(shard) > MAX_NAME:
             raise ValueError(
-                f"{folder / INDEX} names the shard {shard!r}; a shard is a .safetensors file of the same folder. "
+                f"{folder / INDEX} names the shard {shard!r:.120}; a shard is a .safetensors file of the same folder. "
                 "Correct the index, or fetch the folder from where you trust it."
             )
     missing = [shard for shard in shards if not model_files.is_present(folder / shard, None)]
     if missing or not shards:
         raise ValueError(
-            f"{folder} lacks {len(missing)} of the {len(shards)} shards in {INDEX}: {', '.join(missing[:8])}. The "
+            f"{folder} lacks {len(missing)} of the {len(shards)} shards in {INDEX}: {', '.join(missing):.300}. The "
             "download is incomplete: fetch the folder again."
         )
     return [folder / shard for shard in shards]

@@ -137,8 +137,8 @@ def test_json_without_a_bottom(tmp_path, text, message):
 
 def test_json_that_is_too_long_is_not_read(tmp_path):
     with open(tmp_path / "config.json", "wb") as file:
-        file.truncate(model_files.MAX_BYTES + 1)  # a sparse file
-    with pytest.raises(ValueError, match=r"config.json has 67,108,865 bytes, more than 67,108,864"):
+        file.truncate(model_files.MAX_JSON_BYTES + 1)  # a sparse file
+    with pytest.raises(ValueError, match=r"config.json has 16,777,217 bytes, more than 16,777,216"):
         huggingface.read_config(tmp_path)
 
 

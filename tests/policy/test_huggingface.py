@@ -174,14 +174,14 @@ def test_every_misfit_is_named_at_once(tmp_path):
         "model.layers.1.self_attn.q_proj.bias is missing",
         "model.layers.0.mlp.up_proj.weight has shape (47, 32), config.json asks for (48, 32)",
         "model.layers.0.mlp.gate_proj.weight has dtype I8, not one of F32, F16, BF16",
-        "model.layers.2.mlp.up_proj.weight is unknown",
+        "'model.layers.2.mlp.up_proj.weight' is unknown",
         "put the config.json there that belongs to these weights",
     ):
         assert line in str(error.value)
 
 
 def test_many_misfits_are_counted(tmp_path):
-    with pytest.raises(ValueError, match="26 problems:(.*\n){9}  and 18 more") as error:
+    with pytest.raises(ValueError, match="26 problems: (.*; ){8}and 18 more") as error:
         huggingface.load(edited(tmp_path, config={"hidden_size": 64}))
     assert str(error.value).count("asks for") == 8
 
