@@ -32,7 +32,7 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
             raise ValueError(f"{workdir} is no work directory of a run: it has no config.json. Name another --workdir.")
         check_output("--output", output, folder=True)
         weight_files.check_new(output)
-        if math.prod(dataclasses.asdict(config.mesh).values()) > len(available_devices()):
+        if math.prod(config.mesh.axes.values()) + config.mesh.sampler > len(available_devices()):
             config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)

@@ -40,7 +40,8 @@ from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.iteration import Trainer, make_trainer, train_iteration
+from reinforce_ada_jax.training.draw_ahead import DrawAhead
+from reinforce_ada_jax.training.iteration import Drawn, Trainer, make_trainer, train_iteration
 from reinforce_ada_jax.training.loop import begin_or_resume
 from reinforce_ada_jax.training.state import to_record
 from reinforce_ada_jax.training.updates import Updates
@@ -207,6 +208,7 @@ class ClockedRun:
         self.trainer = dataclasses.replace(trainer, updates=updates, rollouts=rollouts)
         self.checkpoints, self.identity, self.state = begin_or_resume(self.trainer, params, stack)
         self.interrupt = stack.enter_context(Interrupt())
+        self.ahead = stack.enter_context(DrawAhead[Drawn]())
 
     def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
         return self.clock.call("programs", lambda: jax.block_until_ready(program(*arguments)))
@@ -219,7 +221,8 @@ class ClockedRun:
         self.clock.seconds = seconds = {}
         begin = time.perf_counter()
         progress = Progress(total=1, done=0, quiet=True)
-        state, stop = train_iteration(self.trainer, self.verifiers, self.interrupt, progress, self.state)
+        run = self.trainer, self.verifiers, self.interrupt, progress, self.ahead
+        state, stop = train_iteration(*run, self.state)
         if stop is not None:
             raise stop
         assert state.pending is not None

@@ -171,6 +171,31 @@ def overlap_knows_its_prompts(config: Config) -> None:
         )
 
 
+def devices_are_split(config: Config) -> None:
+    """mesh.sampler is a multiple of mesh.tensor, and mesh.learner is mesh.data * mesh.fsdp * mesh.tensor; or both are
+    0. Not with overlap_iterations, nor with the strategy estimate and the estimator value."""
+    mesh, axes = config.mesh, math.prod(config.mesh.axes.values())
+    if not mesh.sampler and not mesh.learner:
+        return
+    if not mesh.sampler or mesh.learner != axes:
+        raise ValueError(
+            f"mesh.sampler is {mesh.sampler} and mesh.learner {mesh.learner}, with mesh.data * mesh.fsdp * mesh.tensor "
+            f"= {axes}: the axes are those of the learner. Set both numbers, and the axes so that their product is "
+            f"mesh.learner (mesh.learner = {axes}); or both to 0, so that all devices do both."
+        )
+    _check_multiple("mesh.sampler", mesh.sampler, "mesh.tensor", mesh.tensor)
+    if config.collection.overlap_iterations:
+        raise ValueError(
+            f"mesh.sampler is {mesh.sampler} and collection.overlap_iterations 1: the sampler's devices draw a whole "
+            "iteration ahead, and have nothing else to begin. Set overlap_iterations to 0."
+        )
+    if config.collection.strategy == "estimate" and config.estimator.kind == "value":
+        raise ValueError(
+            "estimator.kind is 'value', whose estimates need the current weights on the sampler's devices "
+            f"(mesh.sampler is {mesh.sampler}): use 'ema', or set mesh.sampler and mesh.learner to 0."
+        )
+
+
 def barrier_holds_every_prompt(config: Config) -> None:
     """With a barrier all prompts of an iteration are open at a time."""
     collection, sampling = config.collection, config.sampling
@@ -209,7 +234,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,
-    overlap_knows_its_prompts, barrier_holds_every_prompt, pages_hold_a_response,
+    overlap_knows_its_prompts, devices_are_split, barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip
 
 

@@ -214,6 +214,10 @@ class CollectionConfig:
         0, "1: idle slots start the next iteration's prompts, with this iteration's weights.", values.ZERO_OR_ONE,
         rule="overlap_knows_its_prompts",
     )  # fmt: skip
+    max_staleness: int = setting(
+        1, "With mesh.sampler. 1: iteration k + 1 is drawn while k is learned, from the weights before k; 0: after it, "
+        "from the weights after k.", values.ZERO_OR_ONE, rule="devices_are_split",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,8 +247,9 @@ class SamplingConfig:
     )
     max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
     slots: int = setting(
-        256, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas.", values.AT_LEAST_1
-    )
+        256, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas (with mesh.sampler, in each "
+        "of mesh.sampler / mesh.tensor).", values.AT_LEAST_1,
+    )  # fmt: skip
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)
     pages: int = setting(
@@ -317,8 +322,9 @@ class LearningConfig:
     )
     kl_kind: str = setting("k3", "Estimator of the KL term.", one_of(("k1", "k2", "k3")))
     truncated_is_cap: float | None = setting(
-        None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 with "
-        "overlap_iterations.", values.POSITIVE_OR_NONE,
+        None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 where responses may "
+        "be drawn from earlier weights (overlap_iterations, mesh.sampler with max_staleness 1).",
+        values.POSITIVE_OR_NONE,
     )  # fmt: skip
     non_finite: str = setting(
         "stop", 'If a loss, gradient or log-probability is not finite: "stop" the run, or "skip" the update.',
@@ -353,6 +359,19 @@ class MeshConfig:
         1, "Devices that share weights and optimiser state.", values.AT_LEAST_1, rule="updates_are_whole_micro_batches"
     )
     tensor: int = setting(1, "Devices that share each product.", values.AT_LEAST_1)
+    sampler: int = setting(
+        0, "Devices that only draw, while those of the learner update; 0: all devices do both, in turn.",
+        values.NOT_NEGATIVE, rule="devices_are_split",
+    )  # fmt: skip
+    learner: int = setting(
+        0, "With mesh.sampler: devices of the learner, mesh.data * mesh.fsdp * mesh.tensor; else 0.",
+        values.NOT_NEGATIVE, rule="devices_are_split",
+    )  # fmt: skip
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Devices of the learner along each axis."""
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,3 +440,8 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def draws_ahead(self) -> bool:
+        """True if an iteration is drawn while the one before it is learned."""
+        return self.mesh.sampler > 0 and self.collection.max_staleness > 0

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from reinforce_ada_jax.config import MeshConfig
+
 AXES = ("data", "fsdp", "tensor")
 # Platform of JAX_PLATFORMS: the extra of the package jax that has its plugin.
 EXTRAS = {"cuda": "cuda12", "gpu": "cuda12", "tpu": "tpu"}
@@ -81,6 +83,34 @@ def make_mesh(
             "mesh.tensor a divisor of a process's devices."
         )
     return Mesh(np.asarray(devices[:size]).reshape(data, fsdp, tensor), AXES)
+
+
+def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
+    """Returns the meshes of the learner and of the sampler: one and the same, or, with `mesh.sampler`, disjoint ones.
+
+    The learner has the first devices. The sampler's replicas are along `data`, each of `mesh.tensor` devices.
+
+    Raises:
+      ValueError: there are fewer devices, or several processes.
+    """
+    if not chosen.sampler:
+        mesh = make_mesh(chosen.data, chosen.fsdp, chosen.tensor)
+        return mesh, mesh
+    devices, needed = available_devices(), chosen.learner + chosen.sampler
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"mesh.sampler is {chosen.sampler}, and the run has {jax.process_count()} processes: the devices of one "
+            "process can be split into a sampler's and a learner's, not yet those of several. Set mesh.sampler and "
+            "mesh.learner to 0, or use one process."
+        )
+    if needed > len(devices):
+        raise ValueError(
+            f"mesh.learner + mesh.sampler = {chosen.learner} + {chosen.sampler} = {needed}, but there are "
+            f"{len(devices)} devices ({devices[0].platform}): lower one of them, or run where there are more."
+        )
+    learner = make_mesh(chosen.data, chosen.fsdp, chosen.tensor, devices[: chosen.learner])
+    replicas = chosen.sampler // chosen.tensor
+    return learner, make_mesh(data=replicas, tensor=chosen.tensor, devices=devices[chosen.learner : needed])
 
 
 def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:

@@ -149,11 +149,12 @@ def response_logprobs(
 def loss_config(config: Config) -> LossConfig:
     """The loss that the configuration describes.
 
-    Where responses may have been drawn with earlier weights, the importance weight always has a cap.
+    Where responses may have been drawn with earlier weights, the importance weight always has a cap. If none is set, it
+    weighs these responses alone; a cap that is set weighs all.
     """
     names = [field.name for field in dataclasses.fields(LossConfig)]
     loss = LossConfig(**{name: getattr(config.learning, name) for name in names})
-    if loss.truncated_is_cap is None and config.collection.overlap_iterations:
+    if loss.truncated_is_cap is None and (config.collection.overlap_iterations or config.draws_ahead):
         return dataclasses.replace(loss, truncated_is_cap=2.0)
     return loss
 
@@ -172,6 +173,7 @@ class Learner:
             mesh.devices.flat[0].platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
         )
         self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
+        self._weighs_all = config.learning.truncated_is_cap is not None
         self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
         self._logprobs = functools.partial(
             response_logprobs,
@@ -280,15 +282,20 @@ class Learner:
     ):
         """(loss, (means, gap)) of a micro-batch."""
         logprobs, entropy = self._logprobs(self.policy(params, base), micro)
+        is_fresh = micro.response_mask if policy_version is None else micro.policy_version == policy_version
+        # Of the very weights that are updated they are a constant: the ratio is 1, its slope that of logprobs.
+        old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs
+        behaviour_logprobs = micro.behaviour_logprobs
+        if self._loss_config.truncated_is_cap is not None and not self._weighs_all:
+            behaviour_logprobs = jnp.where(is_fresh, old_logprobs, behaviour_logprobs)  # a weight of exactly 1
         loss, means = loss_lib.policy_loss(
             self._loss_config,
             logprobs,
             entropy,
-            # Of the very weights that are updated they are a constant: the ratio is 1, its slope that of logprobs.
-            old_logprobs=logprobs if micro.old_logprobs is None else micro.old_logprobs,
+            old_logprobs=old_logprobs,
             advantages=micro.advantages,
             mask=micro.response_mask,
-            behaviour_logprobs=micro.behaviour_logprobs,
+            behaviour_logprobs=behaviour_logprobs,
             reference_logprobs=micro.reference_logprobs,
             segment_one_hot=micro.segment_one_hot(),
             counts=counts,
@@ -296,7 +303,6 @@ class Learner:
         )
         gap = None
         if micro.old_logprobs is None:
-            is_fresh = micro.response_mask if policy_version is None else micro.policy_version == policy_version
             gap = gap_lib.logprob_gap(logprobs, micro.behaviour_logprobs, micro.response_mask, is_fresh)
         return loss, (means | {"loss": loss}, gap)
 

@@ -125,8 +125,14 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
 
 
 def _mesh_over(topology: str, config: Config) -> Mesh:
+    if config.mesh.sampler:
+        raise ValueError(
+            f"mesh.sampler is {config.mesh.sampler}: the programs of a slice are checked where all devices draw and "
+            "learn. Set mesh.sampler and mesh.learner to 0, and check a slice of the learner's devices, then one of "
+            "the sampler's; `benchmark split --topology` compares their times."
+        )
     devices = topology_devices(topology)
-    mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+    mesh = mesh_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)
     if mesh.size < len(devices):
         raise ValueError(
             f"--topology={topology} has {len(devices)} devices, mesh.data * mesh.fsdp * mesh.tensor only "

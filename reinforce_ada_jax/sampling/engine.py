@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, UInt32
 from reinforce_ada_jax.distributed.mesh import local_mesh, local_view
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, nest, weight_shapes
+from reinforce_ada_jax.policy.transformer import Params, nest, param_shardings, weight_shapes
 from reinforce_ada_jax.sampling.prefill_batches import bucket_of, buckets, check_prompt
 from reinforce_ada_jax.sampling.programs import make_programs, num_replicas, weight_shardings
 from reinforce_ada_jax.sampling.state import (
@@ -55,15 +55,32 @@ class Engine:
     Along `data` and `fsdp` the mesh holds replicas, which decode side by side; `options` are those of one of them.
     """
 
-    def __init__(self, architecture: Architecture, options: EngineOptions, *, mesh: Mesh, process: int | None = None):
+    def __init__(
+        self,
+        architecture: Architecture,
+        options: EngineOptions,
+        *,
+        mesh: Mesh,
+        learner_mesh: Mesh | None = None,
+        process: int | None = None,
+    ):
         """Makes an engine on `mesh`; where that spans processes, each one's engine has its own devices.
 
-        `process`: whose devices the engine has; this one's, unless its programs are only to be compiled.
+        Args:
+          architecture: of the model.
+          options: of each replica.
+          mesh: the devices.
+          learner_mesh: those of the learner, where they are others: `decode_weights` copies weights from there.
+          process: whose devices the engine has; this one's, unless its programs are only to be compiled.
         """
-        self._learner_mesh, self.mesh = mesh, local_mesh(mesh, process)
+        self._whole_mesh, self.mesh = mesh, local_mesh(mesh, process)
+        self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options = architecture, options
         self.dtype, self.replicas = jnp.dtype(options.dtype), num_replicas(self.mesh)
-        self._programs = make_programs(architecture, options, self.mesh, mesh)
+        cast = param_shardings(architecture, learner_mesh) if learner_mesh is not None and self._is_split else None
+        self._programs = make_programs(
+            architecture, options, self.mesh, cast or weight_shardings(architecture, self._whole_mesh)
+        )
 
     def _stack(self, of_replicas: Sequence[Any]) -> Any:
         return of_replicas[0] if self.replicas == 1 else jax.tree.map(lambda *x: np.stack(x), *of_replicas)
@@ -82,17 +99,20 @@ class Engine:
         def as_decoded(w, sharding):
             return not lora.is_adapted(w) and w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim)
 
-        shardings = weight_shardings(self.architecture, self._learner_mesh)
+        shardings = weight_shardings(self.architecture, self._whole_mesh)
         return all(jax.tree.leaves(jax.tree.map(as_decoded, params, shardings, is_leaf=lora.is_adapted)))
 
     def decode_weights(self, params: Params) -> Params:
         """Returns `params` where they are laid out for decoding; else a copy, made by one jitted cast and reshard.
 
-        All processes take part in that program, which also merges adapters into their weights.
+        All processes take part in that program, which also merges adapters into their weights. Where the learner has
+        other devices, its copy keeps the learner's layout, and is then sent to the engine's.
         """
         if not self.decodes_from(params):
             params = self._programs.cast_weights(params)
-        if self._learner_mesh is self.mesh:
+            if self._is_split:
+                return jax.device_put(params, weight_shardings(self.architecture, self.mesh))
+        if self._whole_mesh is self.mesh:
             return params
         return jax.tree.map(lambda w: local_view(w, self.mesh), params)
 

@@ -42,7 +42,7 @@ class Programs:
       prefill: (params, tokens, length) -> prefix.
       insert: (state, prefix, slot, address, sampling) -> state.
       decode_token: (params, state) -> (state, int32[S, 3] of token, active, response tokens so far).
-      cast_weights: the learner's weights -> decode weights on the learner's mesh, adapters merged.
+      cast_weights: the learner's weights -> decode weights on the learner's devices, adapters merged.
     """
 
     init_state: Any
@@ -54,8 +54,8 @@ class Programs:
     cast_weights: Any
 
 
-def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, learner_mesh: Mesh) -> Programs:
-    """Returns the programs of an engine on `mesh`; `learner_mesh` may span further processes."""
+def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, cast_shardings: Params) -> Programs:
+    """Returns the programs of an engine on `mesh`; the shardings of cast weights may be on other devices."""
     dtype, replicas = jnp.dtype(options.dtype), num_replicas(mesh)
     decoding: Any = dict(dtype=dtype, backend=options.attention, mesh=mesh)  # keyword arguments
     replica_axes = () if replicas == 1 else (REPLICA_AXES,)
@@ -94,9 +94,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         prefill=jax.jit(prefill),
         insert=jax.jit(decode.insert, donate_argnums=0, out_shardings=layout),
         decode_token=jit_program(decode_token, out_shardings=(layout, by_replica)),
-        cast_weights=jax.jit(
-            functools.partial(lora.merged, dtype=dtype), out_shardings=weight_shardings(architecture, learner_mesh)
-        ),
+        cast_weights=jax.jit(functools.partial(lora.merged, dtype=dtype), out_shardings=cast_shardings),
     )
 
 

@@ -129,7 +129,7 @@ class Rollouts:
         def sampling_of(request: Request) -> SamplingParams:
             return sampling if isinstance(sampling, SamplingParams) else self._check(sampling(request))
 
-        terms = _Terms(self._decode_weights(params), stream, prefetch_stream, policy_version, sampling_of)
+        terms = _Terms(self.decode_weights(params), stream, prefetch_stream, policy_version, sampling_of)
 
         def sample_fn(queue: RequestQueue) -> Iterator[list[Response]]:
             self.counts = RolloutCounts()
@@ -143,7 +143,11 @@ class Rollouts:
 
         return sample_fn
 
-    def _decode_weights(self, params: Params | None) -> Params | None:
+    def decode_weights(self, params: Any) -> Any:
+        """Returns the weights to decode with, ready on the devices; `reshard` has the cost.
+
+        A sampler takes them as they are.
+        """
         jax.block_until_ready(params)
         begin = time.monotonic()
         weights = jax.block_until_ready(self.engine.decode_weights(params))

@@ -39,7 +39,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
-from reinforce_ada_jax.policy.transformer import init
+from reinforce_ada_jax.policy.transformer import Params, init
 from reinforce_ada_jax.training import records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 
@@ -109,7 +109,7 @@ def _words(x: Array) -> UInt32[Array, "..."]:
 
 
 @jax.jit
-def fingerprints(state: LearnerState | Array) -> list[UInt32[Array, ""]]:
+def fingerprints(state: LearnerState | Params | Array) -> list[UInt32[Array, ""]]:
     """Returns a number per array: the sum of its words, each times the odd number 2 i + 1 of its index i, modulo 2^32.
 
     An odd factor loses no bit, so a flipped bit always shows; swapped words do, except in about one case in 2^31.
@@ -123,6 +123,10 @@ def fingerprints(state: LearnerState | Array) -> list[UInt32[Array, ""]]:
         return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
 
     return [one(x) for x in jax.tree.leaves(state)]
+
+
+def _numbers(arrays: LearnerState | Params) -> list[int]:
+    return [int(number) for number in jax.device_get(fingerprints(arrays))]
 
 
 @dataclasses.dataclass
@@ -191,7 +195,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.folder,
             options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True),
-            item_names=("learner", "run"),
+            item_names=("learner", "run", "sampler"),
         )
         self._kept.evaluations, self._kept.foreign = self._saved()
 
@@ -239,7 +243,14 @@ class Checkpoints:
         """Returns all complete iterations of the run, ascending."""
         return sorted({*self._manager.all_steps()} - self._kept.foreign.keys())
 
-    def save(self, iteration: int, learner: LearnerState, run: dict[str, Any], evaluation: float | None = None) -> None:
+    def save(
+        self,
+        iteration: int,
+        learner: LearnerState,
+        run: dict[str, Any],
+        evaluation: float | None = None,
+        sampler: Params | None = None,
+    ) -> None:
         """Begins to write a checkpoint, once the one before is written; the state may be donated when this returns.
 
         If the iteration is saved already, with the same arrays, only its record is replaced; a saved evaluation stays
@@ -250,9 +261,11 @@ class Checkpoints:
           learner: the arrays.
           run: the record, as JSON; `iteration` and the run's id are added.
           evaluation: of these weights, higher is better; None if they were not evaluated.
+          sampler: weights that the next iteration is drawn from, where they are not the learner's.
         """
-        numbers = [int(number) for number in jax.device_get(fingerprints(learner))]
-        own = {"run_id": self._run_id, "iteration": iteration, "fingerprints": numbers, "evaluation": evaluation}
+        own = {"run_id": self._run_id, "iteration": iteration, "evaluation": evaluation}
+        own["fingerprints"] = _numbers(learner)
+        own["sampler_fingerprints"] = None if sampler is None else _numbers(sampler)
         record = run | own
         if iteration in self._kept.foreign:
             self._move_away(iteration, FOREIGN)
@@ -262,12 +275,14 @@ class Checkpoints:
             return
         if evaluation is not None:
             self._kept.evaluations[iteration] = evaluation
-        items = ocp.args.Composite(
-            learner=ocp.args.StandardSave(learner), run=ocp.args.JsonSave(records.with_checksum(record))
-        )
+        items: dict[str, Any] = {
+            "learner": ocp.args.StandardSave(learner), "run": ocp.args.JsonSave(records.with_checksum(record))
+        }  # fmt: skip
+        if sampler is not None:
+            items["sampler"] = ocp.args.StandardSave(sampler)
         with self._writing():
             # force: otherwise Orbax skips, without a word, what is older than the newest folder, a foreign one too.
-            self._manager.save(iteration, args=items, force=True)
+            self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
         """Replaces a saved record, and removes the checkpoints that are not kept under its evaluation."""
@@ -332,24 +347,39 @@ class Checkpoints:
         target = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
         )
+        return self._restore_arrays(iteration, "learner", target, record["fingerprints"]), record
+
+    def restore_sampler(self, iteration: int, target: Params) -> Params | None:
+        """Returns the weights that the iteration after this one is drawn from; None where they are the learner's.
+
+        Args:
+          iteration: of the checkpoint.
+          target: shapes, dtypes and shardings.
+
+        Raises:
+          DamagedError: a part of them can't be read, or is not what was saved.
+        """
+        expected = self.record(iteration)["sampler_fingerprints"]
+        return None if expected is None else self._restore_arrays(iteration, "sampler", target, expected)
+
+    def _restore_arrays(self, iteration: int, item: str, target: Any, expected: Sequence[int]) -> Any:
         broken: Exception | None = None
-        learner: Any = None
+        arrays: Any = None
         try:
-            learner = self._manager.restore(
-                iteration, args=ocp.args.Composite(learner=ocp.args.StandardRestore(target))
-            )["learner"]
+            arrays = self._manager.restore(
+                iteration, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
+            )[item]
         except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
             broken = error
         if processes.any_of(broken is not None):
             what = "its arrays can't be read" + (f" ({first_line(broken)})" if broken else "")
             raise damaged(self.folder, iteration, what) from broken
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
-        now = [int(number) for number in jax.device_get(fingerprints(learner))]
-        changed = [path for path, a, b in zip(paths, now, record["fingerprints"], strict=True) if a != b]
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(target)]
+        changed = [path for path, a, b in zip(paths, _numbers(arrays), expected, strict=True) if a != b]
         if changed:
             what = f"{len(changed)} of {len(paths)} arrays are not what was saved, {changed[0]} first"
             raise damaged(self.folder, iteration, what)
-        return learner, record
+        return arrays
 
     def restore_newest(
         self,
@@ -357,10 +387,12 @@ class Checkpoints:
         shardings: LearnerState,
         accept: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
-    ) -> tuple[LearnerState, dict[str, Any]] | None:
-        """Returns the newest undamaged state, or None if no checkpoint was ever finished.
+        sampler: Params | None = None,
+    ) -> tuple[LearnerState, dict[str, Any], Params | None] | None:
+        """Returns the newest undamaged learner's state, record and `restore_sampler`, or None without a checkpoint.
 
         Damaged ones are moved away, and `say` gets a warning; `accept` refuses a record by raising ValueError.
+        `sampler` is the target of `restore_sampler`; None: nothing is drawn from other weights than the learner's.
 
         Raises:
           ValueError: all are damaged; or not all processes see the same folder.
@@ -371,7 +403,8 @@ class Checkpoints:
         for iteration in reversed(iterations):
             try:
                 accept(self.record(iteration))
-                return self.restore(iteration, shapes, shardings)
+                learner, record = self.restore(iteration, shapes, shardings)
+                return learner, record, None if sampler is None else self.restore_sampler(iteration, sampler)
             except DamagedError as error:
                 self._move_away(iteration, DAMAGED)
                 say(f"{error} It was moved to {self.folder.with_name(DAMAGED)}.")

@@ -72,7 +72,7 @@ def load_problems(source: str, config: Config) -> list[Problem]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Components:
-    """Parts that a configuration and a model folder determine, without the weights."""
+    """Parts that a configuration and a model folder determine, without the weights; `mesh` is the learner's."""
 
     folder: pathlib.Path
     architecture: Architecture
@@ -149,8 +149,8 @@ def build(config: Config, folder: pathlib.Path) -> Components:
             f"{architecture.vocab_size} rows: they don't belong together."
         )
     options = engine_options(config, tokenizer.stop_ids)
-    mesh = mesh_lib.make_mesh(**dataclasses.asdict(config.mesh))
-    engine = Engine(architecture, options, mesh=mesh)
+    mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
+    engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     return Components(folder, architecture, tokenizer, mesh, engine, functools.partial(reward_columns, config))
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,16 +31,17 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting import samples
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.rollouts import Reshard, Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check, sharded_collection
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.draw_ahead import DrawAhead, Report
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.updates import TrainingStopped, Updates
-from reinforce_ada_jax.types import Pool, Prefetch, Prompt
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,10 +142,48 @@ def choose_prompts(trainer: Trainer, cursor: PromptCursor) -> Chosen:
     return Chosen(prompts, after, replacements, upcoming)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """Everything that decides what is drawn for one iteration; nothing changes it while it is drawn.
+
+    Attributes:
+      iteration: number of the iteration.
+      cursor: position in the data before it.
+      weights: to draw from: the learner's, or those that the engine made of them.
+      policy_version: iterations whose updates are in the weights.
+      partial_rollouts: of `RunState`.
+      reshard: cost of the weights where the engine made them before; None: their layout is made for this drawing.
+    """
+
+    iteration: int
+    cursor: PromptCursor
+    weights: Params
+    policy_version: int
+    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    reshard: Reshard | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawn:
+    """Collected prompts of one iteration: groups with advantages, and metrics."""
+
+    chosen: Chosen
+    groups: list[Group]
+    metrics: dict[str, float]
+
+
 def train_iteration(
-    trainer: Trainer, verifiers: VerifierPool, interrupt: Interrupt, progress: Progress, state: RunState
+    trainer: Trainer,
+    verifiers: VerifierPool,
+    interrupt: Interrupt,
+    progress: Progress,
+    ahead: DrawAhead[Drawn],
+    state: RunState,
 ) -> tuple[RunState, TrainingStopped | None]:
     """Collects responses, updates the weights, and advances the data.
+
+    Where the sampler has devices of its own, the next iteration is drawn there during the updates, from the weights
+    before them, and `ahead` holds it until the next call.
 
     Returns:
       The next state, whose `pending` are the metrics; and why the run must end, if an update was not finite and it
@@ -154,38 +193,76 @@ def train_iteration(
       Interrupted: the run was asked to end during the collection.
       TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
     """
-    chosen = choose_prompts(trainer, state.cursor)
-    groups, metrics = collect_groups(trainer, state, chosen, verifiers, interrupt, progress)
+    report = functools.partial(report_unless_asked_to_end, interrupt, progress)
+    begin = time.monotonic()
+    drawn = ahead.take(report)
+    wait_s = time.monotonic() - begin
+    if drawn is None:
+        drawn = draw(trainer, next_source(trainer, state), verifiers, report)
+    groups, metrics = drawn.groups, drawn.metrics
     if processes.is_writer():
         file = trainer.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
         decode = trainer.components.tokenizer.decode
         samples.write(file, groups[: trainer.config.logging.sampled_prompts], decode)
     _check_verdicts(trainer, state, groups, verifiers, progress)
-    trainer.ready_to_update(functools.partial(report_unless_asked_to_end, interrupt, progress))
+    estimator = None
+    if trainer.estimator is not None:
+        metrics |= trainer.estimator.observe([group.pool for group in groups])
+        estimator = trainer.estimator.to_json()
+    after = RunState(
+        state.learner,
+        drawn.chosen.cursor_after(len(groups)),
+        state.iteration + 1,
+        partial_rollouts=drawn.chosen.upcoming.partial,
+        estimator=estimator,
+    )
+    if trainer.config.draws_ahead:
+        metrics["time/wait_s"] = wait_s
+        after = _hand_over(trainer, verifiers, ahead, after)
+    trainer.ready_to_update(report)
     progress.phase("updating")
     _warn_of_missing_groups(trainer, state, groups, progress)
 
-    updates, iteration = trainer.updates, state.iteration + 1
+    updates = trainer.updates
     minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference)
-    finite, skipped, gaps = updates.check_logprobs(minibatches, iteration, state.skipped_in_a_row, progress.say)
-    done = updates.update(state.learner, trainer.base, finite, iteration, skipped, progress.say)
+    finite, skipped, gaps = updates.check_logprobs(minibatches, after.iteration, state.skipped_in_a_row, progress.say)
+    done = updates.update(state.learner, trainer.base, finite, after.iteration, skipped, progress.say)
     num_updates = done.metrics["update/count"]
     if done.stop is not None and not num_updates:
         # The iteration is not in the weights: the next start draws it again, and counts its skips again.
         return dataclasses.replace(state, learner=done.learner), done.stop
     metrics |= gaps | done.metrics | {"update/skipped": len(minibatches) - num_updates}
-    if trainer.estimator is not None:
-        metrics |= trainer.estimator.observe([group.pool for group in groups])
-    after = RunState(
-        done.learner,
-        chosen.cursor_after(len(groups)),
-        iteration,
-        done.skipped_in_a_row,
-        chosen.upcoming.partial,
-        None if trainer.estimator is None else trainer.estimator.to_json(),
-        pending=metrics,
-    )
+    after = dataclasses.replace(after, learner=done.learner, skipped_in_a_row=done.skipped_in_a_row, pending=metrics)
     return after, done.stop
+
+
+def _hand_over(trainer: Trainer, verifiers: VerifierPool, ahead: DrawAhead[Drawn], after: RunState) -> RunState:
+    """Hands the weights over to the sampler, and begins to draw what follows the iteration that is to be learned.
+
+    Args:
+      trainer: of the run.
+      verifiers: running.
+      ahead: nothing is in flight.
+      after: the state after that iteration, with the weights before its updates.
+
+    Returns:
+      `after` with the sampler's weights.
+    """
+    rollouts = trainer.rollouts
+    after = dataclasses.replace(after, sampler=rollouts.decode_weights(trainer.policy(after)))
+    if after.iteration < trainer.config.iterations:
+        source = dataclasses.replace(next_source(trainer, after), reshard=rollouts.reshard)
+        ahead.begin(functools.partial(draw, trainer, source, verifiers))
+    return after
+
+
+def next_source(trainer: Trainer, state: RunState) -> Source:
+    """Returns what the iteration after `state` is drawn from."""
+    if state.sampler is None:
+        weights, version = trainer.policy(state), state.iteration
+    else:
+        weights, version = state.sampler, state.iteration - 1
+    return Source(state.iteration + 1, state.cursor, weights, version, state.partial_rollouts)
 
 
 def report_unless_asked_to_end(interrupt: Interrupt, progress: Progress, text: str) -> None:
@@ -194,28 +271,23 @@ def report_unless_asked_to_end(interrupt: Interrupt, progress: Progress, text: s
     progress.phase(text)
 
 
-def collect_groups(
-    trainer: Trainer,
-    state: RunState,
-    chosen: Chosen,
-    verifiers: VerifierPool,
-    interrupt: Interrupt,
-    progress: Progress,
-) -> tuple[list[Group], dict[str, float]]:
-    """Draws and grades responses until every prompt's rule is met; returns groups with advantages, and metrics."""
+def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Report) -> Drawn:
+    """Draws and grades responses until every prompt's rule is met.
+
+    Raises:
+      Interrupted: `report` raised it.
+    """
     config, rollouts = trainer.config, trainer.rollouts
     begin, verify_s, verifiers.failure = time.monotonic(), verifiers.busy_s, ""
+    chosen = choose_prompts(trainer, source.cursor)
     speculative = collection_rules.draws_speculatively(config.collection)
-    sample_fn = _sample_fn(trainer, state)
+    sample_fn = _sample_fn(trainer, source)
     verify_fn = trainer.components.verify_fn(verifiers, components_lib.shaping(config))
 
-    def draw(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
-        def report(closed: int, drawn: int) -> None:
-            interrupt.check()
+    def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
+        def on_progress(closed: int, drawn: int) -> None:
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
-            progress.phase(
-                f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s"
-            )
+            report(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
 
         pools = collect(
             job.prompts,
@@ -225,43 +297,45 @@ def collect_groups(
             replacements=job.replacements,
             estimate_fn=job.estimate_fn,
             seed=config.seed,
-            iteration=state.iteration + 1,
+            iteration=source.iteration,
             barrier=config.collection.barrier,
             deterministic=components_lib.deterministic(config),
             partial=job.partial,
             prefetch=job.prefetch,
             speculative=speculative,
-            on_progress=report,
+            on_progress=on_progress,
         )
         return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
 
     replacements = [prompt for prompt, _ in chosen.replacements]
-    estimate_fn = _estimate_fn(trainer, state)
-    job = Job(chosen.prompts, trainer.strategy, replacements, estimate_fn, state.partial_rollouts, chosen.upcoming)
-    pools, counts = sharded_collection.collect_everywhere(job, draw)
-    groups = _groups(trainer, state, pools)
+    estimate_fn = _estimate_fn(trainer, source)
+    job = Job(chosen.prompts, trainer.strategy, replacements, estimate_fn, source.partial_rollouts, chosen.upcoming)
+    pools, counts = sharded_collection.collect_everywhere(job, draw_job)
+    groups = _groups(trainer, source, pools)
     thresholds = collection_rules.goals(config.collection)
     metrics = collection_metrics(groups, config.collection.group_size, len(chosen.prompts), thresholds)
     if speculative:
         metrics |= discarded_metrics(pools)
-    return groups, metrics | calibration(pools) | {
+    staleness = [source.iteration - 1 - response.policy_version for pool in pools for response in pool.responses]
+    reshard = source.reshard or rollouts.reshard
+    metrics |= calibration(pools) | {
         "collection/slot_utilisation": counts["tokens"] / max(counts["slot_steps"], 1),
         "collection/prefills": counts["prefills"],
         "collection/dispatches": counts["dispatches"],
-        "collection/ahead": sum(
-            response.policy_version < state.iteration for pool in pools for response in pool.responses
-        ),
+        "collection/ahead": sum(age > 0 for age in staleness),
+        "collection/staleness_max": max(staleness, default=0),
         "time/collect_s": time.monotonic() - begin,
         "time/verify_s": verifiers.busy_s - verify_s,
-        "time/reshard_s": rollouts.reshard.seconds,
-        "memory/reshard_bytes": rollouts.reshard.bytes,
+        "time/reshard_s": reshard.seconds,
+        "memory/reshard_bytes": reshard.bytes,
         "time/host_between_windows_s": counts["host_s"] / processes.count(),
     }
+    return Drawn(chosen, groups, metrics)
 
 
-def _sample_fn(trainer: Trainer, state: RunState) -> SampleFn:
-    """Returns the function that draws from the current weights, as the next iteration does."""
-    config, iteration = trainer.config, state.iteration + 1
+def _sample_fn(trainer: Trainer, source: Source) -> SampleFn:
+    """Returns the function that draws responses."""
+    config = trainer.config
     sampling = SamplingParams(
         config.sampling.max_response_tokens,
         config.sampling.temperature,
@@ -269,28 +343,28 @@ def _sample_fn(trainer: Trainer, state: RunState) -> SampleFn:
         top_p=config.sampling.top_p,
     )
     return trainer.rollouts.sampler(
-        trainer.policy(state),
-        stream=stream(iteration),
+        source.weights,
+        stream=stream(source.iteration),
         sampling=sampling,
-        prefetch_stream=stream(iteration + 1) if config.collection.overlap_iterations else None,
-        policy_version=state.iteration,
+        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap_iterations else None,
+        policy_version=source.policy_version,
     )
 
 
-def _estimate_fn(trainer: Trainer, state: RunState) -> EstimateFn | None:
-    """Returns the function that estimates pass rates under the current weights, where the strategy plans with them."""
+def _estimate_fn(trainer: Trainer, source: Source) -> EstimateFn | None:
+    """Returns the function that estimates pass rates under the weights, where the strategy plans with them."""
     if isinstance(trainer.estimator, ValueHead):
-        return functools.partial(trainer.estimator.estimate, trainer.policy(state))
+        return functools.partial(trainer.estimator.estimate, source.weights)
     return None if trainer.estimator is None else trainer.estimator.estimate
 
 
-def _groups(trainer: Trainer, state: RunState, pools: Sequence[Pool]) -> list[Group]:
+def _groups(trainer: Trainer, source: Source, pools: Sequence[Pool]) -> list[Group]:
     """Returns the groups of the pools; ages of responses count updates."""
     config = trainer.config
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
     groups = []
     for pool in pools:
-        ages = np.array([(state.iteration - response.policy_version) * updates for response in pool.responses])
+        ages = np.array([(source.iteration - 1 - response.policy_version) * updates for response in pool.responses])
         groups.append(make_group(pool, trainer.strategy, ages))
     return groups
 

@@ -37,7 +37,14 @@ from reinforce_ada_jax.training import resume, summary
 from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.iteration import Trainer, make_trainer, report_unless_asked_to_end, train_iteration
+from reinforce_ada_jax.training.draw_ahead import DrawAhead
+from reinforce_ada_jax.training.iteration import (
+    Drawn,
+    Trainer,
+    make_trainer,
+    report_unless_asked_to_end,
+    train_iteration,
+)
 from reinforce_ada_jax.training.reward_check import check_reward
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
@@ -76,6 +83,7 @@ class Run:
       iterate: returns the next state, and why the run must end if it must (`train_iteration`).
       evaluator: None if the run doesn't evaluate.
       verifiers: the verifier processes; `run_to_end` starts and ends them.
+      ahead: the collection that is drawn during the updates, where the sampler has devices of its own.
       identity: what a resumed run must find unchanged.
       checkpoints: the folder of checkpoints.
       writer: of the metrics, in process 0.
@@ -91,6 +99,7 @@ class Run:
     iterate: IterateFn
     evaluator: Evaluator | None
     verifiers: contextlib.AbstractContextManager[Any]
+    ahead: DrawAhead[Drawn]
     identity: Mapping[str, Any]
     checkpoints: Checkpoints
     writer: MetricsWriter | None
@@ -169,7 +178,7 @@ def loop(run: Run, begin: RunState) -> Outcome:
     """
     state, resuming = begin, _resuming(run)
     try:
-        with run.verifiers:
+        with run.verifiers, run.ahead:
             for state in iterations(run, begin):  # noqa: B007  (the last one is used below)
                 pass
     except Interrupted:
@@ -204,6 +213,7 @@ def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float
     """Returns avg@k and pass@k of the current weights."""
     report = functools.partial(report_unless_asked_to_end, run.interrupt, run.progress)
     begin = time.monotonic()
+    run.ahead.wait(report)  # it has the engine
     metrics = evaluator(run.trainer.policy(state), state.iteration, report)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
     run.progress.note(f"iteration {state.iteration}: avg@{run.config.evaluation.samples} {', '.join(averages)}")
@@ -232,7 +242,8 @@ def write_metrics(run: Run, state: RunState) -> RunState:
 
 def save(run: Run, state: RunState) -> None:
     """Begins to write a checkpoint of a state."""
-    run.checkpoints.save(state.iteration, state.learner, to_record(state) | dict(run.identity), state.evaluation)
+    record = to_record(state) | dict(run.identity)
+    run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
 
 
 def _resuming(run: Run) -> str:
@@ -361,9 +372,10 @@ def start(
             print(f"resuming after iteration {state.iteration}")
     progress = Progress(config.iterations, state.iteration, quiet=silent)
     stack.callback(progress.close)
-    iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress)
+    ahead = DrawAhead[Drawn]()
+    iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress, ahead)
     files = (identity, checkpoints, writer, progress, interrupt, compiles, ready_to_sample)
-    return Run(config, workdir, trainer, iterate, evaluator, verifiers, *files), state
+    return Run(config, workdir, trainer, iterate, evaluator, verifiers, ahead, *files), state
 
 
 def _compiling_updates(trainer: Trainer, state: RunState, compilation: EarlyCompilation) -> Trainer:
@@ -392,6 +404,7 @@ def begin_or_resume(
             resume.check, trainer.workdir, components.folder, identity, accept_reward=kept.accept_changed_reward
         ),
         say=lambda text: print(f"warning: {text}"),
+        sampler=components.engine.abstract_weights() if config.draws_ahead else None,
     )
     if restored is None:
         if learner.lora is not None:

@@ -1,7 +1,7 @@
 """State of a run between two iterations: everything that the next iteration depends on.
 
-A checkpoint holds exactly a `RunState`: Orbax saves the arrays of `learner`, and `to_record` makes a JSON record of
-the rest. What a run reads again at each start, and must find unchanged, is its identity (training/resume.py).
+A checkpoint holds exactly a `RunState`: Orbax saves the arrays of `learner` and `sampler`, and `to_record` makes a JSON
+record of the rest. What a run reads again at each start, and must find unchanged, is its identity (training/resume.py).
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.data.prompts import PromptCursor
 from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.types import PartialRollouts
 
 
@@ -31,6 +32,8 @@ class RunState:
       pending: metrics of this iteration that are not in metrics.jsonl yet, because its evaluation is not done; None
         once they are written.
       evaluation: mean avg@k of these weights over the benchmarks; None if they were not evaluated.
+      sampler: weights of the iteration before this one, from which the next iteration is drawn while this one is
+        learned; None: it is drawn from the current weights.
     """
 
     learner: LearnerState
@@ -41,6 +44,7 @@ class RunState:
     estimator: Mapping[str, Any] | None = None
     pending: Mapping[str, float] | None = None
     evaluation: float | None = None
+    sampler: Params | None = None
 
     @property
     def donated(self) -> bool:
@@ -63,7 +67,7 @@ def to_record(state: RunState) -> dict[str, Any]:
     }
 
 
-def from_record(learner: LearnerState, record: Mapping[str, Any]) -> RunState:
+def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Params | None = None) -> RunState:
     """Returns the state that a checkpoint's arrays and record describe."""
     return RunState(
         learner,
@@ -74,4 +78,5 @@ def from_record(learner: LearnerState, record: Mapping[str, Any]) -> RunState:
         record["estimator"],
         record["pending"],
         record["evaluation"],
+        sampler,
     )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
@@ -16,12 +17,19 @@ from reinforce_ada_jax.training.reward_check import output_file
 def _model_and_mesh(config: Config, components: Components, who: str) -> list[str]:
     architecture, stop_ids = components.architecture, components.engine.options.stop_ids
     stop = ", ".join(f"{id} {components.tokenizer.token(id)!r}" for id in stop_ids)
-    axes = " x ".join(f"{axis} {size}" for axis, size in components.mesh.shape.items())
+    axes, kind = _axes(components.mesh), jax.devices()[0].device_kind
+    mesh = f"{axes} of {kind}"
+    if config.mesh.sampler:
+        mesh = f"learner {axes}, sampler {_axes(components.engine.mesh)}, of {kind}"
     return [
         f"model       {who}: {architecture.family}, {architecture.num_parameters:,} weights, "
         f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
-        f"mesh        {axes} of {jax.devices()[0].device_kind}",
+        f"mesh        {mesh}",
     ]
+
+
+def _axes(mesh: Mesh) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
 def drawing(
@@ -91,6 +99,7 @@ def summary(
     limit = "any number of" if draws is None else f"at most {draws}"
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"
+    ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     replicas = f" in each of {components.engine.replicas} replicas" if components.engine.replicas > 1 else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
@@ -104,7 +113,7 @@ def summary(
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
             f"{options.slots} slots)",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
-            f"{num_prompts:,}), {updates_each} each; {collection.strategy}: {limit} responses a prompt, "
+            f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
             f"lengths     up to {longest:,} tokens{made_for}",
             *([f"reward      {reward}; it prints to {output_file(workdir)}"] if reward else []),

@@ -192,7 +192,7 @@ class Updates:
 
         Returns:
           The minibatches whose log-probabilities are finite; `skipped_in_a_row` with the others counted; the metrics,
-          none with one update an iteration.
+          none with one update an iteration, or where all responses are from earlier weights.
 
         Raises:
           TrainingStopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
@@ -217,7 +217,7 @@ class Updates:
         stop = gap_too_large(self.config, mean, largest, iteration, say)
         if stop is not None:
             raise stop
-        return finite, skipped_in_a_row, {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
+        return finite, skipped_in_a_row, _gap_metrics(mean, largest) if num_tokens or not finite else {}
 
     def _skip_or_stop(
         self,
@@ -269,13 +269,13 @@ class Updates:
         """
         begin, results, stop, gaps = time.monotonic(), [], None, {}
         if scores_in_update(self.config):
-            gaps = {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
+            gaps = _gap_metrics(0.0, 0.0)
         for number, minibatch in enumerate(minibatches, start=1):
             state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1))
             result = jax.device_get(result)
             if result.finite and result.gap is not None:
                 mean, largest = float(result.gap.total / max(result.gap.num_tokens, 1)), float(result.gap.largest)
-                gaps = {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
+                gaps = _gap_metrics(mean, largest) if result.gap.num_tokens else {}
                 stop = gap_too_large(self.config, mean, largest, iteration, say)
                 if stop is not None:
                     break
@@ -291,6 +291,10 @@ class Updates:
                 break
         metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
         return UpdatesDone(state, skipped_in_a_row, metrics, stop)
+
+
+def _gap_metrics(mean: float, largest: float) -> dict[str, float]:
+    return {"update/logprob_gap": mean, "update/logprob_gap_max": largest}
 
 
 def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:

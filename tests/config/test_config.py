@@ -303,6 +303,34 @@ def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches(
     config_lib.check(changed(**sizes | {"learning.micro_batches": 4}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.sampler": 4}, "mesh.sampler is 4 and mesh.learner 0, with .* = 1: .*mesh.learner = 1"),
+        ({"mesh.learner": 1}, "mesh.sampler is 0 and mesh.learner 1, .* or both to 0"),
+        ({"mesh.sampler": 4, "mesh.learner": 4, "mesh.fsdp": 2}, "mesh.learner 4, with .* = 2: .*mesh.learner = 2"),
+        ({"mesh.sampler": 3, "mesh.learner": 2, "mesh.tensor": 2}, "mesh.sampler must be a multiple of mesh.tensor: 3"),
+        ({"mesh.sampler": 1, "mesh.learner": 1, "collection.overlap_iterations": 1}, "Set overlap_iterations to 0"),
+        (
+            {"mesh.sampler": 1, "mesh.learner": 1, "collection.strategy": "estimate", "estimator.kind": "value"}
+            | {"collection.objective": "log"},
+            "estimator.kind is 'value', .* use 'ema'",
+        ),
+        ({"collection.max_staleness": 2}, "it must be 0 or 1"),
+    ],
+)
+def test_devices_that_cannot_be_split(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_lib.check(changed(**changes))
+
+
+def test_devices_are_split():
+    split = changed(**{"mesh.sampler": 4, "mesh.learner": 4, "mesh.fsdp": 2, "mesh.tensor": 2})
+    assert config_lib.check(split).draws_ahead
+    assert not changed(**{"mesh.sampler": 1, "mesh.learner": 1, "collection.max_staleness": 0}).draws_ahead
+    assert not changed().draws_ahead  # there is nothing to draw ahead on
+
+
 def test_the_cache_holds_at_least_one_response():
     # A prompt of 1,024 tokens fills 16 pages of 64, the prompt and 2,048 tokens fill 48, one is never handed out: 65.
     config_lib.check(changed(**{"sampling.pages": 65}))
@@ -349,7 +377,7 @@ def reads() -> set[str]:
 
 
 def test_every_setting_is_read_by_something():
-    found = reads() | {"data", "fsdp", "tensor"}  # make_mesh(**dataclasses.asdict(config.mesh))
+    found = reads() | {"max_staleness"}  # Config.draws_ahead
     assert [key for key, _ in config_lib.settings() if key.split(".")[-1] not in found] == []
     assert "planted" not in found
 

@@ -7,7 +7,15 @@ import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, LoraConfig, ModelConfig, SamplingConfig
+from reinforce_ada_jax.config import (
+    CollectionConfig,
+    Config,
+    LearningConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    SamplingConfig,
+)
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
@@ -560,3 +568,27 @@ def test_adapters_and_a_base_come_together():
     with pytest.raises(ValueError, match="lora.rank is 0, and the base is given"):
         learner().policy(PARAMS, PARAMS)
     assert learner().policy(PARAMS, None) is PARAMS
+
+
+def test_only_responses_of_earlier_weights_are_weighed_by_rule():
+    exact = dict(learning_rate=1e-3, warmup_updates=0, prompts_per_update=2)
+    settings = dict(model=ModelConfig(compute_dtype="float32"), sampling=SamplingConfig(temperature=TEMPERATURE))
+    settings |= {"collection": CollectionConfig(group_size=4), "learning": LearningConfig(**exact)}
+    split = Config(mesh=MeshConfig(sampler=1, learner=1), **settings)
+    by_rule = Learner(ARCHITECTURE, split, mesh_lib.make_mesh())
+    stale = np.arange(8) % 2 == 0
+
+    def loss(shift):
+        """Loss where behaviour is old + shift, per row; stale rows have version 6, others 7, that of the weights."""
+        rows = batch()
+        version = np.where(stale[:, None], 6, 7) * np.ones_like(rows.policy_version)
+        rows = rows.replace(behaviour_logprobs=rows.old_logprobs + shift[:, None], policy_version=version)
+        return float(by_rule.update(fresh_state(by_rule), by_rule.put(rows), None, np.int32(7))[1].loss)
+
+    none = loss(np.zeros(8, np.float32))
+    # A weight other than 1 for every fresh response changes no bit.
+    assert loss(np.where(stale, 0, 0.7).astype(np.float32)) == none
+    # exp(old - behaviour) = 1/2 for stale responses: their part of the loss, P, is halved. exp(+5) is capped at 2.
+    halved, capped = (loss(np.where(stale, shift, 0).astype(np.float32)) for shift in (np.log(2), -5.0))
+    assert abs(none - halved) > 1e-3
+    np.testing.assert_allclose(capped - none, 2 * (none - halved), rtol=1e-4)

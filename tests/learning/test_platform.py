@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig
+from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig
 from reinforce_ada_jax.learning.learner import loss_config
 from reinforce_ada_jax.learning.platform import resolve
 
@@ -25,12 +25,17 @@ def test_settings_come_before_the_platform():
 
 
 @pytest.mark.parametrize(
-    ("cap", "overlap", "expected"), [(None, 0, None), (None, 1, 2.0), (3.0, 1, 3.0), (3.0, 0, 3.0)]
-)
-def test_responses_of_earlier_weights_have_a_capped_weight(cap, overlap, expected):
+    ("cap", "overlap", "split", "staleness", "expected"),
+    [
+        (None, 0, 0, 1, None), (None, 1, 0, 1, 2.0), (3.0, 1, 0, 1, 3.0), (3.0, 0, 0, 1, 3.0),
+        (None, 0, 1, 1, 2.0), (3.0, 0, 1, 1, 3.0), (None, 0, 1, 0, None),
+    ],
+)  # fmt: skip
+def test_responses_of_earlier_weights_have_a_capped_weight(cap, overlap, split, staleness, expected):
     config = Config(
         learning=LearningConfig(truncated_is_cap=cap, clip_low=0.1),
-        collection=CollectionConfig(overlap_iterations=overlap),
+        collection=CollectionConfig(overlap_iterations=overlap, max_staleness=staleness),
+        mesh=MeshConfig(sampler=split, learner=split),
     )
     assert loss_config(config).truncated_is_cap == expected
     assert loss_config(config).clip_low == 0.1

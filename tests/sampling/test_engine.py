@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.config import Config, check, least_pages, replaced
+from reinforce_ada_jax.config import Config, MeshConfig, check, least_pages, replaced
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.sampling.engine import Engine
@@ -93,6 +93,30 @@ def test_another_dtype_is_one_copy():
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
     assert not set(pointers(weights)) & set(pointers(params))
     assert engine.decode_weights(weights) is weights
+
+
+def test_a_sampler_with_devices_of_its_own_gets_a_copy():
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, learner=4, sampler=4))
+    assert [device.id for mesh in (learner, sampler) for device in mesh.devices.flat] == [*range(8)]
+    assert dict(sampler.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    engine = Engine(tiny.ARCHITECTURE, tiny.OPTIONS, mesh=sampler, learner_mesh=learner)
+    params = transformer.init(tiny.ARCHITECTURE, jax.random.key(0), learner)
+    assert not engine.decodes_from(params)
+    weights = engine.decode_weights(params)
+    jax.tree.map(np.testing.assert_array_equal, weights, params)
+    for made, expected in zip(jax.tree.leaves(weights), jax.tree.leaves(engine.abstract_weights()), strict=True):
+        assert made.sharding.is_equivalent_to(expected.sharding, made.ndim)
+    assert engine.replicas == 2
+    # What was handed over once is read as it is.
+    assert engine.decodes_from(weights) and engine.decode_weights(weights) is weights
+
+
+def test_devices_that_are_too_few_for_two_sides(monkeypatch):
+    with pytest.raises(ValueError, match=r"mesh.learner \+ mesh.sampler = 4 \+ 8 = 12, but there are 8 devices"):
+        mesh_lib.split_meshes(MeshConfig(data=4, learner=4, sampler=8))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="the run has 2 processes: .* Set mesh.sampler and mesh.learner to 0"):
+        mesh_lib.split_meshes(MeshConfig(learner=1, sampler=1))
 
 
 def test_what_the_hand_over_took_is_counted():

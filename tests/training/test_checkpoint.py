@@ -79,7 +79,8 @@ def copied(saved, tmp_path):
 def newest(workdir, learner, said, accept=lambda record: None):
     checkpoints = Checkpoints(workdir, keep=3)
     try:
-        return checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), accept, said.append)
+        found = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), accept, said.append)
+        return found and found[:2]
     finally:
         checkpoints.close()
 
@@ -140,6 +141,27 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
     checkpoints.close()
 
 
+@pytest.mark.parametrize("harm", [None, truncate, lambda file: flip(file, 0.5)], ids=["none", "cut", "bit"])
+def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, harm):
+    sampler = {"weights": jax.numpy.arange(4096.0)}
+    target = {"weights": jax.ShapeDtypeStruct((4096,), np.float32, sharding=sampler["weights"].sharding)}
+    shapes = abstract_state(learner[1], learner[0])
+    checkpoints, said = Checkpoints(tmp_path, keep=3), []
+    checkpoints.save(1, state, {}, sampler=sampler)
+    checkpoints.save(2, state, {}, sampler=jax.tree.map(lambda x: -x, sampler))
+    checkpoints.wait()
+    if harm is not None:
+        harm(largest_file(tmp_path / "checkpoints" / "2" / "sampler"))
+    restored = checkpoints.restore_newest(*shapes, lambda record: None, said.append, target)
+    assert restored[1]["iteration"] == (2 if harm is None else 1) and len(said) == (harm is not None)
+    np.testing.assert_array_equal(restored[2]["weights"], np.arange(4096) * (-1 if harm is None else 1))
+    # A state whose next iteration is drawn from its own weights has no others.
+    checkpoints.save(3, state, {})
+    checkpoints.wait()
+    assert checkpoints.restore_newest(*shapes, lambda record: None, said.append, target)[2] is None
+    checkpoints.close()
+
+
 # ---- checkpoints of other runs -----------------------------------------------------------------------------------
 
 
@@ -172,7 +194,7 @@ def test_a_foreign_one_is_named_and_left_alone(ours, learner, state, source, num
     shutil.copytree(ours.parent / source, foreign)
     before = {file: file.read_bytes() for file in foreign.rglob("*") if file.is_file()}
     checkpoints, said = Checkpoints(ours, keep=1, run_id=OURS, writes=True), []
-    _, record = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    _, record, _ = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
     assert record["iteration"] == 2
     assert len(said) == 1 and f"checkpoint {number} in" in said[0] and why in said[0]
     # Saves go on below its number (Orbax alone would skip them); it takes no place of those kept.
@@ -400,7 +422,7 @@ def test_a_kill_in_an_amendment_leaves_a_whole_checkpoint(tmp_path, opened, stat
         with pytest.raises(NotSavedError, match="no checkpoint could be written to .*: no space left"):
             checkpoints.save(1, state, {"iteration": 1, "pending": None}, 0.9)
     resumed, said = opened(tmp_path, **BEST), []
-    _, record = resumed.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    _, record, _ = resumed.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
     assert record["pending"] == {} and record["evaluation"] is None and not said
     save_all(resumed, state, {1: 0.9})
     assert resumed.record(1)["evaluation"] == 0.9

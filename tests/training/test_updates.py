@@ -172,7 +172,7 @@ def test_a_gap_between_engine_and_learner(updates, dtype):
     assert len(finite) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
     assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and "Likely causes" in said[0]
     # Samples of an earlier policy may differ as much as they like.
-    assert made.check_logprobs(minibatches, 2, 0, said.append)[2]["update/logprob_gap"] == 0.0
+    assert made.check_logprobs(minibatches, 2, 0, said.append)[2] == {}
 
 
 def test_groups_without_kept_responses_make_no_minibatch(updates):

@@ -1,0 +1,281 @@
+"""Drawing an iteration on the sampler's devices while the one before is learned: the schedule, its bits, and faults."""
+
+import contextlib
+import json
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
+from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.reporting import writers
+from reinforce_ada_jax.training import iteration as iteration_lib
+from reinforce_ada_jax.training import loop
+from reinforce_ada_jax.training.draw_ahead import DrawAhead
+from reinforce_ada_jax.training.loop import Ending
+from tests import compiling
+from tests.forked import Forked
+from tests.running import cipher_file, environment, killed_after, reproducible, restored, tiny
+
+PROMPTS = 8
+ITERATIONS = 8  # of trainings in processes of their own
+# Two updates an iteration; every response is written to samples/.
+SMALL = {
+    "iterations": 4, "checkpoint.every": 0, "evaluation.every": 0, "logging.tensorboard": False,
+    "logging.sampled_prompts": PROMPTS, "collection.prompts_per_iteration": PROMPTS, "learning.prompts_per_update": 4,
+    "sampling.slots": 32,
+}  # fmt: skip
+SPLIT = {"mesh.sampler": 1, "mesh.learner": 1}
+
+
+def train(workdir, evaluator=None, **changes):
+    """The outcome of a run in this process."""
+    config = tiny(**SMALL | SPLIT | changes)
+    with contextlib.ExitStack() as stack:
+        load = (lambda *_: lambda *_: evaluator) if evaluator else (lambda *_: None)
+        made, state = loop.start(config, workdir, load, stack, quiet=True)
+        return loop.run_to_end(made, state)
+
+
+def texts(folder):
+    return {file.name: file.read_text() for file in sorted(folder.iterdir())}
+
+
+def assert_same_run(workdir, other):
+    """Bitwise: weights, moments, the sampler's weights by their fingerprints, metrics and every response."""
+    (state, record), (other_state, other_record) = restored(workdir), restored(other)
+    jax.tree.map(np.testing.assert_array_equal, state, other_state)
+    assert record == other_record and record["sampler_fingerprints"]
+    assert reproducible(workdir) == reproducible(other)
+    assert texts(workdir / "samples") == texts(other / "samples")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Work directory of a run in this process that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    assert train(workdir).ending is Ending.FINISHED
+    return workdir
+
+
+# ---- the schedule ------------------------------------------------------------------------------------------------
+
+
+def test_every_iteration_but_the_first_is_drawn_from_weights_one_iteration_old(unbroken):
+    lines = writers.read_metrics(unbroken)
+    assert [line["collection/staleness_max"] for line in lines] == [0, 1, 1, 1]
+    assert [line["collection/ahead"] for line in lines] == [0] + [line["collection/responses"] for line in lines[1:]]
+    # Engine and learner can be compared under the same weights only.
+    assert ["update/logprob_gap" in line for line in lines] == [True] + 3 * [False]
+    assert all(line["memory/reshard_bytes"] == 4 * 107_392 and line["time/wait_s"] >= 0 for line in lines)
+    assert lines[0]["compile/count"] > 0 and [line["compile/count"] for line in lines[2:]] == [0] * 2
+
+
+def test_every_prompt_is_drawn_once_in_the_order_of_the_data(unbroken):
+    prompts = [
+        json.loads(line)["prompt"] for text in texts(unbroken / "samples").values() for line in text.splitlines()
+    ]
+    assert list(dict.fromkeys(prompts)) == _prompts_in_order(4 * PROMPTS)
+
+
+def _prompts_in_order(count):
+    config = tiny()
+    components = iteration_lib.components_lib
+    made = components.build(config, components.model_folder(config.model.path))
+    data = made.prompts(config.data.prompts, config)
+    return [prompt.id for prompt in next_prompts(data, PromptCursor(config.seed), count)[0]]
+
+
+@pytest.mark.parametrize("slow", ["draw", "learn"])
+def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
+    # Whichever side is late, the same weights draw the same iteration.
+    name, owner = ("collect", iteration_lib) if slow == "draw" else ("update", iteration_lib.Updates)
+    original, threads = getattr(owner, name), set()
+
+    def delayed(*arguments, **keywords):
+        time.sleep(0.3)
+        threads.add(threading.current_thread().name.split("_")[0])
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, delayed)
+    assert train(tmp_path / "run").ending is Ending.FINISHED
+    assert threads == ({"MainThread", "drawing"} if slow == "draw" else {"MainThread"})
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_in_turn_the_run_is_that_of_one_device(unbroken, tmp_path):
+    in_turn, together = tmp_path / "in_turn", tmp_path / "together"
+    train(in_turn, **{"collection.max_staleness": 0})
+    train(together, **{"mesh.sampler": 0, "mesh.learner": 0})
+    jax.tree.map(np.testing.assert_array_equal, restored(in_turn)[0], restored(together)[0])
+    assert reproducible(in_turn) == reproducible(together)
+    assert texts(in_turn / "samples") == texts(together / "samples")
+    assert restored(in_turn)[1]["sampler_fingerprints"] is None
+    assert {line["collection/staleness_max"] for line in writers.read_metrics(in_turn)} == {0}
+    # The first iteration is the same either way; the weights after it do not draw the second one.
+    assert texts(unbroken / "samples")["000001.jsonl"] == texts(together / "samples")["000001.jsonl"]
+    assert texts(unbroken / "samples")["000002.jsonl"] != texts(together / "samples")["000002.jsonl"]
+
+
+def test_more_iterations_go_on_as_if_they_had_been_planned(unbroken, tmp_path):
+    train(tmp_path / "run", iterations=2)
+    train(tmp_path / "run")
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+def test_an_evaluation_waits_for_the_engine(unbroken, tmp_path):
+    # It draws with the same engine: nothing else may be drawn meanwhile, and nothing is lost.
+    busy = []
+
+    class Evaluator:
+        def is_done(self, iteration):
+            return False
+
+        def __call__(self, params, iteration, report):
+            drawing = [thread for thread in threading.enumerate() if thread.name.startswith("drawing")]
+            busy.append((iteration, len(drawing)))
+            return {"evaluation/heldout/avg": 0.0}
+
+    original = DrawAhead.wait
+    waited = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DrawAhead, "wait", lambda self, report: waited.append(original(self, report)))
+        train(tmp_path / "run", Evaluator(), **{"evaluation.every": 2})
+    assert [iteration for iteration, _ in busy] == [0, 2, 4]
+    assert len(waited) == 3 + 4  # before each evaluation, and in each iteration
+    assert texts(tmp_path / "run" / "samples") == texts(unbroken / "samples")
+
+
+# ---- a collection in flight --------------------------------------------------------------------------------------
+
+
+def test_a_collection_is_taken_once():
+    with DrawAhead() as ahead:
+        assert ahead.take(print) is None
+        ahead.begin(lambda report: report("collecting: 1/2") or 7)
+        assert ahead.take(lambda text: None) == 7
+        assert ahead.take(print) is None
+
+
+def test_a_fault_of_a_collection_shows_where_it_is_taken():
+    def fail(report):
+        raise RuntimeError("no grader")
+
+    with DrawAhead() as ahead:
+        ahead.begin(fail)
+        ahead.wait(lambda text: None)
+        with pytest.raises(RuntimeError, match="no grader"):
+            ahead.take(print)
+
+
+def test_a_run_that_is_asked_to_end_does_not_wait_for_the_collection():
+    ended = threading.Event()
+
+    def draw(report):
+        with contextlib.suppress(Interrupted):
+            while True:
+                report("collecting: 0/2")
+                time.sleep(0.01)
+        ended.set()
+
+    def asked(text):
+        raise Interrupted
+
+    with pytest.raises(Interrupted), DrawAhead() as ahead:
+        ahead.begin(draw)
+        ahead.take(asked)
+    assert ended.is_set()
+
+
+def test_a_failing_grader_costs_nothing_that_is_finished(unbroken, tmp_path, monkeypatch):
+    # It fails while iteration 3 is drawn: iteration 2 is learned to its end, and saved.
+    original = iteration_lib.collect
+
+    def fail_at_3(*arguments, **keywords):
+        if keywords["iteration"] == 3:
+            raise TypeError("yours")
+        return original(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(iteration_lib, "collect", fail_at_3)
+        with pytest.raises(TypeError, match="yours"):
+            train(tmp_path / "run")
+    assert restored(tmp_path / "run")[1]["iteration"] == 2
+    train(tmp_path / "run")
+    assert_same_run(tmp_path / "run", unbroken)
+
+
+# ---- kills -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """start(workdir, iterations) -> a training as users start it, on two CPU devices."""
+    flags = [f"--config.{key}={value}" for key, value in (SMALL | SPLIT).items()]
+    source = cipher_file(tmp_path_factory.mktemp("shared") / "heldout.jsonl", 8)
+    flags += ["--config.evaluation.every=4", "--config.evaluation.samples=1", "--config.checkpoint.every=2"]
+    flags += [f"--config.evaluation.benchmarks=({source!r},)"]
+    devices = f"{compiling.COMMANDS} --xla_force_host_platform_device_count=2"
+
+    def start(workdir, iterations=ITERATIONS):
+        command = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
+        return Forked([*command, *flags, f"--config.iterations={iterations}"], environment(devices))
+
+    return start
+
+
+def finish(process):
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.fixture(scope="module")
+def whole(start, tmp_path_factory):
+    """Work directory of such a training that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    assert "2 updates each, while the next iteration is drawn" in finish(start(workdir))
+    return workdir
+
+
+def kill_at_random_moments(start, workdir, iterations, kills):
+    moments = np.random.default_rng(kills)
+    for _ in range(kills):
+        lines = len(writers.read_metrics(workdir)) + 2
+        process = start(workdir, iterations)
+        while len(writers.read_metrics(workdir)) < lines and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.3))
+        process.kill()
+        process.communicate()
+    finish(start(workdir, iterations))
+
+
+def test_kills_at_random_moments(start, whole, tmp_path):
+    kill_at_random_moments(start, tmp_path / "run", ITERATIONS, 2)
+    assert_same_run(tmp_path / "run", whole)
+    assert texts(tmp_path / "run" / "evaluations") == texts(whole / "evaluations")
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(start, tmp_path):
+    finish(start(tmp_path / "whole", 100))
+    kill_at_random_moments(start, tmp_path / "run", 100, 20)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_request_to_end(start, whole, tmp_path, how):
+    workdir = tmp_path / "run"
+    process = start(workdir)
+    err = killed_after(process, workdir / "metrics.jsonl", 3, how)
+    assert process.returncode == (cli.INTERRUPTED if how == signal.SIGINT else RESTART)
+    assert "is saved. python -m reinforce_ada_jax.train" in err.splitlines()[-1] and "Traceback" not in err
+    finish(start(workdir))
+    assert_same_run(workdir, whole)
