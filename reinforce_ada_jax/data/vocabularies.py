@@ -67,12 +67,12 @@ class SentencePieceVocabulary:
         proto = file.read_bytes()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+            # The same without the space before the text: after an added token, and for models without that space.
+            self._inner = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
         except Exception as error:  # classes from C++
             raise ValueError(
                 f"{file} is neither a SentencePiece model nor tiktoken's ranks ({error}): copy it again."
             ) from error
-        # The same without the space before the text: after an added token, and for models without that space.
-        self._inner = sentencepiece.SentencePieceProcessor(model_proto=proto + _NO_DUMMY_PREFIX)
         if config.get("add_prefix_space") is False:
             self._model = self._inner
         self._after_added = self._model if config.get("legacy") else self._inner
@@ -238,7 +238,7 @@ def _byte_pairs(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Toke
     return tokenizer
 
 
-def token_text(entry: str | dict[str, Any]) -> str:
+def token_text(entry: Any) -> str:
     """Returns the text of an entry such as "bos_token" of tokenizer_config.json: a string, or {"content": string}."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     if not isinstance(text, str):

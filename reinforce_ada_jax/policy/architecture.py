@@ -112,17 +112,16 @@ def _check_values(config: dict[str, Any]) -> None:
         require(key, isinstance(scaling, dict), "an object")
         numbers = [value for name, value in scaling.items() if name in ROPE_NUMBERS]
         require(key, all(type(value) in (int, float) and 0 < value < 2**53 for value in numbers), "of numbers above 0")
-    for key in ("eos_token_id", "bos_token_id"):
-        value = config.get(key)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        require(key, all(_whole(each, 0, 2**31 - 1) for each in ids), "a token id, or a list of them")
+    ends, start = _ids(config.get("eos_token_id")), config.get("bos_token_id")
+    require("eos_token_id", all(_whole(each, 0, 2**31 - 1) for each in ends), "a token id, or a list of them")
+    require("bos_token_id", start is None or _whole(start, 0, 2**31 - 1), "a token id")
     kinds = config.get("layer_types") or []
     require("layer_types", isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds), "a list of names")
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or 1
     require("num_key_value_heads", heads % kv_heads == 0, f"a divisor of num_attention_heads, {heads}")
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+def _ids(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (value,)

@@ -45,7 +45,9 @@ def read(folder: pathlib.Path, iteration: int) -> dict[str, Any]:
     """Returns the record of an iteration; raises DamagedError if it can't be read or is not what was saved."""
     try:
         saved = json.loads(record_file(folder, iteration).read_bytes())
-        record, expected = dict(saved["record"]), saved["checksum"]
+        record, expected = saved["record"], saved["checksum"]
+        if not isinstance(record, dict):
+            raise TypeError("it is no object")
     except _UNREADABLE as error:
         raise damaged(folder, iteration, f"its record can't be read ({first_line(error)})") from error
     if checksum(record) != expected:

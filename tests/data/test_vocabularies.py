@@ -218,12 +218,23 @@ def test_byte_pairs(tmp_path):
     assert Tokenizer.load(tmp_path).encode("the 12").tolist() == [260, 257, 32, 259]
 
 
+@pytest.mark.parametrize("content", [b"", b"\x0a\xff\xff"])
+def test_a_tokenizer_model_of_no_kind(tmp_path, content):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ValueError, match="is neither a SentencePiece model nor tiktoken's ranks"):
+        Tokenizer.load(tmp_path)
+
+
 def test_byte_pairs_that_cannot_be_read(tmp_path):
     config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": {"300": {"content": "<x>"}}}
     with pytest.raises(ValueError, match=r"gives '<x>' the id 300, after the vocabulary it would have 260"):
         Tokenizer.load(write_byte_pairs(tmp_path, config))
     with pytest.raises(ValueError, match=r"names the class 'FalconTokenizer'.*add its tokenizer.json"):
         Tokenizer.load(write_byte_pairs(tmp_path, {"tokenizer_class": "FalconTokenizer"}))
+    for added in ([], {"7": 3}, {"7": {"content": 3}}):
+        with pytest.raises(ValueError, match="its added tokens are no table of ids and texts"):
+            Tokenizer.load(write_byte_pairs(tmp_path, config | {"added_tokens_decoder": added}))
     (tmp_path / "vocab.json").write_text("[]")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(ValueError, match=r"vocab.json and merges.txt are not byte pairs"):

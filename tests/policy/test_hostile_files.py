@@ -108,6 +108,7 @@ def test_the_whole_file_is_read(tmp_path):
         ("rope_scaling", {"rope_type": "llama3", "factor": "x"}),
         ("eos_token_id", {"a": 1}),
         ("eos_token_id", [-1]),
+        ("bos_token_id", [1]),
         ("layer_types", 3),
         ("max_position_embeddings", "long"),
     ],

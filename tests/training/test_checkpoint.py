@@ -120,9 +120,10 @@ def test_the_newest_whole_one_is_used(copied, learner, state):
         ),
         lambda folder: shutil.rmtree(folder / "learner"),
         lambda folder: largest_file(folder / "run").write_text("[" * 100_000),
+        lambda folder: largest_file(folder / "run").write_text('{"record": [[0, 1], ["a", 2]], "checksum": ""}'),
     ],
     ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays",
-         "brackets"],
+         "brackets", "pairs"],
 )  # fmt: skip
 def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, harm):
     harm(copied / "checkpoints" / "3")
