@@ -102,9 +102,7 @@ def _messages(messages: Any, name: str, where: str) -> list[dict[str, str]]:
     if name == "messages" and messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if not messages or messages[-1]["role"] != "user" or messages[-1]["content"] is None:
-        raise ValueError(
-            f"{where}: {name} has {len(messages)} messages and must end with one of the user, with a text."
-        )
+        raise ValueError(f"{where}: {name} has {len(messages)} messages and must end with one of the user.")
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
