@@ -20,38 +20,35 @@ policy loss and its gradients, and `iteration` whole iterations by their phases.
 first sampled token. --simulate runs only the scheduling. docs/performance.md explains the numbers and lists results.
 """
 
+import importlib
 import json
 import pathlib
 from typing import Any
 
-import jax
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.benchmarks import adaptive, engines, iteration, learning, loss, options, rollout, start, update
+from reinforce_ada_jax.benchmarks import options
 from reinforce_ada_jax.config.paths import check_output
-from reinforce_ada_jax.distributed import mesh
-from reinforce_ada_jax.files.durable import write_atomically
 
-# Each is a function from the flags to its numbers.
-BENCHMARKS = {
-    "rollout": rollout.run, "adaptive": adaptive.run, "learning": learning.run, "loss": loss.run, "update": update.run,
-    "iteration": iteration.run, "start": start.run,
-}  # fmt: skip
+# Modules of `benchmarks`, each with a function `run` from the flags to its numbers.
+BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "start")
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     """Defines every flag of every benchmark."""
-    return options.define_flags(iteration.VARIANTS, values)
+    return options.define_flags(values)
 
 
 def measured(name: str, values: flags.FlagValues) -> dict[str, Any]:
     """Runs a benchmark and returns its numbers; impossible flags end the process."""
+    from reinforce_ada_jax.distributed import mesh
+
     with cli.user_input():
         if values.json:
             check_output("--json", values.json, folder=False)
         mesh.available_devices()
-        return BENCHMARKS[name](values)
+        return importlib.import_module(f"reinforce_ada_jax.benchmarks.{name}").run(values)
 
 
 def summary(result: dict[str, Any], indent: str = "") -> str:
@@ -73,6 +70,8 @@ def summary(result: dict[str, Any], indent: str = "") -> str:
 
 def main(arguments: list[str], values: flags.FlagValues) -> None:
     """Runs the benchmark that the first argument names, prints its numbers, and keeps them in --json."""
+    from reinforce_ada_jax.files.durable import write_atomically
+
     if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
         cli.fail(f"name one benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
     result = {"benchmark": arguments[0], **measured(arguments[0], values)}
@@ -87,6 +86,10 @@ if __name__ == "__main__":
     define_flags()
 
     def run_named(arguments: list[str]) -> None:
+        import jax
+
+        from reinforce_ada_jax.benchmarks import engines
+
         if arguments and arguments[0] == "update":
             jax.config.update("jax_platforms", "cpu")  # the accelerator belongs to its subprocesses
         elif arguments and arguments[0] in ("rollout", "adaptive"):

@@ -13,11 +13,12 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config.paths import check_output
-from reinforce_ada_jax.reporting import comparison, curves, drawing, history, page, samples
 
 
 def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
     """Prints the tables, draws the figures, and writes the page."""
+    from reinforce_ada_jax.reporting import comparison, curves, drawing, history, page, samples
+
     with cli.user_input():
         if not workdirs:
             raise ValueError("name at least one work directory: python -m reinforce_ada_jax.plot DIR [DIR ...].")

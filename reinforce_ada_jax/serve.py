@@ -11,21 +11,22 @@ read or write a file.
 import asyncio
 import dataclasses
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, DataConfig, ModelConfig, SamplingConfig
-from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.policy import huggingface
-from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving.settings import ServerSettings, check_address
-from reinforce_ada_jax.training import components as components_lib
+
+if TYPE_CHECKING:
+    from reinforce_ada_jax.training.components import Components
 
 
-def build(settings: ServerSettings) -> components_lib.Components:
+def build(settings: ServerSettings) -> "Components":
     """Returns the components of the model folder; no weight is read."""
+    from reinforce_ada_jax.training import components as components_lib
+
     config = Config(
         seed=settings.seed,
         model=ModelConfig(compute_dtype=settings.dtype),
@@ -40,6 +41,10 @@ def build(settings: ServerSettings) -> components_lib.Components:
 
 def main(settings: ServerSettings) -> None:
     """Checks what needs no weights, then serves."""
+    from reinforce_ada_jax.distributed.program_cache import keep_programs
+    from reinforce_ada_jax.policy import huggingface
+    from reinforce_ada_jax.serving import jetstream
+
     with cli.user_input():
         settings.check()
         try:
@@ -47,8 +52,8 @@ def main(settings: ServerSettings) -> None:
         except ModuleNotFoundError as error:
             raise ValueError(f"serving needs more packages ({error}): {jetstream.REMEDY}") from error
         # These import JetStream and gRPC.
-        from reinforce_ada_jax.serving import server  # noqa: PLC0415
-        from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine  # noqa: PLC0415
+        from reinforce_ada_jax.serving import server
+        from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
 
         check_address(settings.host, settings.port)
         keep_programs(settings.compilation_cache)

@@ -4,16 +4,13 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
 
-mpl.use("agg")
-
-from matplotlib import pyplot, ticker
-from matplotlib.axes import Axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # The lowest value of a logarithmic axis, as a share of the highest.
 LEAST = 1e-6
@@ -81,7 +78,9 @@ def rate_panel(
     return Panel(title, "pass rate", {entry: (pass_rates, y) for entry, y in values.items()}, x_scale, y_scale)
 
 
-def _draw(panel: Panel, axis: Axes) -> None:
+def _draw(panel: Panel, axis: "Axes") -> None:
+    from matplotlib import ticker  # noqa: PLC0415
+
     for index, (label, (x, y)) in enumerate(panel.lines.items()):
         values = np.asarray(y, np.float64)
         shown = np.isfinite(values) & ((values > 0) | (panel.y_scale != "log"))
@@ -101,6 +100,11 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
     """Writes name.png, name.svg and name.json to the folder `output`; nothing where it is None."""
     if output is None:
         return
+    import matplotlib as mpl  # noqa: PLC0415  (half a second, for a table as well)
+
+    mpl.use("agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
     folder = pathlib.Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     rows = 1 + (len(panels) > 3)

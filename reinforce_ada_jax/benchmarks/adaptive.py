@@ -12,7 +12,7 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax.benchmarks import engines, models, workloads
-from reinforce_ada_jax.benchmarks.options import random_weights
+from reinforce_ada_jax.benchmarks.inputs import random_weights
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.rollouts import Rollouts

@@ -12,7 +12,7 @@ from absl import flags
 from jax.sharding import NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.benchmarks import models
-from reinforce_ada_jax.benchmarks.options import architecture_of
+from reinforce_ada_jax.benchmarks.inputs import architecture_of
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib

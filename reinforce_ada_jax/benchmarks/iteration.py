@@ -25,6 +25,7 @@ from absl import flags
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import models, workloads
 from reinforce_ada_jax.benchmarks import options as options_lib
+from reinforce_ada_jax.benchmarks.options import VARIANTS
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
@@ -47,12 +48,6 @@ from reinforce_ada_jax.training.state import to_record
 from reinforce_ada_jax.training.updates import Updates
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
-# Settings of each variant; prompts, seeds and everything else are alike.
-VARIANTS = {
-    "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
-    "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
-    "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
-}
 PHASES = ("collect", "score", "update", "checkpoint")
 PASS_RATES = (0.6, 1.2)  # a and b of the scripted Beta distribution
 

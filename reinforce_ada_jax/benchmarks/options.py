@@ -1,20 +1,12 @@
-"""Flags of `benchmark`, and the models and workloads that they name."""
+"""Flags of `benchmark`. This module imports no JAX, so that --help is quick; `inputs` has what the flags name."""
 
-import pathlib
 import sys
 from collections.abc import Collection
 
-import jax
-import jax.numpy as jnp
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.benchmarks import models, workloads
-from reinforce_ada_jax.benchmarks.workloads import Lengths
-from reinforce_ada_jax.policy import huggingface, transformer
-from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
-from reinforce_ada_jax.policy.transformer import Params
 
 STRINGS = {
     "workload": (None, "A rollout workload such as benchmarks/baselines/rollout_tiny.json; without it, --requests."),
@@ -72,10 +64,16 @@ BOOLEANS = {
     "simulate": "Run only the scheduling, in virtual time.",
 }
 ZERO_ALLOWED = ("pages", "open_prompts", "seed", "threads")
+# Settings of each variant of `iteration`; prompts, seeds and everything else are alike.
+VARIANTS = {
+    "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
+    "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
+    "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
+}
 
 
-def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
-    """Defines every flag of every benchmark; `variants` are those of `iteration`."""
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
+    """Defines every flag of every benchmark."""
     for name, (default, text) in STRINGS.items():
         flags.DEFINE_string(name, default, text, flag_values=values)
     for name, (default, text) in INTEGERS.items():
@@ -100,7 +98,7 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
     flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
-    flags.DEFINE_list("variants", list(variants), "Variants of `iteration`.", flag_values=values)
+    flags.DEFINE_list("variants", list(VARIANTS), "Variants of `iteration`.", flag_values=values)
     cli.config_flag(values, "The configuration of `iteration`: a packaged one, or a file.")
     return values
 
@@ -108,51 +106,6 @@ def define_flags(variants: Collection[str], values: flags.FlagValues = flags.FLA
 def log(text: str) -> None:
     """Prints a line on the progress of a measurement."""
     print(text, file=sys.stderr, flush=True)
-
-
-def architecture_of(options: flags.FlagValues) -> Architecture:
-    """Returns the architecture that --shape or --model names.
-
-    Raises:
-      ValueError: there is none.
-    """
-    if options.shape:
-        return models.shaped(options.shape)
-    if options.model is None:
-        raise ValueError("--model is missing: a Hugging Face folder, or with --shape one to be made.")
-    if options.model in PUBLISHED:
-        return from_hf(PUBLISHED[options.model])
-    return huggingface.read_config(options.model)
-
-
-def random_weights(options: flags.FlagValues, architecture: Architecture, dtype: str) -> Params:
-    """Returns weights made from --seed."""
-    return transformer.init(architecture, jax.random.key(options.seed), dtype=jnp.dtype(dtype))
-
-
-def model_folder(options: flags.FlagValues, architecture: Architecture) -> pathlib.Path | None:
-    """Returns the folder --model if it has weights; with --shape it is made first, so that baselines can read it.
-
-    Raises:
-      ValueError: --shape without a folder, or the folder holds another model.
-    """
-    if options.model is None:
-        raise ValueError("--shape needs --model=FOLDER, where the model is put.")
-    folder = pathlib.Path(options.model)
-    if options.shape and not folder.exists():
-        huggingface.save(folder, architecture, random_weights(options, architecture, "float32"))
-    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        return None
-    if huggingface.read_config(folder) != architecture:
-        raise ValueError(f"{folder} holds another model than --shape={options.shape}: name another folder.")
-    return folder
-
-
-def response_lengths(options: flags.FlagValues, default: int) -> Lengths:
-    """Returns the lengths that --lengths or --response_tokens gives."""
-    if options.lengths:
-        return workloads.parse_lengths(options.lengths)
-    return workloads.constant(options.response_tokens or default)
 
 
 def check_baseline(options: flags.FlagValues, baselines: Collection[str]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from absl import flags
 from jaxtyping import Float
 
-from reinforce_ada_jax.benchmarks import adaptive, engines, models, workloads
+from reinforce_ada_jax.benchmarks import adaptive, engines, inputs, models, workloads
 from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.workloads import Workload
@@ -154,7 +154,7 @@ def _workload(options: flags.FlagValues, vocab_size: int) -> Workload:
         raise ValueError("give either --workload=FILE or --requests (with --prompt_tokens, --response_tokens).")
     if options.workload is not None:
         return workloads.load(pathlib.Path(options.workload))
-    lengths = options_lib.response_lengths(options, default=1024)
+    lengths = inputs.response_lengths(options, default=1024)
     prompt_tokens = options.prompt_tokens or 512
     return workloads.synthetic(options.requests, options.samples, prompt_tokens, lengths, vocab_size, options.seed)
 
@@ -183,16 +183,16 @@ def _logprob_gaps(
 def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures, or with --simulate simulates, the workload of the flags."""
     if options.simulate:
-        workload = _workload(options, 0 if options.workload else options_lib.architecture_of(options).vocab_size)
+        workload = _workload(options, 0 if options.workload else inputs.architecture_of(options).vocab_size)
         engine_options, cost = engines.engine_options(workload, options), engines.simulation_cost(options)
         return adaptive.simulate(workload, engine_options, cost, barrier=False, limit=options.max_response_tokens)
-    architecture = options_lib.architecture_of(options)
+    architecture = inputs.architecture_of(options)
     workload = _workload(options, architecture.vocab_size)
     engine_options = engines.engine_options(workload, options)
     options_lib.check_baseline(options, BASELINES)
-    folder = options_lib.model_folder(options, architecture)
+    folder = inputs.model_folder(options, architecture)
     if folder is None:
-        params = options_lib.random_weights(options, architecture, options.dtype)
+        params = inputs.random_weights(options, architecture, options.dtype)
     else:
         params = huggingface.load(folder)[1]  # float32, as references are
     baseline = None

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from reinforce_ada_jax.benchmarks import models, workloads
+from reinforce_ada_jax.benchmarks import inputs, models, workloads
 from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.workloads import Lengths
@@ -237,7 +237,7 @@ def _start(
 ) -> tuple[dict[str, JsonSubprocess], dict[str, dict[str, Any]]]:
     """Starts our processes and the baseline's; returns them and their descriptions by name."""
     processes, described = {}, {}
-    model, against, threads = options_lib.model_folder(options, architecture), options.against, options.threads
+    model, against, threads = inputs.model_folder(options, architecture), options.against, options.threads
     ours = {"ours": 1}
     if options.pack > 1:
         ours["packed"] = options.pack
@@ -270,7 +270,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
       ValueError: sizes that don't fit, a baseline that doesn't start, or one that computes something else.
       RuntimeError: a process ended.
     """
-    architecture, against = options_lib.architecture_of(options), options.against
+    architecture, against = inputs.architecture_of(options), options.against
     options_lib.check_baseline(options, BASELINES)
     sizes = Sizes(
         rows=options.rows or 64,
@@ -282,7 +282,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     )
     if sizes.rows % sizes.micro_batches:
         raise ValueError(f"--rows={sizes.rows} can't be cut into --micro_batches={sizes.micro_batches}.")
-    lengths = options_lib.response_lengths(options, default=sizes.response_tokens)
+    lengths = inputs.response_lengths(options, default=sizes.response_tokens)
     examples = make_examples(sizes, lengths, architecture.vocab_size)
     if options.zero_rows is not None:
         examples = without_advantages(examples, options.zero_rows, sizes.seed)

@@ -3,12 +3,15 @@
 import dataclasses
 import math
 import socket
+from typing import TYPE_CHECKING
 
 from reinforce_ada_jax.config import values
 from reinforce_ada_jax.config.paths import check_local
 from reinforce_ada_jax.config.settings import setting
 from reinforce_ada_jax.config.values import Allowed
-from reinforce_ada_jax.sampling.state import SamplingParams
+
+if TYPE_CHECKING:
+    from reinforce_ada_jax.sampling.state import SamplingParams
 
 
 def _within(least: int, most: int) -> Allowed:
@@ -59,8 +62,10 @@ class ServerSettings:
             )
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> "SamplingParams":
         """Sampling parameters of every response."""
+        from reinforce_ada_jax.sampling.state import SamplingParams  # noqa: PLC0415  (--help needs no JAX)
+
         temperature = 0.0 if self.greedy else self.temperature
         return SamplingParams(self.max_response_tokens, temperature, self.top_k, self.top_p)
 
