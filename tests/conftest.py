@@ -2,8 +2,7 @@
 
 import os
 import signal
-
-from tests import compiling, forked, typechecking  # noqa: F401  (named in pyproject.toml)
+from tests import compiling, forked, typechecking
 
 # A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,6 +18,10 @@ import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_runtest_setup() -> None:
+    typechecking.begin_test()
 
 
 def pytest_unconfigure() -> None:
