@@ -1,7 +1,12 @@
 """The test process: eight CPU devices, decided before jax is imported, no silent promotion, and Ctrl-C."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
+
 from tests import compiling, forked, typechecking
 
 # A shell has what it starts in the background ignore SIGINT, and so would the commands that tests interrupt.
@@ -18,6 +23,14 @@ import jax  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> Iterator[None]:
+    """Exempts what earlier files left from collections of garbage, which would visit it again for seconds each time."""
+    gc.collect()
+    gc.freeze()
+    yield
 
 
 def pytest_runtest_setup() -> None:
