@@ -15,7 +15,7 @@ TINY := --config=configs/tiny.py --config.learning.learning_rate=1e-3
 # Single draws until the first correct one; nothing drawn ahead, so that few tokens are generated.
 EXACT := strategy=positive objective=log samples_per_round=1 max_rounds=16 speculative=False
 
-.PHONY: setup demo test slow parity lint docs audit release-check clean
+.PHONY: setup demo test slow torture parity lint docs audit release-check clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ test: setup
 
 slow: setup
 	$(RUN) pytest -q -m slow
+
+# Kills, damaged and hostile files, full disks, rude clients: what was tried and lost. SEED=7 MINUTES=5 ONLY=kills,disk
+torture: setup
+	$(RUN) dev.torture $(SEED:%=--seed=%) $(MINUTES:%=--minutes=%) $(ONLY:%=--only=%)
 
 # Live comparison with torch and transformers, in an environment of its own.
 parity: $(PARITY_VENV)/.installed

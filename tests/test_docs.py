@@ -316,6 +316,7 @@ RUN_BY = {
     "make parity": ".ci/run",
     "make docs": ".ci/run",
     "make demo": "tests/test_demo.py::test_balance_learns_more_from_an_update_than_grpo",
+    "make torture": "tests/test_torture.py::test_nothing_is_lost",
     "make slow": "by hand: minutes to hours",
     "make audit": "by hand: it asks pypi.org",
     "make release-check": "by hand: it installs a wheel from the network",

@@ -1,0 +1,251 @@
+"""Training runs that are killed, damaged or out of disk space, against the bits of runs that nothing disturbed."""
+
+import contextlib
+import os
+import pathlib
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from dev.torture.bench import Bench
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed import processes as processes_lib
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.reporting import writers
+from tests import compiling
+from tests.forked import Forked
+from tests.running import cipher_file, environment, reproducible, restored
+
+ITERATIONS, LIMIT_S, JOIN_S = 6, 300, 20
+SMALL = {
+    "iterations": ITERATIONS, "checkpoint.every": 1, "evaluation.every": 3, "evaluation.samples": 1,
+    "sampling.slots": 12, "collection.prompts_per_iteration": 12, "learning.prompts_per_update": 12,
+    "logging.sampled_prompts": 8,
+}  # fmt: skip
+
+
+class Runs:
+    """Runs of the built-in model: each a number of processes on loopback, one device each."""
+
+    def __init__(self, bench: Bench):
+        self._bench, self._unbroken, self._numbers = bench, {}, 0
+        self._benchmark = cipher_file(bench.scratch / "heldout.jsonl", 16)
+
+    def new_folder(self) -> pathlib.Path:
+        """Returns a work directory that does not exist yet."""
+        self._numbers += 1
+        return self._bench.scratch / f"run-{self._numbers}"
+
+    def start(self, workdir: pathlib.Path, count: int, *more: str, how: tuple[str, ...] = ()) -> list[Forked]:
+        """Starts the processes of a run."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        settings = SMALL | {"mesh.data": count}
+        flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({self._benchmark!r},)"]
+        flags += [f"--config.{key}={value}" for key, value in settings.items()]
+        arguments = [*(how or ("-m", "reinforce_ada_jax.train")), *flags, f"--workdir={workdir}", *more]
+        started = []
+        for index in range(count):
+            env = environment(f"--xla_force_host_platform_device_count=1 {compiling.COMMANDS}")
+            # The program's own folder of compiled programs, which kills must not damage, in place of JAX's.
+            env = {name: value for name, value in env.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
+            env["XDG_CACHE_HOME"] = os.environ[compiling.CHOSEN]
+            if count > 1:
+                env |= {processes_lib.ADDRESS: f"127.0.0.1:{port}", processes_lib.COUNT: str(count)}
+                env |= {processes_lib.INDEX: str(index), processes_lib.JOIN: str(JOIN_S)}
+            started.append(Forked(arguments, env))
+        return started
+
+    def unbroken(self, count: int) -> tuple[pathlib.Path, float]:
+        """Returns the work directory of an undisturbed run, and its seconds."""
+        if count not in self._unbroken:
+            workdir, began = self.new_folder(), time.monotonic()
+            codes, said = ended(self.start(workdir, count))
+            assert codes == [0] * count, said
+            self._unbroken[count] = workdir, time.monotonic() - began
+        return self._unbroken[count]
+
+
+def ended(processes: list[Forked]) -> tuple[list[int], list[str]]:
+    """Returns exit codes and stderr of processes, which end within LIMIT_S or are lost."""
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"a process did not end within {LIMIT_S} s") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [process.returncode for process in processes], said
+
+
+def texts(folder: pathlib.Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in sorted(folder.iterdir())} if folder.exists() else {}
+
+
+def assert_same_bits(workdir: pathlib.Path, unbroken: pathlib.Path) -> None:
+    """Weights, moments, records, metrics, samples and evaluations are those of the undisturbed run."""
+    (state, record), (expected, expected_record) = restored(workdir), restored(unbroken)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record, "the records differ"
+    assert reproducible(workdir) == reproducible(unbroken), "the metrics differ"
+    for folder in ("samples", "evaluations"):
+        assert texts(workdir / folder) == texts(unbroken / folder), f"{folder} differ"
+    partial = [str(file) for file in workdir.rglob("*") if "partial" in file.name or "-tmp" in file.name]
+    assert not partial, f"left in the work directory: {partial}"
+
+
+def one_line(text: str) -> bool:
+    """Returns True if a command said one error in one line, and no stack trace."""
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    return len(errors) <= 1 and "Traceback" not in text
+
+
+def _kill_once(runs: Runs, workdir: pathlib.Path, count: int, rng: random.Random) -> str:
+    """Starts a run, ends one of its processes at a random moment, and checks how all of them end."""
+    how, victim = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)), rng.randrange(count)
+    delay = rng.uniform(0.0, runs.unbroken(count)[1])
+    what = f"{how.name} of process {victim} of {count} after {delay:.2f} s"
+    processes = runs.start(workdir, count)
+    time.sleep(delay)
+    processes[victim].send_signal(how)
+    codes, said = ended(processes)
+    complete = len(writers.read_metrics(workdir)) == ITERATIONS
+    # A run that ended before; a process that had no handler yet; all others start again.
+    of_victim = {-how, RESTART} if how == signal.SIGTERM else {-how}
+    for index, code in enumerate(codes):
+        allowed = {RESTART} | (of_victim if index == victim else set()) | ({0} if complete else set())
+        assert code in allowed, f"{what}: exit codes {codes}: {said}"
+        assert one_line(said[index]), f"{what}: {said[index]}"
+    return what
+
+
+def kills(bench: Bench) -> None:
+    """SIGKILL and SIGTERM of one of 1, 2, 3 and 4 processes, up to three times in a run, and a resume to its end."""
+    runs, number = Runs(bench), 0
+    while bench.goes_on():
+        count = (1, 2, 3, 4)[number % 4]
+        with bench.case(f"kills, run {number} of {count} processes"):
+            unbroken, _ = runs.unbroken(count)
+            workdir = runs.new_folder()
+            whats = [_kill_once(runs, workdir, count, bench.rng) for _ in range(bench.rng.randrange(1, 4))]
+            codes, said = ended(runs.start(workdir, count))
+            assert codes == [0] * count, f"the resume after {whats}: {codes} {said}"
+            try:
+                assert_same_bits(workdir, unbroken)
+            except AssertionError as error:
+                raise AssertionError(f"after {whats}: {error!s:.800}") from error
+            shutil.rmtree(workdir)
+        number += 1
+
+
+def _files(folder: pathlib.Path, rng: random.Random) -> pathlib.Path:
+    return rng.choice(sorted(file for file in folder.rglob("*") if file.is_file()))
+
+
+def _flip(file: pathlib.Path, rng: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    if content:
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+
+
+def _damage(checkpoints: pathlib.Path, foreign: pathlib.Path, rng: random.Random) -> str:
+    """Damages the newest checkpoint, or puts one there that belongs to another run."""
+    newest = max(
+        (entry for entry in checkpoints.iterdir() if entry.name.isdecimal()), key=lambda entry: int(entry.name)
+    )
+    kind = rng.choice(("cut", "bits", "gone", "empty", "noise", "renamed", "foreign", "folder"))
+    if kind in ("renamed", "foreign"):
+        number = rng.choice((int(newest.name) + 1, 10**6, 10**30))
+        source = newest if kind == "renamed" else foreign / "checkpoints" / newest.name
+        shutil.copytree(source, checkpoints / str(number))
+        return f"{kind} to {number}"
+    file = _files(newest, rng)
+    if kind == "cut":
+        os.truncate(file, rng.randrange(max(1, file.stat().st_size)))
+    elif kind == "bits":
+        for _ in range(rng.randrange(1, 5)):
+            _flip(file, rng)
+    elif kind == "noise":
+        file.write_bytes(rng.randbytes(rng.randrange(1, 10_000)))
+    else:
+        file.unlink()
+        if kind == "folder":
+            file.mkdir()
+        elif kind == "empty":
+            file.touch()
+    return f"{kind} {file.relative_to(checkpoints)}"
+
+
+def checkpoints(bench: Bench) -> None:
+    """Damaged, renamed and foreign checkpoints: a resume makes the bits of the undisturbed run."""
+    runs = Runs(bench)
+    unbroken, _ = runs.unbroken(1)
+    foreign = runs.new_folder()
+    codes, said = ended(runs.start(foreign, 1, "--config.seed=5"))
+    assert codes == [0], said
+    while bench.goes_on():
+        workdir = shutil.copytree(unbroken, runs.new_folder())
+        what = _damage(workdir / "checkpoints", foreign, bench.rng)
+        with bench.case(what):
+            codes, said = ended(runs.start(workdir, 1))
+            assert codes == [0] and one_line(said[0]), (codes, said)
+            for stray in (workdir / "checkpoints").iterdir():  # what does not belong is left alone
+                if stray.name.isdecimal() and int(stray.name) > ITERATIONS:
+                    shutil.rmtree(stray)
+            assert_same_bits(workdir, unbroken)
+        shutil.rmtree(workdir)
+
+
+@contextlib.contextmanager
+def _small_disk(folder: pathlib.Path, kilobytes: int) -> Iterator[bool]:
+    """Mounts a small file system, or returns False where that is not allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+# Where nothing can be mounted, a limit on the size of files: a write beyond it fails as on a full disk.
+LIMITED = """
+import resource, runpy, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (KILOBYTES * 1024, resource.RLIM_INFINITY))
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def disk(bench: Bench) -> None:
+    """Disks that are full at a random moment: one line and exit code 1, and with more space the bits of the run."""
+    runs, number = Runs(bench), 0
+    unbroken, _ = runs.unbroken(1)
+    whole = sum(file.stat().st_size for file in unbroken.rglob("*") if file.is_file()) // 1024
+    while bench.goes_on():
+        number += 1
+        kilobytes = bench.rng.randrange(8, whole)
+        place = bench.scratch / f"disk-{number}"
+        with bench.case(f"a disk of {kilobytes} KB"), _small_disk(place, kilobytes) as mounted:
+            workdir = place / "run"
+            if not mounted:
+                kilobytes = bench.rng.randrange(1, 100)
+            how = () if mounted else ("-c", LIMITED.replace("KILOBYTES", str(kilobytes)))
+            codes, said = ended(runs.start(workdir, 1, how=how))
+            assert codes in ([0], [cli.STOPPED]) and one_line(said[0]), (kilobytes, mounted, codes, said)
+            if mounted:
+                subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
+            codes, said = ended(runs.start(workdir, 1))
+            assert codes == [0], (kilobytes, codes, said)
+            assert_same_bits(workdir, unbroken)
