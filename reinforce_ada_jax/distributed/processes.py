@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.distributed.watchdog import NEWS_S, RESTART, TIMEOUT_S, Watchdog
+from reinforce_ada_jax.distributed.watchdog import NEWS_S, RESTART, TIMEOUT_S, UnreachableError, Watchdog
 
 # Bytes that `exchange` sends at a time. One size, so that one program serves every exchange of a run.
 CHUNK = 2**20
@@ -39,7 +39,8 @@ _watchdog: Watchdog | None = None
 def initialize(*, cluster: bool) -> None:
     """Joins the other processes of the run, before any device is touched; returns when all are there.
 
-    If one does not start within REINFORCE_ADA_JOIN_S seconds (120), this process ends with exit code RESTART.
+    If one does not start within REINFORCE_ADA_JOIN_S seconds (120), or can't be reached, this process ends with exit
+    code RESTART: it may have been lost.
 
     Args:
       cluster: the surroundings (a TPU pod, Slurm, MPI) know the processes. Else they are known from the environment,
@@ -47,7 +48,7 @@ def initialize(*, cluster: bool) -> None:
 
     Raises:
       ValueError: some of the variables are set and others are not, or they name no process; or `cluster`, and there is
-        none; or the processes can't connect with each other.
+        none.
     """
     given = {name: os.environ[name] for name in (ADDRESS, COUNT, INDEX) if os.environ.get(name)}
     if not cluster and not given:
@@ -59,7 +60,10 @@ def initialize(*, cluster: bool) -> None:
     with _ending_after(seconds):
         jax.distributed.initialize(address, number, own, initialization_timeout=math.ceil(seconds) + 60)
     if count() > 1:
-        _join_watchdog()
+        try:
+            _join_watchdog()
+        except UnreachableError as error:
+            cli.fail(error, RESTART)
 
 
 def _join_seconds() -> float:
@@ -126,7 +130,7 @@ def _join_watchdog() -> None:
         try:
             greeting = store.blocking_key_value_get(key, 1000 * TIMEOUT_S)
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(
+            raise UnreachableError(
                 f"process 0 at {address} published no port within {TIMEOUT_S} s ({error}). See its log."
             ) from error
         _watchdog.connect(_host(address), greeting)

@@ -38,6 +38,11 @@ _JOIN, _LEAVE, _STOP, _GONE, _REFUSE = b"J", b"L", b"S", b"G", b"R"
 _SECRET = 16
 _GREETING = _SECRET + 3  # the secret, and a message
 
+
+class UnreachableError(ValueError):
+    """A process of the run can't be reached: it ended while it joined, or the network between them is closed."""
+
+
 _REMEDY = "let the machines of the run reach each other on all ports from 1024 up."
 
 
@@ -114,14 +119,14 @@ class Watchdog:
         """Connects another process with process 0; `greeting` is what its `listen` returned.
 
         Raises:
-          ValueError: it can't be reached.
+          UnreachableError: it can't be reached.
         """
         port, secret = greeting.split()
         try:
             link = _kept_alive(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
             link.sendall(bytes.fromhex(secret) + _JOIN + _numbered(self.index))
         except OSError as error:
-            raise ValueError(
+            raise UnreachableError(
                 f"process {self.index} of {self.count} can't connect with process 0 at {host}, port {port} ({error}). "
                 f"JAX's own port could be reached there; this one is a free one, another at each start: {_REMEDY}"
             ) from error
@@ -132,7 +137,7 @@ class Watchdog:
         """Waits until all are connected (in process 0), and starts the thread that watches.
 
         Raises:
-          ValueError: some did not connect within JOIN_S.
+          UnreachableError: some did not connect within JOIN_S.
         """
         if self._server is not None:
             with self._server, selectors.DefaultSelector() as selector:
@@ -169,7 +174,7 @@ class Watchdog:
     def _check_in_time(self, deadline: float, server: socket.socket) -> None:
         if time.monotonic() > deadline:
             missing = [str(process) for process in range(1, self.count) if process not in self._links]
-            raise ValueError(
+            raise UnreachableError(
                 f"process 0 waited {JOIN_S} s for process {', '.join(missing)} of {self.count} to connect at port "
                 f"{server.getsockname()[1]}: see what their logs say, and {_REMEDY}"
             )
