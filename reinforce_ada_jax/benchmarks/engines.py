@@ -93,8 +93,8 @@ def draw(
 ) -> list[Pool]:
     """Draws the whole workload once; `params` are empty for a simulated engine.
 
-    Repetitions of another `stream` differ in their tokens. Pages are reserved for `limit` tokens, as for a response of
-    unknown length, or by default for the prescribed length, which ends the response.
+    Repetitions of another `stream` differ in their tokens. The token limit of responses is `limit`, as in a run whose
+    lengths are not known before, or by default the prescribed length, which ends the response.
     """
 
     def sampling(request: Request) -> SamplingParams:

@@ -43,7 +43,10 @@ INTEGERS = {
     "prompts": (512, "Prompts of the `adaptive` workload."),
     "samples_per_round": (8, "Draws of one round of `adaptive`."),
     "max_rounds": (4, "Most rounds of `adaptive`."),
-    "max_response_tokens": (None, "Simulation: tokens for which pages are reserved, instead of the actual length."),
+    "max_response_tokens": (
+        None,
+        "Simulation: token limit of responses; the prescribed lengths by default.",
+    ),
     "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
     "seed": (0, "Seed of workloads and random weights."),
     "seeds": (5, "Runs of `learning` for each algorithm."),

@@ -253,8 +253,8 @@ class SamplingConfig:
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)
     pages: int = setting(
-        0, "Pages of one replica's cache; 0: enough for all slots and open_prompts.", values.NOT_NEGATIVE,
-        rule="pages_hold_a_response",
+        0, "Pages of one replica's cache; 0: as many as slots and open_prompts need at their longest.",
+        values.NOT_NEGATIVE, rule="pages_hold_a_response",
     )  # fmt: skip
     open_prompts: int = setting(
         0, "Prompts with pages in one replica; 0: a quarter more than slots, half more if samples_per_round is "

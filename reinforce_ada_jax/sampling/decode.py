@@ -9,6 +9,7 @@ ended gives its pages back and takes the next request from the queue. The host s
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
+from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling import pages as pages_lib
+from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.paged_attention import pad_head_dim, paged_attention, write_token
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
@@ -26,14 +29,15 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     DecodeState,
+    Occupancy,
     Outputs,
     Prefix,
     Prompts,
-    Queue,
     Sampling,
     Slots,
     WindowInputs,
     WindowOutputs,
+    occupancy,
 )
 
 Pools = tuple[Array, Array]  # pages of keys, pages of values
@@ -90,28 +94,15 @@ def open_prompts(state: DecodeState, prefix: Prefix, rows: Int[Array, " B"]) -> 
     return _fill_pages(state.replace(pool=pool, prompts=prompts), prefix, table)
 
 
-def close_prompts(state: DecodeState, closing: Bool[Array, " R"]) -> DecodeState:
-    """Releases the pages of prompts; none of their draws runs or waits."""
-    counts = num_pages(state.prompts.length - 1, _page_size(state))
-    held = (jnp.arange(state.prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
-    return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held))
-
-
-def _own_pages(slots: Slots) -> Bool[Array, "S width"]:
-    column = jnp.arange(slots.table.shape[1])[None]
-    return (column >= slots.shared[:, None]) & (column < slots.used[:, None])
+def _change(state: DecodeState, wanted: Bool[Array, ""], change: Callable[[Occupancy], Occupancy]) -> DecodeState:
+    """Changes the small records of a state where wanted. Keys and values stay outside: a branch would copy them."""
+    small = jax.lax.cond(wanted, change, lambda small: small, occupancy(state))
+    return state.replace(pool=small.pool, prompts=small.prompts, queue=small.queue, slots=small.slots)
 
 
 def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
     """Makes slots inactive and releases their own pages."""
-    slots = state.slots
-    pool = pages_lib.release(state.pool, slots.table, _own_pages(slots) & ended[:, None])
-    slots = slots.replace(
-        active=slots.active & ~ended,
-        shared=jnp.where(ended, 0, slots.shared),
-        used=jnp.where(ended, 0, slots.used),
-    )
-    return state.replace(pool=pool, slots=slots)
+    return _change(state, jnp.any(ended), lambda small: slots_lib.release(small, ended))
 
 
 def insert(
@@ -136,6 +127,7 @@ def insert(
         count=jnp.where(here, 0, old.count),
         sampling=jax.tree.map(lambda new, old: jnp.where(here, new, old), sampling, old.sampling),
         key=jnp.where(here[:, None], token_lib.draw_keys(state.seed, address[None]), old.key),
+        prompt_row=old.prompt_row,
         output_row=jnp.where(here, slot, old.output_row),
         table=jnp.where(here[:, None], table, old.table),
         shared=jnp.where(here, 0, old.shared),
@@ -144,74 +136,37 @@ def insert(
     return _fill_pages(state.replace(pool=pool, slots=slots), prefix, table)
 
 
-def enqueue(state: DecodeState, inputs: WindowInputs) -> DecodeState:
-    """Appends the host's requests to the queue, which has room for them."""
-    queue, size = state.queue, state.queue.prompt_row.shape[0]
-    entry = jnp.arange(size)
-    place = jnp.where(entry < inputs.count, (queue.end + entry) % size, size)
+def refill(state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> DecodeState:
+    """Starts requests from the head of the queue in idle slots, in order, as many as are admissible.
 
-    def put(waiting, new):
-        return waiting.at[place].set(new, mode="drop")
-
-    queue = Queue(
-        prompt_row=put(queue.prompt_row, inputs.prompt_row),
-        output_row=put(queue.output_row, inputs.output_row),
-        key=put(queue.key, token_lib.draw_keys(state.seed, inputs.address)),
-        sampling=jax.tree.map(put, queue.sampling, inputs.sampling),
-        head=queue.head,
-        end=queue.end + inputs.count,
-    )
-    return state.replace(queue=queue)
-
-
-def refill(state: DecodeState, reserve: Int[Array, ""] | int = 0) -> DecodeState:
-    """Starts requests from the head of the queue in idle slots, in order, as long as `reserve` pages stay free."""
-    slots, queue, prompts = state.slots, state.queue, state.prompts
-    page_size, width = _page_size(state), slots.table.shape[1]
-    idle = ~slots.active
-    entry = queue.head + jnp.cumsum(idle) - 1
-    waiting = idle & (entry < queue.end)
-    entry = entry % queue.prompt_row.shape[0]
-    row = queue.prompt_row[entry]
-    sampling = jax.tree.map(lambda x: x[entry], queue.sampling)
-    length = prompts.length[row]
-    shared = (length - 1) // page_size
-    used = num_pages(length + sampling.max_tokens, page_size)
-    wanted = jnp.where(waiting, used - shared, 0)
-    # Later entries are in later slots, so this cuts off the queue's tail and never skips a request.
-    taken = waiting & (jnp.cumsum(wanted) <= state.pool.available - reserve)
-    pool, own = pages_lib.allocate(state.pool, jnp.where(taken, wanted, 0), width)
-
-    column = jnp.arange(width)[None]
-    prompt_table = jnp.pad(prompts.table, ((0, 0), (0, max(0, width - prompts.table.shape[1]))))[row][:, :width]
-    own_table = jnp.take_along_axis(own, jnp.maximum(column - shared[:, None], 0), axis=1)
-    table = jnp.where(column < shared[:, None], prompt_table, own_table)
-
-    def choose(new, old):
-        return jnp.where(taken.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    refilled = Slots(
-        active=slots.active | taken,
-        token=choose(prompts.last_token[row], slots.token),
-        position=choose(length - 1, slots.position),
-        count=choose(jnp.zeros_like(slots.count), slots.count),
-        sampling=jax.tree.map(choose, sampling, slots.sampling),
-        key=choose(queue.key[entry], slots.key),
-        output_row=choose(queue.output_row[entry], slots.output_row),
-        table=choose(table, slots.table),
-        shared=choose(shared, slots.shared),
-        used=choose(used, slots.used),
-    )
+    Args:
+      state: of the engine.
+      reserve: pages that stay free.
+      expected: pages that draws are expected to need (`admission.expected_pages`).
+    """
+    before, page_size = state.slots.active, _page_size(state)
+    wanted = (state.queue.head < state.queue.end) & ~jnp.all(before)
+    state = _change(state, wanted, lambda small: slots_lib.start(small, page_size, reserve, expected))
+    slots, prompts = state.slots, state.prompts
     # The prompt's last page, where it is partly filled, goes on in the slot's first own page.
-    partly_filled = taken & ((length - 1) % page_size > 0)
-    last_page = jnp.take_along_axis(prompt_table, shared[:, None], axis=1)[:, 0]
-    first_own = jnp.take_along_axis(table, shared[:, None], axis=1)[:, 0]
-    state = state.replace(
-        pool=pool,
-        slots=refilled,
-        queue=queue.replace(head=queue.head + jnp.sum(taken, dtype=jnp.int32)),
-    )
+    partly_filled = slots.active & ~before & (slots.position % page_size > 0)
+    last_page = prompts.table[slots.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
+    first_own = jnp.take_along_axis(slots.table, slots.shared[:, None], axis=1)[:, 0]
     return _copy_pages(state, last_page, first_own, partly_filled)
+
+
+def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""]) -> DecodeState:
+    """Gives each slot the page of its next token, where wanted; evicts slots if fewer are free beyond `floor`."""
+    before, needs_page = state.slots, slots_lib.needs_page(state.slots, _page_size(state))
+
+    def change(small: Occupancy) -> Occupancy:
+        short = jnp.sum(needs_page, dtype=jnp.int32) > small.pool.available - floor
+        small = jax.lax.cond(short, lambda small: slots_lib.evict(small, needs_page, floor), lambda small: small, small)
+        return slots_lib.grow(small, needs_page & small.slots.active)
+
+    state = _change(state, wanted & jnp.any(needs_page), change)
+    evicted = before.active & ~state.slots.active
+    return state.replace(redone=state.redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32))
 
 
 def _copy_pages(
@@ -341,15 +296,22 @@ def decode_window(
     num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
     widths = (num_slots, *(num_slots // part for part in NARROWER if num_slots >= part))
     forward = functools.partial(_forward, pages_per_layer=pages_per_layer, dtype=dtype, backend=backend, mesh=mesh)
-    state = enqueue(close_prompts(state, inputs.closing), inputs)
+    state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
+    state = slots_lib.enqueue(state, inputs, state.seed)
+    # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
+    floor = jnp.minimum(inputs.reserve, state.pool.available)
+    expected = admission.expected_pages(inputs.survivors)
     # Responses that the last window finished are in its outputs.
     running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
-    state = state.replace(outputs=running, busy=jnp.int32(0), decode_steps=jnp.int32(0))
+    state = state.replace(outputs=running, busy=jnp.int32(0), decode_steps=jnp.int32(0), redone=jnp.int32(0))
 
-    def wanted(state, active, queue_empty):
-        finished = jnp.sum(state.outputs.status != RUNNING)
+    def queue_is_empty(state):
+        return state.queue.head >= state.queue.end
+
+    def wanted(state):
+        active, finished = jnp.sum(state.slots.active), jnp.sum(state.outputs.status != RUNNING)
         idle = num_slots - active
-        starved = queue_empty & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
+        starved = queue_is_empty(state) & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
         return (state.decode_steps < window) & (active > 0) & ~starved
 
     def compute_logprobs(index, carry, width, slots):
@@ -361,9 +323,10 @@ def decode_window(
 
     def decode_step(carry):
         state, logprobs, last_width, _ = carry
-        state = refill(state, inputs.reserve)
-        active, queue_empty = jnp.sum(state.slots.active), state.queue.head >= state.queue.end
-        go_on = wanted(state, active, queue_empty)
+        state = refill(state, inputs.reserve, expected)
+        go_on = wanted(state)
+        state = take_pages(state, floor, go_on)
+        active, queue_empty = jnp.sum(state.slots.active), queue_is_empty(state)
         # The tail, with nothing left to refill from: ever fewer slots, the active ones among them.
         width = jnp.int32(num_slots)
         for narrower in widths[1:]:
@@ -392,5 +355,6 @@ def decode_window(
         free_pages=state.pool.available,
         busy=state.busy,
         decode_steps=state.decode_steps,
+        redone=state.redone,
     )
     return state, outputs

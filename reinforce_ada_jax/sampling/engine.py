@@ -19,6 +19,7 @@ from reinforce_ada_jax.distributed.mesh import local_mesh, local_view
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, nest, param_shardings, weight_shapes
+from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.prefill_batches import bucket_of, buckets, check_prompt
 from reinforce_ada_jax.sampling.programs import make_programs, num_replicas, weight_shardings
 from reinforce_ada_jax.sampling.state import (
@@ -30,6 +31,7 @@ from reinforce_ada_jax.sampling.state import (
     SamplingParams,
     WindowInputs,
     WindowOutputs,
+    occupancy,
 )
 from reinforce_ada_jax.sampling.window_inputs import window_inputs
 
@@ -135,7 +137,8 @@ class Engine:
           prompt_tokens: lengths of the prompts, to leave out the prefills that none of them needs; None: all prefills.
         """
         o, params, state = self.options, self.abstract_weights(), self._programs.init_state.eval_shape()
-        inputs = self._stack([window_inputs(o, [], np.zeros(o.open_prompts, bool), reserve=0)] * self.replicas)
+        nothing = window_inputs(o, [], np.zeros(o.open_prompts, bool), 0, Lengths(o.table_width).survivors())
+        inputs = self._stack([nothing] * self.replicas)
 
         def prefill(tokens: int) -> Callable[[], jax.stages.Lowered]:
             rows = np.zeros(o.prefill_rows, np.int32)
@@ -195,7 +198,7 @@ class Engine:
 
     def fetch(self, state: DecodeState) -> list[Occupancy]:
         """Waits for a state; returns each replica's pool, prompts, queue and slots, on the host."""
-        return self._unstack(Occupancy(pool=state.pool, prompts=state.prompts, queue=state.queue, slots=state.slots))
+        return self._unstack(occupancy(state))
 
     # ---- token by token, one replica -----------------------------------------------------------------------------
 

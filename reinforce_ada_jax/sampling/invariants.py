@@ -108,18 +108,19 @@ def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: n
 
 
 def _check_slots(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
-    """Checks that slots read their own prompts' pages, with room for the next token and for the last one."""
+    """Checks that slots read their own prompts' pages, with a page for each token."""
     prompts, slots = state.prompts, state.slots
     requests = [rows.in_flight[row] for row in slots.output_row[active].tolist()]
     home = np.array([rows.prompts.get(request.prompt.id, -1) for request in requests], np.int64)
     _require(bool((home >= 0).all()), f"slots {active[home < 0].tolist()} decode for prompts that are closed")
     length, table, shared, used = prompts.length[home], slots.table[active], slots.shared[active], slots.used[active]
-    max_tokens, count = slots.sampling.max_tokens[active], slots.count[active]
+    max_tokens, count, position = slots.sampling.max_tokens[active], slots.count[active], slots.position[active]
     right = (
-        (slots.position[active] == length - 1 + count)
+        (slots.prompt_row[active] == home)
+        & (position == length - 1 + count)
         & (count < max_tokens)
         & (shared == (length - 1) // options.page_size)
-        & (used == num_pages(length + max_tokens, options.page_size))
+        & (used == np.maximum(position - 1, length - 1) // options.page_size + 1)
     )
     _require(bool(right.all()), f"slots {active[~right].tolist()} are not where their prompts and lengths put them")
     width = min(table.shape[1], prompts.table.shape[1])

@@ -84,3 +84,11 @@ def release(pool: PagePool, pages: Int[Array, "R width"], held: Bool[Array, "R w
 def num_pages(tokens: Tokens, page_size: int) -> Tokens:
     """Returns the number of pages that hold this many tokens."""
     return (tokens + page_size - 1) // page_size
+
+
+def own_pages(prompt: Tokens, response: Tokens, page_size: int) -> Tokens:
+    """Returns the pages that a response needs beside those of its prompt; lengths in tokens, at least 1.
+
+    The prompt's last token starts the first of them, and the response's last token is never stored.
+    """
+    return (prompt + response - 2) // page_size - (prompt - 1) // page_size + 1

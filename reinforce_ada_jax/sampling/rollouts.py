@@ -64,6 +64,7 @@ class RolloutCounts:
       windows: decode windows.
       prefills: prompts prefilled.
       dispatches: programs started on the device, windows and prefills.
+      redone: tokens of responses that were evicted for lack of pages and drawn again; `tokens` has them, too.
       host_s: seconds from reading outputs to submitting the next window, where the device had no work left by then.
     """
 
@@ -72,6 +73,7 @@ class RolloutCounts:
     windows: int = 0
     prefills: int = 0
     dispatches: int = 0
+    redone: int = 0
     host_s: float = 0.0
 
     @property
@@ -272,6 +274,7 @@ class _Session:
         self.read_at = time.monotonic()
         self.counts.windows += 1
         self.counts.tokens += sum(int(outputs.busy) for outputs in of_replicas)
+        self.counts.redone += sum(int(outputs.redone) for outputs in of_replicas)
         self.decode_steps += [int(outputs.decode_steps) for outputs in of_replicas]
         # A replica that takes fewer steps than another one idles meanwhile.
         self.counts.slot_steps = int(self.decode_steps.max()) * self.engine.options.slots * len(of_replicas)

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from reinforce_ada_jax.sampling import invariants
+from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.page_budget import PageBudget
+from reinforce_ada_jax.sampling.pages import own_pages
 from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -36,6 +38,7 @@ class Scheduler:
     def __init__(self, options: EngineOptions):
         self.options = options
         self.budget, self.rows = PageBudget(options), Rows(options)
+        self._lengths = Lengths(options.table_width)
         self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
         self._opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts to prefill
@@ -120,7 +123,7 @@ class Scheduler:
             request = self._ready.popleft()
             prompt_row, output_row = self.rows.prompts[request.prompt.id], self.rows.start(request)
             entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request)))
-        return window_inputs(self.options, entries, self.rows.take_closing(), reserve)
+        return window_inputs(self.options, entries, self.rows.take_closing(), reserve, self._lengths.survivors())
 
     def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
         """Returns the responses that ended in the oldest window in flight, by output row.
@@ -138,7 +141,8 @@ class Scheduler:
             )
         rows, responses = outputs.rows, []
         for row in np.flatnonzero(rows.status != RUNNING).tolist():
-            request, length = self.rows.finish(row), rows.length[row]
+            request, length = self.rows.finish(row), int(rows.length[row])
+            self._lengths.add(own_pages(len(request.prompt.tokens), length, self.options.page_size))
             responses.append(Response(
                 prompt_id=request.prompt.id,
                 draw=request.draw,

@@ -84,6 +84,7 @@ class WindowInputs(Record):
       count: number of requests, at the front; they queue behind those that wait already.
       closing: prompt rows to release; none of their draws runs or waits.
       reserve: pages that new responses must leave free, for prompts about to be opened.
+      survivors: responses seen that held at least 1, 2, ... pages of their own (admission.py).
     """
 
     prompt_row: Int[ArrayLike, " Q"]
@@ -93,6 +94,7 @@ class WindowInputs(Record):
     count: Int[ArrayLike, ""]
     closing: Bool[ArrayLike, " R"]
     reserve: Int[ArrayLike, ""]
+    survivors: Int[ArrayLike, " width"]
 
 
 class PrefillBatch(Record):
@@ -123,6 +125,7 @@ class Slots(Record):
     count: Int[ArrayLike, " S"]  # response tokens so far
     sampling: Sampling
     key: UInt32[ArrayLike, "S 2"]
+    prompt_row: Int[ArrayLike, " S"]
     output_row: Int[ArrayLike, " S"]
     table: Int[ArrayLike, "S width"]
     shared: Int[ArrayLike, " S"]  # leading table entries that belong to the prompt
@@ -161,6 +164,12 @@ class DecodeState(Record):
     stop_ids: Int[ArrayLike, " stops"]
     busy: Int[ArrayLike, ""]  # slot-steps that made a token in this window
     decode_steps: Int[ArrayLike, ""]  # taken in this window
+    redone: Int[ArrayLike, ""]  # tokens of evicted responses, in this window
+
+
+def occupancy(state: DecodeState) -> Occupancy:
+    """Returns the small records of a state."""
+    return Occupancy(pool=state.pool, prompts=state.prompts, queue=state.queue, slots=state.slots)
 
 
 class WindowOutputs(Record):
@@ -172,6 +181,7 @@ class WindowOutputs(Record):
       free_pages: at the end of the window.
       busy: slot-steps that made a token.
       decode_steps: steps taken, each by all slots.
+      redone: tokens of responses that lost their slots and start again.
     """
 
     rows: Outputs
@@ -179,6 +189,7 @@ class WindowOutputs(Record):
     free_pages: Int[ArrayLike, ""]
     busy: Int[ArrayLike, ""]
     decode_steps: Int[ArrayLike, ""]
+    redone: Int[ArrayLike, ""]
 
 
 class Prefix(Record):
@@ -252,8 +263,9 @@ def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
         ),
         slots=Slots(
             active=xp.zeros(slots, bool), token=integers(slots), position=integers(slots), count=integers(slots),
-            sampling=sampling(slots), key=xp.zeros((slots, 2), xp.uint32), output_row=integers(slots),
-            table=integers(slots, o.table_width), shared=integers(slots), used=integers(slots),
+            sampling=sampling(slots), key=xp.zeros((slots, 2), xp.uint32), prompt_row=integers(slots),
+            output_row=integers(slots), table=integers(slots, o.table_width), shared=integers(slots),
+            used=integers(slots),
         ),
     )  # fmt: skip
 
@@ -280,4 +292,5 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
         busy=jnp.int32(0),
         decode_steps=jnp.int32(0),
+        redone=jnp.int32(0),
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from reinforce_ada_jax.sampling.state import ADDRESS_WORDS, EngineOptions, Sampling, SamplingParams, WindowInputs
 
@@ -19,7 +19,11 @@ class QueueEntry(NamedTuple):
 
 
 def window_inputs(
-    options: EngineOptions, entries: Sequence[QueueEntry], closing: Bool[np.ndarray, " R"], reserve: int
+    options: EngineOptions,
+    entries: Sequence[QueueEntry],
+    closing: Bool[np.ndarray, " R"],
+    reserve: int,
+    survivors: Int[np.ndarray, " width"],
 ) -> WindowInputs:
     """Returns the inputs of one replica's window.
 
@@ -28,6 +32,7 @@ def window_inputs(
       entries: in the order in which slots take them.
       closing: prompt rows to release.
       reserve: pages that new responses must leave free.
+      survivors: from `admission.Lengths.survivors`.
     """
 
     def column(values: Sequence, dtype: type, empty: int = 0) -> np.ndarray:
@@ -51,4 +56,5 @@ def window_inputs(
         count=np.asarray(len(entries), np.int32),
         closing=closing,
         reserve=np.asarray(reserve, np.int32),
+        survivors=survivors,
     )

@@ -4,14 +4,14 @@ Window for window it leaves the state that `decode.decode_window` leaves, page f
 put times on it (simulation.py); tests put tokens into its pages.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 
+from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling.decode import NARROWER
-from reinforce_ada_jax.sampling.pages import num_pages
+from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
     STOPPED,
@@ -52,6 +52,9 @@ class WindowModel:
     def on_end(self, slot: int) -> None:
         """Called when a slot's response has ended, before its pages are released."""
 
+    def on_evict(self, slot: int) -> None:
+        """Called when a slot is evicted, before its pages are released."""
+
     # ---- programs ------------------------------------------------------------------------------------------------
 
     def open_prompts(self, batch: PrefillBatch) -> None:
@@ -67,28 +70,31 @@ class WindowModel:
     def decode_window(self, inputs: WindowInputs) -> tuple[WindowOutputs, int]:
         """Does what `decode.decode_window` does; also returns the cached tokens that were read, over all steps."""
         o, slots, queue, ended = self.options, self.state.slots, self.state.queue, []
-        decode_steps = busy = cached = 0
+        decode_steps = busy = cached = redone = 0
         self._close_prompts(inputs.closing)
         self._enqueue(inputs)
-        self._refill(int(inputs.reserve))
-
-        def starved() -> bool:
-            idle = o.slots - slots.active.sum()
-            dry = bool(queue.head >= queue.end and idle >= max(1, o.slots // 4))
-            return dry and len(ended) >= max(1, o.slots // 8)
+        reserve, expected = int(inputs.reserve), admission.expected_pages(inputs.survivors, np)
+        floor = min(reserve, int(self.state.pool.available))
 
         def wanted() -> bool:
-            return decode_steps < o.window and bool(slots.active.any()) and not starved()
+            idle = o.slots - slots.active.sum()
+            dry = bool(queue.head >= queue.end and idle >= max(1, o.slots // 4))
+            starved = dry and len(ended) >= max(1, o.slots // 8)
+            return decode_steps < o.window and bool(slots.active.any()) and not starved
 
-        def few_left(width: int) -> bool:
-            return bool(queue.head >= queue.end and slots.active.sum() <= width)
+        def choose_width() -> int:
+            few = queue.head >= queue.end
+            return min(width for width in widths if width == o.slots or (few and slots.active.sum() <= width))
 
-        def advance() -> None:
-            """Decodes until a response ends or the window does: in between nothing can change."""
+        def advance(changed: bool) -> None:
+            """Decodes until a response ends, needs a page or the window ends: in between nothing can change."""
             nonlocal decode_steps, busy, cached
             active = np.flatnonzero(slots.active)
             left = [len(self.responses[row][0]) for row in slots.output_row[active].tolist()] - slots.count[active]
-            num_tokens = min(o.window - decode_steps, int(left.min()))
+            to_page_end = o.page_size - slots.position[active] % o.page_size
+            num_tokens = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
+            if changed and len(active) < o.slots and queue.head < queue.end:
+                num_tokens = 1  # with other pages held, requests may be admissible after this token
             decode_steps, busy = decode_steps + num_tokens, busy + num_tokens * len(active)
             cached += num_tokens * int(slots.position[active].sum() + len(active))
             cached += len(active) * num_tokens * (num_tokens - 1) // 2
@@ -97,15 +103,21 @@ class WindowModel:
             slots.count[active] += num_tokens
             ended.extend(self._release(active[left == num_tokens]))
 
-        widths = [o.slots // part for part in NARROWER if o.slots >= part]
-        while wanted() and not few_left(max(widths, default=0)):
-            advance()
-            self._refill(int(inputs.reserve))
-        for width, next_width in itertools.pairwise((*widths, 0)):
-            self._active_first()
-            while wanted() and few_left(width) and not few_left(next_width):
-                advance()
-        return self._outputs(ended, decode_steps, busy), cached
+        widths = [o.slots // part for part in (1, *NARROWER) if o.slots >= part]
+        last_width = o.slots
+        while True:
+            self._refill(reserve, expected)
+            go_on, used = wanted(), slots.used.copy()
+            if go_on:
+                redone += self._take_pages(floor)
+            changed, width = bool((slots.used != used).any()), choose_width() if go_on else widths[-1]
+            if width < last_width:
+                self._active_first()
+            last_width = width
+            if not go_on:
+                break
+            advance(changed)
+        return self._outputs(ended, decode_steps, busy, redone), cached
 
     # ---- parts of a window ---------------------------------------------------------------------------------------
 
@@ -137,36 +149,78 @@ class WindowModel:
             self.responses[int(inputs.output_row[index])] = self._respond(inputs.address[index], max_tokens)
         queue.end[...] += inputs.count
 
-    def _refill(self, reserve: int) -> None:
-        """Idle slots take requests from the head of the queue, in order, as long as `reserve` pages stay free."""
+    def _refill(self, reserve: int, expected: np.ndarray) -> None:
+        """Idle slots take requests from the head of the queue, in order, as many as are admissible."""
         slots, queue, prompts = self.state.slots, self.state.queue, self.state.prompts
-        for slot in np.flatnonzero(~slots.active).tolist():
-            if queue.head >= queue.end:
-                return
-            entry = int(queue.head) % self.options.output_rows
-            row, max_tokens = int(queue.prompt_row[entry]), int(queue.sampling.max_tokens[entry])
-            length = int(prompts.length[row])
-            shared = (length - 1) // self.options.page_size
-            used = num_pages(length + max_tokens, self.options.page_size)
-            if used - shared > self.state.pool.available - reserve:
-                return  # no request passes the head of the queue
+        page_size = self.options.page_size
+        waiting, idle = int(queue.end - queue.head), ~slots.active
+        if not waiting or not idle.any():
+            return
+        number = idle.cumsum() - 1
+        entry = (queue.head + number) % self.options.output_rows
+        row = np.where(idle, queue.prompt_row[entry], slots.prompt_row)
+        max_tokens = np.where(idle, queue.sampling.max_tokens[entry], slots.sampling.max_tokens)
+        limit = own_pages(prompts.length[row], max_tokens, page_size)
+        limit[idle & (number >= waiting)] = 0
+        held = slots.used - slots.shared
+        room = np.asarray(self.state.pool.available + held.sum() - reserve)
+        for slot in np.flatnonzero(admission.admissible(expected, held, limit, room, np)).tolist():
+            length = int(prompts.length[row[slot]])
+            shared = (length - 1) // page_size
             queue.head[...] += 1
             slots.table[slot] = 0
-            slots.table[slot, :shared] = prompts.table[row, :shared]
-            slots.table[slot, shared:used] = self._allocate(used - shared)
+            slots.table[slot, :shared] = prompts.table[row[slot], :shared]
+            slots.table[slot, shared] = self._allocate(1)[0]
             slots.active[slot], slots.position[slot], slots.count[slot] = True, length - 1, 0
-            slots.shared[slot], slots.used[slot] = shared, used
-            slots.output_row[slot], slots.sampling.max_tokens[slot] = queue.output_row[entry], max_tokens
-            self.on_start(slot, row)
+            slots.shared[slot], slots.used[slot], slots.prompt_row[slot] = shared, shared + 1, row[slot]
+            slots.output_row[slot] = queue.output_row[entry[slot]]
+            slots.sampling.max_tokens[slot] = max_tokens[slot]
+            self.on_start(slot, int(row[slot]))
+
+    def _take_pages(self, floor: int) -> int:
+        """Gives each slot the page of its next token, and evicts slots where there are none; returns their tokens."""
+        slots, redone = self.state.slots, 0
+        needs = slots.active & (slots.position // self.options.page_size >= slots.used)
+        free = int(self.state.pool.available) - floor
+        if needs.sum() > free:
+            redone = self._evict(needs, free)
+        growing = np.flatnonzero(needs & slots.active)
+        slots.table[growing, slots.used[growing]] = self._allocate(len(growing))
+        slots.used[growing] += 1
+        return redone
+
+    def _evict(self, needs: np.ndarray, free: int) -> int:
+        """Evicts the slots with the fewest tokens until the others find their pages; returns the tokens given up."""
+        slots, queue = self.state.slots, self.state.queue
+        own, missing, evicted = slots.used - slots.shared, int(needs.sum()) - free, []
+        by_tokens = np.argsort(np.where(slots.active, slots.count, np.iinfo(np.int32).max), kind="stable")
+        for slot in by_tokens.tolist():
+            if missing <= 0:
+                break
+            missing -= int(own[slot]) + int(needs[slot])
+            evicted.append(slot)
+        for slot in evicted:  # the one with the most tokens comes to the front
+            queue.head[...] -= 1
+            entry = int(queue.head) % self.options.output_rows
+            queue.prompt_row[entry], queue.output_row[entry] = slots.prompt_row[slot], slots.output_row[slot]
+            queue.sampling.max_tokens[entry] = slots.sampling.max_tokens[slot]
+        for slot in sorted(evicted):
+            self.on_evict(slot)
+            self._give_up(slot)
+        return int(slots.count[evicted].sum())
 
     def _release(self, ended: np.ndarray) -> Iterator[int]:
         """Yields the output rows of slots whose responses have ended, and releases their pages."""
         slots = self.state.slots
         for slot in ended.tolist():
             self.on_end(slot)
-            self._free(slots.table[slot, slots.shared[slot] : slots.used[slot]])
-            slots.active[slot], slots.shared[slot], slots.used[slot] = False, 0, 0
+            self._give_up(slot)
             yield int(slots.output_row[slot])
+
+    def _give_up(self, slot: int) -> None:
+        slots = self.state.slots
+        self._free(slots.table[slot, slots.shared[slot] : slots.used[slot]])
+        slots.active[slot], slots.shared[slot], slots.used[slot] = False, 0, 0
 
     def _active_first(self) -> None:
         slots = self.state.slots
@@ -174,7 +228,7 @@ class WindowModel:
         for array in jax.tree.leaves(slots):
             array[:] = array[order]
 
-    def _outputs(self, ended: list[int], decode_steps: int, busy: int) -> WindowOutputs:
+    def _outputs(self, ended: list[int], decode_steps: int, busy: int, redone: int) -> WindowOutputs:
         responses = {row: self.responses.pop(row) for row in ended}
         rows, longest = self.options.output_rows, max((len(tokens) for tokens, _ in responses.values()), default=1)
         outputs = Outputs(
@@ -188,4 +242,5 @@ class WindowModel:
         return WindowOutputs(
             rows=outputs, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
             busy=np.asarray(busy, np.int32), decode_steps=np.asarray(decode_steps, np.int32),
+            redone=np.asarray(redone, np.int32),
         )  # fmt: skip

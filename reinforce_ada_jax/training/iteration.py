@@ -320,6 +320,7 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
     reshard = source.reshard or rollouts.reshard
     metrics |= calibration(pools) | {
         "collection/slot_utilisation": counts["tokens"] / max(counts["slot_steps"], 1),
+        "collection/redone_tokens": counts["redone"],
         "collection/prefills": counts["prefills"],
         "collection/dispatches": counts["dispatches"],
         "collection/ahead": sum(age > 0 for age in staleness),

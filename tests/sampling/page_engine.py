@@ -73,6 +73,9 @@ class PageReplica(WindowModel):
         context = self.cache[self._places(slots.table[slot], 0, end)]
         assert context.tolist() == sequence[:-1], "a page was written by somebody else"
 
+    def on_evict(self, slot: int) -> None:
+        del self.sequences[int(self.state.slots.output_row[slot])]
+
 
 class PageEngine:
     """See the module. `options.stop_ids` means nothing here: lengths follow from addresses."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.prefill_batches import prefill_batches
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
 from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
@@ -33,7 +34,8 @@ def inputs(engine, *entries, first_output=0, closing=(), reserve=0):
         QueueEntry(row, first_output + index, token_lib.address(0, prompt.id, draw), SamplingParams(limit))
         for index, (prompt, draw, limit, row) in enumerate(entries)
     ]
-    return window_inputs(engine.options, queued, np.isin(np.arange(5), closing), reserve)
+    survivors = Lengths(engine.options.table_width).survivors()
+    return window_inputs(engine.options, queued, np.isin(np.arange(5), closing), reserve, survivors)
 
 
 def window(engine, state, *entries, **how):
@@ -99,14 +101,13 @@ def test_prompts_hold_pages_for_all_but_their_last_token(engine):
     assert int(outputs.free_pages) == engine.options.pages - 1
 
 
-def test_a_slot_holds_what_it_needs_beyond_the_whole_pages_of_the_prompt(engine):
-    # Window 4 of limit 12, P5 and P16: 17 and 28 tokens in pages of 4 are 5 and 7, of which 1 and 3 are whole pages
-    # of the prompt. Both run on (their draws are longer than 4 tokens).
+def test_a_slot_holds_the_pages_that_its_tokens_fill(engine):
+    # After a window of 4 tokens P5 has filled positions 4 to 7, one page of its own; P16 15 to 18, two. Both run on.
     draws = [next(r.draw for r in tiny.drawn().values() if r.prompt_id == id and r.truncated) for id in ("p5", "p16")]
     state = opened(engine, [P5, P16])
     before = available(state)
     state, outputs = window(engine, state, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1))
-    assert before - available(state) == (5 - 1) + (7 - 3)
+    assert before - available(state) == 1 + 2
     assert (int(outputs.decode_steps), int(outputs.busy)) == (4, 8)
     state, _ = decode(engine, state)
     assert available(state) == before
@@ -120,9 +121,9 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
     state, _ = window(engine, state, *[(P5, draw, 12, 0) for draw in running])
     held = available(state)
     state, rest = window(engine, state, closing=[1])
-    assert available(state) == held + 4
+    assert available(state) == held + 4 - 3  # three responses took their next page
     state = opened(engine, [P16], [1], state)
-    assert available(state) == held
+    assert available(state) == held - 3
     assert not (rest.rows.status != RUNNING).any()
     # The answers of P5 are in output rows 0 to 2: those of P16 go to 3 and on.
     state, finished = decode(engine, state, *[(P16, draw, 12, 1) for draw in range(6)], first_output=3)
@@ -159,13 +160,13 @@ def test_requests_wait_on_the_device_from_window_to_window(engine):
 
 
 def test_new_responses_leave_the_reserved_pages(engine):
-    # P5 holds one page; a draw of it takes 5 - 1. With all but 9 pages reserved two of three begin.
+    # A draw of P5 may take three pages of its own. With all but 8 pages reserved two of three begin.
     state = opened(engine, [P5])
     draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
-    reserve = available(state) - 9
+    reserve = available(state) - 8
     state, outputs = window(engine, state, *[(P5, draw, 12, 0) for draw in draws], reserve=reserve)
     assert (int(outputs.busy), int(outputs.waiting)) == (2 * 4, 1)
-    assert int(outputs.free_pages) == reserve + 1
+    assert int(outputs.free_pages) == reserve + 8 - 2
     # The third begins as soon as nothing is reserved.
     _, outputs = window(engine, state)
     assert int(outputs.waiting) == 0

@@ -56,21 +56,22 @@ def check_responses(stream: RandomStream, longest: int) -> None:
             assert (response.tokens.tolist(), response.truncated) == (tokens, truncated), (each.prompt.id, draw)
 
 
-def run_streams(seed: int) -> tuple[int, int]:
-    """One to three streams on an engine of random sizes; the numbers of streams and of responses."""
+def run_streams(seed: int) -> tuple[int, int, int]:
+    """One to three streams on an engine of random sizes; the numbers of streams, of responses and of tokens redone."""
     rng = np.random.default_rng(seed)
     rollouts = Rollouts(PageEngine(random_options(rng), replicas=int(rng.integers(1, 4))))
-    streams, responses = int(rng.integers(1, 4)), 0
+    streams, responses, redone = int(rng.integers(1, 4)), 0, 0
     for number in range(streams):
         stream = RandomStream(rng, rollouts.engine.options, VOCABULARY, prefix=f"s{number}p")
         broken_off = int(rng.integers(0, 6)) if rng.random() < 0.2 else None
         session(rollouts, stream, broken_off)
         check_responses(stream, rollouts.engine.options.max_response_tokens)
         responses += len(stream.responses)
-    return streams, responses
+        redone += rollouts.counts.redone
+    return streams, responses, redone
 
 
-def run_seeds(seeds: Iterable[int]) -> tuple[int, int]:
+def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int]:
     """`run_streams` for each; a failure names its seed."""
     counts = []
     for seed in seeds:
@@ -79,19 +80,19 @@ def run_seeds(seeds: Iterable[int]) -> tuple[int, int]:
         except BaseException as error:
             error.add_note(f"seed {seed}: tests.sampling.test_invariants.run_streams({seed}) does it again")
             raise
-    streams, responses = zip(*counts, strict=True)
-    return sum(streams), sum(responses)
+    streams, responses, redone = map(sum, zip(*counts, strict=True))
+    return streams, responses, redone
 
 
 def test_random_streams():
-    streams, responses = run_seeds(range(150))
-    assert streams >= 250 and responses > 4_000
+    streams, responses, redone = run_seeds(range(150))
+    assert streams >= 250 and responses > 4_000 and redone > 200
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_streams():
-    streams, responses = run_seeds(range(150, 5_250))
-    assert streams >= 10_000 and responses > 150_000
+    streams, responses, redone = run_seeds(range(150, 5_250))
+    assert streams >= 10_000 and responses > 150_000 and redone > 5_000
 
 
 # ---- the compiled engine ---------------------------------------------------------------------------------------------
@@ -223,8 +224,8 @@ def read_the_pages_of_another_prompt(scheduler, state):
     state.prompts.table[:] = state.prompts.table[:, ::-1]
 
 
-def reserve_too_little(scheduler, state):
-    state.slots.sampling.max_tokens[:] += 100
+def skip_a_token(scheduler, state):
+    state.slots.position[:] += 1
 
 
 def close_a_prompt_too_early(scheduler, state):
@@ -253,7 +254,7 @@ def ask_twice(scheduler, state):
         (forget_a_waiting_request, r"requests of output rows \[\d+\] lost, \[\] unknown, \[\] twice"),
         (decode_a_request_twice, r"requests of output rows \[\d+, \d+\] lost, \[\] unknown, \[\d+\] twice"),
         (read_the_pages_of_another_prompt, r"read other pages than their prompts'|pages .* lost"),
-        (reserve_too_little, r"slots \[0, 1, 2\] are not where their prompts and lengths put them"),
+        (skip_a_token, r"slots \[0, 1, 2\] are not where their prompts and lengths put them"),
         (close_a_prompt_too_early, r"pages|decode for prompts that are closed"),
         (give_an_output_row_twice, r"output rows \[\d+\] twice, \[\] unknown, \[\d+\] lost"),
         (ask_twice, r"requests \[\('s?p\d+', \d+\)\] are in flight twice"),
@@ -275,7 +276,12 @@ def outputs_of(options, status, length):
         length=np.full(rows, length, np.int32), status=np.array([status] + [RUNNING] * (rows - 1), np.int32),
     )  # fmt: skip
     return WindowOutputs(
-        rows=outputs, waiting=np.int32(0), free_pages=np.int32(0), busy=np.int32(1), decode_steps=np.int32(1)
+        rows=outputs,
+        waiting=np.int32(0),
+        free_pages=np.int32(0),
+        busy=np.int32(1),
+        decode_steps=np.int32(1),
+        redone=np.int32(0),
     )
 
 

@@ -65,6 +65,15 @@ def test_the_address_alone_decides(changes):
     tiny.assert_same(tiny.drawn(), tiny.drawn(**changes))
 
 
+def test_evicted_responses_are_drawn_again_and_are_the_same():
+    """Short responses are seen first, and more draws start than have room to the end."""
+    rollouts = tiny.rollouts(pages=18, slots=8, check_invariants=True)
+    tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
+    assert rollouts.counts.redone > 0
+    responses = sum(len(response.tokens) for response in tiny.drawn().values())
+    assert rollouts.counts.tokens == responses + rollouts.counts.redone
+
+
 def test_replicas_share_the_prompts():
     """Four replicas of 2 slots: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
     rollouts, expected = tiny.rollouts(fsdp=4, slots=2), tiny.drawn()

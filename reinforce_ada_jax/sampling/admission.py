@@ -1,0 +1,80 @@
+"""Admission of draws: how many may start, so that the pages which they and the active ones will need are there.
+
+A draw takes its pages one by one as it grows, and how many it will take is not known when it starts. The forecast uses
+the responses seen so far: of those that needed at least h pages, the share that needed h + j. It is made of integers,
+so that the compiled window and its model in numpy decide alike.
+"""
+
+import types
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from reinforce_ada_jax.sampling.pages import ArrayLike
+
+# Pages of a forecast are counted in this fraction.
+FRACTION = 256
+# Responses at which the counts are halved: older ones count less, and products stay within int32.
+MOST_SEEN = 2**14
+
+
+class Lengths:
+    """Numbers of pages that the responses of a session needed, beside those of their prompts."""
+
+    def __init__(self, width: int):
+        """Starts with one response of `width` pages: until others are seen, every draw is taken to be the longest."""
+        self._ended = np.zeros(width + 1, np.int64)
+        self._ended[width] = 1
+
+    def add(self, num_pages: int) -> None:
+        """Adds a finished response that held so many pages of its own."""
+        self._ended[num_pages] += 1
+        if self._ended.sum() >= MOST_SEEN:
+            self._ended[:-1] //= 2
+            self._ended[-1] = max(1, self._ended[-1] // 2)
+
+    def survivors(self) -> Int[np.ndarray, " width"]:
+        """Returns for h = 1, 2, ... pages how many responses needed at least h."""
+        return self._ended[::-1].cumsum()[::-1][1:].astype(np.int32)
+
+
+def expected_pages(survivors: Int[ArrayLike, " width"], xp: types.ModuleType = jnp) -> Int[ArrayLike, "rows ahead"]:
+    """Returns pages that a draw which holds h of its own is expected to hold after growing by j, in 1 / FRACTION.
+
+    Row h = 0 is zero: an idle slot. A draw that ends before it has grown by j holds none.
+    """
+    width = survivors.shape[0]
+    held, grown = xp.arange(1, width + 1)[:, None], xp.arange(width)[None]
+    later = xp.where(held + grown <= width, survivors[xp.minimum(held + grown, width) - 1], 0)
+    expected = later * FRACTION // xp.maximum(survivors, 1)[:, None] * (held + grown)
+    return xp.concatenate([xp.zeros((1, width), xp.int32), expected.astype(xp.int32)])
+
+
+def admissible(
+    expected: Int[ArrayLike, "rows ahead"],
+    held: Int[ArrayLike, " S"],
+    limit: Int[ArrayLike, " S"],
+    room: Int[ArrayLike, ""],
+    xp: types.ModuleType = jnp,
+) -> Bool[ArrayLike, " S"]:
+    """Returns True for idle slots whose draws may start: with them the forecast stays within `room` at all times.
+
+    No draw passes one before it that may not. With all slots idle the first one always may: it fits alone.
+
+    Args:
+      expected: from `expected_pages`.
+      held: own pages of each slot; 0 for idle ones.
+      limit: own pages that a slot's draw needs at most; of an idle slot the draw that it would start, 0 for none.
+      room: pages that slots may hold in all.
+      xp: jnp or numpy.
+    """
+    idle = held == 0
+    pages = xp.maximum(held, 1)
+    in_reach = pages[:, None] + xp.arange(expected.shape[1])[None] <= limit[:, None]
+    needed = xp.where(in_reach, expected[pages], 0)
+    new = xp.where(idle[:, None], needed, 0)
+    spare = room * FRACTION - (needed - new).sum(0)
+    # Where a draw is not expected to last so long, it is in nobody's way.
+    fits = ((new.cumsum(0) <= spare[None]) | (new == 0)).all(1)
+    return idle & (limit > 0) & ((~fits).cumsum() == 0)

@@ -1,0 +1,150 @@
+"""Slots, queue and page tables of the decode window: which request is in which slot, with which pages.
+
+Small integer arrays only. Keys and values are decode.py's; window_model.py does the same in numpy.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from reinforce_ada_jax.sampling import admission
+from reinforce_ada_jax.sampling import pages as pages_lib
+from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.pages import NULL, num_pages
+from reinforce_ada_jax.sampling.state import DecodeState, Occupancy, Queue, Slots, WindowInputs
+
+State = TypeVar("State", DecodeState, Occupancy)
+
+
+def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> State:
+    """Releases the pages of prompts; none of their draws runs or waits."""
+    counts = num_pages(state.prompts.length - 1, page_size)
+    held = (jnp.arange(state.prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
+    return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held))
+
+
+def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
+    """Appends the host's requests to the queue, which has room for them."""
+    queue, size = state.queue, state.queue.prompt_row.shape[0]
+    entry = jnp.arange(size)
+    place = jnp.where(entry < inputs.count, (queue.end + entry) % size, size)
+
+    def put(waiting, new):
+        return waiting.at[place].set(new, mode="drop")
+
+    queue = Queue(
+        prompt_row=put(queue.prompt_row, inputs.prompt_row),
+        output_row=put(queue.output_row, inputs.output_row),
+        key=put(queue.key, token_lib.draw_keys(seed, inputs.address)),
+        sampling=jax.tree.map(put, queue.sampling, inputs.sampling),
+        head=queue.head,
+        end=queue.end + inputs.count,
+    )
+    return state.replace(queue=queue)
+
+
+def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> Occupancy:
+    """Moves requests from the head of the queue to idle slots, in order, each with the page of its first token.
+
+    Args:
+      state: of the engine.
+      page_size: tokens of a page.
+      reserve: pages that stay free.
+      expected: pages that draws are expected to need (`admission.expected_pages`).
+    """
+    slots, queue, prompts = state.slots, state.queue, state.prompts
+    held, width = slots.used - slots.shared, slots.table.shape[1]
+    room = state.pool.available + jnp.sum(held) - reserve
+    number = queue.head + jnp.cumsum(~slots.active) - 1
+    entry = number % queue.prompt_row.shape[0]
+    row = jnp.where(slots.active, slots.prompt_row, queue.prompt_row[entry])
+    length = prompts.length[row]
+    shared = (length - 1) // page_size
+    max_tokens = jnp.where(slots.active, slots.sampling.max_tokens, queue.sampling.max_tokens[entry])
+    limit = pages_lib.own_pages(length, max_tokens, page_size)
+    limit = jnp.where(slots.active | (number < queue.end), limit, 0)
+    taken = admission.admissible(expected, held, limit, room)
+    pool, own = pages_lib.allocate(state.pool, taken.astype(jnp.int32), 1)
+
+    column = jnp.arange(width)[None]
+    prompt_table = jnp.pad(prompts.table, ((0, 0), (0, max(0, width - prompts.table.shape[1]))))[row][:, :width]
+    table = jnp.where(column < shared[:, None], prompt_table, jnp.where(column == shared[:, None], own, NULL))
+
+    def choose(new, old):
+        return jnp.where(taken.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    slots = Slots(
+        active=slots.active | taken,
+        token=choose(prompts.last_token[row], slots.token),
+        position=choose(length - 1, slots.position),
+        count=choose(jnp.zeros_like(slots.count), slots.count),
+        sampling=jax.tree.map(lambda new, old: choose(new[entry], old), queue.sampling, slots.sampling),
+        key=choose(queue.key[entry], slots.key),
+        prompt_row=choose(row, slots.prompt_row),
+        output_row=choose(queue.output_row[entry], slots.output_row),
+        table=choose(table, slots.table),
+        shared=choose(shared, slots.shared),
+        used=choose(shared + 1, slots.used),
+    )
+    queue = queue.replace(head=queue.head + jnp.sum(taken, dtype=jnp.int32))
+    return state.replace(pool=pool, slots=slots, queue=queue)
+
+
+def needs_page(slots: Slots, page_size: int) -> Bool[Array, " S"]:
+    """Returns True for slots whose next token starts a page that they do not hold."""
+    return slots.active & (slots.position // page_size >= slots.used)
+
+
+def grow(state: Occupancy, needs_page: Bool[Array, " S"]) -> Occupancy:
+    """Gives slots the page of their next token; the caller ensures that there are enough."""
+    slots = state.slots
+    counts = needs_page.astype(jnp.int32)
+    pool, page = pages_lib.allocate(state.pool, counts, 1)
+    place = jnp.where(needs_page, slots.used, slots.table.shape[1])
+    table = slots.table.at[jnp.arange(place.shape[0]), place].set(page[:, 0], mode="drop")
+    return state.replace(pool=pool, slots=slots.replace(table=table, used=slots.used + counts))
+
+
+def evict(state: Occupancy, needs_page: Bool[Array, " S"], floor: Int[Array, ""]) -> Occupancy:
+    """Evicts slots, those with the fewest tokens first, until the others find their pages beyond `floor`.
+
+    The requests return to the head of the queue, the one with the most tokens first. Drawn again at its address, a
+    response is the same. The slot with the most tokens always stays, so every response ends at some time.
+    """
+    slots, queue = state.slots, state.queue
+    order = jnp.argsort(jnp.where(slots.active, slots.count, jnp.iinfo(jnp.int32).max))
+    gained = (slots.used - slots.shared + needs_page.astype(jnp.int32))[order]
+    missing = jnp.sum(needs_page, dtype=jnp.int32) - (state.pool.available - floor) - (jnp.cumsum(gained) - gained)
+    evicted = jnp.zeros_like(slots.active).at[order].set(missing > 0)
+    size = queue.prompt_row.shape[0]
+    before_head = (queue.head - 1 - jnp.arange(order.shape[0])) % size
+    place = jnp.zeros_like(order).at[order].set(jnp.where(missing > 0, before_head, size))
+
+    def put_back(waiting, of_slots):
+        return waiting.at[place].set(of_slots, mode="drop")
+
+    queue = Queue(
+        prompt_row=put_back(queue.prompt_row, slots.prompt_row),
+        output_row=put_back(queue.output_row, slots.output_row),
+        key=put_back(queue.key, slots.key),
+        sampling=jax.tree.map(put_back, queue.sampling, slots.sampling),
+        head=queue.head - jnp.sum(evicted, dtype=jnp.int32),
+        end=queue.end,
+    )
+    return release(state.replace(queue=queue), evicted)
+
+
+def release(state: State, ended: Bool[Array, " S"]) -> State:
+    """Makes slots inactive and releases their own pages."""
+    slots = state.slots
+    column = jnp.arange(slots.table.shape[1])[None]
+    own = (column >= slots.shared[:, None]) & (column < slots.used[:, None])
+    slots = slots.replace(
+        active=slots.active & ~ended,
+        shared=jnp.where(ended, 0, slots.shared),
+        used=jnp.where(ended, 0, slots.used),
+    )
+    pool = pages_lib.release(state.pool, state.slots.table, own & ended[:, None])
+    return state.replace(pool=pool, slots=slots)
