@@ -28,7 +28,7 @@ class Lengths:
         self._ended[width] = 1
 
     def add(self, num_pages: int) -> None:
-        """Adds a finished response that held so many pages of its own."""
+        """Adds a finished response that held this number of pages of its own."""
         self._ended[num_pages] += 1
         if self._ended.sum() >= MOST_SEEN:
             self._ended[:-1] //= 2

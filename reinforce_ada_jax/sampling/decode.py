@@ -277,6 +277,14 @@ def _active_first(slots: Slots) -> Slots:
     return jax.tree.map(lambda x: x[order], slots)
 
 
+def _begin_window(state: DecodeState, inputs: WindowInputs) -> DecodeState:
+    """Closes prompts, queues requests, and clears what the last window counted and finished."""
+    state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
+    state = slots_lib.enqueue(state, inputs, state.seed)
+    running, zero = jnp.full_like(state.outputs.status, RUNNING), jnp.int32(0)
+    return state.replace(outputs=state.outputs.replace(status=running), busy=zero, decode_steps=zero, redone=zero)
+
+
 def decode_window(
     model: Decoder,
     state: DecodeState,
@@ -296,22 +304,18 @@ def decode_window(
     num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
     widths = (num_slots, *(num_slots // part for part in NARROWER if num_slots >= part))
     forward = functools.partial(_forward, pages_per_layer=pages_per_layer, dtype=dtype, backend=backend, mesh=mesh)
-    state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
-    state = slots_lib.enqueue(state, inputs, state.seed)
+    state = _begin_window(state, inputs)
     # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
     floor = jnp.minimum(inputs.reserve, state.pool.available)
     expected = admission.expected_pages(inputs.survivors)
-    # Responses that the last window finished are in its outputs.
-    running = state.outputs.replace(status=jnp.full_like(state.outputs.status, RUNNING))
-    state = state.replace(outputs=running, busy=jnp.int32(0), decode_steps=jnp.int32(0), redone=jnp.int32(0))
 
     def queue_is_empty(state):
         return state.queue.head >= state.queue.end
 
     def wanted(state):
         active, finished = jnp.sum(state.slots.active), jnp.sum(state.outputs.status != RUNNING)
-        idle = num_slots - active
-        starved = queue_is_empty(state) & (idle >= max(1, num_slots // 4)) & (finished >= max(1, num_slots // 8))
+        many_idle = num_slots - active >= max(1, num_slots // 4)
+        starved = queue_is_empty(state) & many_idle & (finished >= max(1, num_slots // 8))
         return (state.decode_steps < window) & (active > 0) & ~starved
 
     def compute_logprobs(index, carry, width, slots):
