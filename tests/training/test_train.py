@@ -172,10 +172,10 @@ def test_kill_and_resume(start, unbroken, tmp_path):
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_moments(start, tmp_path, kills):
+@pytest.mark.parametrize(("kills", "iterations"), [(3, 24), pytest.param(20, 60, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(start, tmp_path, kills, iterations):
     # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
-    flags = ("--config.iterations=60", "--config.checkpoint.every=3", "--config.evaluation.every=4")
+    flags = (f"--config.iterations={iterations}", "--config.checkpoint.every=3", "--config.evaluation.every=4")
     finish(start(tmp_path / "unbroken", *flags))
     moments, workdir, killed = np.random.default_rng(kills), tmp_path / "run", 0
     while killed < kills:
@@ -184,11 +184,11 @@ def test_kills_at_random_moments(start, tmp_path, kills):
         while len(writers.read_metrics(workdir)) in (before, 0) and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(moments.uniform(0, 1))
+        time.sleep(moments.uniform(0, iterations / 60))
         process.kill()
         process.communicate()
         if process.returncode == 0:  # it was faster: what is left of its last iterations is made again
-            shutil.rmtree(workdir / "checkpoints" / "60")
+            shutil.rmtree(workdir / "checkpoints" / str(iterations))
             continue
         killed += 1
     finish(start(workdir, *flags))
@@ -211,33 +211,27 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     assert partial_from_text(restored(tmp_path / "run")[1]["partial_rollouts"])
 
 
-def test_interrupt_and_resume(start, unbroken, tmp_path):
-    process = start(tmp_path / "run")
-    wait_for_lines(process, tmp_path / "run", 2)
-    process.send_signal(signal.SIGINT)
-    _, err = finish(process, cli.INTERRUPTED)
-    last = err.splitlines()[-1]
-    saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
-    assert f"--workdir={tmp_path / 'run'} goes on from there" in last and "Traceback" not in err
-    # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
-    assert saved - len(writers.read_metrics(tmp_path / "run")) in (0, 1)
-    out, _ = finish(start(tmp_path / "run"))
+def test_interrupted_and_taken_away_it_resumes(start, unbroken, tmp_path):
+    workdir, saved = tmp_path / "run", 0
+    for number, code, reason in (
+        (signal.SIGINT, cli.INTERRUPTED, "interrupted"),
+        (signal.SIGTERM, RESTART, "told to end"),
+    ):
+        process = start(workdir)
+        wait_for_lines(process, workdir, saved + 2)
+        process.send_signal(number)
+        asked = time.monotonic()
+        out, err = finish(process, code)
+        assert time.monotonic() - asked < 30
+        assert (f"resuming after iteration {saved}\n" in out) == (saved > 0)
+        last = err.splitlines()[-1]
+        saved = int(re.match(rf"error: {reason}; iteration (\d+) is saved\.", last)[1])
+        assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
+        # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
+        assert saved - len(writers.read_metrics(workdir)) in (0, 1)
+    out, _ = finish(start(workdir))
     assert f"resuming after iteration {saved}\n" in out
-    assert_same_run(tmp_path / "run", unbroken[0])
-
-
-def test_a_machine_that_is_taken_away(start, unbroken, tmp_path):
-    process = start(tmp_path / "run")
-    wait_for_lines(process, tmp_path / "run", 2)
-    process.send_signal(signal.SIGTERM)
-    asked = time.monotonic()
-    _, err = finish(process, RESTART)
-    assert time.monotonic() - asked < 30
-    last = err.splitlines()[-1]
-    saved = int(re.match(r"error: told to end; iteration (\d+) is saved\.", last)[1])
-    out, _ = finish(start(tmp_path / "run"))
-    assert f"resuming after iteration {saved}\n" in out
-    assert_same_run(tmp_path / "run", unbroken[0])
+    assert_same_run(workdir, unbroken[0])
 
 
 def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):

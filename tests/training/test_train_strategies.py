@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.reporting import writers
-from tests import forked
+from tests import compiling, forked
 from tests.running import environment, reproducible, restored
 
 ITERATIONS = 4
@@ -64,7 +64,7 @@ def start():
     def start(workdir, overrides):
         flags = [f"--config.{key}={value}" for key, value in (FLAGS | overrides).items()]
         command = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
-        result = forked.run([*command, *flags], environment())
+        result = forked.run([*command, *flags], environment(compiling.QUICKLY))
         assert result.returncode == 0, result.stderr
         return result.stderr
 
