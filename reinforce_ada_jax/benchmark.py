@@ -12,12 +12,15 @@
         --against_python=.venv-parity/bin/python --json=OUT
     python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT
     python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
+    python -m reinforce_ada_jax.benchmark split --config=configs/tiny.py --shape=128x4 --json=OUT
+    python -m reinforce_ada_jax.benchmark split --config=configs/qwen_1p5b.py --topology=v5e:2x4
     python -m reinforce_ada_jax.benchmark start --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
 `learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
-policy loss and its gradients, and `iteration` whole iterations by their phases. `start` measures the seconds until the
-first sampled token. --simulate runs only the scheduling. docs/performance.md explains the numbers and lists results.
+policy loss and its gradients, and `iteration` whole iterations by their phases. `split` measures iterations that are
+drawn while the one before is learned, and predicts them for a TPU slice. `start` measures the seconds until the first
+sampled token. --simulate runs only the scheduling. docs/performance.md explains the numbers and lists results.
 """
 
 import importlib
@@ -32,7 +35,7 @@ from reinforce_ada_jax.benchmarks import options
 from reinforce_ada_jax.config.paths import check_output
 
 # Modules of `benchmarks`, each with a function `run` from the flags to its numbers.
-BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "start")
+BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "split", "start")
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
@@ -92,7 +95,7 @@ if __name__ == "__main__":
 
         if arguments and arguments[0] == "update":
             jax.config.update("jax_platforms", "cpu")  # the accelerator belongs to its subprocesses
-        elif arguments and arguments[0] in ("rollout", "adaptive"):
+        elif arguments and arguments[0] in ("rollout", "adaptive", "split"):
             engines.use_one_core_per_replica(flags.FLAGS)
         main(arguments, flags.FLAGS)
 

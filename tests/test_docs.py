@@ -305,6 +305,7 @@ RUN_BY = {
     "benchmark adaptive": "tests/benchmarks/test_benchmark.py::test_adaptive",
     "benchmark update": "tests/benchmarks/test_update.py::test_the_report",
     "benchmark iteration": "tests/benchmarks/test_iteration.py::test_one_iteration_by_its_phases",
+    "benchmark split": "tests/benchmarks/test_split.py::test_a_split_and_taking_turns_do_the_same_work",
     "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
     "benchmark start": "tests/benchmarks/test_start.py::test_second_starts_are_quicker",
     "benchmark learning": "by hand: hours of two cores",

@@ -247,7 +247,7 @@ class ClockedRun:
         }
 
 
-def _begin(
+def begin(
     config: Config,
     workdir: pathlib.Path,
     lengths: Lengths,
@@ -306,7 +306,7 @@ def measure(
     timed: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {
-            name: _begin(
+            name: begin(
                 config_lib.replaced(config, VARIANTS[name] | quiet), pathlib.Path(folder) / name, lengths, architecture,
                 stack,
             )

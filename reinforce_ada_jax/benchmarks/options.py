@@ -20,6 +20,7 @@ STRINGS = {
     "against": (None, "Also measure this baseline (transformers), in alternating repetitions."),
     "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),
     "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
+    "topology": (None, "`split`: predict the times of this TPU slice, such as v5e:2x4; nothing runs on it."),
     "json": (None, "File for the numbers."),
     "output": ("runs/learning", "Folder for the runs of `learning`, their table and their figure."),
 }
@@ -35,7 +36,10 @@ INTEGERS = {
         "Prompts whose pages each replica holds at a time; 0: a quarter more than slots, or half (rounds below 4).",
     ),
     "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
-    "repeat": (None, "Timed repetitions; 5 of `rollout` and `update`, 3 of `iteration` and `start`, 1 of `adaptive`."),
+    "repeat": (
+        None,
+        "Timed repetitions; 5 of `rollout`, `update` and `split`, 3 of `iteration` and `start`, 1 of `adaptive`.",
+    ),
     "requests": (None, "Number of prompts, if there is no --workload."),
     "prompt_tokens": (None, "Length of prompts; default 512, for `update` 64."),
     "samples": (1, "Responses to each prompt of --requests."),
@@ -102,7 +106,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
     flags.DEFINE_list("variants", list(VARIANTS), "Variants of `iteration`.", flag_values=values)
-    cli.config_flag(values, "The configuration of `iteration`: a packaged one, or a file.")
+    cli.config_flag(values, "The configuration of `iteration` and `split`: a packaged one, or a file.")
     return values
 
 

@@ -1,0 +1,150 @@
+"""`benchmark split`: iterations a second with a sampler and a learner at once, in turn, and with all devices for both.
+
+The iterations are those of training, of a made-up model (`iteration.py`): lengths and verdicts are scripted, the
+prompts are the same in each iteration, and so is the work. With `--topology` the times of a TPU slice are predicted
+(`split_plan.py`).
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from absl import flags
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.benchmarks import inputs, iteration, models, split_plan
+from reinforce_ada_jax.benchmarks import options as options_lib
+from reinforce_ada_jax.benchmarks.iteration import ClockedRun
+from reinforce_ada_jax.benchmarks.workloads import Lengths
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.training.iteration import train_iteration
+
+# Iterations of a block: the variants take turns by blocks, and a block ends when nothing is in flight.
+ITERATIONS = 4
+WORK = ("collection/responses", "collection/kept", "update/count")
+# Random weights end a response before its scripted length about once in as many tokens as the vocabulary has.
+TOKENS_TOLERANCE = 0.03
+TIMES = {"draw_s": "time/collect_s", "update_s": "time/update_s", "hand_over_s": "time/reshard_s"}
+
+
+def variants(config: Config) -> dict[str, dict[str, Any]]:
+    """Returns the settings of each variant: the same two sides at once and in turn, and all devices for both."""
+    sampler, learner = config.mesh.sampler or 1, config.mesh.learner or 1
+    split = {"mesh.sampler": sampler, "mesh.learner": learner}
+    both = {"mesh.sampler": 0, "mesh.learner": 0, "mesh.data": config.mesh.data * (1 + sampler // learner)}
+    return {
+        "split": split | {"collection.max_staleness": 1},
+        "turns": split | {"collection.max_staleness": 0},
+        "together": both,
+    }
+
+
+def timed_block(run: ClockedRun, iterations: int) -> dict[str, Any]:
+    """Runs iterations, each with one collection and its updates, from idle devices to idle devices.
+
+    A collection that was drawn ahead belongs to the block that drew it: what the first iteration takes was drawn
+    before, and what the last one begins is waited for.
+    """
+    progress, all_metrics = Progress(total=1, done=0, quiet=True), []
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        state, stop = train_iteration(run.trainer, run.verifiers, run.interrupt, progress, run.ahead, run.state)
+        if stop is not None:
+            raise stop
+        assert state.pending is not None
+        all_metrics.append(state.pending)
+        run.state = dataclasses.replace(state, pending=None)
+    run.ahead.wait(lambda text: None)
+    seconds = time.perf_counter() - begin
+    times = {name: statistics.mean(metrics[key] for metrics in all_metrics) for name, key in TIMES.items()}
+    work = [tuple(metrics[key] for key in WORK) for metrics in all_metrics]
+    tokens = statistics.mean(metrics["collection/tokens"] for metrics in all_metrics)
+    speed = {"iterations_per_s": iterations / seconds, "seconds": seconds / iterations}
+    return speed | times | {"tokens": tokens, "work": work}
+
+
+def _described(block: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name.removesuffix('_s').replace('_', '-')} {block[name]:.2f}" for name in TIMES)
+    return f"{block['seconds']:.2f} s an iteration ({parts})"
+
+
+def measure(
+    config: Config,
+    *,
+    repeat: int,
+    lengths: Lengths,
+    architecture: Architecture,
+    iterations: int = ITERATIONS,
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measures blocks of iterations of each variant in turns; the first block of each compiles and is not timed.
+
+    Returns:
+      By variant, medians over blocks: iterations a second, and, of an iteration, its seconds, those of its collection,
+      updates and hand-over of weights, and its tokens. "ratio" is iterations a second of "split" over those of "turns",
+      "ratio_to_together" over those of "together".
+
+    Raises:
+      ValueError: the configuration can't be run, or there are too few devices.
+      RuntimeError: the variants did not do the same work.
+    """
+    quiet = {"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0, "iterations": 10**6}
+    settings = variants(config)
+    timed: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        runs = {}
+        for name, changes in settings.items():
+            changed = config_lib.replaced(config, changes | quiet)
+            run = iteration.begin(changed, pathlib.Path(folder) / name, lengths, architecture, stack)
+            # Every iteration draws the same prompts, whose scripted lengths are the same each time.
+            prompts = run.trainer.prompts[: changed.collection.prompts_per_iteration]
+            run.trainer = dataclasses.replace(run.trainer, prompts=prompts)
+            runs[name] = run
+        for number in range(1 + repeat):
+            for name, run in runs.items():
+                timed[name].append(timed_block(run, iterations if number else 2))
+                log(f"block {number}, {name}: {_described(timed[name][-1])}")
+    work = {each for blocks in timed.values() for block in blocks for each in block.pop("work")}
+    tokens = [block["tokens"] for blocks in timed.values() for block in blocks]
+    if len(work) != 1 or max(tokens) > (1 + TOKENS_TOLERANCE) * min(tokens):
+        raise RuntimeError(
+            f"the variants did not do the same work: {', '.join(WORK)} were {sorted(work)}, with {min(tokens):,.0f} to "
+            f"{max(tokens):,.0f} tokens."
+        )
+    result: dict[str, Any] = {
+        name: {key: statistics.median(block[key] for block in blocks[1:]) for key in blocks[0]}
+        | {"all_seconds": [block["seconds"] for block in blocks[1:]]}
+        for name, blocks in timed.items()
+    }
+    speed = {name: result[name]["iterations_per_s"] for name in result}
+    device = jax.devices()[0]
+    return result | {
+        "ratio": speed["split"] / speed["turns"], "ratio_to_together": speed["split"] / speed["together"],
+        **dict(zip(WORK, work.pop(), strict=True)), "iterations": iterations, "blocks": repeat,
+        "devices": len(jax.devices()), "device": device.device_kind, "jax": jax.__version__,
+        "model": models.describe(architecture),
+    }  # fmt: skip
+
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures the configuration of the flags, or predicts the times of a slice."""
+    if options.config is None:
+        raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
+    config = config_lib.resolve(options.config)
+    if options.topology:
+        return split_plan.predict(config, options)
+    return measure(
+        config,
+        repeat=options.repeat or 5,
+        lengths=inputs.response_lengths(options, config.sampling.max_response_tokens),
+        architecture=models.shaped(options.shape or "128x4"),
+        log=options_lib.log,
+    )
