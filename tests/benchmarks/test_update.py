@@ -10,6 +10,7 @@ from absl import flags
 
 from reinforce_ada_jax import benchmark
 from reinforce_ada_jax.benchmarks import models, update, workloads
+from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.policy import huggingface, transformer
 
 ARCHITECTURE = models.smallest()
@@ -94,6 +95,35 @@ def test_packed_rows_are_fewer_and_mean_the_same(model):
     assert result["packing_speedup"] == pytest.approx(ratio)
 
 
+class Kept(JsonSubprocess):
+    """A process that loads one learner after the other: a measurement does not end it."""
+
+    def close(self):
+        pass
+
+    def end(self):
+        super().close()
+
+
+@pytest.fixture(scope="module")
+def kept():
+    process = Kept("ours", [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"])
+    yield process
+    process.end()
+
+
+@pytest.fixture
+def cheap(monkeypatch, kept, model):
+    """Measures unpacked rows in the process that is kept, and the host's time not again."""
+
+    def start(name, command, **environment):
+        return kept if name == "ours" else JsonSubprocess(name, command, **environment)
+
+    monkeypatch.setattr(update, "JsonSubprocess", start)
+    monkeypatch.setattr(update, "host_time", lambda layers: model[2]["host"])
+
+
+@pytest.mark.usefixtures("cheap")
 def test_responses_without_advantage_are_left_out(model):
     # Four of six: the two others fill one of two micro-batches of three, with one of the four.
     result = run("update", f"--model={model[0]}", *SIZES, "--zero_rows=0.67")
@@ -105,7 +135,7 @@ def test_responses_without_advantage_are_left_out(model):
 
 
 @pytest.fixture
-def fake(tmp_path, monkeypatch, model):
+def fake(tmp_path, monkeypatch, model, cheap):
     """Puts the fake baseline in place: fake(runs, shift) with its updates, and how far its scores are off."""
 
     def put(runs, shift=0.0):
