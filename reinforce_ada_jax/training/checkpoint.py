@@ -59,12 +59,13 @@ for _name in ("absl", "asyncio"):  # asyncio logs errors of Orbax's coroutines
 
 
 @functools.cache
-def _ignore_closed_loops() -> None:
-    """Leaves out the stack traces of Orbax's threads, one per array, that go on after a save has failed."""
+def _ignore_coroutines() -> None:
+    """Leaves out the stack traces of Orbax's coroutines, one per array, after one of them has failed."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        file = getattr(getattr(unraisable.object, "cr_code", None), "co_filename", "")
+        if str(unraisable.exc_value) != "Event loop is closed" and "orbax" not in file:
             before(unraisable)
 
     sys.unraisablehook = hook
@@ -187,8 +188,8 @@ class Checkpoints:
         """
         self.folder = workdir.absolute() / "checkpoints"
         self._writes, self._run_id = writes, run_id
+        _ignore_coroutines()
         if writes:
-            _ignore_closed_loops()
             self._remove_unfinished()
             processes.any_of(False)  # waits until they are gone
         self._kept = Kept(keep, keep_best, keep_every, {}, {})

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -120,10 +121,11 @@ def test_the_newest_whole_one_is_used(copied, learner, state):
         ),
         lambda folder: shutil.rmtree(folder / "learner"),
         lambda folder: largest_file(folder / "run").write_text("[" * 100_000),
+        lambda folder: largest_file(folder / "learner").write_bytes(b"noise" * 100),
         lambda folder: largest_file(folder / "run").write_text('{"record": [[0, 1], ["a", 2]], "checksum": ""}'),
     ],
     ids=["cut", "gone", "bit early", "bit late", "record cut", "record gone", "record changed", "no arrays",
-         "brackets", "pairs"],
+         "brackets", "noise", "pairs"],
 )  # fmt: skip
 def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, state, harm):
     harm(copied / "checkpoints" / "3")
@@ -472,3 +474,23 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, number):
     locks = [WorkdirLock(tmp_path), WorkdirLock(tmp_path)]
     for lock in locks:
         lock.close()
+
+
+def test_coroutines_of_orbax_end_in_silence(monkeypatch):
+    """A damaged file fails one of them; the others would each print a stack trace when they are collected."""
+
+    @types.coroutine
+    def forever():
+        yield
+
+    printed = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
+    checkpoint._ignore_coroutines.__wrapped__()
+    program = "async def failing():\n    try:\n        await forever()\n    finally:\n        raise ValueError(where)"
+    for where in ("/packages/orbax/checkpoint/serialization.py", "/packages/other.py"):
+        names = {"where": where, "forever": forever}
+        exec(compile(program, where, "exec"), names)
+        coroutine = names["failing"]()
+        coroutine.send(None)
+        del coroutine
+    assert printed == ["/packages/other.py"]
