@@ -21,7 +21,7 @@ _LEFT_S = 20.0
 
 def _running() -> list[int]:
     """Returns the processes below this one, which adopts those whose parents have ended."""
-    return [pid for pid in process_tree._descendants(os.getpid()) if process_tree._is_running(pid)]
+    return [pid for pid in process_tree.descendants(os.getpid()) if process_tree.is_running(pid)]
 
 
 def _descriptors() -> set[str]:

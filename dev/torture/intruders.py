@@ -1,4 +1,4 @@
-"""What comes from others: model folders, data files, bytes for parsers, code in gradings, and clients of the server."""
+"""Attacks from outside: model folders, data files, bytes for parsers, code in gradings, and clients of the server."""
 
 import concurrent.futures
 import contextlib

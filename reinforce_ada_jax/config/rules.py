@@ -172,8 +172,10 @@ def overlap_knows_its_prompts(config: Config) -> None:
 
 
 def devices_are_split(config: Config) -> None:
-    """mesh.sampler is a multiple of mesh.tensor, and mesh.learner is mesh.data * mesh.fsdp * mesh.tensor; or both are
-    0. Not with overlap_iterations, nor with the strategy estimate and the estimator value."""
+    """mesh.sampler and mesh.learner are 0. Or mesh.tensor divides both, and mesh.learner is the axes' product.
+
+    Neither overlap_iterations nor the strategy estimate with the estimator value goes with them.
+    """
     mesh, axes = config.mesh, math.prod(config.mesh.axes.values())
     if not mesh.sampler and not mesh.learner:
         return

@@ -28,7 +28,7 @@ def _threads(pid: int) -> list[str]:
         return []
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Returns the ids of all processes below `pid`, zombies included."""
     found, unseen = [], [pid]
     while unseen:
@@ -41,7 +41,8 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Returns True for a process that exists and is no zombie."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -51,7 +52,7 @@ def _is_running(pid: int) -> bool:
 def kill_descendants(pid: int) -> None:
     """Kills all processes below `pid`, and those that they start meanwhile; not `pid` itself."""
     for _ in range(_MAX_ROUNDS if SUPPORTED else 0):
-        running = [child for child in _descendants(pid) if _is_running(child)]
+        running = [child for child in descendants(pid) if is_running(child)]
         if not running:
             return
         for child in running:

@@ -30,3 +30,11 @@ def test_help_of_one_section():
 def test_the_page_is_the_one_in_docs():
     made = "python -m reinforce_ada_jax.config.reference > docs/settings.md"
     assert (ROOT / "docs" / "settings.md").read_text() == reference.page(), f"run {made}"
+
+
+def test_the_first_line_of_each_rule_is_whole():
+    """Page and help print this line alone."""
+    cut = [
+        rule.__name__ for rule in reference.RULES.values() if not (rule.__doc__ or "").partition("\n")[0].endswith(".")
+    ]
+    assert cut == []

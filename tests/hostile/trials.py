@@ -29,7 +29,7 @@ MAX_S, MAX_BYTES, ALARM_S = 10.0, 10**9, 120
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What reading one of them did; `problem` is "" where it was refused as it should be."""
+    """Result of reading one of them; `problem` is "" where it was refused as it should be."""
 
     seed: int
     harm: str

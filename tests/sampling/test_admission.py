@@ -1,4 +1,4 @@
-"""How many draws may start: forecasts worked out by hand."""
+"""Numbers of draws that may start, by forecasts worked out by hand."""
 
 import jax.numpy as jnp
 import numpy as np
