@@ -62,7 +62,7 @@ def draw_seconds(
     """Simulates the collection of an iteration on `devices` chips; it ends with the slowest replica's share."""
     tensor = config.mesh.tensor
     products = 2 * options.slots * (a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size) / chip.flops
-    weights = decode_weight_bytes(a, options.dtype) / chip.bandwidth
+    weights = decode_weight_bytes(a, options.dtype, options.weight_dtype) / chip.bandwidth
     cached = kv_token_bytes(a, options.dtype, options.attention) / chip.bandwidth
     cost = Cost(decode_step=max(weights, products) / tensor, cached_token=cached / tensor)
     limit, replicas = config.sampling.max_response_tokens, devices // tensor

@@ -266,6 +266,10 @@ class SamplingConfig:
         "auto", "Decode attention; auto: the one made for the device.",
         one_of(("auto", "jnp", "pallas_tpu", "pallas_gpu")),
     )  # fmt: skip
+    weight_dtype: str = setting(
+        "model", 'Matrices to decode with: "model", in model.compute_dtype, or "int8", with a scale for each output.',
+        one_of(values.DECODE_DTYPES),
+    )  # fmt: skip
     check_invariants: bool = setting(
         False, "Check all pages, rows and requests after every window; slow, for finding faults."
     )
@@ -323,7 +327,8 @@ class LearningConfig:
     kl_kind: str = setting("k3", "Estimator of the KL term.", one_of(("k1", "k2", "k3")))
     truncated_is_cap: float | None = setting(
         None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 where responses may "
-        "be drawn from earlier weights (overlap_iterations, mesh.sampler with max_staleness 1).",
+        "be drawn from earlier weights (overlap_iterations, mesh.sampler with max_staleness 1) or in int8 "
+        "(sampling.weight_dtype).",
         values.POSITIVE_OR_NONE,
     )  # fmt: skip
     non_finite: str = setting(
@@ -440,6 +445,11 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def draws_in_int8(self) -> bool:
+        """True if the sampler rounds more than the learner, so that responses are not quite those of its policy."""
+        return self.sampling.weight_dtype == "int8"
 
     @property
     def draws_ahead(self) -> bool:

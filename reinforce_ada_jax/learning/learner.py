@@ -149,12 +149,13 @@ def response_logprobs(
 def loss_config(config: Config) -> LossConfig:
     """The loss that the configuration describes.
 
-    Where responses may have been drawn with earlier weights, the importance weight always has a cap. If none is set, it
-    weighs these responses alone; a cap that is set weighs all.
+    Where responses may have been drawn with earlier weights or in int8, the importance weight always has a cap. If none
+    is set, it weighs responses of earlier weights alone, or all of those drawn in int8; a cap that is set weighs all.
     """
     names = [field.name for field in dataclasses.fields(LossConfig)]
     loss = LossConfig(**{name: getattr(config.learning, name) for name in names})
-    if loss.truncated_is_cap is None and (config.collection.overlap_iterations or config.draws_ahead):
+    is_off_policy = config.collection.overlap_iterations or config.draws_ahead or config.draws_in_int8
+    if loss.truncated_is_cap is None and is_off_policy:
         return dataclasses.replace(loss, truncated_is_cap=2.0)
     return loss
 
@@ -173,7 +174,7 @@ class Learner:
             mesh.devices.flat[0].platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
         )
         self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
-        self._weighs_all = config.learning.truncated_is_cap is not None
+        self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
         self._logprobs = functools.partial(
             response_logprobs,

@@ -84,14 +84,7 @@ class AbstractRun:
     @functools.cached_property
     def shares_weights(self) -> bool:
         """True where decoding reads the learner's own arrays; under adapters it reads merged ones."""
-        if self.base is not None:
-            return False
-        same = jax.tree.map(
-            lambda x, y: x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim),
-            self.engine.abstract_weights(),
-            self.state.params,
-        )
-        return all(jax.tree.leaves(same))
+        return self.base is None and self.engine.decodes_from(self.state.params)
 
     @property
     def reference_bytes(self) -> int:

@@ -119,9 +119,17 @@ def kv_token_bytes(a: Architecture, dtype: str, attention: str = "jnp") -> int:
     return 2 * a.num_layers * a.num_kv_heads * padded_head_dim(a.head_dim, attention) * jnp.dtype(dtype).itemsize
 
 
-def decode_weight_bytes(a: Architecture, dtype: str) -> int:
-    """Weights that a decode step reads: all but an embedding that isn't also the output head (one row per slot)."""
-    return (a.num_parameters - (0 if a.tied_embedding else a.vocab_size * a.hidden_size)) * jnp.dtype(dtype).itemsize
+def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
+    return jnp.dtype(dtype if weight_dtype == "model" else weight_dtype).itemsize
+
+
+def decode_weight_bytes(a: Architecture, dtype: str, weight_dtype: str = "model") -> int:
+    """Weights that a decode step reads: all but an embedding that isn't also the output head (one row per slot).
+
+    The scales, norms and biases of weights in int8 are counted as a byte for each number; they are 0.1 % of them.
+    """
+    read = a.num_parameters - (0 if a.tied_embedding else a.vocab_size * a.hidden_size)
+    return read * _weight_itemsize(dtype, weight_dtype)
 
 
 def chip_of(topology: str) -> Chip:
@@ -151,9 +159,8 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
     matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
     cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention)
-    return ProgramCost(
-        o.slots * (2 * matrices + attention) / tensor, (decode_weight_bytes(a, o.dtype) + cache) / tensor
-    )
+    weights = decode_weight_bytes(a, o.dtype, o.weight_dtype)
+    return ProgramCost(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
 
 
 def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) -> ProgramCost:
@@ -164,7 +171,8 @@ def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) ->
     matrices = a.num_layers * layer_weights(a)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * tokens
     positions = o.prefill_rows * tokens
-    size = matrices * jnp.dtype(o.dtype).itemsize + positions * kv_token_bytes(a, o.dtype, o.attention)
+    weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype)
+    size = weights + positions * kv_token_bytes(a, o.dtype, o.attention)
     return ProgramCost(positions * (2 * matrices + attention) / tensor, size / tensor)
 
 

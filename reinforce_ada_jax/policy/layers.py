@@ -4,7 +4,8 @@ The layers of a decoder are *declared stacked*, with a leading "layers" axis on 
 time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without
 that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
 
-The matrix of a projection may be `Adapted`, as `lora.py` makes it; in the decoder only `project` knows.
+The matrix of a projection may be `Adapted`, as `lora.py` makes it, or `Quantized`; in the decoder only `project`
+knows. `embed` and `head_logits` (transformer.py) know of a quantised embedding.
 """
 
 import jax
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.quantization import Quantized
 
 
 class Declare:
@@ -55,8 +57,8 @@ class Adapted:
     scaling: float = struct.field(pytree_node=False)
 
 
-def project(x: Array, weight: Array | Adapted, num_inputs: int = 1) -> Array:
-    """Contracts the last axes of x with the first of the weight, in x.dtype: x W, or x W + scaling * (x A) B.
+def project(x: Array, weight: Array | Adapted | Quantized, num_inputs: int = 1) -> Array:
+    """Contracts the last axes of x with the first of the weight, in x.dtype: x W, x W + scaling * (x A) B, or (x V) s.
 
     Rows and positions are one axis to the product. Were they two, XLA would transpose the activations for the weight's
     gradient within what computes them, which on CPUs takes as long as all products. Neither A B nor a gradient of its
@@ -77,6 +79,9 @@ def project(x: Array, weight: Array | Adapted, num_inputs: int = 1) -> Array:
     if isinstance(weight, Adapted):
         low_rank = contract(contract(merged, weight.a, num_inputs), weight.b, 1)
         result = contract(merged, weight.weight, num_inputs) + weight.scaling * low_rank
+    elif isinstance(weight, Quantized):
+        sums = contract(merged, weight.values, num_inputs)
+        result = (sums.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
     else:
         result = contract(merged, weight, num_inputs)
     return result.reshape(*x.shape[:2], *result.shape[1:])

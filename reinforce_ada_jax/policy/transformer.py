@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
+from reinforce_ada_jax.policy.quantization import Quantized
 
 Params = dict[str, Any]
 Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
@@ -102,6 +103,14 @@ def init(architecture: Architecture, key: jax.Array, mesh: Mesh | None = None, d
     return jax.jit(make, out_shardings=None if mesh is None else param_shardings(architecture, mesh))(key)
 
 
+def embed(model: Decoder, tokens: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B T D"]:
+    """Returns rows of the embedding, in its own dtype; quantised ones in float32."""
+    table = model.embedding.get_value()
+    if isinstance(table, Quantized):
+        return jnp.take(table.values, tokens, axis=0).astype(jnp.float32) * jnp.take(table.scale, tokens)[..., None]
+    return jnp.take(table, tokens, axis=0)
+
+
 def run(
     model: Decoder,
     tokens: Int[Array | np.ndarray, "B T"],
@@ -144,7 +153,7 @@ def run(
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
-    x = constrain(jnp.take(model.embedding[...], tokens, axis=0).astype(dtype))
+    x = constrain(embed(model, tokens).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
     (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (nnx.to_pure_dict(stacked), indices))
     return rms_norm(x, model.final_norm[...], epsilon), carry, kept
@@ -196,11 +205,16 @@ def hidden_states(
 
 def head_logits(model: Decoder, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Float32 logits of the next token."""
-    if model.architecture.tied_embedding:
-        return jnp.einsum(
-            "BTD,VD->BTV", hidden, model.embedding[...].astype(hidden.dtype), preferred_element_type=jnp.float32
-        )
-    return jnp.einsum("BTD,DV->BTV", hidden, model.head[...].astype(hidden.dtype), preferred_element_type=jnp.float32)
+    tied = model.architecture.tied_embedding
+    weight, letters = (model.embedding.get_value(), "VD") if tied else (model.head.get_value(), "DV")
+
+    def logits(matrix: Array) -> Array:
+        matrix = matrix.astype(hidden.dtype)
+        return jnp.einsum(f"BTD,{letters}->BTV", hidden, matrix, preferred_element_type=jnp.float32)
+
+    if isinstance(weight, Quantized):
+        return logits(weight.values) * weight.scale[None, None]
+    return logits(weight)
 
 
 @functools.partial(jax.jit, static_argnames=("architecture", "dtype"))

@@ -5,6 +5,7 @@ The engine holds no weights. Every call gets the learner's own arrays, or the co
 layout or dtype differ.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,12 +17,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from reinforce_ada_jax.distributed.mesh import local_mesh, local_view
-from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, nest, param_shardings, weight_shapes
+from reinforce_ada_jax.policy.transformer import Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.prefill_batches import bucket_of, buckets, check_prompt
-from reinforce_ada_jax.sampling.programs import make_programs, num_replicas, weight_shardings
+from reinforce_ada_jax.sampling.programs import (
+    as_decoded,
+    learner_shardings,
+    make_programs,
+    num_replicas,
+    weight_shardings,
+)
 from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
@@ -79,10 +85,11 @@ class Engine:
         self._is_split = learner_mesh is not None and learner_mesh != mesh
         self.architecture, self.options = architecture, options
         self.dtype, self.replicas = jnp.dtype(options.dtype), num_replicas(self.mesh)
-        cast = param_shardings(architecture, learner_mesh) if learner_mesh is not None and self._is_split else None
-        self._programs = make_programs(
-            architecture, options, self.mesh, cast or weight_shardings(architecture, self._whole_mesh)
-        )
+        if learner_mesh is not None and self._is_split:
+            cast_shardings = learner_shardings(architecture, options, learner_mesh)
+        else:
+            cast_shardings = self._weight_shardings(self._whole_mesh)
+        self._programs = make_programs(architecture, options, self.mesh, cast_shardings)
 
     def _stack(self, of_replicas: Sequence[Any]) -> Any:
         return of_replicas[0] if self.replicas == 1 else jax.tree.map(lambda *x: np.stack(x), *of_replicas)
@@ -96,35 +103,43 @@ class Engine:
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def decodes_from(self, params: Params) -> bool:
-        """Returns True if decoding reads `params` as they are; else `decode_weights` makes a copy."""
-
-        def as_decoded(w, sharding):
-            return not lora.is_adapted(w) and w.dtype == self.dtype and w.sharding.is_equivalent_to(sharding, w.ndim)
-
-        shardings = weight_shardings(self.architecture, self._whole_mesh)
-        return all(jax.tree.leaves(jax.tree.map(as_decoded, params, shardings, is_leaf=lora.is_adapted)))
+        """Returns True if decoding reads `params`, or arrays of such shapes, as they are; else it reads a copy."""
+        expected = self._abstract_weights(self._whole_mesh)
+        if jax.tree.structure(params) != jax.tree.structure(expected):  # adapters, or matrices to be quantised
+            return False
+        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)
+        return all(w.dtype == x.dtype and w.sharding.is_equivalent_to(x.sharding, w.ndim) for w, x in pairs)
 
     def decode_weights(self, params: Params) -> Params:
         """Returns `params` where they are laid out for decoding; else a copy, made by one jitted cast and reshard.
 
-        All processes take part in that program, which also merges adapters into their weights. Where the learner has
-        other devices, its copy keeps the learner's layout, and is then sent to the engine's.
+        All processes take part in that program, which also merges adapters into their weights and rounds to int8 where
+        the options say so. Where the learner has other devices, its copy keeps the learner's layout, and is then sent
+        to the engine's.
         """
         if not self.decodes_from(params):
             params = self._programs.cast_weights(params)
             if self._is_split:
-                return jax.device_put(params, weight_shardings(self.architecture, self.mesh))
+                return jax.device_put(params, self._weight_shardings(self.mesh))
         if self._whole_mesh is self.mesh:
             return params
         return jax.tree.map(lambda w: local_view(w, self.mesh), params)
 
     def abstract_weights(self) -> Params:
         """Returns shapes, dtypes and shardings of the decode weights."""
-        shapes = nest({name: shape for name, (shape, _) in weight_shapes(self.architecture).items()})
+        return self._abstract_weights(self.mesh)
+
+    def _weight_shardings(self, mesh: Mesh) -> Params:
+        return weight_shardings(self.architecture, self.options, mesh)
+
+    def _abstract_weights(self, mesh: Mesh) -> Params:
+        declared = weight_shapes(self.architecture)
+        plain = nest({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in declared.items()})
         return jax.tree.map(
-            lambda sharding, shape: jax.ShapeDtypeStruct(shape, self.dtype, sharding=sharding),
-            weight_shardings(self.architecture, self.mesh), shapes,
-        )  # fmt: skip
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(functools.partial(as_decoded, options=self.options), plain),
+            self._weight_shardings(mesh),
+        )
 
     # ---- before the first call -----------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from reinforce_ada_jax.distributed.mesh import tensor_spec
-from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.distributed.mesh import tensor_spec, weight_sharding
+from reinforce_ada_jax.policy import lora, quantization
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, merge, nest, weight_shapes
+from reinforce_ada_jax.policy.transformer import Params, flatten, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
 
@@ -25,10 +25,29 @@ def num_replicas(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def weight_shardings(architecture: Architecture, mesh: Mesh) -> Params:
+def weight_shardings(architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Params:
     """Returns the shardings of decode weights: split over `tensor` only, or the token loop would gather them."""
-    shapes = weight_shapes(architecture)
-    return nest({name: NamedSharding(mesh, tensor_spec(axes)) for name, (_, axes) in shapes.items()})
+    return _map_weights(architecture, options, lambda _, shape, axes: NamedSharding(mesh, tensor_spec(axes)))
+
+
+def learner_shardings(architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Params:
+    """Returns the shardings of decode weights where they keep the learner's layout, on its mesh."""
+    return _map_weights(architecture, options, functools.partial(weight_sharding, mesh))
+
+
+def _map_weights(architecture: Architecture, options: EngineOptions, make: Callable[..., Any]) -> Params:
+    """Returns `make(name, shape, logical axes)` of each array of the decode weights."""
+    declared = weight_shapes(architecture)
+    if options.weight_dtype == "int8":
+        return nest(quantization.map_declared(make, declared))
+    return nest({name: make(name, *shape_axes) for name, shape_axes in declared.items()})
+
+
+def as_decoded(params: Params, options: EngineOptions) -> Params:
+    """Returns the learner's weights as decoding reads them: adapters merged, cast, matrices quantised if asked for."""
+    if options.weight_dtype == "int8":
+        return nest(quantization.quantized_weights(flatten(lora.merged(params)), options.dtype))
+    return lora.merged(params, dtype=options.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +61,7 @@ class Programs:
       prefill: (params, tokens, length) -> prefix.
       insert: (state, prefix, slot, address, sampling) -> state.
       decode_token: (params, state) -> (state, int32[S, 3] of token, active, response tokens so far).
-      cast_weights: the learner's weights -> decode weights on the learner's devices, adapters merged.
+      cast_weights: the learner's weights -> decode weights on the learner's devices.
     """
 
     init_state: Any
@@ -94,7 +113,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         prefill=jax.jit(prefill),
         insert=jax.jit(decode.insert, donate_argnums=0, out_shardings=layout),
         decode_token=jit_program(decode_token, out_shardings=(layout, by_replica)),
-        cast_weights=jax.jit(functools.partial(lora.merged, dtype=dtype), out_shardings=cast_shardings),
+        cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
     )
 
 

@@ -217,6 +217,7 @@ class EngineOptions:
     seed: int
     dtype: str
     attention: str = "jnp"
+    weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
     def padded_head_dim(self, architecture: Architecture) -> int:

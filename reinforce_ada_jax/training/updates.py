@@ -338,11 +338,16 @@ def gap_too_large(
             f"may differ by {limit:g}. Samples and gradients don't belong together."
         )
     if limit is None and mean > ALARMING_LOGPROB_GAP:
+        causes = (
+            "Likely causes: model.compute_dtype is too coarse for this model, sampling.attention chose a kernel that "
+            "rounds more than the learner's, or the weights have grown. learning.truncated_is_cap = 2.0 would bound "
+            "the effect."
+        )
+        if config.draws_in_int8:
+            causes = "int8 is too coarse for this model: set sampling.weight_dtype to model."
         say(
             f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
-            "update is off by as much. Likely causes: model.compute_dtype is too coarse for this model, "
-            "sampling.attention chose a kernel that rounds more than the learner's, or the weights have grown. "
-            "learning.truncated_is_cap = 2.0 would bound the effect."
+            f"update is off by as much. {causes}"
         )
     return None
 

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import pytest
 
-from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig
+from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, SamplingConfig
 from reinforce_ada_jax.learning.learner import loss_config
 from reinforce_ada_jax.learning.platform import resolve
 
@@ -25,14 +25,16 @@ def test_settings_come_before_the_platform():
 
 
 @pytest.mark.parametrize(
-    ("cap", "overlap", "split", "staleness", "expected"),
+    ("cap", "overlap", "split", "staleness", "int8", "expected"),
     [
-        (None, 0, 0, 1, None), (None, 1, 0, 1, 2.0), (3.0, 1, 0, 1, 3.0), (3.0, 0, 0, 1, 3.0),
-        (None, 0, 1, 1, 2.0), (3.0, 0, 1, 1, 3.0), (None, 0, 1, 0, None),
+        (None, 0, 0, 1, False, None), (None, 1, 0, 1, False, 2.0), (3.0, 1, 0, 1, False, 3.0),
+        (3.0, 0, 0, 1, False, 3.0), (None, 0, 1, 1, False, 2.0), (3.0, 0, 1, 1, False, 3.0),
+        (None, 0, 1, 0, False, None), (None, 0, 0, 1, True, 2.0), (3.0, 0, 0, 1, True, 3.0),
     ],
 )  # fmt: skip
-def test_responses_of_earlier_weights_have_a_capped_weight(cap, overlap, split, staleness, expected):
+def test_responses_of_earlier_weights_or_in_int8_have_a_capped_weight(cap, overlap, split, staleness, int8, expected):
     config = Config(
+        sampling=SamplingConfig(weight_dtype="int8" if int8 else "model"),
         learning=LearningConfig(truncated_is_cap=cap, clip_low=0.1),
         collection=CollectionConfig(overlap_iterations=overlap, max_staleness=staleness),
         mesh=MeshConfig(sampler=split, learner=split),

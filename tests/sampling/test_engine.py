@@ -95,6 +95,27 @@ def test_another_dtype_is_one_copy():
     assert engine.decode_weights(weights) is weights
 
 
+def test_matrices_in_int8_are_one_copy():
+    mesh = mesh_lib.make_mesh(fsdp=2, tensor=2)
+    rollouts, params = Rollouts(tiny_engine(mesh, weight_dtype="int8")), tiny.params_on(mesh)
+    weights = rollouts.decode_weights(params)
+    # 2 devices share a tensor: 2 layers of query and output 32 x 32, key and value 32 x 16, MLP 3 x 32 x 64, and the
+    # embedding and head 24 x 32, a byte each. Scales for the outputs of each: 4 bytes, those along `tensor` shared.
+    matrices = (2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64) + 2 * 24 * 32) // 2
+    scales = 4 * (2 * (32 // 2 + 32 + 2 * 16 // 2 + 2 * 64 // 2 + 32) + 2 * 24 // 2)
+    norms_and_biases = 4 * (2 * (2 * 32 + (32 + 2 * 16) // 2) + 32)
+    assert rollouts.reshard.bytes == matrices + scales + norms_and_biases
+    assert rollouts.engine.decodes_from(weights) and rollouts.engine.decode_weights(weights) is weights
+    assert not rollouts.engine.decodes_from(params)
+    # A sampler of its own: the same numbers, from the learner's devices to others.
+    learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, learner=4, sampler=4))
+    options = dataclasses.replace(tiny.OPTIONS, weight_dtype="int8")
+    engine = Engine(tiny.ARCHITECTURE, options, mesh=sampler, learner_mesh=learner)
+    handed_over = engine.decode_weights(tiny.params_on(learner))
+    jax.tree.map(np.testing.assert_array_equal, handed_over, weights)
+    assert engine.decodes_from(handed_over)
+
+
 def test_a_sampler_with_devices_of_its_own_gets_a_copy():
     learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, learner=4, sampler=4))
     assert [device.id for mesh in (learner, sampler) for device in mesh.devices.flat] == [*range(8)]

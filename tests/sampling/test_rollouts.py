@@ -154,6 +154,12 @@ def test_bfloat16_stays_near_the_float32_learner():
     assert gaps.mean() < 0.05 and gaps.max() < 0.5
 
 
+def test_int8_stays_near_the_float32_learner():
+    # 1/254 of an output's largest weight is the largest error of a weight, of which 16 to 64 are summed.
+    gaps = tiny.logprob_gaps(tiny.drawn(weight_dtype="int8"))
+    assert 1e-3 < gaps.mean() < 0.05 and gaps.max() < 0.5
+
+
 def test_stop_tokens_end_a_response_and_stay_in_it():
     ended = set()
     for response in tiny.drawn().values():

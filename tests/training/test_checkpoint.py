@@ -20,6 +20,7 @@ import pytest
 
 from reinforce_ada_jax.config import resume
 from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.policy.quantization import quantize
 from reinforce_ada_jax.training import checkpoint
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume as run_identity
@@ -146,8 +147,8 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
 
 @pytest.mark.parametrize("harm", [None, truncate, lambda file: flip(file, 0.5)], ids=["none", "cut", "bit"])
 def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, harm):
-    sampler = {"weights": jax.numpy.arange(4096.0)}
-    target = {"weights": jax.ShapeDtypeStruct((4096,), np.float32, sharding=sampler["weights"].sharding)}
+    sampler = {"weights": jnp.arange(4096.0), "int8": quantize(jnp.arange(12.0).reshape(3, 4), (0,))}
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), sampler)
     shapes = abstract_state(learner[1], learner[0])
     checkpoints, said = Checkpoints(tmp_path, keep=3), []
     checkpoints.save(1, state, {}, sampler=sampler)
@@ -157,7 +158,7 @@ def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner,
         harm(largest_file(tmp_path / "checkpoints" / "2" / "sampler"))
     restored = checkpoints.restore_newest(*shapes, lambda record: None, said.append, target)
     assert restored[1]["iteration"] == (2 if harm is None else 1) and len(said) == (harm is not None)
-    np.testing.assert_array_equal(restored[2]["weights"], np.arange(4096) * (-1 if harm is None else 1))
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(-x if harm is None else x, y), sampler, restored[2])
     # A state whose next iteration is drawn from its own weights has no others.
     checkpoints.save(3, state, {})
     checkpoints.wait()

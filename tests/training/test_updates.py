@@ -160,17 +160,24 @@ def test_what_padding_holds_is_no_log_probability(updates):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gap_between_engine_and_learner(updates, dtype):
-    made, minibatches = updates(score=lambda logprobs: logprobs + np.float32(0.1), **{"model.compute_dtype": dtype})
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype", "remedy"),
+    [
+        ("float32", "model", None), ("bfloat16", "model", "model.compute_dtype is too coarse"),
+        ("float32", "int8", "set sampling.weight_dtype to model"),
+    ],
+)  # fmt: skip
+def test_a_gap_between_engine_and_learner(updates, dtype, weight_dtype, remedy):
+    changes = {"model.compute_dtype": dtype, "sampling.weight_dtype": weight_dtype}
+    made, minibatches = updates(score=lambda logprobs: logprobs + np.float32(0.1), **changes)
     said = []
-    if dtype == "float32":
+    if remedy is None:
         with pytest.raises(TrainingStopped, match=r"engine and learner disagree by 0\.1 .* may differ by 0\.0001"):
             made.check_logprobs(minibatches, 1, 0, said.append)
         return
     finite, _, gap = made.check_logprobs(minibatches, 1, 0, said.append)
     assert len(finite) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
-    assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and "Likely causes" in said[0]
+    assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and remedy in said[0]
     # Samples of an earlier policy may differ as much as they like.
     assert made.check_logprobs(minibatches, 2, 0, said.append)[2] == {}
 

@@ -1,0 +1,78 @@
+"""Tensors in int8, for decoding alone: the record, its rounding, and the weights of a policy that are kept so.
+
+`layers.project` multiplies by a quantised matrix; attention over quantised pages is in `sampling/`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+# Axes over which a product sums: each output has a scale of its own, which is multiplied after the sum. The embedding
+# has one for each token, an output where the head is tied to it.
+SUMMED_AXES = {
+    "embedding": (1,),
+    "head": (0,),
+    "layers.attention.query": (1,),
+    "layers.attention.key": (1,),
+    "layers.attention.value": (1,),
+    "layers.attention.output": (1, 2),
+    "layers.mlp.gate": (1,),
+    "layers.mlp.up": (1,),
+    "layers.mlp.down": (1,),
+}
+
+
+@struct.dataclass
+class Quantized:
+    """A tensor as `values * scale`; the scale lacks the axes along which all values share one."""
+
+    __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
+
+    values: jax.Array  # int8
+    scale: jax.Array  # float32
+
+
+def quantize(x: Float[Array, "..."], axes: Sequence[int]) -> Quantized:
+    """Rounds to the nearest of 255 values, symmetric about 0: the largest magnitude along `axes` becomes 127.
+
+    An entry is off by at most half a scale, 1/254 of that magnitude. Where a number is not finite, its scale is not.
+    """
+    axes = tuple(axes)
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / 127
+    values = jnp.rint(x / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
+    return Quantized(values=values, scale=jnp.squeeze(scale, axes))
+
+
+def is_quantized(x: object) -> bool:
+    """Returns True for a quantised tensor, one leaf to `jax.tree.map`."""
+    return isinstance(x, Quantized)
+
+
+def quantized_weights(weights: Mapping[str, Array], dtype: DTypeLike) -> dict[str, Array | Quantized]:
+    """Returns weights by dotted path, matrices in int8 and the others (norms, biases) in `dtype`."""
+    return {
+        name: quantize(weight, SUMMED_AXES[name]) if name in SUMMED_AXES else weight.astype(dtype)
+        for name, weight in weights.items()
+    }
+
+
+def map_declared(
+    make: Callable[[str, tuple[int, ...], tuple[str | None, ...]], Any],
+    declared: Mapping[str, tuple[tuple[int, ...], tuple[str | None, ...]]],
+) -> dict[str, Any]:
+    """Returns `make(name, shape, logical axes)` of declared weights, as `quantized_weights` has their arrays."""
+
+    def one(name, shape, axes):
+        if name not in SUMMED_AXES:
+            return make(name, shape, axes)
+        kept = [axis for axis in range(len(shape)) if axis not in SUMMED_AXES[name]]
+        scale = make(f"{name}.scale", tuple(shape[axis] for axis in kept), tuple(axes[axis] for axis in kept))
+        return Quantized(values=make(name, shape, axes), scale=scale)
+
+    return {name: one(name, shape, axes) for name, (shape, axes) in declared.items()}
