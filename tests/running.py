@@ -18,7 +18,8 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state
+from reinforce_ada_jax.training.checkpoint import Checkpoints
+from reinforce_ada_jax.training.state import abstract_state
 from tests import compiling
 from tests.forked import Forked
 

@@ -29,8 +29,8 @@ from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.training import checkpoint, summary, trained
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import fingerprints, summary, trained
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import all_failed, check_reward, reward_columns
 from reinforce_ada_jax.types import Prompt, Verdict
@@ -51,7 +51,7 @@ class PolicySource:
         """Hash that identifies the weights."""
         if self.workdir is None:
             return adapter_files.fingerprint(self.folder)
-        return checkpoint.fingerprint(self.workdir, iteration)
+        return fingerprints.recorded(self.workdir, iteration)
 
     def load(self, config: Config, components: Components, iteration: int) -> Params:
         """Weights of an iteration, in the precision they are computed with."""

@@ -223,7 +223,7 @@ class Learner:
     def init(self, params: Params) -> LearnerState:
         """The state before the first update, over these very arrays."""
         optimizer = jax.jit(self._optimizer.init, out_shardings=self.shardings(params).optimizer)(params)
-        updates = jax.jit(lambda: jnp.int32(0), out_shardings=self._replicated)()
+        updates = mesh_lib.place(np.zeros((), np.int32), self._replicated)
         return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
     def policy(self, params: Params, base: Params | None) -> Params:

@@ -29,7 +29,7 @@ from reinforce_ada_jax.policy.transformer import Params, init, param_shardings, 
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.training.checkpoint import abstract_state
+from reinforce_ada_jax.training.state import abstract_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ Weights travel one tensor at a time. Names and shapes are checked from the files
 folder that doesn't fit its config.json costs seconds, not a loaded model.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -54,17 +55,22 @@ class Part:
 
     Attributes:
       weight: our dotted name.
-      start: where it begins in that weight.
+      layer: its index along the weight's first axis; None where it is the whole weight.
       ours: its shape there, 1 along the layer axis.
       theirs: its shape in the file.
       transposed: whether the file has the axes in the other order.
     """
 
     weight: str
-    start: tuple[int, ...]
+    layer: int | None
     ours: tuple[int, ...]
     theirs: tuple[int, ...]
     transposed: bool
+
+    @property
+    def start(self) -> tuple[int, ...]:
+        """Indices of its first element in the weight."""
+        return (self.layer or 0, *[0] * (len(self.ours) - 1))
 
     def to_ours(self, tensor: np.ndarray) -> np.ndarray:
         """A view of the file's tensor in our layout."""
@@ -93,11 +99,10 @@ def parts(architecture: Architecture) -> dict[str, Part]:
         theirs = tuple(math.prod(sizes[letter] for letter in axis) for axis in their_axes.split())
         transposed = our_axes.replace(" ", "").removeprefix("L") != their_axes.replace(" ", "")
         if our_axes[0] != "L":
-            found[name] = Part(weight, (0,) * len(shape), shape, theirs, transposed)
+            found[name] = Part(weight, None, shape, theirs, transposed)
             continue
         for layer in range(architecture.num_layers):
-            start = (layer, *[0] * (len(shape) - 1))
-            found[name.format(layer)] = Part(weight, start, (1, *shape[1:]), theirs, transposed)
+            found[name.format(layer)] = Part(weight, layer, (1, *shape[1:]), theirs, transposed)
     return found
 
 
@@ -174,13 +179,19 @@ def check_weights(folder: pathlib.Path, architecture: Architecture) -> list[path
     return files
 
 
-def _write_part(whole: jax.Array, part: jax.Array, start: tuple[jax.typing.ArrayLike, ...]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(whole, part.astype(whole.dtype), start)
+def _write_layer(
+    stacks: dict[str, jax.Array], layer: dict[str, jax.Array], index: jax.typing.ArrayLike
+) -> dict[str, jax.Array]:
+    return {
+        name: jax.lax.dynamic_update_index_in_dim(stack, layer[name].astype(stack.dtype)[0], index, axis=0)
+        for name, stack in stacks.items()
+    }
 
 
 def _place(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    if sharding is None:
-        return jax.device_put(value)
+    if sharding is None or sharding.is_fully_addressable:
+        # A weight in numpy's memory could not be donated.
+        return jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
     # Each process hands over its own shards only, so this also serves a mesh of many hosts.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
@@ -190,7 +201,7 @@ def load(
 ) -> tuple[Architecture, transformer.Params]:
     """A Hugging Face folder's architecture and weights, born sharded when a mesh is given.
 
-    Beyond the result, at most one tensor of the files is in the host's memory, and on its way to the device.
+    Beyond the result, at most one tensor of the files is in the host's memory, and one layer on the devices.
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16.
@@ -209,30 +220,32 @@ def load(
     if mesh is not None:
         shardings = transformer.flatten(transformer.param_shardings(architecture, mesh))
 
-    def zeros():
-        return {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
-
-    weights = jax.jit(zeros, out_shardings=shardings)()
-    # Donated: a part is written in place, where a copy of the whole stack would double it.
-    writers = {
-        name: jax.jit(_write_part, donate_argnums=0, out_shardings=sharding) for name, sharding in shardings.items()
-    }
     wanted = parts(architecture)
-    for file in files:
-        with safetensors.safe_open(file, framework="numpy") as opened:
-            for name in opened.offset_keys():  # in the order of the disk
-                if name not in wanted:
-                    continue
-                part = wanted[name]
-                # No variable holds the tensor, and the transfer ends before the next is read: one at a time.
-                weights[part.weight] = jax.block_until_ready(
-                    writers[part.weight](
-                        weights[part.weight],
-                        _place(part.to_ours(opened.get_tensor(name)), shardings[part.weight]),
-                        part.start,
-                    )
-                )
-    return architecture, transformer.nest(weights)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(safetensors.safe_open(file, framework="numpy")) for file in files]
+        names = {name: tensors for tensors in opened for name in tensors.keys()}
+
+        def read(layer: int | None) -> dict[str, jax.Array]:
+            # No variable holds a tensor, and its transfer ends before the next is read: one at a time.
+            return {
+                part.weight: _place(part.to_ours(names[name].get_tensor(name)), shardings[part.weight])
+                for name, part in wanted.items()
+                if part.layer == layer
+            }
+
+        stacked = list(dict.fromkeys(part.weight for part in wanted.values() if part.layer is not None))
+
+        def zeros() -> dict[str, jax.Array]:
+            return {name: jnp.zeros(shapes[name], dtype) for name in stacked}
+
+        layouts = {name: shardings[name] for name in stacked}
+        stacks = jax.jit(zeros, out_shardings=layouts)()
+        # Donated: a layer is written in place, where a copy of the stacks would double them.
+        write = jax.jit(_write_layer, donate_argnums=0, out_shardings=layouts)
+        for layer in range(architecture.num_layers):
+            stacks = jax.block_until_ready(write(stacks, read(layer), np.int32(layer)))
+        others = {name: weight.astype(dtype) for name, weight in read(None).items()}
+    return architecture, transformer.nest({name: (stacks | others)[name] for name in shapes})
 
 
 @functools.partial(jax.jit, static_argnames="shape")

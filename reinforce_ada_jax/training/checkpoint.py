@@ -15,7 +15,6 @@ run, or renamed, is never used, counted or removed; where the run needs its numb
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -29,18 +28,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jaxtyping import Array, UInt32
 from orbax.checkpoint import checkpoint_managers
 
-from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import write_atomically
-from reinforce_ada_jax.learning.learner import Learner, LearnerState
-from reinforce_ada_jax.policy import lora
-from reinforce_ada_jax.policy.transformer import Params, init
-from reinforce_ada_jax.training import records
+from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.training import fingerprints, records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 
 # Folders beside `checkpoints`: for damaged ones, and for those of other runs that were in the way.
@@ -73,61 +68,6 @@ def _ignore_coroutines() -> None:
 
 class NotSavedError(OSError):
     """A checkpoint could not be written; those before it are unchanged."""
-
-
-def holds_checkpoint(workdir: pathlib.Path) -> bool:
-    """Returns True if there may be a checkpoint to resume from, without opening anything."""
-    return any((workdir / "checkpoints").glob("[0-9]*"))
-
-
-def fingerprint(workdir: pathlib.Path, iteration: int) -> str:
-    """Returns a hash of a checkpoint's arrays, from the fingerprints in its record: no array is read.
-
-    Raises:
-      DamagedError: the record can't be read.
-    """
-    folder = workdir / "checkpoints"
-    try:
-        numbers = records.read(folder, iteration)["fingerprints"]
-    except KeyError as error:
-        raise damaged(folder, iteration, "its record has no fingerprints") from error
-    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()
-
-
-def abstract_state(config: Config, learner: Learner) -> tuple[LearnerState, LearnerState]:
-    """Returns shapes and shardings of the learner's state, to restore a checkpoint into."""
-    dtype = jnp.dtype(config.model.parameter_dtype)
-    make = functools.partial(init, learner.architecture)
-    if learner.lora is not None:
-        make = functools.partial(lora.init, learner.architecture, learner.lora)
-    params = jax.eval_shape(lambda key: make(key, dtype=dtype), jax.random.key(0))
-    return jax.eval_shape(learner.init, params), learner.shardings(params)
-
-
-def _words(x: Array) -> UInt32[Array, "..."]:
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-
-
-@jax.jit
-def fingerprints(state: LearnerState | Params | Array) -> list[UInt32[Array, ""]]:
-    """Returns a number per array: the sum of its words, each times the odd number 2 i + 1 of its index i, modulo 2^32.
-
-    An odd factor loses no bit, so a flipped bit always shows; swapped words do, except in about one case in 2^31.
-    """
-
-    def one(x):
-        words, index = _words(x), jnp.zeros(x.shape, jnp.uint32)
-        for axis in range(x.ndim):
-            stride = functools.reduce(lambda a, b: a * b % 2**32, x.shape[axis + 1 :], 1)
-            index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
-        return jnp.sum(words * (2 * index + 1), dtype=jnp.uint32)
-
-    return [one(x) for x in jax.tree.leaves(state)]
-
-
-def _numbers(arrays: LearnerState | Params) -> list[int]:
-    return [int(number) for number in jax.device_get(fingerprints(arrays))]
 
 
 @dataclasses.dataclass
@@ -265,8 +205,8 @@ class Checkpoints:
           sampler: weights that the next iteration is drawn from, where they are not the learner's.
         """
         own = {"run_id": self._run_id, "iteration": iteration, "evaluation": evaluation}
-        own["fingerprints"] = _numbers(learner)
-        own["sampler_fingerprints"] = None if sampler is None else _numbers(sampler)
+        own["fingerprints"] = fingerprints.numbers(learner)
+        own["sampler_fingerprints"] = None if sampler is None else fingerprints.numbers(sampler)
         record = run | own
         if iteration in self._kept.foreign:
             self._move_away(iteration, FOREIGN)
@@ -376,7 +316,7 @@ class Checkpoints:
             what = "its arrays can't be read" + (f" ({first_line(broken)})" if broken else "")
             raise damaged(self.folder, iteration, what) from broken
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(target)]
-        changed = [path for path, a, b in zip(paths, _numbers(arrays), expected, strict=True) if a != b]
+        changed = [path for path, a, b in zip(paths, fingerprints.numbers(arrays), expected, strict=True) if a != b]
         if changed:
             what = f"{len(changed)} of {len(paths)} arrays are not what was saved, {changed[0]} first"
             raise damaged(self.folder, iteration, what)

@@ -12,7 +12,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -33,8 +33,7 @@ from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import resume, summary
-from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, fingerprints, holds_checkpoint
+from reinforce_ada_jax.training import fingerprints, resume, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
@@ -45,11 +44,15 @@ from reinforce_ada_jax.training.iteration import (
     report_unless_asked_to_end,
     train_iteration,
 )
+from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.reward_check import check_reward
-from reinforce_ada_jax.training.state import RunState, from_record, to_record
+from reinforce_ada_jax.training.state import RunState, abstract_state, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config
 from reinforce_ada_jax.types import Prompt
+
+if TYPE_CHECKING:
+    from reinforce_ada_jax.training.checkpoint import Checkpoints
 
 
 @runtime_checkable
@@ -101,7 +104,7 @@ class Run:
     verifiers: contextlib.AbstractContextManager[Any]
     ahead: DrawAhead[Drawn]
     identity: Mapping[str, Any]
-    checkpoints: Checkpoints
+    checkpoints: "Checkpoints"
     writer: MetricsWriter | None
     progress: Progress
     interrupt: Interrupt
@@ -382,14 +385,16 @@ def _compiling_updates(trainer: Trainer, state: RunState, compilation: EarlyComp
     """Returns the trainer, whose updates wait for their programs: these are compiled from now on."""
     learner, shapes = state.learner, abstract(state.learner)
     programs = trainer.updates.programs(learner, trainer.policy(state), trainer.base, trainer.reference)
-    programs["checksum of a checkpoint"] = lambda: fingerprints.lower(shapes)
+    programs["checksum of a checkpoint"] = lambda: fingerprints.of_arrays.lower(shapes)
     return dataclasses.replace(trainer, ready_to_update=compilation.add(programs))
 
 
 def begin_or_resume(
     trainer: Trainer, params: Params | None, stack: contextlib.ExitStack, reward: GradeFn | None = None
-) -> tuple[Checkpoints, dict[str, Any], RunState]:
+) -> tuple["Checkpoints", dict[str, Any], RunState]:
     """Returns checkpoints, identity and state: that of the newest checkpoint, else one that begins with `params`."""
+    from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax: while programs compile)
+
     config, components, learner = trainer.config, trainer.components, trainer.learner
     identity = resume.identity(config, components, trainer.prompts, reward)
     kept = config.checkpoint

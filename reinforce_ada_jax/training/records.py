@@ -26,6 +26,11 @@ def damaged(folder: pathlib.Path, iteration: int, what: str) -> DamagedError:
     return DamagedError(f"the checkpoint of iteration {iteration} in {folder} is damaged: {what}.")
 
 
+def holds_checkpoint(workdir: pathlib.Path) -> bool:
+    """Returns True if there may be a checkpoint to resume from, without opening anything."""
+    return any((workdir / "checkpoints").glob("[0-9]*"))
+
+
 def record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
     """Returns the file that Orbax writes for `JsonSave`."""
     return folder / str(iteration) / "run" / "metadata"

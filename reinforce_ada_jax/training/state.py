@@ -5,15 +5,19 @@ record of the rest. What a run reads again at each start, and must find unchange
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor
-from reinforce_ada_jax.learning.learner import LearnerState
-from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.transformer import Params, init
 from reinforce_ada_jax.types import PartialRollouts
 
 
@@ -80,3 +84,13 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
         record["evaluation"],
         sampler,
     )
+
+
+def abstract_state(config: Config, learner: Learner) -> tuple[LearnerState, LearnerState]:
+    """Returns shapes and shardings of the learner's state, to restore a checkpoint into."""
+    dtype = jnp.dtype(config.model.parameter_dtype)
+    make = functools.partial(init, learner.architecture)
+    if learner.lora is not None:
+        make = functools.partial(lora.init, learner.architecture, learner.lora)
+    params = jax.eval_shape(lambda key: make(key, dtype=dtype), jax.random.key(0))
+    return jax.eval_shape(learner.init, params), learner.shardings(params)

@@ -5,6 +5,7 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,21 @@ from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, param_shardings
 from reinforce_ada_jax.reporting.writers import read_metrics
-from reinforce_ada_jax.training.checkpoint import Checkpoints, abstract_state, holds_checkpoint
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import Trainer
-from reinforce_ada_jax.training.records import read_run_id
-from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.training.records import holds_checkpoint, read_run_id
+from reinforce_ada_jax.training.state import RunState, abstract_state
+
+if TYPE_CHECKING:
+    from reinforce_ada_jax.training.checkpoint import Checkpoints
 
 
 @contextlib.contextmanager
-def _opened(workdir: pathlib.Path, config: Config) -> Iterator[Checkpoints]:
+def _opened(workdir: pathlib.Path, config: Config) -> Iterator["Checkpoints"]:
     if not holds_checkpoint(workdir):
         raise ValueError(f"{workdir} holds no checkpoint: train first, or name another --workdir.")
+    from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax takes 0.2 s)
+
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep, run_id=read_run_id(workdir))
     for text in checkpoints.warnings():
         print(f"warning: {text}", file=sys.stderr)

@@ -21,11 +21,12 @@ import pytest
 from reinforce_ada_jax.config import resume
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy.quantization import quantize
-from reinforce_ada_jax.training import checkpoint
+from reinforce_ada_jax.training import checkpoint, fingerprints
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume as run_identity
 from reinforce_ada_jax.training import workdir as workdir_lib
-from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError, abstract_state
+from reinforce_ada_jax.training.checkpoint import Checkpoints, DamagedError, NotSavedError
+from reinforce_ada_jax.training.state import abstract_state
 from reinforce_ada_jax.training.workdir import WorkdirLock
 from tests.running import ROOT, environment, tiny
 
@@ -270,7 +271,7 @@ def test_a_fingerprint_sees_one_bit_and_an_exchange(dtype):
     x = np.asarray(jnp.arange(24).reshape(2, 3, 4).astype(dtype))
 
     def fingerprint(array):
-        return int(checkpoint.fingerprints(jnp.asarray(array))[0])
+        return int(fingerprints.of_arrays(jnp.asarray(array))[0])
 
     seen, own = set(), fingerprint(x)
     for place in range(24):

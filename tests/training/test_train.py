@@ -27,7 +27,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import resume
 from reinforce_ada_jax.training import workdir as workdir_lib
-from reinforce_ada_jax.training.checkpoint import fingerprint
+from reinforce_ada_jax.training.fingerprints import recorded
 from tests.forked import Forked
 from tests.running import ROOT, cipher_file, environment, reproducible, restored, saved_config, tiny
 
@@ -417,7 +417,7 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     (workdir / "evaluations" / "000012.json").unlink()
     evaluate.main(saved_config(workdir), str(workdir), None, [], None)
     # A copy of a checkpoint is the same one, and no other is.
-    assert fingerprint(workdir, 12) == fingerprint(unbroken[0], 12) != fingerprint(unbroken[0], 10)
+    assert recorded(workdir, 12) == recorded(unbroken[0], 12) != recorded(unbroken[0], 10)
     kept = workdir / "evaluations" / "000012"
     assert (kept / "heldout.jsonl").read_text("utf-8").count("\n") == 2 * 32
     table = (kept / "table.md").read_text("utf-8")
