@@ -384,6 +384,10 @@ class CheckpointConfig:
     """Checkpoints to keep."""
 
     every: int = setting(50, "Iterations between checkpoints; 0: only at the end.", values.NOT_NEGATIVE)
+    minutes: float = setting(
+        10.0, "Also save the first iteration that ends this many minutes after the last save; 0: none.",
+        values.NOT_NEGATIVE,
+    )  # fmt: skip
     keep: int = setting(2, "Newest checkpoints to keep.", values.AT_LEAST_1)
     keep_best: int = setting(
         0, "Checkpoints to keep with the best evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE

@@ -128,6 +128,7 @@ class Checkpoints:
         """
         self.folder = workdir.absolute() / "checkpoints"
         self._writes, self._run_id = writes, run_id
+        self._saved_at = time.monotonic()
         _ignore_coroutines()
         if writes:
             self._remove_unfinished()
@@ -222,8 +223,13 @@ class Checkpoints:
         if sampler is not None:
             items["sampler"] = ocp.args.StandardSave(sampler)
         with self._writing():
+            self._saved_at = time.monotonic()
             # force: otherwise Orbax skips, without a word, what is older than the newest folder, a foreign one too.
             self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
+
+    def seconds_since_save(self) -> float:
+        """Returns the time since the last save began, or since the folder was opened."""
+        return time.monotonic() - self._saved_at
 
     def _amend(self, iteration: int, record: dict[str, Any]) -> None:
         """Replaces a saved record, and removes the checkpoints that are not kept under its evaluation."""

@@ -167,8 +167,7 @@ def iterations(run: Run, state: RunState) -> Iterator[RunState]:
             yield state
         if stop is not None:
             raise stop
-        saved = state.iteration in run.checkpoints.iterations()
-        if saved or state.iteration == last or is_due(config.checkpoint.every, state.iteration, last):
+        if _is_save_due(run, state):
             save(run, state)
 
 
@@ -210,6 +209,16 @@ def loop(run: Run, begin: RunState) -> Outcome:
 def is_due(every: int, iteration: int, iterations: int) -> bool:
     """Returns True if something done every `every` iterations (0: never) is due; it always is after the last one."""
     return every > 0 and (iteration % every == 0 or iteration == iterations)
+
+
+def _is_save_due(run: Run, state: RunState) -> bool:
+    """Returns True if a finished iteration is to be saved, or its checkpoint amended; every process must call it."""
+    checkpoint, last = run.config.checkpoint, run.config.iterations
+    saved = state.iteration in run.checkpoints.iterations()
+    if saved or state.iteration == last or is_due(checkpoint.every, state.iteration, last):
+        return True
+    late = checkpoint.minutes > 0 and run.checkpoints.seconds_since_save() >= 60 * checkpoint.minutes
+    return processes.any_of(late)  # clocks differ
 
 
 def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:

@@ -43,6 +43,7 @@ AT_LEAST_ONE = """
 """.split()
 AT_LEAST_ZERO = """
     seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
+    checkpoint.minutes
     evaluation.every logging.sampled_prompts
 """.split()
 POSITIVE = """
@@ -422,6 +423,7 @@ def test_a_resume_may_change_these_and_nothing_else():
     allowed = {
         "iterations": 7,
         "checkpoint.every": 7,
+        "checkpoint.minutes": 7.0,
         "checkpoint.keep": 7,
         "checkpoint.keep_best": 7,
         "checkpoint.keep_every": 7,

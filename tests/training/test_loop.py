@@ -103,6 +103,13 @@ def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
     assert iterations == ([] if donated else [3])
 
 
+@pytest.mark.parametrize(("minutes", "saved"), [(0, [6]), (60, [6]), (1e-9, [1, 2, 3, 4, 5, 6])])
+def test_a_checkpoint_is_written_after_some_minutes(tmp_path, minutes, saved):
+    changes = {"checkpoint.minutes": minutes, "checkpoint.every": 0, "checkpoint.keep": 9}
+    assert run(tmp_path, **changes)[0].ending is Ending.FINISHED
+    assert sorted(int(folder.name) for folder in (tmp_path / "checkpoints").glob("[0-9]*")) == saved
+
+
 @pytest.mark.parametrize("updates_made", [0, 1])
 def test_an_iteration_that_stops_the_run(tmp_path, updates_made):
     # With an update in the weights the iteration counts; without one it is drawn again.
