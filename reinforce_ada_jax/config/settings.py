@@ -290,8 +290,8 @@ class LearningConfig:
         16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1
     )
     attention: str = setting(
-        "auto", 'Learner attention; "splash": JAX\'s TPU kernels; auto: by the device.',
-        one_of(("auto", "jnp", "splash")),
+        "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; auto: "blocks" on '
+        'CPUs, "splash" on TPUs, "jnp" on GPUs.', one_of(("auto", "jnp", "blocks", "splash")),
     )  # fmt: skip
     remat: str = setting(
         "auto", 'Recomputed in the backward pass: "full", each layer; "dots", all but products with weights; auto: '

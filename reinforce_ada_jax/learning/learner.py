@@ -34,7 +34,7 @@ from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy import blocked_attention, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Params,
@@ -208,6 +208,8 @@ class Learner:
     def _attend(self) -> SegmentAttend:
         if self.platform.attention == "jnp":
             return causal_attend
+        if self.platform.attention == "blocks":
+            return blocked_attention.attend
         from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
 
         return functools.partial(splash_attention.attend, mesh=self.mesh, interpret=self.platform.interpret)

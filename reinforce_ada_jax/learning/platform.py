@@ -16,7 +16,7 @@ class Platform:
     Attributes:
       head_backend: passes over the vocabulary, a name of `fused_logprobs.BACKENDS`.
       head_tile: (rows, vocab) whose logits exist at a time.
-      attention: "jnp" or "splash".
+      attention: "jnp", "blocks" (`policy.blocked_attention`) or "splash".
       remat: what the backward pass computes again, a name of `transformer.REMAT`.
       first_moment_dtype: of the optimiser; None: that of the weights.
       interpret: run TPU kernels without a TPU.
@@ -39,7 +39,7 @@ def resolve(name: str, learning: LearningConfig, *, hidden_size: int, dtype: DTy
       hidden_size: of the policy.
       dtype: of its activations.
     """
-    on_tpu = name == "tpu"
+    on_tpu, on_cpu = name == "tpu", name == "cpu"
     head_backend = "pallas_tpu" if on_tpu else "scan"
 
     def chosen(value: str, auto: str) -> str:
@@ -49,8 +49,8 @@ def resolve(name: str, learning: LearningConfig, *, hidden_size: int, dtype: DTy
     return Platform(
         head_backend=head_backend,
         head_tile=fused_logprobs.default_tile(head_backend, hidden_size, jnp.dtype(dtype)),
-        attention=chosen(learning.attention, "splash" if on_tpu else "jnp"),
-        remat=chosen(learning.remat, "dots" if name == "cpu" else "full"),
+        attention=chosen(learning.attention, "splash" if on_tpu else "blocks" if on_cpu else "jnp"),
+        remat=chosen(learning.remat, "dots" if on_cpu else "full"),
         first_moment_dtype=None if first_moment_dtype == "auto" else first_moment_dtype,
         interpret=not on_tpu,
     )

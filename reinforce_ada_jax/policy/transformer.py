@@ -31,10 +31,15 @@ SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
 # Fixes the sharding of the residual stream, where the compiler must not choose it.
 ShardingConstraint = Callable[[jax.Array], jax.Array]
 
+# The name under which an attention may have its result kept for the backward pass.
+ATTENTION_RESULT = "attention result"
 # What the backward pass finds of a layer's activations; everything else it computes again from the layer's input.
 REMAT = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights: not attention's scores
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # products with weights: not attention's scores
+        jax.checkpoint_policies.save_only_these_names(ATTENTION_RESULT),
+    ),
 }
 
 

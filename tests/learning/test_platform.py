@@ -8,7 +8,7 @@ from reinforce_ada_jax.learning.platform import resolve
 
 @pytest.mark.parametrize(
     ("name", "head_backend", "attention", "remat"),
-    [("cpu", "scan", "jnp", "dots"), ("gpu", "scan", "jnp", "full"), ("tpu", "pallas_tpu", "splash", "full")],
+    [("cpu", "scan", "blocks", "dots"), ("gpu", "scan", "jnp", "full"), ("tpu", "pallas_tpu", "splash", "full")],
 )
 def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
     platform = resolve(name, LearningConfig(), hidden_size=4096, dtype=jnp.bfloat16)

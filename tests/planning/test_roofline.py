@@ -152,7 +152,7 @@ def test_a_compiler_counts_the_same(axes, remat, rank):
     config = tiny(**{
         "data.max_prompt_tokens": 64, "sampling.max_response_tokens": 64,
         "learning.prompts_per_update": 8, "learning.micro_batches": 4, "collection.prompts_per_iteration": 8,
-        "learning.remat": remat, "lora.rank": rank,
+        "learning.remat": remat, "learning.attention": "jnp", "lora.rank": rank,
     })  # fmt: skip
     run = programs.abstract_run(config, from_hf(sizes), OPTIONS, make_mesh(**axes))
     for program in programs.learner_programs(run):

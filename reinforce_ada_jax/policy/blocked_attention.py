@@ -1,0 +1,106 @@
+"""Causal attention in blocks of queries, for CPUs: no scores beyond a block's last query, and none are kept.
+
+Same meaning and signature as `transformer.causal_attend`. The backward pass computes the probabilities again, from the
+log-sum-exp of each query's scores, as in FlashAttention-2 (arXiv 2307.08691, section 3). The query heads of a key head
+are rows of one product, and scores keep one layout throughout: XLA transposes those of `causal_attend` several times.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax.policy.transformer import ATTENTION_RESULT
+
+# Scores of 64 queries stay in a core's cache. Each block is compiled for itself, so a long row has larger ones.
+MIN_BLOCK, MAX_BLOCKS = 64, 4
+MASKED = -1e30  # finite, so that the difference of two of them is 0
+
+Queries = Float[Array, "B K G T H"]  # G query heads for each key head
+Keys = Float[Array, "B K T H"]
+Segments = Int[Array, "B T"] | None
+
+
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    """Yields the (first, end) positions of each block of queries, which sees the keys before its end."""
+    size = max(MIN_BLOCK, -(-length // MAX_BLOCKS))
+    return ((first, min(first + size, length)) for first in range(0, length, size))
+
+
+def _product(equation: str, left: Array, right: Array) -> Array:
+    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+
+
+def _rows(x: Array, first: int, end: int) -> Array:
+    """The positions of a block, with the query heads of a key head as rows of one product: [B, K, R, ...]."""
+    return jax.lax.slice_in_dim(x, first, end, axis=3).reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _scores(query: Queries, key: Keys, segment_ids: Segments, first: int, end: int) -> Float[Array, "B K R S"]:
+    """Scores of a block with the keys before its end."""
+    scores = _product("BKRH,BKSH->BKRS", _rows(query, first, end), key[:, :, :end])
+    sees = (jnp.arange(first, end)[:, None] >= jnp.arange(end)[None])[None]
+    if segment_ids is not None:
+        sees = sees & (segment_ids[:, first:end, None] == segment_ids[:, None, :end])
+    by_head = scores.reshape(*query.shape[:3], end - first, end)
+    return jnp.where(sees[:, None, None], by_head, MASKED).reshape(scores.shape)
+
+
+@jax.custom_vjp
+def _attention(query: Queries, key: Keys, value: Keys, segment_ids: Segments) -> Queries:
+    return _forward(query, key, value, segment_ids)[0]
+
+
+def _forward(query, key, value, segment_ids):
+    mixed, log_sums = [], []
+    for first, end in _blocks(query.shape[3]):
+        scores = _scores(query, key, segment_ids, first, end)
+        largest = scores.max(axis=-1, keepdims=True)
+        weights = jnp.exp(scores - largest)
+        total = weights.sum(axis=-1, keepdims=True)
+        block = _product("BKRS,BKSH->BKRH", weights.astype(value.dtype), value[:, :, :end]) / total
+        mixed.append(block.astype(query.dtype).reshape(*query.shape[:3], end - first, -1))
+        log_sums.append((largest + jnp.log(total)).reshape(*query.shape[:3], end - first, 1))
+    result = checkpoint_name(jnp.concatenate(mixed, axis=3), ATTENTION_RESULT)
+    log_sum = checkpoint_name(jnp.concatenate(log_sums, axis=3), ATTENTION_RESULT)
+    return result, (query, key, value, segment_ids, result, log_sum)
+
+
+def _backward(residuals, d_mixed):
+    query, key, value, segment_ids, mixed, log_sum = residuals
+    # The slope of the softmax has the sum of p dp over keys, which is that of mixed d_mixed over the head.
+    weighted = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(axis=-1, keepdims=True)
+    d_query, d_key, d_value = [], jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
+    for first, end in _blocks(query.shape[3]):
+        before = ((0, 0), (0, 0), (0, key.shape[2] - end), (0, 0))
+        probabilities = jnp.exp(_scores(query, key, segment_ids, first, end) - _rows(log_sum, first, end))
+        d_block = _rows(d_mixed, first, end)
+        d_probabilities = _product("BKRH,BKSH->BKRS", d_block, value[:, :, :end])
+        d_scores = (probabilities * (d_probabilities - _rows(weighted, first, end))).astype(query.dtype)
+        more = _product("BKRS,BKRH->BKSH", probabilities.astype(value.dtype), d_block)
+        d_value = d_value + jnp.pad(more, before)
+        d_key = d_key + jnp.pad(_product("BKRS,BKRH->BKSH", d_scores, _rows(query, first, end)), before)
+        block = _product("BKRS,BKSH->BKRH", d_scores, key[:, :, :end])
+        d_query.append(block.reshape(*query.shape[:3], end - first, -1))
+    d_query = jnp.concatenate(d_query, axis=3)
+    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def attend(query, key, value, layer_index, carry, *, segment_ids: Segments = None):
+    """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
+
+    Args:
+      query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
+      segment_ids: as of `transformer.hidden_states`.
+    """
+    del layer_index
+    rows, length, num_heads, head_dim = query.shape
+    query = query * jnp.asarray(head_dim**-0.5, query.dtype)
+    query = query.reshape(rows, length, key.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
+    mixed = _attention(query, key.swapaxes(1, 2), value.swapaxes(1, 2), segment_ids)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, num_heads, head_dim), carry, None

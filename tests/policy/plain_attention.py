@@ -1,0 +1,42 @@
+"""An attention beside plain attention: arrays with sequences of many lengths, and values with gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from reinforce_ada_jax.policy import transformer
+
+
+def make_case(length, heads, kv_heads, head_dim, rows=2):
+    rng = np.random.default_rng(0)
+    sizes = ((rows, length, heads, head_dim), *[(rows, length, kv_heads, head_dim)] * 2)
+    # Larger than unit, so that some scores decide alone and some do not.
+    query, key, value = (jnp.asarray(rng.normal(0, 1.5, size), jnp.float32) for size in sizes)
+    # Two and four sequences, and padding behind them, all over the blocks' edges.
+    ends = np.array([[100, 230, 230, 230], [7, 128, 150, 201]])[:rows]
+    segment_ids = (np.arange(length)[None, :, None] >= ends[:, None]).sum(axis=-1).astype(np.int32)
+    return (query, key, value), jnp.asarray(segment_ids)
+
+
+@functools.partial(jax.jit, static_argnames="attend")
+def _both(arrays, segment_ids, attend):
+    """(mixed, gradients of a sum in which every element has a weight of its own)."""
+
+    def weighted(arrays):
+        mixed, carry, kept = attend(*arrays, 0, None, segment_ids=segment_ids)
+        assert carry is None and kept is None
+        return jnp.vdot(mixed, jax.random.normal(jax.random.key(1), mixed.shape)), mixed
+
+    (_, mixed), gradients = jax.value_and_grad(weighted, has_aux=True)(arrays)
+    return mixed, gradients
+
+
+def check_attention(attend, arrays, segment_ids):
+    """Fails if values or gradients differ from those of plain attention by more than rounding."""
+    mixed, gradients = _both(arrays, segment_ids, attend)
+    wanted, wanted_gradients = _both(arrays, segment_ids, transformer.causal_attend)
+    np.testing.assert_allclose(mixed, wanted, rtol=2e-5, atol=2e-5)
+    for ours, plain in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=2e-5, atol=1e-4)

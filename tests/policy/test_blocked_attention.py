@@ -1,0 +1,35 @@
+"""Attention in blocks of queries against plain attention: values, gradients, and what is kept for the backward pass."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from reinforce_ada_jax.policy import blocked_attention
+from reinforce_ada_jax.policy.transformer import REMAT
+from tests.policy.plain_attention import check_attention, make_case
+
+
+# One block, a last block of 12 queries, four blocks of 75.
+@pytest.mark.parametrize(
+    ("length", "heads", "segmented"), [(40, (4, 2), True), (140, (2, 2), False), (300, (4, 1), True)]
+)
+def test_equals_plain_attention(length, heads, segmented):
+    arrays, segment_ids = make_case(length, *heads, 16)
+    check_attention(blocked_attention.attend, arrays, segment_ids if segmented else None)
+
+
+def test_the_backward_pass_keeps_no_scores():
+    arrays, _ = make_case(240, 4, 2, 16)
+
+    def loss(query, key, value):
+        return blocked_attention.attend(query, key, value, 0, None)[0].sum()
+
+    # Beside the arguments: the result [2, 2, 2, 240, 16], and a number for each query of a head.
+    kept = jax.eval_shape(lambda *x: jax.vjp(jax.checkpoint(loss, policy=REMAT["dots"]), *x)[1], *arrays)
+    assert sum(x.size for x in jax.tree.leaves(kept)) == sum(x.size for x in arrays) + 2 * 4 * 240 * (16 + 1)
+
+
+def test_keeps_the_dtype():
+    arrays = [x.astype(jnp.bfloat16) for x in make_case(140, 4, 2, 16)[0]]
+    mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, 0, None)[0], *arrays)
+    assert {x.dtype for x in (mixed, *vjp(mixed))} == {jnp.dtype(jnp.bfloat16)}
