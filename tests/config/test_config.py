@@ -43,7 +43,6 @@ AT_LEAST_ONE = """
 """.split()
 AT_LEAST_ZERO = """
     seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
-    checkpoint.minutes
     evaluation.every logging.sampled_prompts
 """.split()
 POSITIVE = """
@@ -63,6 +62,7 @@ POSITIVE = """
             for value in (0.0, -0.5, math.nan, math.inf)
         ],
         ("learning.weight_decay", -0.1, "it must not be negative"),
+        ("checkpoint.minutes", -0.5, "it must not be negative"),
         ("learning.entropy_coefficient", math.nan, "it must be finite"),
         ("reward.positive_threshold", math.inf, "it must be finite"),
         ("seed", 2**31, r"it must be below 2\*\*31"),
