@@ -16,14 +16,14 @@ from reinforce_ada_jax.benchmarks.inputs import architecture_of
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.planning.roofline import decode_weight_bytes, kv_token_bytes
+from reinforce_ada_jax.planning.roofline import decode_weight_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost
-from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
+from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams, kv_token_bytes
 from reinforce_ada_jax.types import Pool, Request
 
 
@@ -66,6 +66,7 @@ def engine_options(workload: Workload, options: flags.FlagValues) -> EngineOptio
         max_prompt_tokens=workload.max_prompt_tokens,
         max_response_tokens=(options.max_response_tokens if options.simulate else None) or int(workload.lengths.max()),
         stop_ids=(), seed=0, dtype=options.dtype, attention=choose_backend(options.attention),
+        kv_dtype=options.kv_dtype, weight_dtype=options.weight_dtype,
     )  # fmt: skip
     return made if options.pages else dataclasses.replace(made, pages=enough_pages(made))
 
@@ -121,12 +122,13 @@ def check_lengths(pools: list[Pool], workload: Workload) -> int:
     return tokens
 
 
-def decode_bytes(architecture: Architecture, workload: Workload, decode_steps: int, dtype: str) -> int:
+def decode_bytes(architecture: Architecture, workload: Workload, decode_steps: int, o: EngineOptions) -> int:
     """Returns the bytes that decoding a workload must read: the weights in each step, and each token's live cache."""
     prompt = np.array([len(prompt.tokens) for prompt in workload.prompts])[:, None]
     # Token t of a response, from 0, sees prompt + t tokens.
     visible = int((workload.lengths * prompt + workload.lengths * (workload.lengths - 1) // 2).sum())
-    return decode_steps * decode_weight_bytes(architecture, dtype) + visible * kv_token_bytes(architecture, dtype)
+    weights = decode_steps * decode_weight_bytes(architecture, o.dtype, o.weight_dtype)
+    return weights + visible * kv_token_bytes(architecture, o.dtype, kv_dtype=o.kv_dtype)
 
 
 def simulation_cost(options: flags.FlagValues) -> Cost:
@@ -138,8 +140,8 @@ def simulation_cost(options: flags.FlagValues) -> Cost:
     if options.bandwidth:
         architecture = architecture_of(options)
         cost = Cost(
-            decode_step=decode_weight_bytes(architecture, options.dtype) / options.bandwidth,
-            cached_token=kv_token_bytes(architecture, options.dtype) / options.bandwidth,
+            decode_step=decode_weight_bytes(architecture, options.dtype, options.weight_dtype) / options.bandwidth,
+            cached_token=kv_token_bytes(architecture, options.dtype, kv_dtype=options.kv_dtype) / options.bandwidth,
         )
     changes = dict(item.partition("=")[::2] for item in options.cost)
     unknown = sorted(changes.keys() - vars(cost).keys())
@@ -150,7 +152,7 @@ def simulation_cost(options: flags.FlagValues) -> Cost:
 
 def describe(architecture: Architecture, options: EngineOptions, replicas: int) -> dict[str, Any]:
     """Returns the engine's sizes and device for a report; slots, pages and open prompts are those of each replica."""
-    names = ("slots", "window", "page_size", "pages", "open_prompts", "attention", "dtype")
+    names = ("slots", "window", "page_size", "pages", "open_prompts", "attention", "dtype", "kv_dtype", "weight_dtype")
     device = jax.devices()[0]
     return {name: getattr(options, name) for name in names} | {
         "replicas": replicas, "device": device.device_kind, "platform": device.platform, "jax": jax.__version__,

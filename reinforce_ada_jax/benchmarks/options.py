@@ -16,6 +16,8 @@ STRINGS = {
         "HIDDENxLAYERS, or a published name: a random model, written to the folder --model if that does not exist.",
     ),
     "dtype": ("float32", "Type of weights and arithmetic."),
+    "kv_dtype": ("model", "Type of the engine's keys and values: model (as --dtype) or int8."),
+    "weight_dtype": ("model", "Type of the matrices that the engine decodes from: model (as --dtype) or int8."),
     "attention": ("auto", "The attention backend of the engine."),
     "against": (None, "Also measure this baseline (transformers), in alternating repetitions."),
     "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),

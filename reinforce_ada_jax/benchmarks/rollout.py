@@ -137,7 +137,7 @@ def measure(
     if options.requests:
         decode_steps = last.slot_steps // (engine_options.slots * replicas)
         rate = copy_bytes_per_s(options.copy_mb * 2**20)
-        needed = engines.decode_bytes(architecture, workload, decode_steps, options.dtype)
+        needed = engines.decode_bytes(architecture, workload, decode_steps, engine_options)
         result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / rate}
     if baseline is not None:
         baseline_median = statistics.median(baseline_seconds)

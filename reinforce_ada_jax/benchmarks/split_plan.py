@@ -25,7 +25,6 @@ from reinforce_ada_jax.planning.roofline import (
     Chip,
     chip_of,
     decode_weight_bytes,
-    kv_token_bytes,
     layer_weights,
     roofline,
     score_call,
@@ -34,7 +33,7 @@ from reinforce_ada_jax.planning.roofline import (
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.splash_attention import block_size
 from reinforce_ada_jax.sampling.simulation import Cost
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
 MEAN_PROMPT_TOKENS = 150  # of the published prompts (docs/scale.md)
 
@@ -63,7 +62,7 @@ def draw_seconds(
     tensor = config.mesh.tensor
     products = 2 * options.slots * (a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size) / chip.flops
     weights = decode_weight_bytes(a, options.dtype, options.weight_dtype) / chip.bandwidth
-    cached = kv_token_bytes(a, options.dtype, options.attention) / chip.bandwidth
+    cached = kv_token_bytes(a, options.dtype, options.attention, options.kv_dtype) / chip.bandwidth
     cost = Cost(decode_step=max(weights, products) / tensor, cached_token=cached / tensor)
     limit, replicas = config.sampling.max_response_tokens, devices // tensor
     options = dataclasses.replace(options, max_prompt_tokens=workload.max_prompt_tokens, max_response_tokens=limit)

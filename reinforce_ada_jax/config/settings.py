@@ -266,6 +266,10 @@ class SamplingConfig:
         "auto", "Decode attention; auto: the one made for the device.",
         one_of(("auto", "jnp", "pallas_tpu", "pallas_gpu")),
     )  # fmt: skip
+    kv_dtype: str = setting(
+        "model", 'Cached keys and values: "model", in model.compute_dtype, or "int8", with a scale for each token and '
+        "head.", one_of(values.DECODE_DTYPES),
+    )  # fmt: skip
     weight_dtype: str = setting(
         "model", 'Matrices to decode with: "model", in model.compute_dtype, or "int8", with a scale for each output.',
         one_of(values.DECODE_DTYPES),
@@ -328,7 +332,7 @@ class LearningConfig:
     truncated_is_cap: float | None = setting(
         None, "Cap of the importance weight between sampler and learner; default: none, or 2.0 where responses may "
         "be drawn from earlier weights (overlap_iterations, mesh.sampler with max_staleness 1) or in int8 "
-        "(sampling.weight_dtype).",
+        "(sampling.kv_dtype, sampling.weight_dtype).",
         values.POSITIVE_OR_NONE,
     )  # fmt: skip
     non_finite: str = setting(
@@ -453,7 +457,7 @@ class Config:
     @property
     def draws_in_int8(self) -> bool:
         """True if the sampler rounds more than the learner, so that responses are not quite those of its policy."""
-        return self.sampling.weight_dtype == "int8"
+        return "int8" in (self.sampling.kv_dtype, self.sampling.weight_dtype)
 
     @property
     def draws_ahead(self) -> bool:

@@ -65,7 +65,7 @@ def drawn_with(
     return {
         "model": fingerprint,
         **{key: getattr(config.model, key) for key in ("parameter_dtype", "compute_dtype")},
-        "weight_dtype": config.sampling.weight_dtype,
+        **{key: getattr(config.sampling, key) for key in ("kv_dtype", "weight_dtype")},
         "seed": config.seed,
         "samples": samples,
         **{key: getattr(settings, key) for key in keys},

@@ -12,10 +12,10 @@ from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import CollectionConfig, Config
 from reinforce_ada_jax.planning.compilation import ProgramResult
-from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, kv_token_bytes, prefill_call, roofline
+from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_call, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.prefill_batches import buckets
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
 # Share of slots busy in a decode step: simulated at full size with 256 slots (docs/performance.md, "Rounds").
 BUSY_SLOTS = 0.936
@@ -144,7 +144,8 @@ def spare_bytes(results: Sequence[ProgramResult]) -> int | None:
 
 def pages_that_fit(run: Deployment, spare: int) -> int:
     """Pages of a replica's cache that fit into its devices' memory; 0 or less: none."""
-    page = run.options.page_size * kv_token_bytes(run.architecture, run.options.dtype, run.options.attention)
+    o = run.options
+    page = o.page_size * kv_token_bytes(run.architecture, o.dtype, o.attention, o.kv_dtype)
     return run.options.pages + spare // (page // run.config.mesh.tensor)
 
 

@@ -15,8 +15,7 @@ import math
 import jax.numpy as jnp
 
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling.pages import padded_head_dim
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
 GIB = 2**30
 
@@ -114,11 +113,6 @@ def layer_weights(a: Architecture) -> int:
     return a.hidden_size * (a.head_dim * (2 * a.num_heads + 2 * a.num_kv_heads) + 3 * a.ffn_size)
 
 
-def kv_token_bytes(a: Architecture, dtype: str, attention: str = "jnp") -> int:
-    """Cached keys and values of one token in all layers, as wide as the attention backend's pages."""
-    return 2 * a.num_layers * a.num_kv_heads * padded_head_dim(a.head_dim, attention) * jnp.dtype(dtype).itemsize
-
-
 def _weight_itemsize(dtype: str, weight_dtype: str) -> int:
     return jnp.dtype(dtype if weight_dtype == "model" else weight_dtype).itemsize
 
@@ -158,7 +152,7 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
     """
     matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
-    cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention)
+    cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     weights = decode_weight_bytes(a, o.dtype, o.weight_dtype)
     return ProgramCost(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
 
@@ -172,7 +166,7 @@ def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) ->
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * tokens
     positions = o.prefill_rows * tokens
     weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype)
-    size = weights + positions * kv_token_bytes(a, o.dtype, o.attention)
+    size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     return ProgramCost(positions * (2 * matrices + attention) / tensor, size / tensor)
 
 

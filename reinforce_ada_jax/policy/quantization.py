@@ -36,6 +36,11 @@ class Quantized:
     values: jax.Array  # int8
     scale: jax.Array  # float32
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.values.shape
+
 
 def quantize(x: Float[Array, "..."], axes: Sequence[int]) -> Quantized:
     """Rounds to the nearest of 255 values, symmetric about 0: the largest magnitude along `axes` becomes 127.

@@ -22,7 +22,7 @@ from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.paged_attention import pad_head_dim, paged_attention, write_token
+from reinforce_ada_jax.sampling.paged_attention import Pages, paged_attention, write_pages, write_token
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -40,7 +40,7 @@ from reinforce_ada_jax.sampling.state import (
     occupancy,
 )
 
-Pools = tuple[Array, Array]  # pages of keys, pages of values
+Pools = tuple[Pages, Pages]  # pages of keys, pages of values
 # With an empty queue and at most 1/2, 1/4 or 1/16 of the slots active, only these are computed.
 NARROWER = (2, 4, 16)
 
@@ -59,21 +59,21 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
 
 
 def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]) -> DecodeState:
-    """Writes all but the last token of each prompt into the pages of its table row."""
+    """Writes prompts into the pages of their table rows; the last token and padding are never read."""
     num_layers, rows, tokens = prefix.keys.shape[:3]
     kv_heads, all_pages, page_size, _ = state.key_pages.shape
-    position = jnp.arange(tokens)
-    page = jnp.take(table, jnp.minimum(position // page_size, table.shape[1] - 1), axis=1)  # B T
-    page = jnp.where(position[None] < prefix.length[:, None] - 1, page, NULL)
+    count = num_pages(tokens, page_size)
+    page = jnp.pad(table, ((0, 0), (0, max(0, count - table.shape[1]))), constant_values=NULL)[:, :count]
     layer = jnp.arange(num_layers)[:, None, None] * (all_pages // num_layers)
     heads = jnp.arange(kv_heads)[:, None, None, None]
-    where = (heads, (layer + page[None])[None], jnp.broadcast_to(position % page_size, (rows, tokens))[None, None])
 
-    def write(pages, new):
-        return pages.at[where].set(pad_head_dim(new, pages).transpose(3, 0, 1, 2, 4).astype(pages.dtype))
+    def fill(pages, new):
+        padded = jnp.pad(new, ((0, 0), (0, 0), (0, count * page_size - tokens), (0, 0), (0, 0)))
+        by_page = padded.reshape(num_layers, rows, count, page_size, kv_heads, -1).transpose(4, 0, 1, 2, 3, 5)
+        return write_pages(pages, by_page, heads, (layer + page[None])[None])
 
     return state.replace(
-        key_pages=write(state.key_pages, prefix.keys), value_pages=write(state.value_pages, prefix.values)
+        key_pages=fill(state.key_pages, prefix.keys), value_pages=fill(state.value_pages, prefix.values)
     )
 
 
@@ -183,7 +183,7 @@ def _copy_pages(
         slot = order[index]
         # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
         new, old = (heads, (layers + target[slot])[None]), (heads, (layers + source[slot])[None])
-        return tuple(pool.at[new].set(pool[old]) for pool in pools)
+        return jax.tree.map(lambda pool: pool.at[new].set(pool[old]), pools)
 
     pools = (state.key_pages, state.value_pages)
     key_pages, value_pages = jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), copy_one, pools)

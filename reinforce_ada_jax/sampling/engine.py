@@ -37,6 +37,7 @@ from reinforce_ada_jax.sampling.state import (
     SamplingParams,
     WindowInputs,
     WindowOutputs,
+    kv_token_bytes,
     occupancy,
 )
 from reinforce_ada_jax.sampling.window_inputs import window_inputs
@@ -184,9 +185,8 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of a replica's pages: keys and values of all layers."""
-        a, o = self.architecture, self.options
-        token_bytes = 2 * a.num_layers * a.num_kv_heads * o.padded_head_dim(a) * self.dtype.itemsize
-        return o.pages * o.page_size * token_bytes
+        o = self.options
+        return o.pages * o.page_size * kv_token_bytes(self.architecture, o.dtype, o.attention, o.kv_dtype)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """Attention of one new token per slot over pages of keys and values: one signature, several backends.
 
 Keys and values of all layers share one pool [K, L * pages, page_size, padded_H], with padded_H from
-`padded_head_dim`: page p of layer l is l * pages + p.
+`padded_head_dim`: page p of layer l is l * pages + p. In int8 the pool is `Quantized`, and each token has a scale for
+each head, [K, L * pages, 1, page_size]: it is multiplied into scores and weights, which are fewer than keys and values.
 Backends are chosen by name (`BACKENDS`). `jnp` runs on any device; the kernels for TPU and GPU are in
 pallas_attention.py. All of them read live pages only: those that hold tokens of active slots.
 """
@@ -10,10 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from reinforce_ada_jax.policy.quantization import Quantized, quantize
 from reinforce_ada_jax.sampling.pages import num_pages
 
+Pages = Float[Array, "K pages page_size padded_H"] | Quantized
 BACKENDS = ("jnp", "pallas_tpu", "pallas_gpu")
 FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 # Keys and values that the jnp backend reads at a time: they stay in a core's own cache (L2 of 1 or 2 MiB).
@@ -25,10 +29,18 @@ def choose_backend(name: str) -> str:
     return FOR_PLATFORM.get(jax.default_backend(), "jnp") if name == "auto" else name
 
 
+def empty_pages(shape: tuple[int, int, int, int], dtype: DTypeLike | None) -> Pages:
+    """Returns pages [K, pages, page_size, padded_H] of zeros; without a dtype, pages in int8."""
+    if dtype is not None:
+        return jnp.zeros(shape, dtype)
+    heads, pages, page_size, _ = shape
+    return Quantized(values=jnp.zeros(shape, jnp.int8), scale=jnp.zeros((heads, pages, 1, page_size), jnp.float32))
+
+
 def paged_attention(
     query: Float[Array | np.ndarray, "S N H"],
-    key_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
-    value_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    key_pages: Pages | np.ndarray,
+    value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
     *,
@@ -67,7 +79,8 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     num_slots, num_heads, head_dim = query.shape
     kv_heads, _, page_size, padded_dim = key_pages.shape
     width, group = table.shape[1], num_heads // kv_heads
-    page_bytes = 2 * kv_heads * page_size * padded_dim * key_pages.dtype.itemsize
+    dtype = query.dtype if isinstance(key_pages, Quantized) else key_pages.dtype
+    page_bytes = 2 * kv_heads * page_size * padded_dim * query.dtype.itemsize
     at_a_time = max(1, min(BATCH_BYTES // page_bytes, num_slots * width))
     most = num_slots * width + -(num_slots * width) % at_a_time
 
@@ -85,23 +98,24 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
             return jax.lax.dynamic_slice(row, (index * at_a_time,), (at_a_time,))
 
         pages = these(page)
+        keys, values = (jax.tree.map(lambda x: x[:, pages], pool) for pool in (key_pages, value_pages))
         scores = jnp.einsum(
-            "KCGH,KCTH->KCGT", grouped[:, these(slot)], key_pages[:, pages], preferred_element_type=jnp.float32
+            "KCGH,KCTH->KCGT", grouped[:, these(slot)], _numbers(keys, dtype), preferred_element_type=jnp.float32
         )
+        if isinstance(keys, Quantized):
+            scores = scores * keys.scale
         seen = jnp.arange(page_size)[None] < these(tokens)[:, None]
         scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
         # Beyond the last live page the scores are those of another page, or none at all; nobody reads them.
         largest = jnp.maximum(scores.max(-1), jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - largest[..., None])
-        values = jnp.einsum(
-            "KCGT,KCTH->KCGH",
-            weights.astype(value_pages.dtype),
-            value_pages[:, pages],
-            preferred_element_type=jnp.float32,
+        scaled = weights * values.scale if isinstance(values, Quantized) else weights
+        mixed = jnp.einsum(
+            "KCGT,KCTH->KCGH", scaled.astype(dtype), _numbers(values, dtype), preferred_element_type=jnp.float32
         )
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, index * at_a_time, axis=1)
-            for whole, new in zip(partial, (largest, weights.sum(-1), values), strict=True)
+            for whole, new in zip(partial, (largest, weights.sum(-1), mixed), strict=True)
         )
 
     partial = (
@@ -122,24 +136,51 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
 
 
-def pad_head_dim(
-    new: Float[Array, "... H"], pages: Float[Array, "K pages page_size padded_H"]
-) -> Float[Array, "... padded_H"]:
+def _numbers(pages: Pages, dtype: DTypeLike) -> Array:
+    """Returns what pages hold, without its scales."""
+    return pages.values.astype(dtype) if isinstance(pages, Quantized) else pages
+
+
+def pad_head_dim(new: Float[Array, "... H"], pages: Pages) -> Float[Array, "... padded_H"]:
     """Keys or values with zeros up to the width of the pages."""
     missing = pages.shape[-1] - new.shape[-1]
     return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new
 
 
-def write_token(
-    pages: Float[Array, "K pages page_size padded_H"],
-    new: Float[Array, "S K H"],
-    page: Int[Array, " S"],
-    offset: Int[Array, " S"],
-) -> Float[Array, "K pages page_size padded_H"]:
-    """Puts one token's keys (or values) of every slot at (page, offset).
+def write_pages(
+    pages: Pages, new: Float[Array, "... page_size H"], heads: Int[Array, "..."], page: Int[Array, "..."]
+) -> Pages:
+    """Puts keys (or values) of whole pages at (head, page), which broadcast to the leading dimensions of `new`."""
+    new = pad_head_dim(new, pages)
+    if not isinstance(pages, Quantized):
+        return pages.at[heads, page].set(new.astype(pages.dtype))
+    rounded = _quantize_tokens(new)
+    return Quantized(
+        values=pages.values.at[heads, page].set(rounded.values),
+        scale=pages.scale.at[heads, page, 0].set(rounded.scale),
+    )
 
-    All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool.
+
+def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"], offset: Int[Array, " S"]) -> Pages:
+    """Puts one token's keys (or values) of every slot at (page, offset); tokens may share a page.
+
+    All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written by rows
+    of a page, at first 0 for the new token: XLA for TPUs would transpose all of them to write single numbers.
     """
-    heads = jnp.arange(pages.shape[0])[:, None]
+    heads, page = jnp.arange(pages.shape[0])[:, None], page[None]
     new = pad_head_dim(new, pages).transpose(1, 0, 2)
-    return pages.at[heads, page[None, :], offset[None, :]].set(new.astype(pages.dtype))
+    if not isinstance(pages, Quantized):
+        return pages.at[heads, page, offset[None]].set(new.astype(pages.dtype))
+    rounded = _quantize_tokens(new)
+    here = jnp.arange(pages.shape[2])[None, None] == offset[None, :, None]
+    cleared = pages.scale.at[heads, page, 0].min(jnp.where(here, 0, jnp.inf))
+    return Quantized(
+        values=pages.values.at[heads, page, offset[None]].set(rounded.values),
+        scale=cleared.at[heads, page, 0].max(jnp.where(here, rounded.scale[..., None], 0)),
+    )
+
+
+def _quantize_tokens(new: Float[Array, "... padded_H"]) -> Quantized:
+    """Returns keys or values in int8; infinity marks what is not finite, because the next token there replaces it."""
+    rounded = quantize(new, (-1,))
+    return Quantized(values=rounded.values, scale=jnp.where(jnp.isnan(rounded.scale), jnp.inf, rounded.scale))

@@ -1,4 +1,4 @@
-"""Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU.
+"""Attention of one new token per slot over pages, as Pallas kernels: JAX's own for TPU, and ours for GPU and int8.
 
 Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
 inside `shard_map` over the mesh axis `tensor`, each device with its own heads. What neither knows: how pages are
@@ -20,6 +20,8 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as t
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from reinforce_ada_jax.policy.quantization import Quantized
+from reinforce_ada_jax.sampling.paged_attention import Pages
 from reinforce_ada_jax.sampling.pages import TRITON_TILE, padded_head_dim
 
 # Tokens whose keys and values a TPU core reads at once: 0.5 MiB of VMEM at head dim 128 in bf16, twice buffered. Up
@@ -37,8 +39,8 @@ NO_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 def _over_heads(
     attend: Callable[..., jax.Array],
     query: jax.Array | np.ndarray,
-    key_pages: jax.Array | np.ndarray,
-    *rest: jax.Array | np.ndarray,
+    key_pages: Pages | np.ndarray,
+    *rest: Pages | jax.Array | np.ndarray,
     mesh: Mesh,
     backend: str,
 ) -> jax.Array:
@@ -76,8 +78,8 @@ def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
 
 def pallas_tpu(
     query: Float[Array | np.ndarray, "S N H"],
-    key_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
-    value_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    key_pages: Pages | np.ndarray,
+    value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
     *,
@@ -86,7 +88,8 @@ def pallas_tpu(
 ) -> Float[Array, "S N H"]:
     """`paged_attention` by the kernel shipped with JAX. It rounds keys and values to bfloat16, whatever the pool has.
 
-    Values beyond a slot's length must be finite: the kernel masks scores by adding to them.
+    Values beyond a slot's length must be finite: the kernel masks scores by adding to them. Pages in int8 have a kernel
+    of their own: JAX's would make scales as wide as the head, four times the size of the pages.
 
     Raises:
       ValueError: the pool isn't `padded_head_dim` wide, or the page table is too large for a TPU's scalar memory.
@@ -101,6 +104,13 @@ def pallas_tpu(
             f"memory has {TPU_SCALAR_BYTES:,}: raise sampling.page_size, or lower sampling.slots."
         )
 
+    table = jnp.pad(table, ((0, 0), (0, blocks * block_pages - width)))
+    if isinstance(key_pages, Quantized):
+        attend = functools.partial(
+            _tpu_int8, block_pages=block_pages, scale=query.shape[-1] ** -0.5, interpret=interpret
+        )
+        return _over_heads(attend, query, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_tpu")
+
     def attend(query, key_pages, value_pages, lengths, table):
         # The generic interpreter: the simulator of a TPU, which the mode is named after, can hang on two cores.
         # True, which its annotation omits, chooses it.
@@ -111,9 +121,99 @@ def pallas_tpu(
     # In float32, so that nothing is rounded by the scale (the kernel has none) or between blocks: it keeps the running
     # result in the query's dtype.
     scaled = query.astype(jnp.float32) / math.sqrt(query.shape[-1])
-    table = jnp.pad(table, ((0, 0), (0, blocks * block_pages - width)))
     mixed = _over_heads(attend, scaled, key_pages, value_pages, lengths, table, mesh=mesh, backend="pallas_tpu")
     return mixed.astype(query.dtype)
+
+
+def _tpu_int8_kernel(
+    length_ref,  # [slots]
+    table_ref,  # [slots * width]
+    query_ref,  # [K, group, H]
+    pools,  # keys and values, each values [K, pages, page_size, H] and scale [K, pages, 1, page_size], not yet read
+    mixed_ref,  # [K, group, H]
+    buffers,  # of the same structure: two blocks of pages, [2, block_pages, K, ...]
+    arrived,  # [2]
+    *,
+    width: int,
+    scale: float,
+):
+    """All heads of one slot: online softmax over blocks of pages, the next one copied while one is computed."""
+    slot, length = pl.program_id(0), length_ref[pl.program_id(0)]
+    _, block_pages, kv_heads, page_size, head_dim = buffers[0].values.shape
+    block_tokens, group, dtype = block_pages * page_size, query_ref.shape[1], query_ref.dtype
+    num_blocks = pl.cdiv(length, block_tokens)
+
+    def copies(block):
+        for index in range(block_pages):
+            page = table_ref[slot * width + block * block_pages + index]
+            for pool, buffer in zip(jax.tree.leaves(pools), jax.tree.leaves(buffers), strict=True):
+                target = buffer.at[block % 2, index]
+                yield pltpu.make_async_copy(pool.at[:, page], target, arrived.at[block % 2])
+
+    def start(block):
+        for copy in copies(block):
+            copy.start()
+
+    def one_block(block, carry):
+        pl.when(block + 1 < num_blocks)(lambda: start(block + 1))
+        for copy in copies(block):
+            copy.wait()
+        shape = (block_pages, group, page_size)
+        token = block * block_tokens + page_size * jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+        live = token + jax.lax.broadcasted_iota(jnp.int32, shape, 2) < length
+
+        def one_head(head, mixed, max_score, total):
+            (key, key_scale), (value, value_scale) = (
+                (buffer.values[block % 2, :, head].astype(jnp.float32).astype(dtype), buffer.scale[block % 2, :, head])
+                for buffer in buffers
+            )
+            query = jnp.broadcast_to(query_ref[head][None], (block_pages, group, head_dim))
+            dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+            scores = jnp.where(live, dot("pgh,pth->pgt", query, key) * (scale * key_scale), NO_SCORE)
+            new_max = jnp.maximum(max_score, jnp.max(scores, axis=(0, 2), keepdims=True))
+            weights = jnp.exp(scores - new_max)
+            shrink = jnp.exp(max_score - new_max)
+            new = jnp.sum(dot("pgt,pth->pgh", (weights * value_scale).astype(dtype), value), axis=0, keepdims=True)
+            total = total * shrink + jnp.sum(weights, axis=(0, 2), keepdims=True)
+            return mixed * shrink + new, new_max, total
+
+        return tuple(one_head(head, *own) for head, own in enumerate(carry))
+
+    pl.when(num_blocks > 0)(lambda: start(0))
+    nothing = (
+        jnp.zeros((1, group, head_dim), jnp.float32),
+        jnp.full((1, group, 1), NO_SCORE, jnp.float32),
+        jnp.zeros((1, group, 1), jnp.float32),
+    )
+    for head, (mixed, _, total) in enumerate(jax.lax.fori_loop(0, num_blocks, one_block, (nothing,) * kv_heads)):
+        mixed_ref[head] = (mixed / jnp.where(total > 0, total, 1.0))[0].astype(dtype)
+
+
+def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int, scale: float, interpret: bool):
+    """Returns attention over pages in int8 of all slots, on one device."""
+    (slots, heads, padded_dim), kv_heads, width = query.shape, key_pages.shape[0], table.shape[1]
+    query = query.reshape(slots, kv_heads, heads // kv_heads, padded_dim)
+    own = pl.BlockSpec((None, *query.shape[1:]), lambda s, *_: (s, 0, 0, 0))
+    pools = (key_pages, value_pages)
+
+    def two_blocks(pool):
+        heads, _, *page = pool.shape
+        return pltpu.VMEM((2, block_pages, heads, *page), pool.dtype)
+
+    mixed = pl.pallas_call(
+        functools.partial(_tpu_int8_kernel, width=width, scale=scale),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(slots,),
+            in_specs=[own, jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools)],
+            out_specs=own,
+            scratch_shapes=[jax.tree.map(two_blocks, pools), pltpu.SemaphoreType.DMA((2,))],
+        ),
+        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        interpret=interpret,
+        name="paged_attention_int8",
+    )(lengths, table.reshape(-1), query, pools)
+    return mixed.reshape(slots, heads, padded_dim)
 
 
 # ---- GPU ---------------------------------------------------------------------------------------------------------
@@ -121,8 +221,8 @@ def pallas_tpu(
 
 def _gpu_kernel(
     query_ref,  # [rows, H]
-    key_ref,  # [pages, page_size, H]
-    value_ref,  # [pages, page_size, H]
+    key_ref,  # [pages, page_size, H], or Quantized
+    value_ref,  # [pages, page_size, H], or Quantized
     length_ref,  # []
     table_ref,  # [width]
     mixed_ref,  # [rows, H]
@@ -136,6 +236,12 @@ def _gpu_kernel(
     page_size, length = key_ref.shape[1], length_ref[...]
     query = query_ref[...]
 
+    def load(ref, page, offset):
+        """Numbers of these tokens, and their scales, 1 where the pages have none."""
+        if isinstance(ref, Quantized):
+            return ref.values[page, offset].astype(query.dtype), ref.scale[page, 0, offset]
+        return ref[page, offset].astype(query.dtype), jnp.ones(page.shape, jnp.float32)
+
     def one_block(block, carry):
         mixed, max_score, total = carry
         token = block * GPU_BLOCK_TOKENS + jnp.arange(GPU_BLOCK_TOKENS)
@@ -143,14 +249,14 @@ def _gpu_kernel(
         # Beyond the length, the last live token once more: nothing else is read, so nothing else need be finite.
         token = jnp.minimum(token, length - 1)
         page, offset = table_ref[token // page_size], token % page_size
-        key, value = (ref[page, offset].astype(query.dtype) for ref in (key_ref, value_ref))
+        (key, key_scale), (value, value_scale) = (load(ref, page, offset) for ref in (key_ref, value_ref))
         # HIGHEST keeps float32 products whole (Triton's own choice is TF32); it means nothing for bfloat16.
         dot = functools.partial(jnp.dot, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        scores = jnp.where(live[None], dot(query, key.T) * scale, NO_SCORE)
+        scores = jnp.where(live[None], dot(query, key.T) * (scale * key_scale)[None], NO_SCORE)
         new_max = jnp.maximum(max_score, scores.max(axis=1))
         weights = jnp.exp(scores - new_max[:, None])  # 0 where dead: every block that is looked at has a live token
         shrink = jnp.exp(max_score - new_max)
-        mixed = mixed * shrink[:, None] + dot(weights.astype(query.dtype), value)
+        mixed = mixed * shrink[:, None] + dot((weights * value_scale[None]).astype(query.dtype), value)
         return mixed, new_max, total * shrink + weights.sum(axis=1)
 
     num_blocks = pl.cdiv(length, GPU_BLOCK_TOKENS)
@@ -168,8 +274,8 @@ def _gpu_kernel(
 
 def pallas_gpu(
     query: Float[Array | np.ndarray, "S N H"],
-    key_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
-    value_pages: Float[Array | np.ndarray, "K pages page_size padded_H"],
+    key_pages: Pages | np.ndarray,
+    value_pages: Pages | np.ndarray,
     lengths: Int[Array | np.ndarray, " S"],
     table: Int[Array | np.ndarray, "S width"],
     *,
@@ -199,7 +305,7 @@ def pallas_gpu(
             """A block of one slot, kv head and split."""
             return pl.BlockSpec((None, None, None, *shape), lambda s, k, i: (s, k, i, *[0] * len(shape)))
 
-        pool = pl.BlockSpec((None, *key_pages.shape[1:]), lambda s, k, i: (k, 0, 0, 0))
+        pool = jax.tree.map(lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda s, k, i: (k, 0, 0, 0)), key_pages)
         one_query = pl.BlockSpec((None, None, rows, padded_dim), lambda s, k, i: (s, k, 0, 0))
         one_length = pl.BlockSpec((None,), lambda s, k, i: (s,))
         one_table = pl.BlockSpec((None, table.shape[1]), lambda s, k, i: (s, 0))

@@ -82,7 +82,8 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     by_kv_head = NamedSharding(mesh, PartitionSpec(*replica_axes, "tensor"))
     new_state = functools.partial(empty_state, options, architecture)
     layout = jax.tree.map(lambda _: by_replica, jax.eval_shape(new_state))
-    layout = layout.replace(key_pages=by_kv_head, value_pages=by_kv_head)
+    key_pages, value_pages = (jax.tree.map(lambda _: by_kv_head, x) for x in (layout.key_pages, layout.value_pages))
+    layout = layout.replace(key_pages=key_pages, value_pages=value_pages)
     # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at every
     # exit: a state that came back laid out otherwise would compile everything once more.
     jit_program = functools.partial(jax.jit, donate_argnums=1)

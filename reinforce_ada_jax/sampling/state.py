@@ -13,7 +13,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.sampling import pages as pages_lib
+from reinforce_ada_jax.sampling.paged_attention import empty_pages
 from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, Record, padded_head_dim
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
@@ -153,8 +155,8 @@ class Occupancy(Record):
 class DecodeState(Record):
     """Everything that decoding carries from one decode step to the next, donated to each program and given back."""
 
-    key_pages: Float[ArrayLike, "K all_pages page_size padded_H"]
-    value_pages: Float[ArrayLike, "K all_pages page_size padded_H"]
+    key_pages: Float[ArrayLike, "K all_pages page_size padded_H"] | Quantized
+    value_pages: Float[ArrayLike, "K all_pages page_size padded_H"] | Quantized
     pool: PagePool
     prompts: Prompts
     queue: Queue
@@ -201,6 +203,12 @@ class Prefix(Record):
     last_token: Int[ArrayLike, " B"]
 
 
+def kv_token_bytes(a: Architecture, dtype: str, attention: str = "jnp", kv_dtype: str = "model") -> int:
+    """Cached keys and values of one token in all layers, as wide as the attention backend's pages; int8 has scales."""
+    number, scale = (1, 4) if kv_dtype == "int8" else (jnp.dtype(dtype).itemsize, 0)
+    return 2 * a.num_layers * a.num_kv_heads * (padded_head_dim(a.head_dim, attention) * number + scale)
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineOptions:
     """Sizes and numbers of one replica of an engine; the static ones fix the compiled programs."""
@@ -217,6 +225,7 @@ class EngineOptions:
     seed: int
     dtype: str
     attention: str = "jnp"
+    kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
@@ -274,11 +283,12 @@ def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
 def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
     """Returns a state with no prompt open, no slot active, and every page free."""
     layers_pages = architecture.num_layers * o.pages
-    pages = (architecture.num_kv_heads, layers_pages, o.page_size, o.padded_head_dim(architecture))
+    shape = (architecture.num_kv_heads, layers_pages, o.page_size, o.padded_head_dim(architecture))
+    dtype = None if o.kv_dtype == "int8" else jnp.dtype(o.dtype)
     empty = empty_occupancy(o)
     return DecodeState(
-        key_pages=jnp.zeros(pages, jnp.dtype(o.dtype)),
-        value_pages=jnp.zeros(pages, jnp.dtype(o.dtype)),
+        key_pages=empty_pages(shape, dtype),
+        value_pages=empty_pages(shape, dtype),
         pool=empty.pool,
         prompts=empty.prompts,
         queue=empty.queue,

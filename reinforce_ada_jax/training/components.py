@@ -128,6 +128,7 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
         seed=config.seed,
         dtype=config.model.compute_dtype,
         attention=choose_backend(sampling.attention),
+        kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
         check_invariants=sampling.check_invariants,
     )

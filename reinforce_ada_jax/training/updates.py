@@ -344,7 +344,7 @@ def gap_too_large(
             "the effect."
         )
         if config.draws_in_int8:
-            causes = "int8 is too coarse for this model: set sampling.weight_dtype to model."
+            causes = "int8 is too coarse for this model: set sampling.weight_dtype or sampling.kv_dtype to model."
         say(
             f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
             f"update is off by as much. {causes}"

@@ -24,17 +24,21 @@ def test_settings_come_before_the_platform():
     assert platform.interpret
 
 
+MODEL = ("model", "model")
+
+
 @pytest.mark.parametrize(
-    ("cap", "overlap", "split", "staleness", "int8", "expected"),
+    ("cap", "overlap", "split", "staleness", "dtypes", "expected"),
     [
-        (None, 0, 0, 1, False, None), (None, 1, 0, 1, False, 2.0), (3.0, 1, 0, 1, False, 3.0),
-        (3.0, 0, 0, 1, False, 3.0), (None, 0, 1, 1, False, 2.0), (3.0, 0, 1, 1, False, 3.0),
-        (None, 0, 1, 0, False, None), (None, 0, 0, 1, True, 2.0), (3.0, 0, 0, 1, True, 3.0),
+        (None, 0, 0, 1, MODEL, None), (None, 1, 0, 1, MODEL, 2.0), (3.0, 1, 0, 1, MODEL, 3.0),
+        (3.0, 0, 0, 1, MODEL, 3.0), (None, 0, 1, 1, MODEL, 2.0), (3.0, 0, 1, 1, MODEL, 3.0),
+        (None, 0, 1, 0, MODEL, None), (None, 0, 0, 1, ("int8", "model"), 2.0), (3.0, 0, 0, 1, ("int8", "model"), 3.0),
+        (None, 0, 0, 1, ("model", "int8"), 2.0),
     ],
 )  # fmt: skip
-def test_responses_of_earlier_weights_or_in_int8_have_a_capped_weight(cap, overlap, split, staleness, int8, expected):
+def test_responses_of_earlier_weights_or_in_int8_have_a_capped_weight(cap, overlap, split, staleness, dtypes, expected):
     config = Config(
-        sampling=SamplingConfig(weight_dtype="int8" if int8 else "model"),
+        sampling=SamplingConfig(kv_dtype=dtypes[0], weight_dtype=dtypes[1]),
         learning=LearningConfig(truncated_is_cap=cap, clip_low=0.1),
         collection=CollectionConfig(overlap_iterations=overlap, max_staleness=staleness),
         mesh=MeshConfig(sampler=split, learner=split),

@@ -12,7 +12,7 @@ from reinforce_ada_jax.planning.plan import Deployment, Statistics
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, BatchLayout, Chip, ProgramCost
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 from tests.running import CONFIGS, load, tiny
 
 SIZES = dict(
@@ -35,9 +35,12 @@ LAYOUT = BatchLayout(
 
 
 def test_token_bytes():
-    assert roofline.kv_token_bytes(TIED, "bfloat16") == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
-    assert roofline.kv_token_bytes(TIED, "bfloat16", "pallas_tpu") == 2 * 2 * 1 * 128 * 2
-    assert roofline.kv_token_bytes(TIED, "float32", "pallas_tpu") == 2 * 2 * 1 * 128 * 4
+    assert kv_token_bytes(TIED, "bfloat16") == 16  # 2 (keys and values) * 2 layers * 1 head * 2 columns * 2 B
+    assert kv_token_bytes(TIED, "bfloat16", "pallas_tpu") == 2 * 2 * 1 * 128 * 2
+    assert kv_token_bytes(TIED, "float32", "pallas_tpu") == 2 * 2 * 1 * 128 * 4
+    # In int8 each head of each token has a scale of 4 bytes.
+    assert kv_token_bytes(TIED, "float32", kv_dtype="int8") == 2 * 2 * 1 * (2 + 4)
+    assert kv_token_bytes(TIED, "bfloat16", "pallas_tpu", "int8") == 2 * 2 * 1 * (128 + 4)
 
 
 # A layer's matrices: query and output 4 * 4 each, key and value 4 * 2 each, three of 4 * 6: 120 weights. Head: 40.
@@ -49,6 +52,8 @@ def test_decode_step(architecture, weights):
     bytes_ = 316 * 2 + 3 * 5 * 16  # weights (an untied embedding is looked up, not read), the tokens of three slots
     assert roofline.decode_step(architecture, OPTIONS, 1, 5) == ProgramCost(flops, bytes_) == ProgramCost(2160, 872)
     assert roofline.decode_step(architecture, OPTIONS, 2, 5) == ProgramCost(1080, 436)
+    int8 = dataclasses.replace(OPTIONS, kv_dtype="int8", weight_dtype="int8")
+    assert roofline.decode_step(architecture, int8, 1, 5) == ProgramCost(2160, 316 + 3 * 5 * 24)
 
 
 def test_prefill_call():
@@ -56,6 +61,8 @@ def test_prefill_call():
     bytes_ = 2 * 120 * 2 + 2 * 8 * 16  # no head, no embedding
     assert roofline.prefill_call(TIED, OPTIONS, 1, 8) == ProgramCost(flops, bytes_) == ProgramCost(11776, 736)
     assert roofline.prefill_call(UNTIED, OPTIONS, 2, 8) == ProgramCost(5888, 368)
+    int8 = dataclasses.replace(OPTIONS, kv_dtype="int8", weight_dtype="int8")
+    assert roofline.prefill_call(TIED, int8, 1, 8) == ProgramCost(11776, 2 * 120 + 2 * 8 * 24)
 
 
 def test_score_call():
@@ -172,7 +179,7 @@ def test_the_roofline_of_the_1p5b_model_on_one_v5e_chip():
     # shared/PLATFORM.md: weights 3.09 GB (3.8 ms) and 28,672 B a token (2.3 ms at 64 * 1,024): about 10.5k tokens/s.
     architecture = from_hf(PUBLISHED["Qwen2.5-Math-1.5B"])
     options = dataclasses.replace(OPTIONS, slots=64, attention="pallas_tpu")
-    assert roofline.kv_token_bytes(architecture, options.dtype, options.attention) == 28_672
+    assert kv_token_bytes(architecture, options.dtype, options.attention) == 28_672
     work = roofline.decode_step(architecture, options, 1, 1024)
     assert work.bytes == 3_087_428_608 + 1_879_048_192
     seconds, bound = roofline.roofline(work, CHIPS["v5e"])

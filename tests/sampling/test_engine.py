@@ -67,6 +67,17 @@ def test_buckets():
     assert [buckets(longest) for longest in (1, 16, 17, 64)] == [[16], [16], [16, 32], [16, 32, 64]]
 
 
+@pytest.mark.parametrize("kv_dtype, number, scale", [("model", 4, 0), ("int8", 1, 4)])
+def test_the_cache_is_split_over_heads(kv_dtype, number, scale):
+    engine = tiny_engine(mesh_lib.make_mesh(fsdp=2, tensor=2), kv_dtype=kv_dtype)
+    # Keys and values, layers, heads, pages, tokens; 8 numbers.
+    assert engine.cache_bytes == 2 * 2 * 2 * 14 * 4 * (8 * number + scale)
+    state = engine.init_decode_state()
+    pages = jax.tree.leaves([state.key_pages, state.value_pages])
+    assert sum(page.nbytes for page in pages) == 2 * engine.cache_bytes  # two replicas
+    assert mesh_lib.shard_bytes(pages) == engine.cache_bytes // 2
+
+
 # ---- one set of weights ------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.distributed.mesh import make_mesh
+from reinforce_ada_jax.policy.quantization import quantize
 from reinforce_ada_jax.sampling import pallas_attention
 from reinforce_ada_jax.sampling.paged_attention import paged_attention
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
@@ -83,6 +84,23 @@ def test_equals_the_jnp_backend(backend, rubbish, sizes):
 def test_in_bfloat16(backend):
     case = make_case(16, 128, 12, 2, 1e4)
     np.testing.assert_allclose(run(backend, case, jnp.bfloat16), expected(case, jnp.bfloat16), atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+@pytest.mark.parametrize("backend", FUNCTIONS)
+def test_pages_in_int8(backend, sizes, monkeypatch):
+    *sizes, axes = sizes
+    monkeypatch.setattr(pallas_attention, "TPU_BLOCK_TOKENS", 2 * sizes[0])  # two blocks of two pages
+    query, *pools, lengths, table = make_case(*sizes, 1e4)
+
+    def int8(pages):
+        rounded = quantize(jnp.asarray(pages), (-1,))
+        return rounded.replace(scale=rounded.scale[:, :, None])
+
+    attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(**axes), interpret=True))
+    mixed = attend(query, *(int8(wider(pages, backend)) for pages in pools), lengths, table)
+    plain = paged_attention(jnp.asarray(query), *map(int8, pools), lengths, table, backend="jnp")
+    np.testing.assert_allclose(mixed, plain, atol=1e-5, rtol=0)
 
 
 def test_in_float32_the_tpu_kernel_rounds_keys_and_values_to_bfloat16():

@@ -13,6 +13,7 @@ from tests.running import tiny
 SMALL = {
     "iterations": 2, "checkpoint.every": 0, "evaluation.every": 0, "logging.tensorboard": False,
     "collection.prompts_per_iteration": 8, "sampling.slots": 32, "sampling.weight_dtype": "int8",
+    "sampling.kv_dtype": "int8",
 }  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def test_what_padding_holds_is_no_log_probability(updates):
     ("dtype", "weight_dtype", "remedy"),
     [
         ("float32", "model", None), ("bfloat16", "model", "model.compute_dtype is too coarse"),
-        ("float32", "int8", "set sampling.weight_dtype to model"),
+        ("float32", "int8", "set sampling.weight_dtype or sampling.kv_dtype to model"),
     ],
 )  # fmt: skip
 def test_a_gap_between_engine_and_learner(updates, dtype, weight_dtype, remedy):
