@@ -2,6 +2,7 @@
 
     python -m reinforce_ada_jax.serve --model=HF_DIR
     python -m reinforce_ada_jax.serve --model=package:cipher --dtype=float32 --greedy
+    python -m reinforce_ada_jax.serve --model=HF_DIR --api=tinker --workdir=DIR --port=8000
 
 The engine is the one that training samples with. The first SIGINT (Ctrl-C) or SIGTERM stops it when the running
 responses have ended, or --grace_s seconds have; a second one stops it at once. Nothing that a client sends makes it
@@ -10,6 +11,7 @@ read or write a file.
 
 import asyncio
 import dataclasses
+import functools
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -27,20 +29,53 @@ def build(settings: ServerSettings) -> "Components":
     """Returns the components of the model folder; no weight is read."""
     from reinforce_ada_jax.training import components as components_lib
 
+    grpc = settings.api == "grpc"
     config = Config(
         seed=settings.seed,
         model=ModelConfig(compute_dtype=settings.dtype),
         data=DataConfig(max_prompt_tokens=settings.max_prompt_tokens),
         sampling=SamplingConfig(
-            slots=settings.slots, window=1, page_size=settings.page_size, open_prompts=1, prefill_rows=1,
-            max_response_tokens=settings.max_response_tokens,
+            slots=settings.slots, page_size=settings.page_size, max_response_tokens=settings.max_response_tokens,
+            # JetStream returns to the host after every token, and has one prompt at a time.
+            window=1 if grpc else 16, open_prompts=1 if grpc else 0, prefill_rows=1 if grpc else 8,
         ),
     )  # fmt: skip
     return components_lib.build(config, components_lib.model_folder(settings.model))
 
 
+def serve_tinker(settings: ServerSettings) -> None:
+    """Checks what needs no weights, then serves the tinker client."""
+    from reinforce_ada_jax.distributed.program_cache import keep_programs
+    from reinforce_ada_jax.policy import huggingface
+
+    with cli.user_input():
+        settings.check()
+        try:
+            from reinforce_ada_jax.serving.tinker import server
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"--api=tinker needs more packages ({error}): pip install 'reinforce_ada_jax[tinker]'."
+            ) from error
+        check_address(settings.host, settings.port)
+        keep_programs(settings.compilation_cache)
+        served = []
+        for name, folder in settings.model_folders().items():
+            components = build(dataclasses.replace(settings, model=folder))
+            load = functools.partial(huggingface.load, components.folder, components.mesh, settings.dtype)
+            served.append(server.Served(
+                name, components.folder, components.tokenizer, components.engine, load,
+                # A name of its own is one that clients know the tokenizer by.
+                tokenizer_id=str(components.folder.absolute()) if name == folder else None,
+            ))  # fmt: skip
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    server.run(settings, served)
+
+
 def main(settings: ServerSettings) -> None:
     """Checks what needs no weights, then serves."""
+    if settings.api == "tinker":
+        serve_tinker(settings)
+        return
     from reinforce_ada_jax.distributed.program_cache import keep_programs
     from reinforce_ada_jax.policy import huggingface
     from reinforce_ada_jax.serving import jetstream
@@ -71,6 +106,9 @@ def define_flags() -> None:
         str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_boolean
     }  # fmt: skip
     for field in dataclasses.fields(ServerSettings):
+        if field.name == "model":
+            flags.DEFINE_multi_string("model", None, field.metadata["text"], required=True)
+            continue
         required = field.default is dataclasses.MISSING
         define[field.type](field.name, None if required else field.default, field.metadata["text"], required=required)
 
@@ -78,6 +116,7 @@ def define_flags() -> None:
 def settings_from_flags() -> ServerSettings:
     """Returns the settings that the flags have."""
     values: dict[str, Any] = {field.name: flags.FLAGS[field.name].value for field in dataclasses.fields(ServerSettings)}
+    values["model"] = ",".join(values["model"])
     return ServerSettings(**values)
 
 

@@ -126,7 +126,11 @@ def test_the_reward_that_returns_a_verdict():
 def test_every_block_of_python_is_run_somewhere():
     with_blocks = {str(document.relative_to(ROOT)) for document in DOCUMENTS if "```python" in document.read_text()}
     run_here = {"README.md", "docs/problems.md", "docs/strategies.md", "docs/how_to/reward.md"}
-    assert with_blocks == run_here | {"docs/api.md", "docs/how_to/serve.md"}  # test_public_api.py, test_serve.py
+    assert with_blocks == run_here | {
+        "docs/api.md",
+        "docs/how_to/serve.md",
+        "docs/how_to/tinker.md",
+    }  # test_public_api.py, test_serve.py, test_tinker.py
 
 
 # ---- docs/reference --------------------------------------------------------------------------------------------------

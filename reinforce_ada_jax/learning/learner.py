@@ -160,6 +160,17 @@ def loss_config(config: Config) -> LossConfig:
     return loss
 
 
+def choose_attention(platform: platform_lib.Platform, mesh: Mesh) -> SegmentAttend:
+    """Returns the attention that a platform names."""
+    if platform.attention == "jnp":
+        return causal_attend
+    if platform.attention == "blocks":
+        return blocked_attention.attend
+    from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
+
+    return functools.partial(splash_attention.attend, mesh=mesh, interpret=platform.interpret)
+
+
 class Learner:
     """The compiled programs of one run: `init`, `score`, `update`."""
 
@@ -188,7 +199,7 @@ class Learner:
                 frozen_head=self.lora is not None,
             ),
             dtype=dtype,
-            attend=self._attend(),
+            attend=choose_attention(self.platform, mesh),
             remat=self.platform.remat,
             # The embedding is split over `fsdp` along D. Left alone, the compiler splits activations the same way, sums
             # them between devices in every product (8 times the traffic of gathering weights) and has every device
@@ -204,15 +215,6 @@ class Learner:
         self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, (None, "rows", None)))
         # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
         self.update = jax.jit(self._update, donate_argnums=0)
-
-    def _attend(self) -> SegmentAttend:
-        if self.platform.attention == "jnp":
-            return causal_attend
-        if self.platform.attention == "blocks":
-            return blocked_attention.attend
-        from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
-
-        return functools.partial(splash_attention.attend, mesh=self.mesh, interpret=self.platform.interpret)
 
     def shardings(self, params: Params) -> LearnerState:
         """The sharding of each part of the state, in the shape of the state."""

@@ -1,17 +1,18 @@
 """Adapters as files: the folder that `peft` reads, and the mark of the base that they belong to."""
 
 import hashlib
+import math
 import pathlib
 import struct
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax.policy import hub_models, huggingface, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.lora import TARGETS, Lora
+from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
 from reinforce_ada_jax.policy.transformer import Params, flatten
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -98,3 +99,28 @@ def save(
         named = hub_models.repository(base) or str(base.absolute())
         weight_files.write_json(partial / CONFIG, peft_config(lora, named))
         save_file(peft_tensors(architecture, adapters, lora), partial / WEIGHTS, metadata={"format": "pt"})
+
+
+def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[str, np.ndarray]]:
+    """Reads a folder that `save` wrote; returns what the adapters are, and their matrices by dotted path.
+
+    Raises:
+      ValueError: a file is missing, or is not of adapters of this architecture.
+    """
+    config = weight_files.read_json(folder / CONFIG)
+    try:
+        lora = Lora(int(config["r"]), float(config["lora_alpha"]), tuple(config["target_modules"]))
+        shapes = {name: shape for name, (shape, _) in adapter_shapes(architecture, lora).items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} is not of adapters that this program writes ({error!r}).") from error
+    weight_files.read_headers([folder / WEIGHTS])
+    tensors = load_file(folder / WEIGHTS)
+    matrices = {}
+    for name, shape in shapes.items():
+        weight, matrix = name.rsplit(".", 1)
+        theirs = f"base_model.model.{huggingface.TABLE[weight][1].removesuffix('.weight')}.lora_{matrix.upper()}.weight"
+        layers = [tensors.get(theirs.format(layer)) for layer in range(shape[0])]
+        if any(layer is None or layer.size != math.prod(shape[1:]) for layer in layers):
+            raise ValueError(f"{folder / WEIGHTS} has no {theirs} of this model: it belongs to another one.")
+        matrices[name] = np.stack([layer.T.reshape(shape[1:]) for layer in layers])  # pyright: ignore
+    return lora, matrices

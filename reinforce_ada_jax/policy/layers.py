@@ -8,6 +8,9 @@ The matrix of a projection may be `Adapted`, as `lora.py` makes it, or `Quantize
 knows. `embed` and `head_logits` (transformer.py) know of a quantised embedding.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,6 +58,20 @@ class Adapted:
     a: jax.Array  # [*in, rank]
     b: jax.Array  # [rank, *out]
     scaling: float = struct.field(pytree_node=False)
+    # Several adapters side by side along `rank`, each of `one_rank`, and the number of each row's one; -1: none.
+    one_rank: int = struct.field(pytree_node=False, default=0)
+    adapter: jax.Array | None = None  # [B]
+
+
+def choose_adapters(weights: Any, adapter: Int[Array, " B"]) -> Any:
+    """Returns a layer's weights, those with adapters side by side for rows that have these."""
+
+    def chosen(weight: Any) -> Any:
+        if not (isinstance(weight, Adapted) and weight.one_rank):
+            return weight
+        return dataclasses.replace(weight, adapter=adapter)
+
+    return jax.tree.map(chosen, weights, is_leaf=lambda weight: isinstance(weight, Adapted))
 
 
 def project(x: Array, weight: Array | Adapted | Quantized, num_inputs: int = 1) -> Array:
@@ -75,15 +92,21 @@ def project(x: Array, weight: Array | Adapted | Quantized, num_inputs: int = 1) 
         last, first = [-1 - axis for axis in range(num_inputs)], list(reversed(range(num_inputs)))
         return jnp.tensordot(x, weight.astype(x.dtype), axes=(last, first))
 
+    def product(weight: Array | Quantized) -> Array:
+        if not isinstance(weight, Quantized):
+            return contract(merged, weight, num_inputs)
+        sums = contract(merged, weight.values, num_inputs)
+        return (sums.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+
     merged = x.reshape(-1, *x.shape[2:])
     if isinstance(weight, Adapted):
-        low_rank = contract(contract(merged, weight.a, num_inputs), weight.b, 1)
-        result = contract(merged, weight.weight, num_inputs) + weight.scaling * low_rank
-    elif isinstance(weight, Quantized):
-        sums = contract(merged, weight.values, num_inputs)
-        result = (sums.astype(jnp.float32) * weight.scale[None]).astype(x.dtype)
+        inner = contract(merged, weight.a, num_inputs)
+        if weight.adapter is not None:
+            own = jnp.arange(inner.shape[-1])[None] // weight.one_rank == weight.adapter[:, None]
+            inner = jnp.where(jnp.repeat(own, x.shape[1], axis=0), inner, jnp.zeros_like(inner))
+        result = product(weight.weight) + weight.scaling * contract(inner, weight.b, 1)
     else:
-        result = contract(merged, weight, num_inputs)
+        result = product(weight)
     return result.reshape(*x.shape[:2], *result.shape[1:])
 
 

@@ -6,15 +6,17 @@ decoded from or exported. The product inside a layer is in `layers.py`, files ar
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from reinforce_ada_jax.distributed.mesh import tensor_spec
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.layers import Adapted
@@ -145,3 +147,57 @@ def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
         return jax.lax.map(lambda layer: _merge_layer(layer).astype(kind), weight)
 
     return jax.tree.map(one, params, is_leaf=is_adapted)
+
+
+def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype: DTypeLike) -> Params:
+    """Returns `base` with room for `count` adapters side by side, of which each row of a batch uses one or none.
+
+    Args:
+      base: weights in the layout in which they are used.
+      architecture: of the base.
+      size: rank and targets that there is room for; a smaller adapter fits in.
+      count: adapters.
+      dtype: of the adapters.
+    """
+    weights, mesh = flatten(base), jax.tree.leaves(base)[0].sharding.mesh
+    declared = adapter_shapes(architecture, dataclasses.replace(size, rank=count * size.rank))
+    for name in (TARGETS[target] for target in size.targets):
+        (a_shape, a_axes), (b_shape, b_axes) = (declared[f"{name}.{matrix}"] for matrix in "ab")
+        a = jnp.zeros(a_shape, dtype, device=NamedSharding(mesh, tensor_spec(a_axes)))
+        b = jnp.zeros(b_shape, dtype, device=NamedSharding(mesh, tensor_spec(b_axes)))
+        weights[name] = Adapted(weights[name], a, b, scaling=1.0, one_rank=size.rank)
+    return nest(weights)
+
+
+def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> Params:
+    """Returns a bank with an adapter at `index`. Only the old bank's base may still be used.
+
+    Raises:
+      ValueError: the adapter has a larger rank than there is room for, or other targets.
+    """
+    weights, matrices = flatten(params), flatten(adapters)
+    for name, room in weights.items():
+        if not is_adapted(room):
+            continue
+        if f"{name}.a" in matrices:
+            a, b = matrices.pop(f"{name}.a"), lora.scaling * matrices.pop(f"{name}.b")
+        else:
+            a, b = jnp.zeros((*room.a.shape[:-1], 0)), jnp.zeros((room.b.shape[0], 0, *room.b.shape[2:]))
+        if lora.rank > room.one_rank:
+            raise ValueError(f"an adapter has rank {lora.rank}, and there is room for {room.one_rank} at most.")
+        a, b = _put(room.a, room.b, a, b, jnp.int32(index), one_rank=room.one_rank)
+        weights[name] = room.replace(a=a, b=b)
+    if matrices:
+        raise ValueError(f"the bank has no room for adapters of {', '.join(sorted(matrices))}.")
+    return nest(weights)
+
+
+@functools.partial(jax.jit, static_argnames="one_rank", donate_argnums=(0, 1))
+def _put(a: Array, b: Array, new_a: Array, new_b: Array, index: Array, *, one_rank: int) -> tuple[Array, Array]:
+    """Replaces one adapter's part of the matrices of a weight, filled with zeros up to the bank's rank."""
+
+    def replaced(x: Array, new: Array, axis: int) -> Array:
+        padding = [(0, one_rank - size if place == axis else 0) for place, size in enumerate(new.shape)]
+        return jax.lax.dynamic_update_slice_in_dim(x, jnp.pad(new, padding).astype(x.dtype), index * one_rank, axis)
+
+    return replaced(a, new_a, a.ndim - 1), replaced(b, new_b, 1)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Declare, Layer, rms_norm
+from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, rms_norm
 from reinforce_ada_jax.policy.quantization import Quantized
 
 Params = dict[str, Any]
@@ -126,6 +126,7 @@ def run(
     dtype: DTypeLike,
     remat: str | None = None,
     constrain: ShardingConstraint = unconstrained,
+    adapter: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
 
@@ -138,6 +139,8 @@ def run(
       dtype: of activations and matrix products; weights are cast where they are used.
       remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
       constrain: sharding constraint of the residual stream before the first layer and after each.
+      adapter: index of each row's adapter among those side by side in `model` (`lora.AdapterBank`); without effect
+        where there are none.
 
     Returns:
       (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
@@ -148,6 +151,8 @@ def run(
     def one_layer(state, inputs):
         x, carry = state
         weights, index = inputs
+        if adapter is not None:
+            weights = choose_adapters(weights, adapter)
         layer = nnx.merge(graph, weights)
         query, key, value = layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
         mixed, carry, kept = attend(query, key, value, index, carry)

@@ -45,7 +45,14 @@ Pools = tuple[Pages, Pages]  # pages of keys, pages of values
 NARROWER = (2, 4, 16)
 
 
-def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
+def prefill(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    length: Int[Array, " B"],
+    adapter: Int[Array, " B"] | None = None,
+    *,
+    dtype: DTypeLike,
+) -> Prefix:
     """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
 
     def attend(query, key, value, layer_index, carry):
@@ -53,7 +60,7 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
         return mixed, carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype)
+    _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype, adapter=adapter)
     last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     return Prefix(keys=keys, values=values, length=length, last_token=last)
 
@@ -195,6 +202,7 @@ def _forward(
     slots: Slots,
     pools: Pools,
     pages_per_layer: int,
+    adapters: Int[Array, " R"],
     *,
     dtype: DTypeLike,
     backend: str,
@@ -216,7 +224,8 @@ def _forward(
         mixed = attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table)
         return mixed[:, None], (key_pages, value_pages), None
 
-    hidden, pools, _ = run(model, slots.token[:, None], slots.position[:, None], attend, pools, dtype=dtype)
+    tokens, positions, adapter = slots.token[:, None], slots.position[:, None], adapters[slots.prompt_row]
+    hidden, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter)
     return pools, token_lib.next_logprobs(head_logits(model, hidden)[:, 0], slots.sampling.temperature)
 
 
@@ -232,7 +241,7 @@ def _append_tokens(
     tokens, logprobs = token_lib.sample(logprobs, slots.key, slots.count, slots.sampling, width, at_a_time)
 
     count = slots.count + 1
-    stopped = active & jnp.any(tokens[:, None] == state.stop_ids[None], axis=1)
+    stopped = active & jnp.any(tokens[:, None] == state.terms.stop_ids[slots.prompt_row], axis=1)
     ended = stopped | (active & (count >= slots.sampling.max_tokens))
     row = jnp.where(active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
@@ -261,8 +270,10 @@ def decode_token(
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
     num_slots, pools = state.slots.active.shape[0], (state.key_pages, state.value_pages)
-    pages_per_layer = state.pool.stack.shape[0]
-    pools, logprobs = _forward(model, state.slots, pools, pages_per_layer, dtype=dtype, backend=backend, mesh=mesh)
+    pages_per_layer, adapters = state.pool.stack.shape[0], state.terms.adapter
+    pools, logprobs = _forward(
+        model, state.slots, pools, pages_per_layer, adapters, dtype=dtype, backend=backend, mesh=mesh
+    )
     state = state.replace(key_pages=pools[0], value_pages=pools[1])
     return _append_tokens(state, logprobs, num_slots, _at_a_time(num_slots, backend))
 
@@ -303,7 +314,9 @@ def decode_window(
     """
     num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
     widths = (num_slots, *(num_slots // part for part in NARROWER if num_slots >= part))
-    forward = functools.partial(_forward, pages_per_layer=pages_per_layer, dtype=dtype, backend=backend, mesh=mesh)
+    forward = functools.partial(
+        _forward, pages_per_layer=pages_per_layer, adapters=state.terms.adapter, dtype=dtype, backend=backend, mesh=mesh
+    )
     state = _begin_window(state, inputs)
     # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
     floor = jnp.minimum(inputs.reserve, state.pool.available)

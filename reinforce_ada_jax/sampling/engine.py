@@ -34,6 +34,7 @@ from reinforce_ada_jax.sampling.state import (
     Occupancy,
     PrefillBatch,
     Prefix,
+    PromptTerms,
     SamplingParams,
     WindowInputs,
     WindowOutputs,
@@ -193,6 +194,11 @@ class Engine:
     def init_decode_state(self) -> DecodeState:
         """Returns an empty state: no prompt open, no slot active, every page free."""
         return self._programs.init_state()
+
+    def set_terms(self, state: DecodeState, terms: Sequence[PromptTerms]) -> DecodeState:
+        """Sets the terms of each replica's prompts; those of open prompts must stay as they are."""
+        layout = jax.tree.map(lambda x: x.sharding, state.terms)
+        return state.replace(terms=jax.device_put(self._stack(terms), layout))
 
     def open_prompts(self, params: Params, state: DecodeState, batches: Sequence[PrefillBatch]) -> DecodeState:
         """Prefills, in one dispatch, each replica's batch into pages and rows of its prompt table."""

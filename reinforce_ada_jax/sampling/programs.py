@@ -92,11 +92,12 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         state = new_state()
         return state if replicas == 1 else jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state)
 
-    def prefill(params, tokens, length):
-        return decode.prefill(merge(architecture, params), tokens, length, dtype=dtype)
+    def prefill(params, tokens, length, adapter=None):
+        return decode.prefill(merge(architecture, params), tokens, length, adapter, dtype=dtype)
 
     def open_prompts(params, state, batch):
-        return decode.open_prompts(state, prefill(params, batch.tokens, batch.length), batch.rows)
+        adapter = state.terms.adapter.at[batch.rows].get(mode="fill", fill_value=-1)
+        return decode.open_prompts(state, prefill(params, batch.tokens, batch.length, adapter), batch.rows)
 
     def decode_window(params, state, inputs):
         return decode.decode_window(merge(architecture, params), state, inputs, window=options.window, **decoding)

@@ -8,6 +8,7 @@ import math
 import types
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
@@ -73,6 +74,13 @@ class Prompts(Record):
     table: Int[ArrayLike, "R prompt_width"]
     length: Int[ArrayLike, " R"]  # tokens of the prompt; the cache holds all but the last
     last_token: Int[ArrayLike, " R"]
+
+
+class PromptTerms(Record):
+    """Terms of the prompts in each row, which the host may set before it opens them."""
+
+    stop_ids: Int[ArrayLike, "R stops"]  # -1 is no token
+    adapter: Int[ArrayLike, " R"]  # of those side by side in the weights; -1: none
 
 
 class WindowInputs(Record):
@@ -163,7 +171,7 @@ class DecodeState(Record):
     slots: Slots
     outputs: Outputs
     seed: Int[ArrayLike, ""]
-    stop_ids: Int[ArrayLike, " stops"]
+    terms: PromptTerms
     busy: Int[ArrayLike, ""]  # slot-steps that made a token in this window
     decode_steps: Int[ArrayLike, ""]  # taken in this window
     redone: Int[ArrayLike, ""]  # tokens of evicted responses, in this window
@@ -280,6 +288,12 @@ def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
     )  # fmt: skip
 
 
+def default_terms(o: EngineOptions) -> PromptTerms:
+    """Returns the terms of prompts that end with the engine's stop tokens and have no adapter."""
+    stop_ids = np.tile(np.asarray(o.stop_ids, np.int32)[None], (o.open_prompts, 1))
+    return PromptTerms(stop_ids=stop_ids, adapter=np.full(o.open_prompts, -1, np.int32))
+
+
 def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
     """Returns a state with no prompt open, no slot active, and every page free."""
     layers_pages = architecture.num_layers * o.pages
@@ -300,7 +314,7 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
             status=jnp.zeros(o.output_rows, jnp.int32),
         ),
         seed=jnp.int32(o.seed),
-        stop_ids=jnp.asarray(o.stop_ids, jnp.int32),
+        terms=jax.tree.map(jnp.asarray, default_terms(o)),
         busy=jnp.int32(0),
         decode_steps=jnp.int32(0),
         redone=jnp.int32(0),

@@ -23,7 +23,6 @@ from reinforce_ada_jax.serving.admission import Admission
 from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings
 
-LOOPBACK = ("localhost", "127.", "::1")
 STATUS_EVERY_S = 10.0
 
 
@@ -57,7 +56,7 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     stop = ", ".join(f"{id} {served.tokenizer.token(id)!r}" for id in options.stop_ids)
     draws = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
     longest, made_for = options.max_prompt_tokens + options.max_response_tokens, architecture.max_positions
-    public = not settings.host.startswith(LOOPBACK)
+    public = not settings.is_loopback
     return "\n".join([
         f"model       {folder}: {architecture.family}, {architecture.num_parameters:,} weights in {settings.dtype}; "
         f"stops on {stop}",

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from reinforce_ada_jax.sampling.state import SamplingParams
 
 
+LOOPBACK = ("localhost", "127.", "::1")
+
+
 def _within(least: int, most: int) -> Allowed:
     return Allowed(f"be {least} to {most:,}", lambda value: least <= value <= most)
 
@@ -22,7 +25,16 @@ def _within(least: int, most: int) -> Allowed:
 class ServerSettings:
     """Options of a server; each is a flag of the same name."""
 
-    model: str = dataclasses.field(metadata={"text": "Hugging Face folder, or package:cipher.", "allowed": None})
+    model: str = dataclasses.field(
+        metadata={
+            "text": "Hugging Face folder, or package:cipher. With --api=tinker also NAME=FOLDER, and several of them.",
+            "allowed": None,
+        }
+    )
+    api: str = setting(
+        "grpc", "grpc: JetStream's interface; tinker: training and sampling for the tinker client.",
+        values.one_of(("grpc", "tinker")),
+    )  # fmt: skip
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
     port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))
     slots: int = setting(16, "Responses decoded at the same time.", values.AT_LEAST_1)
@@ -50,9 +62,24 @@ class ServerSettings:
         Allowed("be at least 0", lambda value: 0 <= value <= math.inf),
     )  # fmt: skip
 
+    workdir: str = setting("", "Folder of --api=tinker, for models and checkpoints.")
+    api_key: str = setting("", "Key that clients of --api=tinker must send; it begins with tml-.")
+    adapters: int = setting(8, "Adapters that --api=tinker samples with at the same time.", values.AT_LEAST_1)
+    max_rank: int = setting(32, "Largest rank of adapters of --api=tinker.", values.AT_LEAST_1)
+    models: int = setting(16, "Models that --api=tinker has in training; further ones are refused.", values.AT_LEAST_1)
+    sessions: int = setting(64, "Sessions of --api=tinker; further ones are refused.", values.AT_LEAST_1)
+    session_s: float = setting(
+        300.0, "Seconds without a heartbeat after which --api=tinker ends a session.",
+        Allowed("be at least 30", lambda value: value >= 30),
+    )  # fmt: skip
+    request_mib: int = setting(32, "MiB of the largest request of --api=tinker.", _within(1, 1024))
+
     def check(self) -> None:
         """Raises ValueError with the rule, the value and the remedy."""
-        check_local("--model", self.model)
+        if self.api == "tinker":
+            self._check_tinker()
+        else:
+            check_local("--model", self.model)
         for field in dataclasses.fields(self):
             if field.metadata["allowed"] is not None:
                 field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))
@@ -60,6 +87,37 @@ class ServerSettings:
             raise ValueError(
                 f"--greedy takes the most probable token, and --temperature={self.temperature} draws: drop one of them."
             )
+
+    def _check_tinker(self) -> None:
+        if not self.workdir:
+            raise ValueError("--api=tinker needs --workdir=DIR, where models and checkpoints are kept.")
+        check_local("--workdir", self.workdir)
+        for folder in self.model_folders().values():
+            check_local("--model", folder)
+        if self.api_key and not self.api_key.startswith("tml-"):
+            raise ValueError("--api_key must begin with tml-: the client refuses other keys.")
+        if not self.is_loopback and not self.api_key:
+            raise ValueError(
+                f"--host={self.host} lets other machines in, and there is no --api_key: set one that begins with tml-."
+            )
+
+    def model_folders(self) -> dict[str, str]:
+        """Returns the folder of each model that --api=tinker serves, by its name; a folder's own if it has no other."""
+        found: dict[str, str] = {}
+        for entry in self.model.split(","):
+            name, _, folder = entry.partition("=") if "=" in entry else (entry, "", entry)
+            if not name or not folder or name in found:
+                raise ValueError(
+                    f"--model={self.model} must be folders, or NAME=FOLDER, with different names and commas between "
+                    "them."
+                )
+            found[name] = folder
+        return found
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can connect."""
+        return self.host.startswith(LOOPBACK)
 
     @property
     def sampling(self) -> "SamplingParams":

@@ -263,3 +263,55 @@ def test_a_base_is_known_by_its_fingerprint(tmp_path):
     with pytest.raises(ValueError, match="is not the model that these adapters were trained on"):
         adapter_files.check_base(folder, recorded)
     assert adapter_files.fingerprint(recording.GOLDEN / "qwen3") != recorded
+
+
+# ---- adapters side by side ---------------------------------------------------------------------------------------
+
+
+def test_each_row_has_its_own_adapter_of_a_bank_or_none():
+    architecture, base, first, chosen, tokens = example()
+    second_size = lora.Lora(2, 6.0, ("q_proj", "down_proj"))
+    second = random_adapters(architecture, second_size, seed=1)
+    base = jax.device_put(base, transformer.param_shardings(architecture, mesh_lib.make_mesh()))
+    bank = lora.bank(base, architecture, lora.Lora(4, 1.0, tuple(lora.TARGETS)), 3, jnp.float32)
+    bank = lora.put_into_bank(bank, first, chosen, 0)
+    bank = lora.put_into_bank(bank, first, chosen, 2)  # another one takes its place
+    bank = lora.put_into_bank(bank, second, second_size, 2)
+    tokens = jnp.broadcast_to(tokens[:1], (4, tokens.shape[1]))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    @jax.jit
+    def last_hidden(params, adapter):
+        model = transformer.merge(architecture, params)
+        run = functools.partial(transformer.run, model, tokens, positions, transformer.causal_attend, dtype=jnp.float32)
+        return run(adapter=adapter)[0][:, -1]
+
+    rows = last_hidden(bank, jnp.array([2, -1, 0, 1]))
+    alone = [
+        last_hidden(params, None)[0]
+        for params in (lora.adapted(base, second, second_size), base, lora.adapted(base, first, chosen), base)
+    ]
+    np.testing.assert_allclose(rows, jnp.stack(alone), atol=1e-5)
+    assert jnp.abs(rows[0] - rows[1]).max() > 0.1
+
+
+def test_a_bank_has_room_for_what_it_was_made_for():
+    architecture, base, adapters, chosen, _ = example()
+    base = jax.device_put(base, transformer.param_shardings(architecture, mesh_lib.make_mesh()))
+    small = lora.bank(base, architecture, lora.Lora(2, 1.0, tuple(lora.TARGETS)), 1, jnp.float32)
+    with pytest.raises(ValueError, match=r"an adapter has rank 4, and there is room for 2 at most\."):
+        lora.put_into_bank(small, adapters, chosen, 0)
+    narrow = lora.bank(base, architecture, lora.Lora(4, 1.0, ("q_proj",)), 1, jnp.float32)
+    with pytest.raises(ValueError, match=r"no room for adapters of layers\.attention\.key\.a"):
+        lora.put_into_bank(narrow, adapters, chosen, 0)
+
+
+def test_what_is_written_is_read_again_bit_for_bit(tmp_path):
+    architecture, _, adapters, chosen, _ = example()
+    adapter_files.save(tmp_path / "adapter", architecture, adapters, chosen, base=tmp_path)
+    again, matrices = adapter_files.load(tmp_path / "adapter", architecture)
+    assert again == chosen
+    jax.tree.map(np.testing.assert_array_equal, transformer.nest(matrices), adapters)
+    (tmp_path / "adapter" / adapter_files.CONFIG).write_text('{"r": 4}')
+    with pytest.raises(ValueError, match="is not of adapters that this program writes"):
+        adapter_files.load(tmp_path / "adapter", architecture)

@@ -48,7 +48,7 @@ def test_options_are_those_of_the_configuration():
     assert engine_options(barrier, (3, 7)).open_prompts == 8
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
-    assert (int(state.seed), state.stop_ids.tolist()) == (5, [3, 7])
+    assert (int(state.seed), state.terms.stop_ids.tolist()) == (5, [[3, 7]] * options.open_prompts)
     # An evaluation with longer responses is decoded by the same engine.
     longer = replaced(config, {"evaluation.benchmarks": ("a.jsonl",), "evaluation.max_response_tokens": 20})
     assert engine_options(longer, (3, 7)).max_response_tokens == 20

@@ -1,0 +1,374 @@
+"""The HTTP interface that the `tinker` client speaks: routes, authentication, limits of bodies, long polls."""
+
+import asyncio
+import datetime
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pydantic
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from reinforce_ada_jax.serving.tinker import protocol
+from reinforce_ada_jax.serving.tinker.protocol import types
+from reinforce_ada_jax.serving.tinker.service import KINDS, SCHEME, Refusal, Service
+from reinforce_ada_jax.serving.tinker.store import CheckpointRow
+
+# The client waits 45 s for an answer to a poll.
+POLL_S = 30.0
+URL_S = 3600.0
+UNAVAILABLE = "this server does not have it (docs/how_to/tinker.md)."
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _WeightsInfoRequest(pydantic.BaseModel):
+    tinker_path: str
+
+
+class App:
+    """Routes over a service."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self._key = service.settings.api_key
+        self._max_bytes = service.settings.request_mib * 2**20
+        self._secret = secrets.token_bytes(32)  # signs the addresses of files
+        self._polls: dict[str, list[asyncio.Event]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        service.on_result = self._announce
+
+    def asgi(self) -> Starlette:
+        """Returns the application."""
+        post = {
+            "client/config": self.client_config,
+            "client/dynamic_config": self.dynamic_config,
+            "create_session": self.create_session,
+            "session_heartbeat": self.heartbeat,
+            "sessions/{session}/finish": self.finish_session,
+            "create_model": self.create_model,
+            "get_info": self.get_info,
+            "forward_backward": self.forward_backward,
+            "optim_step": self.of_model("optim_step", types.OptimStepRequest),
+            "save_weights": self.of_model("save_weights", types.SaveWeightsRequest),
+            "save_weights_for_sampler": self.of_model("save_weights_for_sampler", types.SaveWeightsForSamplerRequest),
+            "save_weights_external": self.of_model("save_weights_external", types.SaveWeightsExternalRequest),
+            "load_weights": self.load_weights,
+            "create_sampling_session": self.create_sampling_session,
+            "asample": self.sample,
+            "retrieve_future": self.retrieve_future,
+            "cancel_future": self.cancel_future,
+            "telemetry": self.telemetry,
+            "weights_info": self.weights_info,
+        }
+        get = {
+            "healthz": self.health,
+            "get_server_capabilities": self.capabilities,
+            "samplers/{sampler}": self.sampler,
+            "checkpoints": self.all_checkpoints,
+            "training_runs": self.training_runs,
+            "training_runs/{run}": self.training_run,
+            "training_runs/{run}/checkpoints": self.checkpoints,
+            "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": self.external_urls,
+        }
+        delete = {"training_runs/{run}/checkpoints/{kind}/{name}": self.delete_checkpoint}
+        routes = [
+            Route(f"/api/v1/{path}", self._guarded(handler), methods=[method])
+            for method, handlers in (("POST", post), ("GET", get), ("DELETE", delete))
+            for path, handler in handlers.items()
+        ]
+        files = Route("/files/{run}/{name}/{file}", self.file, methods=["GET"])  # the address has its own key
+        absent = Route("/{path:path}", self._guarded(self.absent), methods=["GET", "POST", "PUT", "DELETE"])
+        return Starlette(routes=[*routes, files, absent])
+
+    def _guarded(self, handler: Handler) -> Handler:
+        """Answers what a handler refuses, and what comes without the key."""
+
+        async def guarded(request: Request) -> Response:
+            self._loop = asyncio.get_running_loop()
+            if self._key and not hmac.compare_digest(request.headers.get("x-api-key", "").encode(), self._key.encode()):
+                return _error(401, "the API key is not that of this server (--api_key).")
+            try:
+                return await handler(request)
+            except Refusal as refusal:
+                return _error(refusal.status, str(refusal))
+            except ValueError as error:
+                return _error(422, str(error))
+
+        return guarded
+
+    async def _body(self, request: Request) -> bytes:
+        """Reads a body up to the limit."""
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refusal(415, "this server takes bodies without compression.")
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > self._max_bytes:
+                raise Refusal(413, f"the request is larger than {self._max_bytes:,} bytes (--request_mib).")
+            parts.append(part)
+        return b"".join(parts)
+
+    # ---- configuration and sessions ------------------------------------------------------------------------------
+
+    async def absent(self, request: Request) -> Response:
+        """Answers everything that this server does not have."""
+        return _error(404, f"{request.method} {request.url.path}: {UNAVAILABLE}")
+
+    async def health(self, _: Request) -> Response:
+        """Says that the server is there."""
+        return _answer(types.HealthResponse(status="ok"))
+
+    async def client_config(self, _: Request) -> Response:
+        """Tells the client which variants of the interface it may use."""
+        # The client divides large batches by this estimate, which leaves out names and headers.
+        chunk = min(5_000_000, self._max_bytes // 2)
+        return JSONResponse({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk})
+
+    async def dynamic_config(self, _: Request) -> Response:
+        """Tells the client that samples can be cancelled."""
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def capabilities(self, _: Request) -> Response:
+        """Names the models."""
+        return JSONResponse({"supported_models": [
+            {"model_name": name, "max_context_length": base.max_tokens, "trainable": True, "sampleable": True}
+            for name, base in self.service.bases.items()
+        ]})  # fmt: skip
+
+    async def create_session(self, request: Request) -> Response:
+        """Begins a session."""
+        asked = protocol.parse(types.CreateSessionRequest, await self._body(request))
+        return _answer(self.service.create_session(asked))
+
+    async def heartbeat(self, request: Request) -> Response:
+        """Keeps a session."""
+        asked = protocol.parse(types.SessionHeartbeatRequest, await self._body(request))
+        return _answer(self.service.heartbeat(asked.session_id))
+
+    async def finish_session(self, request: Request) -> Response:
+        """Ends a session."""
+        await self._body(request)
+        self.service.end_session(request.path_params["session"], "its client closed it")
+        return JSONResponse({})
+
+    async def telemetry(self, request: Request) -> Response:
+        """Takes what the client reports, and keeps nothing of it."""
+        await self._body(request)
+        return JSONResponse({"status": "accepted"})
+
+    # ---- models --------------------------------------------------------------------------------------------------
+
+    async def create_model(self, request: Request) -> Response:
+        """Makes adapters."""
+        body = await self._body(request)
+        asked = protocol.parse(types.CreateModelRequest, body)
+        self.service.base(asked.base_model)
+        return _future(self.service.create(asked.session_id, asked.model_seq_id, "create_model", body))
+
+    async def get_info(self, request: Request) -> Response:
+        """Says what a model is."""
+        asked = protocol.parse(types.GetInfoRequest, await self._body(request))
+        return _answer(self.service.get_info(asked.model_id))
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Sums gradients, or computes log-probabilities alone."""
+        body = await self._body(request)
+        try:
+            message = protocol.pb2.ForwardBackwardRequest.FromString(body)
+        except protocol.DecodeError as error:
+            raise ValueError(f"the request is no ForwardBackwardRequest ({error!s:.200}).") from error
+        return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
+
+    def of_model(self, kind: str, message: type[pydantic.BaseModel]) -> Handler:
+        """Returns the handler of a request of one model."""
+
+        async def submit(request: Request) -> Response:
+            body = await self._body(request)
+            asked: Any = protocol.parse(message, body)
+            return _future(self.service.submit(asked.model_id, asked.seq_id, kind, body))
+
+        return submit
+
+    async def load_weights(self, request: Request) -> Response:
+        """Loads a checkpoint into a model, or makes a model of it."""
+        body = await self._body(request)
+        asked = protocol.parse(types.LoadWeightsRequest, body)
+        self.service.checkpoint(asked.path)
+        if asked.model_id is not None:
+            return _future(self.service.submit(asked.model_id, asked.seq_id, "load_weights", body))
+        if asked.session_id is None or asked.model_seq_id is None:
+            raise ValueError("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+        return _future(self.service.create(asked.session_id, asked.model_seq_id, "load_weights", body))
+
+    # ---- sampling and futures ------------------------------------------------------------------------------------
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        """Makes a sampler."""
+        asked = protocol.parse(types.CreateSamplingSessionRequest, await self._body(request))
+        return _answer(self.service.create_sampler(asked))
+
+    async def sampler(self, request: Request) -> Response:
+        """Says what a sampler is."""
+        row = self.service.sampler(request.path_params["sampler"])
+        return JSONResponse({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
+
+    async def sample(self, request: Request) -> Response:
+        """Asks for samples."""
+        return _answer(self.service.sample(protocol.parse(types.SampleRequest, await self._body(request))))
+
+    async def cancel_future(self, request: Request) -> Response:
+        """Ends a request for samples."""
+        asked = protocol.parse(types.FutureRetrieveRequest, await self._body(request))
+        self.service.cancel(asked.request_id)
+        return JSONResponse({})
+
+    async def retrieve_future(self, request: Request) -> Response:
+        """Answers with a result as soon as it is there, or asks the client to try again."""
+        asked = protocol.parse(types.FutureRetrieveRequest, await self._body(request))
+        ready = asyncio.Event()
+        waiters = self._polls.setdefault(asked.request_id, [])
+        waiters.append(ready)
+        try:
+            result = self.service.result(asked.request_id)
+            if result is None:
+                try:
+                    async with asyncio.timeout(POLL_S):
+                        await ready.wait()
+                except TimeoutError:
+                    pass
+                result = self.service.result(asked.request_id)
+        finally:
+            waiters.remove(ready)
+            if not waiters:
+                self._polls.pop(asked.request_id, None)
+        if result is None:
+            return JSONResponse({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"})
+        return Response(result.body, media_type=result.content_type)
+
+    def _announce(self, request_id: str) -> None:
+        """Wakes the polls of a future, from any thread."""
+        if self._loop is not None and request_id in self._polls:
+            self._loop.call_soon_threadsafe(self._wake, request_id)
+
+    def _wake(self, request_id: str) -> None:
+        for ready in self._polls.get(request_id, ()):
+            ready.set()
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    async def weights_info(self, request: Request) -> Response:
+        """Says what a checkpoint is."""
+        asked = protocol.parse(_WeightsInfoRequest, await self._body(request))
+        return _answer(self.service.weights_info(asked.tinker_path))
+
+    def _list(self, request: Request, rows: list[CheckpointRow]) -> Response:
+        shown, cursor = _page(request, rows)
+        return JSONResponse({"checkpoints": [_checkpoint(row) for row in shown], "cursor": cursor})
+
+    async def all_checkpoints(self, request: Request) -> Response:
+        """Lists the checkpoints of all models."""
+        return self._list(request, self.service.store.checkpoints())
+
+    async def checkpoints(self, request: Request) -> Response:
+        """Lists the checkpoints of a model."""
+        run = self.service.model(request.path_params["run"]).id
+        return JSONResponse({
+            "checkpoints": [_checkpoint(row) for row in self.service.store.checkpoints() if row.model == run]
+        })  # fmt: skip
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Deletes a checkpoint."""
+        self.service.remove_checkpoint(_path(request))
+        return JSONResponse({})
+
+    def _run(self, run: str) -> dict[str, Any]:
+        model = self.service.model(run)
+        return {
+            "training_run_id": model.id, "base_model": model.base, "model_owner": "local", "is_lora": True,
+            "lora_rank": model.rank, "last_request_time": _time(model.created), "user_metadata": model.metadata or None,
+        }  # fmt: skip
+
+    async def training_run(self, request: Request) -> Response:
+        """Describes a model."""
+        return JSONResponse(self._run(request.path_params["run"]))
+
+    async def training_runs(self, request: Request) -> Response:
+        """Lists the models, the latest first."""
+        shown, cursor = _page(request, self.service.store.models()[::-1])
+        return JSONResponse({"training_runs": [self._run(model.id) for model in shown], "cursor": cursor})
+
+    async def external_urls(self, request: Request) -> Response:
+        """Returns addresses from which the files of a checkpoint can be fetched for some time, without the key."""
+        path = _path(request)
+        self.service.checkpoint(path)
+        expires = int(time.time() + URL_S)
+        run, _, name = path.removeprefix(SCHEME).split("/")
+        urls = {
+            file.name: str(request.base_url.replace(path=f"/files/{run}/{name}/{file.name}").include_query_params(
+                expires=expires, key=self._signature(run, name, file.name, str(expires))
+            ))
+            for file in sorted(self.service.folder(path).iterdir())
+        }  # fmt: skip
+        return JSONResponse({"urls": urls, "expires": _time(expires)})
+
+    def _signature(self, *parts: str) -> str:
+        return hmac.digest(self._secret, "/".join(parts).encode(), "sha256").hex()
+
+    async def file(self, request: Request) -> Response:
+        """Sends a file of a checkpoint, to those who have its signed address."""
+        run, name, file = (request.path_params[part] for part in ("run", "name", "file"))
+        expires, key = request.query_params.get("expires", ""), request.query_params.get("key", "")
+        if not hmac.compare_digest(key.encode(), self._signature(run, name, file, expires).encode()):
+            return _error(403, "the address is not one that this server signed.")
+        if time.time() > int(expires):
+            return _error(403, "the address has expired: ask for a new one.")
+        try:
+            self.service.checkpoint(f"{SCHEME}{run}/external_weights/{name}")
+        except Refusal as refusal:
+            return _error(refusal.status, str(refusal))
+        return FileResponse(self.service.folder(f"{SCHEME}{run}/external_weights/{name}") / file)
+
+
+def _error(status: int, why: str) -> Response:
+    return JSONResponse({"detail": why}, status_code=status)
+
+
+def _answer(value: pydantic.BaseModel) -> Response:
+    return JSONResponse(value.model_dump(mode="json", exclude_none=True))
+
+
+def _future(request_id: str) -> Response:
+    return JSONResponse({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})
+
+
+def _time(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def _path(request: Request) -> str:
+    return f"{SCHEME}{request.path_params['run']}/{request.path_params['kind']}/{request.path_params['name']}"
+
+
+def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Returns the rows that the query asks for, and what the client needs to ask for the next ones."""
+    try:
+        offset, limit = (
+            int(request.query_params.get(name, default)) for name, default in (("offset", 0), ("limit", 100))
+        )
+    except ValueError as error:
+        raise ValueError(f"offset and limit must be numbers ({error}).") from error
+    offset, limit = max(offset, 0), min(max(limit, 0), 1000)
+    return rows[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(rows)}
+
+
+def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+    return {
+        "checkpoint_id": "/".join(row.path.split("/")[-2:]), "checkpoint_type": KINDS[row.kind],
+        "time": _time(row.created), "tinker_path": row.path, "user_metadata": row.metadata,
+        "expires_at": None if row.expires is None else _time(row.expires),
+    }  # fmt: skip

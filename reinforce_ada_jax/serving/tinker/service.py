@@ -1,0 +1,404 @@
+"""The service behind the HTTP interface: sessions, models, samplers, and the thread that owns the devices.
+
+Methods of `Service` are called by the HTTP server. They check what needs no device, store the request, and return at
+once. `Worker` runs the requests. Every ValueError is for the client.
+"""
+
+import collections
+import dataclasses
+import functools
+import pathlib
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float, Int32
+
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.lora import TARGETS, Lora
+from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
+from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.tinker import adapters, protocol
+from reinforce_ada_jax.serving.tinker.protocol import Result, Sampled, types
+from reinforce_ada_jax.serving.tinker.sampler import LoadedAdapter, SampleJob, Sampler, cut_at_stop
+from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, SamplerRow, Store
+
+# Stop tokens of one request.
+MAX_STOPS = 8
+# Adapters are scaled by this and divided by their rank, as the hosted service and PEFT's users have it.
+ALPHA = 32.0
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+# Answers to `sample` that nobody fetched.
+UNFETCHED_S = 3600.0
+
+
+class Refusal(Exception):
+    """A request that is answered with an HTTP status and a sentence."""
+
+    def __init__(self, status: int, why: str):
+        super().__init__(why)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Base:
+    """A model that is served: `tokenizer_id` tells clients where its tokenizer is, if the name does not."""
+
+    name: str
+    folder: pathlib.Path
+    architecture: Architecture
+    tokenizer: Tokenizer
+    options: EngineOptions
+    learner: AdapterLearner
+    sampler: Sampler
+    tokenizer_id: str | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.options.max_prompt_tokens + self.options.max_response_tokens
+
+
+@dataclasses.dataclass(eq=False)
+class _Future:
+    """Answer to a `sample` request, kept in memory only."""
+
+    session: str
+    job: SampleJob | None = None
+    result: Result | None = None
+    finished: float = 0.0
+
+
+def checked_name(name: str | None) -> str:
+    """Returns the name of a checkpoint; ValueError unless it is one part of a path."""
+    if name is None or not NAME.fullmatch(name):
+        raise ValueError(
+            f"the name {name!r:.160} is not allowed: use up to 128 letters, digits, '.', '_' and '-', and no '.' first."
+        )
+    return name
+
+
+class Service:
+    """Everything that the HTTP interface offers, without HTTP."""
+
+    def __init__(self, settings: ServerSettings, workdir: pathlib.Path, bases: dict[str, Base]):
+        self.settings, self.workdir, self.bases = settings, workdir, bases
+        self.store = Store(workdir)
+        self.lock = threading.RLock()
+        self.wake = threading.Event()  # there is something to do
+        self.samples: collections.OrderedDict[str, _Future] = collections.OrderedDict()
+        self.on_result: Callable[[str], None] = lambda request_id: None
+        for base in bases.values():
+            base.sampler.load = functools.partial(self.load_adapter, base)
+        now = time.monotonic()
+        self.seen = {session: now for session, ended in self.store.sessions().items() if ended is None}
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def create_session(self, request: types.CreateSessionRequest) -> types.CreateSessionResponse:
+        """Begins a session, which lasts while the client sends heartbeats."""
+        with self.lock:
+            if len(self.seen) >= self.settings.sessions:
+                raise Refusal(
+                    429, f"{len(self.seen)} sessions are open, and more may not (--sessions): try again later."
+                )
+            session = str(uuid.uuid4())
+            self.store.add_session(session)
+            self.seen[session] = time.monotonic()
+        return types.CreateSessionResponse(session_id=session)
+
+    def heartbeat(self, session: str) -> types.SessionHeartbeatResponse:
+        """Notes that the client of a session is there."""
+        self._check_session(session)
+        self.seen[session] = time.monotonic()
+        return types.SessionHeartbeatResponse()
+
+    def _check_session(self, session: str) -> None:
+        if session not in self.seen:
+            ended = self.store.sessions().get(session, "it is unknown")
+            raise Refusal(410, f"session {session} has ended: {ended}.")
+
+    def end_session(self, session: str, why: str) -> None:
+        """Ends a session: its samples are dropped, and its models end; their checkpoints stay."""
+        with self.lock:
+            if self.seen.pop(session, None) is None:
+                return
+            self.store.end_session(session, why)
+            for future in self.samples.values():
+                if future.session == session and future.job is not None:
+                    future.job = None
+        self.wake.set()
+
+    def end_silent_sessions(self) -> None:
+        """Ends the sessions whose clients have been silent for too long."""
+        limit = self.settings.session_s
+        for session, seen in list(self.seen.items()):
+            if time.monotonic() - seen > limit:
+                self.end_session(session, f"no heartbeat came for {limit:g} s (--session_s)")
+
+    # ---- models --------------------------------------------------------------------------------------------------
+
+    def base(self, name: str | None) -> Base:
+        """Returns a served base."""
+        if name not in self.bases:
+            raise Refusal(400, f"base_model is {name!r:.160}; this server has {', '.join(self.bases)}.")
+        return self.bases[name]
+
+    def model(self, model_id: str) -> ModelRow:
+        """Returns a model that requests may name, ended or not."""
+        found = next((model for model in self.store.models() if model.id == model_id), None)
+        if found is None:
+            raise Refusal(404, f"model {model_id!r:.160} is unknown: create it first.")
+        return found
+
+    def create(self, session: str, model_seq: int, kind: str, body: bytes) -> str:
+        """Stores a request that makes a model; returns the id of its future."""
+        self._check_session(session)
+        return self.submit(f"{session}:train:{model_seq}", 0, kind, body)
+
+    def submit(self, model_id: str, seq: int | None, kind: str, body: bytes) -> str:
+        """Stores a request of a model, which runs after those with smaller numbers; returns the id of its future."""
+        if seq is None or seq < 0:
+            raise Refusal(422, f"seq_id is {seq}; it must number the requests of a model from 1.")
+        request_id = f"{model_id}:{seq}"
+        if seq:
+            model = self.model(model_id)
+            if model.ended is not None:
+                raise Refusal(410, f"model {model_id} has ended with its session: {model.ended}. {RESUME}")
+        if self.store.num_waiting() >= self.settings.waiting:
+            raise Refusal(429, f"{self.settings.waiting} requests are waiting (--waiting): try again later.")
+        self.store.add_request(request_id, model_id, seq, kind, body)
+        self.wake.set()
+        return request_id
+
+    def get_info(self, model_id: str) -> types.GetInfoResponse:
+        """Returns what a model is."""
+        model = self.model(model_id)
+        base = self.bases[model.base]
+        data = {"arch": base.architecture.family, "model_name": base.name, "tokenizer_id": base.tokenizer_id}
+        return types.GetInfoResponse.model_validate({
+            "type": "get_info", "model_id": model.id, "model_name": base.name, "is_lora": True,
+            "lora_rank": model.rank, "model_data": data,
+        })  # fmt: skip
+
+    # ---- sampling ------------------------------------------------------------------------------------------------
+
+    def create_sampler(self, request: types.CreateSamplingSessionRequest) -> types.CreateSamplingSessionResponse:
+        """Begins a sampling session over a base, or over a checkpoint of adapters."""
+        self._check_session(request.session_id)
+        base, path = request.base_model, request.model_path
+        if path is not None:
+            checkpoint = self.checkpoint(path)
+            base = checkpoint.base
+        name = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        self.store.add_sampler(SamplerRow(name, request.session_id, self.base(base).name, path))
+        return types.CreateSamplingSessionResponse(sampling_session_id=name)
+
+    def sampler(self, sampler_id: str) -> SamplerRow:
+        """Returns a sampling session."""
+        found = self.store.sampler(sampler_id)
+        if found is None:
+            raise Refusal(404, f"sampler {sampler_id!r:.160} is unknown, or has ended with its session.")
+        return found
+
+    def sample(self, request: types.SampleRequest) -> types.UntypedAPIFuture:
+        """Puts a request for samples into the queue."""
+        if request.sampling_session_id is None or request.seq_id is None:
+            raise Refusal(422, "sampling_session_id and seq_id are missing: use a SamplingClient of this client.")
+        sampler = self.sampler(request.sampling_session_id)
+        self._check_session(sampler.session)
+        request_id = f"{sampler.id}:{request.seq_id}"
+        with self.lock:
+            if request_id not in self.samples:
+                waiting = sum(future.result is None for future in self.samples.values())
+                if waiting >= self.settings.waiting:
+                    raise Refusal(429, f"{waiting} requests are waiting (--waiting): try again later.")
+                self.samples[request_id] = future = _Future(sampler.session)
+                try:
+                    self._queue_sample(request_id, future, sampler, request)
+                except ValueError as error:
+                    future.result, future.finished = protocol.error_result(str(error)), time.monotonic()
+        self.wake.set()
+        ids = [f"{request_id}:{index}" for index in range(max(request.num_samples, 0))]
+        return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
+
+    def _queue_sample(
+        self, request_id: str, future: _Future, sampler: SamplerRow, request: types.SampleRequest
+    ) -> None:
+        base, asked = self.bases[sampler.base], request.sampling_params
+        # Saved again under the same path, a checkpoint is another one.
+        adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
+        tokens = protocol.prompt_tokens(request.prompt)
+        check_sample_request(base, request, len(tokens), int(tokens.min(initial=0)), int(tokens.max(initial=0)))
+        texts = (asked.stop,) if isinstance(asked.stop, str) else tuple(x for x in asked.stop or () if type(x) is str)
+        stop_ids = base.tokenizer.stop_ids
+        if asked.stop is not None and not texts:
+            stop_ids = tuple(x for x in asked.stop if isinstance(x, int))
+
+        def done(found: list[Sampled] | Exception) -> None:
+            if isinstance(found, Exception):
+                category = protocol.USER if isinstance(found, ValueError) else protocol.SERVER
+                return self._finish_sample(request_id, protocol.error_result(str(found), category))
+            responses = [cut_at_stop(each, texts, base.tokenizer.decode) for each in found]
+            logprobs = None
+            if request.prompt_logprobs:
+                logprobs = self._prompt_logprobs(base, adapter, tokens, request.prompt_logprobs_last_n)
+            return self._finish_sample(request_id, protocol.sample_result(responses, logprobs))
+
+        future.job = SampleJob(
+            id=request_id,
+            tokens=tokens,
+            adapter=adapter,
+            num_samples=request.num_samples,
+            sampling=SamplingParams(
+                max_tokens=asked.max_tokens or base.options.max_response_tokens, temperature=asked.temperature,
+                top_k=max(asked.top_k, 0), top_p=asked.top_p,
+            ),
+            stop_ids=stop_ids,
+            seed=asked.seed,
+            done=done,
+        )  # fmt: skip
+        base.sampler.waiting.append(future.job)
+
+    def _prompt_logprobs(
+        self, base: Base, adapter: str, tokens: Int32[np.ndarray, " T"], last: int | None
+    ) -> Float[np.ndarray, " T"]:
+        """Returns the log-probability of each prompt token, nan for the first one and those that nobody asked for.
+
+        In the thread that owns the devices.
+        """
+        logprobs = np.full(len(tokens), np.nan, np.float32)
+        if len(tokens) > 1:
+            if adapter:
+                chosen, params = self.load_adapter(base, adapter)
+            else:
+                chosen = Lora(1, ALPHA, tuple(TARGETS))
+                params = base.learner.init(chosen, 0).params  # adapters that change nothing
+            zeros = np.zeros(len(tokens) - 1, np.float32)
+            (logprobs[1:],) = base.learner.forward(params, chosen, [LossRow(tokens[:-1], tokens[1:], zeros, zeros)])
+        logprobs[: 0 if last is None else -last] = np.nan
+        return logprobs
+
+    def load_adapter(self, base: Base, adapter: str) -> LoadedAdapter:
+        """Returns the adapters of a checkpoint, by its path and the time of it."""
+        path, _, created = adapter.partition("#")
+        found = self.store.checkpoint(path)
+        if found is None or str(found.created) != created:
+            raise ValueError(f"the weights of this sampling client are no longer there ({path}): make a new one.")
+        return adapters.load_params(self.folder(path), base.learner)
+
+    def _finish_sample(self, request_id: str, result: Result) -> None:
+        with self.lock:
+            future = self.samples.get(request_id)
+            if future is not None and future.result is None:
+                future.job, future.result, future.finished = None, result, time.monotonic()
+            for old in [name for name, each in self.samples.items() if each.result is not None][
+                : -self.settings.waiting
+            ]:
+                if time.monotonic() - self.samples[old].finished > UNFETCHED_S:
+                    del self.samples[old]
+        self.on_result(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request for samples; responses that are being decoded are dropped."""
+        with self.lock:
+            future = self.samples.get(request_id)
+            if future is None or future.result is not None:
+                return
+            for base in self.bases.values():
+                if future.job in base.sampler.waiting:
+                    base.sampler.waiting.remove(future.job)
+            self._finish_sample(request_id, protocol.error_result("the client cancelled this request."))
+
+    def result(self, request_id: str) -> Result | None:
+        """Returns the result of a future, or None while there is none.
+
+        Raises:
+          Refusal: the future is unknown. The client then sends a request for samples again.
+        """
+        with self.lock:
+            if request_id in self.samples:
+                return self.samples[request_id].result
+        known, result = self.store.result(request_id)
+        if not known:
+            raise Refusal(
+                410, f"future {request_id!r:.160} is unknown: the server was started again, or its time is up."
+            )
+        return result
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def folder(self, path: str) -> pathlib.Path:
+        """Returns the folder of a checkpoint's path."""
+        model, kind, name = path.removeprefix(SCHEME).split("/")
+        return self.workdir / "checkpoints" / model / kind / name
+
+    def checkpoint(self, path: str) -> CheckpointRow:
+        """Returns a checkpoint that is there and has not expired."""
+        found = self.store.checkpoint(path)
+        if found is None or (found.expires is not None and found.expires < time.time()):
+            raise Refusal(404, f"there is no checkpoint {path!r:.300}, or it has expired.")
+        return found
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Deletes a checkpoint and its files."""
+        self.checkpoint(path)
+        self.store.remove_checkpoint(path)
+        shutil.rmtree(self.folder(path), ignore_errors=True)
+
+    def weights_info(self, path: str) -> protocol.WeightsInfoResponse:
+        """Returns what a checkpoint has adapters of."""
+        checkpoint = self.checkpoint(path)
+        model = self.model(checkpoint.model)
+        return protocol.WeightsInfoResponse(
+            base_model=checkpoint.base, is_lora=True, lora_rank=model.rank, train_unembed=False,
+            train_mlp="down_proj" in model.targets, train_attn="q_proj" in model.targets,
+        )  # fmt: skip
+
+
+RESUME = (
+    "Create a training client from a checkpoint: create_training_client_from_state_with_optimizer with a path of "
+    "save_state."
+)
+ABSENT = {
+    "topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "target_prompt_logprobs": None, "prompt_alt_tokens_k": 0,
+}  # fmt: skip
+
+
+def check_sample_request(base: Base, request: types.SampleRequest, length: int, lowest: int, highest: int) -> None:
+    """Raises ValueError where the engine cannot answer a request for samples."""
+    options, asked = base.options, request.sampling_params
+    absent = [name for name, nothing in ABSENT.items() if getattr(request, name) != nothing]
+    if absent:
+        raise ValueError(f"{', '.join(absent)}: this server does not compute it.")
+    if not 1 <= length <= options.max_prompt_tokens:
+        raise ValueError(
+            f"the prompt has {length:,} tokens, this server takes 1 to {options.max_prompt_tokens:,}: send a shorter "
+            "one, or start the server with a larger --max_prompt_tokens."
+        )
+    if lowest < 0 or highest >= base.architecture.vocab_size:
+        raise ValueError(
+            f"the prompt has token ids outside of the vocabulary, 0 to {base.architecture.vocab_size - 1:,}."
+        )
+    if asked.max_tokens is not None and not 1 <= asked.max_tokens <= options.max_response_tokens:
+        raise ValueError(
+            f"max_tokens is {asked.max_tokens}; it must be 1 to {options.max_response_tokens:,}. For longer responses "
+            "start the server with a larger --max_response_tokens."
+        )
+    if not 1 <= request.num_samples <= options.output_rows:
+        raise ValueError(f"num_samples is {request.num_samples}; it must be 1 to {options.output_rows}.")
+    if isinstance(asked.stop, list | tuple) and len(asked.stop) > MAX_STOPS:
+        raise ValueError(f"stop has {len(asked.stop)} entries; there may be {MAX_STOPS}.")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not 1 <= last < length:
+        raise ValueError(
+            f"prompt_logprobs_last_n is {last}; it must be 1 to {length - 1}, less than the prompt's tokens."
+        )

@@ -1,0 +1,290 @@
+"""Sessions, models, samplers, checkpoints and requests in one SQLite file, which survives a kill.
+
+A request of a model is stored before its future is answered, and removed from the queue in the same transaction that
+stores its result and names the model's new state. So every request counts once, whenever the process dies.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from reinforce_ada_jax.serving.tinker.protocol import Result
+
+FILE = "service.sqlite"
+# A result that the client has fetched may be asked for again, if the answer was lost on its way.
+KEPT_AFTER_FETCH_S = 600.0
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, ended TEXT);
+CREATE TABLE IF NOT EXISTS models (
+  id TEXT PRIMARY KEY, session TEXT, base TEXT, rank INTEGER, targets TEXT, metadata TEXT, next_seq INTEGER,
+  state_seq INTEGER, created REAL, ended TEXT);
+CREATE TABLE IF NOT EXISTS samplers (id TEXT PRIMARY KEY, session TEXT, base TEXT, path TEXT);
+CREATE TABLE IF NOT EXISTS checkpoints (
+  path TEXT PRIMARY KEY, model TEXT, kind TEXT, base TEXT, created REAL, expires REAL, metadata TEXT, sampler TEXT);
+CREATE TABLE IF NOT EXISTS requests (
+  number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, model TEXT, seq INTEGER, kind TEXT, body BLOB,
+  content_type TEXT, result BLOB, fetched REAL);
+CREATE INDEX IF NOT EXISTS waiting ON requests (model, seq) WHERE result IS NULL;
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRow:
+    """A model: adapters in training.
+
+    Attributes:
+      id: that the client uses.
+      session: that created it.
+      base: name of the model that is adapted.
+      rank: of the adapters.
+      targets: that have adapters.
+      metadata: of the user.
+      next_seq: number of the request that runs next.
+      state_seq: number of the request after which the stored state is.
+      created: time of it.
+      ended: why nothing can be trained any more; None while it can.
+    """
+
+    id: str
+    session: str
+    base: str
+    rank: int
+    targets: tuple[str, ...]
+    metadata: dict[str, Any]
+    next_seq: int
+    state_seq: int
+    created: float
+    ended: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerRow:
+    """A sampling session: a base, and the path of adapters or None."""
+
+    id: str
+    session: str
+    base: str
+    path: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointRow:
+    """Saved adapters; `kind` is "weights", "sampler_weights" or "external_weights"."""
+
+    path: str
+    model: str
+    kind: str
+    base: str
+    created: float
+    expires: float | None
+    metadata: dict[str, str] | None
+    sampler: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestRow:
+    """A request of a model, in the order in which they arrived."""
+
+    number: int
+    id: str
+    model: str
+    seq: int
+    kind: str
+    body: bytes
+
+
+class Store:
+    """The SQLite file of a work directory, used by several threads."""
+
+    def __init__(self, workdir: pathlib.Path):
+        """Opens the file, or makes it.
+
+        Raises:
+          ValueError: another server has it open.
+        """
+        workdir.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
+        self._db = sqlite3.connect(workdir / FILE, check_same_thread=False, isolation_level=None, timeout=1.0)
+        self._db.row_factory = sqlite3.Row
+        try:
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(SCHEMA)
+        except sqlite3.OperationalError as error:
+            raise ValueError(
+                f"{workdir / FILE} cannot be used ({error}): stop the other server of this --workdir, or choose "
+                "another."
+            ) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Makes all changes inside of it together, or none."""
+        with self._lock:
+            if self._db.in_transaction:
+                yield
+                return
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
+        with self._lock:
+            return self._db.execute(statement, values)
+
+    def _all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._db.execute(statement, values).fetchall()
+
+    # ---- sessions ------------------------------------------------------------------------------------------------
+
+    def add_session(self, session: str) -> None:
+        """Adds a session."""
+        self._run("INSERT INTO sessions (id) VALUES (?)", session)
+
+    def sessions(self) -> dict[str, str | None]:
+        """Returns every session, with the reason for which it ended or None."""
+        return {row["id"]: row["ended"] for row in self._all("SELECT * FROM sessions")}
+
+    def end_session(self, session: str, why: str) -> None:
+        """Ends a session, its models and its samplers."""
+        with self.transaction():
+            self._run("UPDATE sessions SET ended = ? WHERE id = ?", why, session)
+            self._run("UPDATE models SET ended = ? WHERE session = ?", why, session)
+            self._run("DELETE FROM samplers WHERE session = ?", session)
+
+    # ---- models --------------------------------------------------------------------------------------------------
+
+    def add_model(self, model: ModelRow) -> None:
+        """Adds a model."""
+        self._run(
+            "INSERT INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", model.id, model.session, model.base, model.rank,
+            json.dumps(model.targets), json.dumps(model.metadata), model.next_seq, model.state_seq, model.created,
+            model.ended,
+        )  # fmt: skip
+
+    def models(self) -> list[ModelRow]:
+        """Returns all models, the ended ones too."""
+        rows = [dict(row) for row in self._all("SELECT * FROM models ORDER BY created")]
+        return [
+            ModelRow(**row | {"targets": tuple(json.loads(row["targets"])), "metadata": json.loads(row["metadata"])})
+            for row in rows
+        ]
+
+    def set_state(self, model: str, seq: int) -> None:
+        """Names the request after which the model's stored state is."""
+        self._run("UPDATE models SET state_seq = ? WHERE id = ?", seq, model)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def add_request(self, request_id: str, model: str, seq: int, kind: str, body: bytes) -> None:
+        """Adds a request, unless it is there: a client sends one again if it got no answer."""
+        self._run(
+            "INSERT OR IGNORE INTO requests (id, model, seq, kind, body) VALUES (?, ?, ?, ?, ?)",
+            request_id, model, seq, kind, body,
+        )  # fmt: skip
+
+    def num_waiting(self) -> int:
+        """Returns the number of requests without a result."""
+        return self._all("SELECT COUNT(*) AS n FROM requests WHERE result IS NULL AND content_type IS NULL")[0]["n"]
+
+    def next_request(self) -> RequestRow | None:
+        """Returns the oldest request whose predecessors of the same model have their results."""
+        found = self._all(
+            "SELECT r.* FROM requests r LEFT JOIN models m ON m.id = r.model "
+            "WHERE r.result IS NULL AND r.content_type IS NULL AND r.seq <= COALESCE(m.next_seq, 0) "
+            "ORDER BY r.number LIMIT 1"
+        )
+        return _request(found[0]) if found else None
+
+    def done_since(self, model: str, state_seq: int, kind: str) -> list[RequestRow]:
+        """Returns the requests of a kind that ran after a model's stored state was made, in order."""
+        rows = self._all(
+            "SELECT * FROM requests WHERE model = ? AND seq > ? AND kind = ? AND content_type IS NOT NULL "
+            "AND body IS NOT NULL ORDER BY seq",
+            model, state_seq, kind,
+        )  # fmt: skip
+        return [_request(row) for row in rows]
+
+    def finish(self, request: RequestRow, result: Result, *, replayed: bool) -> None:
+        """Stores a result, unless there is one, and lets the model's next request run.
+
+        Args:
+          request: that it answers.
+          result: for the client.
+          replayed: the request may have to run again after a kill, and keeps its body.
+        """
+        body = request.body if replayed else None
+        with self.transaction():
+            self._run(
+                "UPDATE requests SET content_type = ?, result = ?, body = ? WHERE number = ? AND content_type IS NULL",
+                result.content_type, result.body, body, request.number,
+            )  # fmt: skip
+            self._run("UPDATE models SET next_seq = MAX(next_seq, ?) WHERE id = ?", request.seq + 1, request.model)
+
+    def drop_replays(self, model: str, state_seq: int) -> None:
+        """Removes the bodies that a stored state makes superfluous, and results fetched some time ago."""
+        self._run(
+            "UPDATE requests SET body = NULL WHERE model = ? AND seq <= ? AND content_type IS NOT NULL",
+            model, state_seq,
+        )  # fmt: skip
+        self._run("UPDATE requests SET result = NULL WHERE fetched < ?", time.time() - KEPT_AFTER_FETCH_S)
+
+    def result(self, request_id: str) -> tuple[bool, Result | None]:
+        """Returns (the request is known and its result not removed, its result or None while it waits)."""
+        rows = self._all("SELECT content_type, result FROM requests WHERE id = ?", request_id)
+        if not rows or (rows[0]["content_type"] is not None and rows[0]["result"] is None):
+            return False, None
+        if rows[0]["result"] is None:
+            return True, None
+        self._run("UPDATE requests SET fetched = ? WHERE id = ?", time.time(), request_id)
+        return True, Result(rows[0]["content_type"], rows[0]["result"])
+
+    # ---- samplers and checkpoints --------------------------------------------------------------------------------
+
+    def add_sampler(self, sampler: SamplerRow) -> None:
+        """Adds a sampling session, unless it is there."""
+        self._run("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?)", *dataclasses.astuple(sampler))
+
+    def sampler(self, sampler_id: str) -> SamplerRow | None:
+        """Returns a sampling session."""
+        rows = self._all("SELECT * FROM samplers WHERE id = ?", sampler_id)
+        return SamplerRow(**dict(rows[0])) if rows else None
+
+    def add_checkpoint(self, checkpoint: CheckpointRow) -> None:
+        """Adds a checkpoint, in place of one of the same path."""
+        values = list(dataclasses.astuple(checkpoint))
+        values[6] = json.dumps(checkpoint.metadata)
+        self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
+
+    def checkpoints(self) -> list[CheckpointRow]:
+        """Returns all checkpoints, by time."""
+        rows = [dict(row) for row in self._all("SELECT * FROM checkpoints ORDER BY created")]
+        return [CheckpointRow(**row | {"metadata": json.loads(row["metadata"])}) for row in rows]
+
+    def checkpoint(self, path: str) -> CheckpointRow | None:
+        """Returns the checkpoint of a path."""
+        return next((each for each in self.checkpoints() if each.path == path), None)
+
+    def remove_checkpoint(self, path: str) -> None:
+        """Forgets a checkpoint."""
+        self._run("DELETE FROM checkpoints WHERE path = ?", path)
+
+
+def _request(row: sqlite3.Row) -> RequestRow:
+    return RequestRow(row["number"], row["id"], row["model"], row["seq"], row["kind"], row["body"])

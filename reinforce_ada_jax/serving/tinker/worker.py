@@ -1,0 +1,338 @@
+"""The thread that owns the devices: it runs the requests of models in order, and a decode window between them.
+
+A model's adapters and optimiser are in memory, and in the work directory as they were after its last `optim_step` or
+load. Gradients summed since then are in memory only: after a kill they are computed again from the stored requests.
+"""
+
+import dataclasses
+import pathlib
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterState, token_losses
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.lora import Lora
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.serving.tinker import adapters, protocol
+from reinforce_ada_jax.serving.tinker.protocol import Result, types
+from reinforce_ada_jax.serving.tinker.service import ALPHA, RESUME, SCHEME, Base, Refusal, Service, checked_name
+from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, RequestRow, SamplerRow
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+# Kinds of requests whose effect is in memory only.
+REPLAYED = "forward_backward"
+# Weights of unnamed sampling clients, for each model; older ones are removed.
+UNNAMED_KEPT = 64
+IDLE_S = 1.0
+HOUSEKEEPING_S = 5.0
+
+
+@dataclasses.dataclass(eq=False)
+class Model:
+    """A model in memory: what its adapters are, their state, and the sum of gradients since the last step."""
+
+    id: str
+    base: Base
+    lora: Lora
+    state: AdapterState
+    sums: Params | None = None
+
+
+class Worker:
+    """Runs the requests of a service until it is stopped."""
+
+    def __init__(self, service: Service):
+        self.service, self.store = service, service.store
+        self.models: dict[str, Model] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
+        self._cleaned = time.monotonic()
+        self._run_kind: dict[str, Callable[[RequestRow], Result]] = {
+            "create_model": self._create_model,
+            "load_weights": self._load_weights,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+        }
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Brings every model back to where it was when the last process ended, gradients included."""
+        for row in self.store.models():
+            if row.ended is None:
+                self._restore(row)
+
+    def _restore(self, row: ModelRow) -> None:
+        base = self.service.bases.get(row.base)
+        if base is None:
+            raise ValueError(
+                f"the work directory has a model of {row.base}, which is not served: add --model={row.base}=FOLDER, or "
+                "choose another --workdir."
+            )
+        chosen, state = adapters.load(self._state_folder(row.id, row.state_seq), base.learner, optimizer=True)
+        self.models[row.id] = model = Model(row.id, base, chosen, state)
+        for request in self.store.done_since(row.id, row.state_seq, REPLAYED):
+            self._add_gradient(model, request)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, within_s: float) -> None:
+        """Ends the thread after the request that it runs, and closes the store."""
+        self._stopping.set()
+        self.service.wake.set()
+        self._thread.join(within_s)
+        self.store.close()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self.service.wake.clear()
+            worked = self.step()
+            if time.monotonic() - self._cleaned > HOUSEKEEPING_S:
+                self._clean()
+            if not worked:
+                self.service.wake.wait(IDLE_S)
+
+    def step(self) -> bool:
+        """Runs one request of a model and one window of each base that has work; returns False if there was none."""
+        request = self.store.next_request()
+        if request is not None:
+            self._execute(request)
+        busy = [base for base in self.service.bases.values() if base.sampler.busy]
+        for base in busy:
+            base.sampler.turn()
+        return bool(request or busy)
+
+    def _execute(self, request: RequestRow) -> None:
+        try:
+            result = self._run_kind[request.kind](request)
+        except (ValueError, Refusal) as error:
+            result = protocol.error_result(str(error))
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            result = protocol.error_result(f"{type(error).__name__}: {error!s:.500}", protocol.SERVER)
+            self._forget_gradients(request.model)
+        self.store.finish(request, result, replayed=False)  # unless it was stored together with a state
+        self.service.on_result(request.id)
+
+    def _forget_gradients(self, model_id: str) -> None:
+        """Restores a model whose summed gradients a failure may have left half used."""
+        row = next((row for row in self.store.models() if row.id == model_id and row.ended is None), None)
+        if row is not None and self.models.pop(model_id, None) is not None:
+            self._restore(row)
+
+    def _clean(self) -> None:
+        """Ends silent sessions, and removes what ended sessions and expired checkpoints leave."""
+        self._cleaned = time.monotonic()
+        self.service.end_silent_sessions()
+        for row in self.store.models():
+            if row.ended is not None:
+                self.models.pop(row.id, None)
+                shutil.rmtree(self.service.workdir / "models" / row.id, ignore_errors=True)
+        live = set(self.service.seen)
+        for checkpoint in self.store.checkpoints():
+            expired = checkpoint.expires is not None and checkpoint.expires < time.time()
+            unused = checkpoint.sampler is not None and checkpoint.sampler.split(":")[0] not in live
+            if expired or unused:
+                self.store.remove_checkpoint(checkpoint.path)
+                shutil.rmtree(self.service.folder(checkpoint.path), ignore_errors=True)
+
+    # ---- models --------------------------------------------------------------------------------------------------
+
+    def _state_folder(self, model_id: str, seq: int) -> pathlib.Path:
+        return self.service.workdir / "models" / model_id / str(seq)
+
+    def _model(self, model_id: str) -> Model:
+        if model_id not in self.models:
+            raise ValueError(f"model {model_id} has ended, or was never made. {RESUME}")
+        return self.models[model_id]
+
+    def _keep(self, model: Model, request: RequestRow, result: Result) -> Result:
+        """Stores a model's state together with the result of the request that made it."""
+        folder = self._state_folder(model.id, request.seq)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        adapters.save(folder, model.base.learner, model.lora, model.state, model.base.folder, optimizer=True)
+        with self.store.transaction():
+            self.store.set_state(model.id, request.seq)
+            self.store.finish(request, result, replayed=False)
+            self.store.drop_replays(model.id, request.seq)
+        for old in folder.parent.iterdir():
+            if old != folder:
+                shutil.rmtree(old)
+        return result
+
+    def _add(self, request: RequestRow, session: str, model: Model, metadata: object, result: Result) -> Result:
+        """Adds a new model and its state."""
+        with self.store.transaction():
+            self.store.add_model(ModelRow(
+                model.id, session, model.base.name, model.lora.rank, model.lora.targets, dict(metadata or {}),  # pyright: ignore
+                next_seq=0, state_seq=0, created=time.time(), ended=None,
+            ))  # fmt: skip
+            self._keep(model, request, result)
+        self.models[model.id] = model
+        return result
+
+    def _check_room(self, session: str) -> None:
+        limit = self.service.settings.models
+        if len(self.models) >= limit:
+            self._clean()
+        if len(self.models) >= limit:
+            raise ValueError(
+                f"{len(self.models)} models are in training, and more may not (--models): end a session first, with "
+                "ServiceClient.close."
+            )
+        if session not in self.service.seen:
+            raise ValueError(f"session {session} has ended.")
+
+    def _check_rank(self, rank: int) -> None:
+        most = self.service.settings.max_rank
+        if not 1 <= rank <= most:
+            raise ValueError(f"the rank of the adapters is {rank}; this server takes 1 to {most} (--max_rank).")
+
+    def _create_model(self, request: RequestRow) -> Result:
+        asked = protocol.parse(types.CreateModelRequest, request.body)
+        self._check_room(asked.session_id)
+        if asked.lora_config is None:
+            raise ValueError("lora_config is missing: this server trains adapters, not all weights.")
+        if asked.optimizer_config.type != "adamw":
+            raise ValueError(f"the optimizer is {asked.optimizer_config.type!r:.80}; this server has adamw.")
+        config, base = asked.lora_config, self.service.base(asked.base_model)
+        self._check_rank(config.rank)
+        targets = (*(ATTENTION if config.train_attn else ()), *(MLP if config.train_mlp else ()))
+        chosen = lora.make(config.rank, ALPHA, targets)
+        if chosen is None or not targets:
+            raise ValueError("this server has adapters on attention and MLP: set train_attn or train_mlp.")
+        model = Model(request.model, base, chosen, base.learner.init(chosen, config.seed or 0))
+        result = protocol.json_result(types.CreateModelResponse(model_id=model.id))
+        return self._add(request, asked.session_id, model, asked.user_metadata, result)
+
+    def _load_weights(self, request: RequestRow) -> Result:
+        asked = protocol.parse(types.LoadWeightsRequest, request.body)
+        checkpoint = self.service.checkpoint(asked.path)
+        base = self.service.base(checkpoint.base)
+        chosen, state = adapters.load(self.service.folder(asked.path), base.learner, optimizer=asked.optimizer)
+        result = protocol.json_result(types.LoadWeightsResponse.model_validate(
+            {"path": asked.path, "model_id": request.model, "type": "load_weights"}
+        ))  # fmt: skip
+        if request.seq == 0:  # the request makes the model
+            session = request.model.split(":")[0]
+            self._check_room(session)
+            self._check_rank(chosen.rank)
+            if asked.base_model not in (None, base.name):
+                raise ValueError(f"base_model is {asked.base_model!r:.160}, and the checkpoint is of {base.name}.")
+            model = Model(request.model, base, chosen, state)
+            return self._add(request, session, model, asked.user_metadata, result)
+        model = self._model(request.model)
+        if (chosen, base.name) != (model.lora, model.base.name):
+            raise ValueError(
+                f"the checkpoint has adapters of rank {chosen.rank} on {base.name}, and the model of rank "
+                f"{model.lora.rank} on {model.base.name}: create a training client from the checkpoint."
+            )
+        model.state, model.sums = state, None
+        return self._keep(model, request, result)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def _loss_request(self, model: Model, request: RequestRow) -> protocol.LossRequest:
+        return protocol.parse_loss_request(request.body, model.base.architecture.vocab_size, model.base.max_tokens)
+
+    def _add_gradient(self, model: Model, request: RequestRow) -> Result:
+        asked = self._loss_request(model, request)
+        learner = model.base.learner
+        if asked.forward_only:
+            logprobs = learner.forward(model.state.params, model.lora, asked.rows)
+            losses = [token_losses(asked.loss, *each, asked.clip) for each in zip(logprobs, asked.rows, strict=True)]
+        else:
+            model.sums, logprobs, losses = learner.forward_backward(
+                model.state.params, model.sums, model.lora, asked.rows, asked.loss, asked.clip
+            )
+        return protocol.loss_result(logprobs, losses)
+
+    def _forward_backward(self, request: RequestRow) -> Result:
+        result = self._add_gradient(self._model(request.model), request)
+        self.store.finish(request, result, replayed=True)
+        return result
+
+    def _optim_step(self, request: RequestRow) -> Result:
+        model, asked = self._model(request.model), protocol.parse(types.OptimStepRequest, request.body)
+        params = asked.optim_params
+        if not isinstance(params, types.AdamParams):
+            raise ValueError(f"the optimizer of this model is adamw, and the step is of {params.type!r:.80}.")
+        if model.sums is None:
+            raise ValueError("optim_step needs a gradient: call forward_backward first.")
+        adam = AdamParams(
+            params.learning_rate, params.beta1, params.beta2, params.eps, params.weight_decay, params.grad_clip_norm
+        )
+        sums, model.sums = model.sums, None
+        try:
+            model.state, norm = model.base.learner.step(model.state, sums, model.lora, adam)
+        except ValueError as error:
+            return self._keep(model, request, protocol.error_result(str(error)))
+        metrics = {"optim/grad_norm": norm, "optim/lr": params.learning_rate}
+        return self._keep(model, request, protocol.json_result({"metrics": metrics}))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save(
+        self,
+        request: RequestRow,
+        kind: str,
+        name: str | None,
+        ttl_s: int | None,
+        metadata: dict[str, str] | None = None,
+        sampler: str | None = None,
+    ) -> Result:
+        """Writes a checkpoint, which appears together with the result of the request."""
+        model = self._model(request.model)
+        path = f"{SCHEME}{model.id}/{kind}/{checked_name(name)}"
+        folder = self.service.folder(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        adapters.save(
+            folder, model.base.learner, model.lora, model.state, model.base.folder, optimizer=kind == "weights"
+        )
+        now = time.time()
+        row = CheckpointRow(
+            path, model.id, kind, model.base.name, now, None if ttl_s is None else now + ttl_s, metadata, sampler
+        )
+        answer = {"path": path} if sampler is None else {"sampling_session_id": sampler}
+        result = protocol.json_result(answer | {"type": request.kind})
+        with self.store.transaction():
+            self.store.add_checkpoint(row)
+            if sampler is not None:
+                self.store.add_sampler(SamplerRow(sampler, request.model.split(":")[0], model.base.name, path))
+            self.store.finish(request, result, replayed=False)
+        return result
+
+    def _save_weights(self, request: RequestRow) -> Result:
+        asked = protocol.parse(types.SaveWeightsRequest, request.body)
+        path = f"{SCHEME}{request.model}/weights/{asked.path}"
+        if not asked.overwrite and self.store.checkpoint(path) is not None:
+            raise ValueError(f"there is a checkpoint {path}: choose another name, or set overwrite.")
+        return self._save(request, "weights", asked.path, asked.ttl_seconds, asked.user_metadata)
+
+    def _save_for_sampler(self, request: RequestRow) -> Result:
+        asked = protocol.parse(types.SaveWeightsForSamplerRequest, request.body)
+        if asked.kind != "snapshot":
+            raise ValueError(f"the kind of a sampling client is {asked.kind!r}; this server has 'snapshot'.")
+        if asked.path is not None:
+            return self._save(request, "sampler_weights", asked.path, asked.ttl_seconds, asked.user_metadata)
+        old = [each for each in self.store.checkpoints() if each.model == request.model and each.sampler is not None]
+        for checkpoint in old[: -UNNAMED_KEPT + 1]:
+            self.service.remove_checkpoint(checkpoint.path)
+        sampler = f"{request.model.split(':')[0]}:sample:{asked.sampling_session_seq_id}"
+        return self._save(request, "sampler_weights", f"sampler-{request.seq}", None, sampler=sampler)
+
+    def _save_external(self, request: RequestRow) -> Result:
+        asked = protocol.parse(types.SaveWeightsExternalRequest, request.body)
+        if asked.age_encryption_recipients:
+            raise ValueError("age_encryption_recipients: this server does not encrypt checkpoints.")
+        return self._save(request, "external_weights", asked.path, asked.ttl_seconds)

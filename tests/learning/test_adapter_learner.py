@@ -1,0 +1,119 @@
+"""Training of adapters over one base: losses, gradients and Adam against closed formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import adapter_learner
+from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterLearner, AdapterState, Clip, LossRow
+from reinforce_ada_jax.policy import lora, transformer
+from tests.policy.adapting import ALL, random_adapters
+from tests.sampling import tiny
+
+ROWS = tuple(
+    LossRow(*np.random.default_rng(length).integers(0, 24, (2, length), np.int32), factors, old)
+    for length, factors, old in (
+        (3, np.array([0, 1, -2], np.float32), np.array([-200, -2, -3], np.float32)),  # exp(200) is not finite
+        (5, np.array([1, 0, 0.5, 1, 2], np.float32), np.array([-4, -3, -2, -1, -3], np.float32)),
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def learner():
+    mesh = mesh_lib.make_mesh()
+    base = jax.device_put(tiny._weights(), transformer.param_shardings(tiny.ARCHITECTURE, mesh))
+    return AdapterLearner(tiny.ARCHITECTURE, base, mesh, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def adapters(learner):
+    return jax.device_put(random_adapters(tiny.ARCHITECTURE), lora.shardings(tiny.ARCHITECTURE, ALL, learner.mesh))
+
+
+def plain_logprobs(learner, adapters, row):
+    """Log-probabilities of a row's targets by the plain forward pass."""
+    policy = lora.adapted(learner.base, adapters, ALL)
+    logits = transformer.logits(tiny.ARCHITECTURE, policy, jnp.asarray(row.tokens)[None])[0]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(row.targets)[:, None], axis=1)[:, 0]
+
+
+def expected_loss(name, logprobs, row):
+    factors, ratio = row.factors, jnp.exp(jnp.where(row.factors == 0, 0, logprobs - row.old_logprobs))
+    clipped = jnp.clip(ratio, 0.5, 1.1)
+    return {
+        "cross_entropy": -factors * logprobs,
+        "importance_sampling": -factors * ratio,
+        "ppo": -jnp.minimum(factors * ratio, factors * clipped),
+        "cispo": -jax.lax.stop_gradient(clipped) * factors * logprobs,
+    }[name]
+
+
+@pytest.mark.parametrize("name", adapter_learner.LOSSES)
+def test_losses_and_gradients_are_those_of_the_formulas(learner, adapters, name):
+    def total(adapters):
+        return sum(expected_loss(name, plain_logprobs(learner, adapters, row), row).sum() for row in ROWS)
+
+    sums, logprobs, losses = learner.forward_backward(adapters, None, ALL, ROWS, name, Clip(0.5, 1.1))
+    for row, ours, loss in zip(ROWS, logprobs, losses, strict=True):
+        theirs = plain_logprobs(learner, adapters, row)
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        np.testing.assert_allclose(loss, expected_loss(name, theirs, row), atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(
+            adapter_learner.token_losses(name, ours, row, Clip(0.5, 1.1)), loss, atol=1e-6, rtol=1e-6
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), sums, jax.grad(total)(adapters))
+
+
+def test_gradients_of_several_requests_add_up(learner, adapters):
+    one, *_ = learner.forward_backward(adapters, None, ALL, ROWS[:1], "cross_entropy", Clip())
+    both, *_ = learner.forward_backward(adapters, one, ALL, ROWS[1:], "cross_entropy", Clip())
+    whole, *_ = learner.forward_backward(adapters, None, ALL, ROWS, "cross_entropy", Clip())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), both, whole)
+
+
+def test_forward_keeps_the_order_of_rows(learner, adapters):
+    for row, ours in zip(ROWS, learner.forward(adapters, ALL, ROWS), strict=True):
+        np.testing.assert_allclose(ours, plain_logprobs(learner, adapters, row), atol=1e-5)
+
+
+def test_adam_by_hand(learner, adapters):
+    """Two steps of torch.optim.AdamW, written out, the second with a bound on the gradient's norm."""
+    state = learner.with_new_optimizer(adapters, ALL)
+    gradient = jax.tree.map(lambda x: jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), adapters)
+    norm = np.sqrt(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in jax.tree.leaves(gradient)))
+    adam = AdamParams(0.1, 0.9, 0.95, 1e-3, weight_decay=0.5)
+    first, ours = learner.step(state, gradient, ALL, adam)
+    second, _ = learner.step(first, gradient, ALL, adam._replace(clip_norm=norm / 4))
+    assert ours == pytest.approx(norm, rel=1e-5)
+    for before, g, after, last in zip(
+        *(jax.tree.leaves(x) for x in (adapters, gradient, first.params, second.params)), strict=True
+    ):
+        x, slope = np.asarray(before, np.float64), np.asarray(g, np.float64)
+        m, v = 0.1 * slope, 0.05 * slope**2
+        x = x - 0.1 * 0.5 * x - 0.1 * (m / 0.1) / (np.sqrt(v / 0.05) + 1e-3)
+        np.testing.assert_allclose(after, x, atol=1e-5)
+        m, v = 0.9 * m + 0.1 * slope / 4, 0.95 * v + 0.05 * (slope / 4) ** 2
+        x = x - 0.1 * 0.5 * x - 0.1 * (m / (1 - 0.9**2)) / (np.sqrt(v / (1 - 0.95**2)) + 1e-3)
+        np.testing.assert_allclose(last, x, atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_refused(learner, adapters):
+    state: AdapterState = learner.with_new_optimizer(adapters, ALL)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), adapters)
+    with pytest.raises(ValueError, match="norm of the gradient is nan: the weights stay as they were"):
+        learner.step(state, bad, ALL, AdamParams(0.1, 0.9, 0.95, 1e-3))
+
+
+def test_rows_are_few_shapes_and_the_longest_come_first():
+    def row(length):
+        return LossRow(*np.ones((2, length), np.int32), *np.ones((2, length), np.float32))
+
+    batches = list(adapter_learner.micro_batches([row(length) for length in (3, 40, 16, 17, 1)]))
+    assert [indices for indices, _ in batches] == [[1, 3, 2, 0, 4]]
+    assert batches[0][1].tokens.shape == (16, 64)  # 1, 4, 16 rows; 16, 32, 64 tokens
+    assert batches[0][1].factors.sum() == 3 + 40 + 16 + 17 + 1
+    shapes = [rows.tokens.shape for _, rows in adapter_learner.micro_batches([row(3000)] * 3 + [row(9)] * 300)]
+    assert shapes == [(1, 4096)] * 3 + [(256, 16), (64, 16)]

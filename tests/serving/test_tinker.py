@@ -1,0 +1,363 @@
+"""The Tinker interface with the official client, in one process: `serve --api=tinker` has the same parts."""
+
+import asyncio
+import contextlib
+import dataclasses
+import socket
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+tinker = pytest.importorskip("tinker")
+from tinker import types  # noqa: E402
+
+from reinforce_ada_jax import serve  # noqa: E402
+from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
+from reinforce_ada_jax.serving.settings import ServerSettings  # noqa: E402
+from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
+from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
+from reinforce_ada_jax.training.components import ASSETS  # noqa: E402
+from tests.test_docs import code_block  # noqa: E402
+
+# The client 0.38.0 leaves the connection of its first request to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed .*127.0.0.1:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+CIPHER = ASSETS / "cipher"
+KEY = "tml-test"
+PROMPT = types.ModelInput.from_ints([5, 6, 7, 8, 9])
+TOKENS = [5, 6, 7, 8, 9, 20, 21, 22, 23, 2]
+
+
+def settings_for(workdir, **changes):
+    settings = ServerSettings(
+        "cipher=package:cipher", api="tinker", workdir=str(workdir), dtype="float32", port=0, slots=4, page_size=8,
+        max_prompt_tokens=16, max_response_tokens=16, adapters=2, max_rank=4, models=6, compilation_cache="",
+    )  # fmt: skip
+    return dataclasses.replace(settings, **changes)
+
+
+def served(settings):
+    """The packaged model under the name "cipher"."""
+    components = serve.build(dataclasses.replace(settings, model="package:cipher"))
+    return server_lib.Served(
+        "cipher", components.folder, components.tokenizer, components.engine,
+        lambda: huggingface.load(components.folder, components.mesh, "float32"), tokenizer_id=str(components.folder),
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(settings, started=None):
+    """(address, service, worker) of a server in this process; `started` has the parts of an earlier one."""
+    service, worker = started or server_lib.start_worker(settings, [served(settings)])
+    listener = server_lib.listen(settings)
+    http = server_lib.http_server(settings, service)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
+    worker.start()
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", service, worker
+    finally:
+        http.should_exit = http.force_exit = True
+        thread.join()
+        worker.stop(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running(settings_for(tmp_path_factory.mktemp("tinker"), api_key=KEY)) as started:
+        yield started
+
+
+@pytest.fixture
+def client(server):
+    made = tinker.ServiceClient(base_url=server[0], api_key=KEY)
+    yield made
+    made.close(status="success").result()
+
+
+def datum(tokens=TOKENS, **inputs):
+    """The sequence as a datum; by default every token after the prompt's has weight 1."""
+    if not inputs:
+        inputs = {"weights": [0.0] * 4 + [1.0] * (len(tokens) - 5)}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], **inputs}
+    )
+
+
+def trained(client, rank=2, seed=0, steps=1, tokens=TOKENS, learning_rate=1e-2):
+    """A training client after some steps on one sequence, and the losses before each."""
+    made = client.create_lora_training_client(base_model="cipher", rank=rank, seed=seed).result()
+    losses = []
+    for _ in range(steps):
+        forward, step = (
+            made.forward_backward([datum(tokens)], "cross_entropy"),
+            made.optim_step(types.AdamParams(learning_rate=learning_rate)),
+        )
+        losses.append(forward.result().metrics["loss:sum"])
+        step.result()
+    return made, losses
+
+
+def greedy(sampler, n=1):
+    found = sampler.sample(PROMPT, n, types.SamplingParams(max_tokens=8, temperature=0.0)).result()
+    return [list(sequence.tokens) for sequence in found.sequences]
+
+
+def test_a_script_of_public_calls(server, client):
+    """Create, sample, forward_backward, optim_step, save, load, sample: the loss falls, and the sample is learned."""
+    (model,) = tinker.RestClient(base_url=server[0], api_key=KEY).get_server_capabilities().result().supported_models
+    assert (model.model_name, model.max_context_length) == ("cipher", 32)
+    before = client.create_sampling_client(base_model="cipher").result()
+    training, losses = trained(client, rank=4, steps=12)
+    assert losses[-1] < losses[0] / 10
+    info = training.get_info()
+    assert (info.lora_rank, info.model_data.model_name, info.model_data.tokenizer_id) == (4, "cipher", str(CIPHER))
+    path = training.save_state("last").result().path
+    sampler = training.save_weights_and_get_sampling_client().result()
+    assert greedy(sampler) == [TOKENS[5:]] != greedy(before)
+    # The checkpoint goes on as the model would have.
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    both = []
+    for each in (training, again):
+        each.forward_backward([datum()], "cross_entropy").result()
+        each.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        both.append(each.forward([datum()], "cross_entropy").result())
+    assert both[0].metrics == both[1].metrics
+    # Engine and learner agree on log-probabilities.
+    after = training.save_weights_and_get_sampling_client().result()
+    logprobs = after.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    assert logprobs[0] is None
+    np.testing.assert_array_equal(logprobs[1:], both[0].loss_fn_outputs[0]["logprobs"].data)
+    (sequence,) = after.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, temperature=0.0)).result().sequences
+    assert sequence.stop_reason == "stop"
+    np.testing.assert_allclose(sequence.logprobs, logprobs[5:], atol=1e-4)
+
+
+def test_losses_are_those_of_the_formulas(client):
+    training, _ = trained(client)
+    advantages, old = np.array([0.0] * 4 + [1, 2, -1, -2, 0.5], np.float32), np.full(9, -4.0, np.float32)
+    logprobs = np.array(training.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+    ratio = np.exp(logprobs - old)
+    expected = {
+        "importance_sampling": -(ratio * advantages).sum(),
+        "ppo": -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages).sum(),
+        "cispo": -(np.clip(ratio, 0.8, 1.2) * advantages * logprobs).sum(),
+    }
+    for loss, value in expected.items():
+        given = datum(logprobs=old.tolist(), advantages=advantages.tolist())
+        assert training.forward_backward([given], loss).result().metrics["loss:sum"] == pytest.approx(value, rel=1e-5)
+    given = datum(logprobs=old.tolist(), advantages=advantages.tolist())
+    found = training.forward_backward([given], "ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}).result()
+    wider = -np.minimum(ratio * advantages, np.clip(ratio, 0.5, 3.0) * advantages).sum()
+    assert found.metrics["loss:sum"] == pytest.approx(wider, rel=1e-5)
+
+
+def test_two_clients_with_two_adapters_get_what_each_gets_alone(server, client):
+    other = tinker.ServiceClient(base_url=server[0], api_key=KEY)
+    words = [TOKENS, [5, 6, 7, 8, 9, 30, 31, 2]]
+
+    def train_and_draw(made, tokens):
+        training, losses = trained(made, steps=6, tokens=tokens)
+        sampler = training.save_weights_and_get_sampling_client().result()
+        drawn = [
+            sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=8, seed=seed)) for seed in range(4)
+        ]  # at the same time
+        sequences = [sequence for each in drawn for sequence in each.result().sequences]
+        return losses, [list(each.tokens) for each in sequences], np.concatenate([each.logprobs for each in sequences])
+
+    alone = [train_and_draw(made, tokens) for made, tokens in zip((client, other), words, strict=True)]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(train_and_draw, (client, other), words))
+    for one, two in zip(alone, together, strict=True):
+        assert one[:2] == two[:2]
+        np.testing.assert_allclose(one[2], two[2], atol=1e-5)
+    assert alone[0][1] != alone[1][1]
+    other.close(status="success").result()
+
+
+def test_seeds_stops_and_lengths(client):
+    sampler = client.create_sampling_client(base_model="cipher").result()
+
+    def drawn(n=4, **sampling):
+        found = sampler.sample(PROMPT, n, types.SamplingParams(**{"max_tokens": 8} | sampling)).result().sequences
+        return [(each.stop_reason, list(each.tokens)) for each in found]
+
+    assert drawn(seed=3) == drawn(seed=3) != drawn(seed=4)
+    assert drawn(n=2, seed=3) == drawn(seed=3)[:2]
+    ((_, whole),) = drawn(n=1, temperature=0.0)
+    assert drawn(n=1, temperature=0.0, stop=[whole[2]]) == [("stop", whole[: whole.index(whole[2]) + 1])]
+    # A text that a stop contains may end in the middle of the response; none at all: not even the end token ends it.
+    text = server_text(whole[:3])
+    assert drawn(n=1, temperature=0.0, stop=text) == [("stop", whole[:3])]
+    ends = [tokens for reason, tokens in drawn(n=16, seed=0) if reason == "stop"]
+    assert ends and all(tokens[-1] == 2 for tokens in ends)
+    assert {(reason, len(tokens)) for reason, tokens in drawn(n=16, seed=0, stop=[])} == {("length", 8)}
+
+
+def server_text(tokens):
+    from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: PLC0415
+
+    return Tokenizer.load(CIPHER).decode(np.array(tokens))
+
+
+def test_what_is_refused_says_why(client, server):
+    training, _ = trained(client)
+    sampler = client.create_sampling_client(base_model="cipher").result()
+    long = types.ModelInput.from_ints([5] * 17)
+    for call, why in {
+        lambda: training.forward_backward([datum()], "dro"): "loss_fn is 'dro'; this server has cross_entropy, impor",
+        lambda: training.forward_backward([datum([5] * 40)], "cross_entropy"): "datum 0 has 39 tokens; this server ta",
+        lambda: training.forward_backward([datum([500] * 6)], "cross_entropy"): "datum 0 has token ids outside of the",
+        lambda: training.forward_backward([datum()], "ppo"): r"ppo takes target_tokens, logprobs, advantages\.",
+        lambda: training.forward_backward([datum(weights=[np.nan] * 9)], "cross_entropy"): "that are not finite",
+        lambda: training.optim_step(types.AdamParams()): "optim_step needs a gradient: call forward_backward first",
+        lambda: training.save_state("../up"): r"the name '\.\./up' is not allowed",
+        lambda: sampler.sample(long, 1, types.SamplingParams(max_tokens=1)): "the prompt has 17 tokens, this server t",
+        lambda: sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=99)): "max_tokens is 99; it must be 1 to 16",
+        lambda: sampler.sample(PROMPT, 1, types.SamplingParams(), topk_sample_logprobs=2): "does not compute it",
+        lambda: client.create_lora_training_client("cipher", rank=64): "the rank of the adapters is 64; this server ta",
+    }.items():
+        with pytest.raises(tinker.RequestFailedError, match=why):
+            call().result()
+    for call, why in {
+        lambda: client.create_lora_training_client("other"): "base_model is 'other'; this server has cipher",
+        lambda: client.create_sampling_client(model_path="tinker://a/weights/b"): "there is no checkpoint",
+    }.items():
+        with pytest.raises(tinker.APIStatusError, match=why):
+            call().result()
+    # Nothing of it broke the clients.
+    assert training.forward_backward([datum()], "cross_entropy").result().metrics["loss:sum"] > 0
+    assert greedy(sampler)
+    with pytest.raises(tinker.AuthenticationError, match="the API key is not that of this server"):
+        tinker.ServiceClient(base_url=server[0], api_key="tml-other").create_sampling_client(base_model="cipher")
+    # More models than there may be.
+    models = [client.create_lora_training_client("cipher", rank=1).result() for _ in range(5)]
+    with pytest.raises(tinker.RequestFailedError, match=r"6 models are in training, and more may not \(--models\)"):
+        client.create_lora_training_client("cipher", rank=1).result()
+    assert len(models) == 5
+
+
+def test_checkpoints_can_be_listed_fetched_and_deleted(server, client, tmp_path):
+    training, _ = trained(client)
+    weights = training.save_state("a", user_metadata={"by": "me"}).result().path
+    external = training.save_weights_external("b").result().path
+    rest = tinker.RestClient(base_url=server[0], api_key=KEY)
+    listed = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert [(each.checkpoint_type, each.user_metadata) for each in listed] == [
+        ("training", {"by": "me"}), ("external", None),
+    ]  # fmt: skip
+    info = rest.get_weights_info_by_tinker_path(weights).result()
+    assert (info.base_model, info.lora_rank, info.train_unembed, info.train_attn) == ("cipher", 2, False, True)
+    urls = rest.get_external_weights_urls(external).result().urls
+    for name, url in urls.items():
+        (tmp_path / name).write_bytes(urllib.request.urlopen(url).read())
+    chosen, _ = adapter_files.load(tmp_path, huggingface.read_config(CIPHER))
+    assert chosen.rank == 2
+    with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+        urllib.request.urlopen(urls["adapter_config.json"].replace("key=", "key=0"))
+    refused.value.close()
+    rest.delete_checkpoint_from_tinker_path(weights).result()
+    with pytest.raises(tinker.APIStatusError, match="there is no checkpoint"):
+        client.create_training_client_from_state(weights).result()
+    runs = rest.list_training_runs().result()
+    assert runs.training_runs[0].training_run_id == training.model_id
+
+
+def test_a_silent_session_ends_alone(server, client):
+    address, service, _ = server
+    training, _ = trained(client)
+    silent = tinker.ServiceClient(base_url=address, api_key=KEY)
+    lost, _ = trained(silent)
+    service.seen[lost.model_id.split(":")[0]] -= 1000
+    service.end_silent_sessions()
+    with pytest.raises(
+        tinker.APIStatusError, match=r"no heartbeat came for 300 s \(--session_s\)\. Create a training cl"
+    ):
+        lost.forward_backward([datum()], "cross_entropy").result()
+    assert training.forward_backward([datum()], "cross_entropy").result().metrics
+
+
+def test_gradients_and_results_survive_a_restart(tmp_path, server):
+    """The same calls to one server, and to one that starts again between any two, end with the same bits."""
+    weights = []
+    for restarts in (False, True):
+        settings = settings_for(tmp_path / str(restarts))
+        with contextlib.ExitStack() as stack:
+            port = free_port()
+
+            def start(settings=settings, port=port, stack=stack):
+                return stack.enter_context(running(dataclasses.replace(settings, port=port)))
+
+            address, *_ = start()
+            made = tinker.ServiceClient(base_url=address, api_key=KEY)
+            training, _ = trained(made, steps=1)
+            sampler = training.save_weights_and_get_sampling_client().result()
+            for _ in range(2):
+                training.forward_backward([datum()], "cross_entropy").result()
+                if restarts:
+                    stack.pop_all().close()
+                    start()
+            training.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            assert greedy(sampler)
+            path = training.save_state("end").result().path
+            made.close(status="success").result()
+        model, kind, name = path.removeprefix("tinker://").split("/")
+        folder = tmp_path / str(restarts) / "checkpoints" / model / kind / name
+        weights.append(
+            [(folder / file).read_bytes() for file in ("adapter_model.safetensors", "optimizer.safetensors")]
+        )
+    assert weights[0] == weights[1]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_the_page_is_what_a_client_does(server):
+    code = code_block("how_to/tinker.md", "tinker.ServiceClient")
+    code = code.replace("http://127.0.0.1:8000", server[0]).replace("tml-local", KEY).replace("rank=32", "rank=4")
+    names = {}
+    exec(
+        code.replace("Qwen/Qwen3-4B-Instruct-2507", "cipher").replace("[9707, 11]", "[9, 11]").replace("1879", "18"),
+        names,
+    )
+    assert greedy(names["sampler"])
+    names["service"].close(status="success").result()
+
+
+def test_limits_of_the_listener(server, tmp_path):
+    def status(path, body=b"{}", key=KEY, method="POST"):
+        request = urllib.request.Request(f"{server[0]}{path}", body, {"X-API-Key": key}, method=method)
+        try:
+            with urllib.request.urlopen(request) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.status
+
+    assert status("/api/v1/healthz", None, method="GET") == 200
+    assert status("/api/v1/healthz", None, key="", method="GET") == 401
+    assert status("/api/v1/create_session", b"x" * (32 * 2**20 + 1)) == 413
+    assert [status("/api/v1/create_session", body) for body in (b"", b"[]", b"[" * 10**5, b"\xff")] == [422] * 4
+    assert status("/api/v1/forward_backward", b"\xff" * 100) == 422
+    assert status("/api/v1/weights_info", b"7") == 422
+    assert status("/api/v1/billing/usage/events", None, method="GET") == 404
+    assert status("/files/../../service.sqlite", None, method="GET") == 403
+    for changes, why in (
+        ({"host": "0.0.0.0"}, r"--host=0\.0\.0\.0 lets other machines in, and there is no --api_key"),
+        ({"api_key": "secret"}, "--api_key must begin with tml-"),
+        ({"workdir": ""}, "--api=tinker needs --workdir=DIR"),
+        ({"model": "a=b,a=c"}, "with different names"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            dataclasses.replace(settings_for(tmp_path), **changes).check()
+    with pytest.raises(ValueError, match="stop the other server of this --workdir"):
+        store_lib.Store(server[1].workdir)
