@@ -8,7 +8,7 @@ import pytest
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.policy.quantization import quantize
 from reinforce_ada_jax.sampling import pallas_attention
-from reinforce_ada_jax.sampling.paged_attention import paged_attention
+from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
 
 WIDTH = 4
@@ -177,14 +177,15 @@ def test_a_page_table_beyond_a_tpus_scalar_memory_is_refused():
 
 # jax 0.11 still compiles for Triton, and says that it will end.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor, int8", [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("backend, platform, target", [
     ("pallas_tpu", "tpu", "tpu_custom_call"), ("pallas_gpu", "cuda", "__gpu$xla.gpu.triton"),
 ])  # fmt: skip
-def test_lowers_for_the_real_device_without_one(backend, platform, target, head_dim, tensor):
-    padded_dim, dtype = padded_head_dim(head_dim, backend), jnp.bfloat16
-    shapes = [(64, 12, head_dim), (2, 5000, 64, padded_dim), (2, 5000, 64, padded_dim), (64,), (64, 81)]
-    arrays = map(jax.ShapeDtypeStruct, shapes, [dtype] * 3 + [jnp.int32] * 2)
+def test_lowers_for_the_real_device_without_one(backend, platform, target, head_dim, tensor, int8):
+    query = jax.ShapeDtypeStruct((64, 12, head_dim), jnp.bfloat16)
+    shape = (2, 5000, 64, padded_head_dim(head_dim, backend))
+    pages = jax.eval_shape(lambda: empty_pages(shape, None if int8 else jnp.bfloat16))
+    integers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64,), (64, 81)))
     attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(tensor=tensor)))
-    assert target in attend.trace(*arrays).lower(lowering_platforms=(platform,)).as_text()
+    assert target in attend.trace(query, pages, pages, *integers).lower(lowering_platforms=(platform,)).as_text()
