@@ -227,7 +227,8 @@ class Learner:
     def init(self, params: Params) -> LearnerState:
         """The state before the first update, over these very arrays."""
         optimizer = jax.jit(self._optimizer.init, out_shardings=self.shardings(params).optimizer)(params)
-        updates = mesh_lib.place(np.zeros((), np.int32), self._replicated)
+        # By a program: `compile_check` traces this for devices that do not exist, on which nothing can be placed.
+        updates = jax.jit(lambda: jnp.int32(0), out_shardings=self._replicated)()
         return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
     def policy(self, params: Params, base: Params | None) -> Params:
