@@ -29,7 +29,6 @@ def get_config() -> ConfigDict:
     config.sampling.slots = 128
     config.sampling.window = 16
     config.sampling.page_size = 8
-    config.sampling.prefill_rows = 32
     config.learning.prompts_per_update = 32
     config.learning.responses_per_row = 1  # a prompt has 8 tokens: no two fit into 16 with their responses
     config.learning.learning_rate = 5e-4

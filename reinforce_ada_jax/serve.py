@@ -37,7 +37,7 @@ def build(settings: ServerSettings) -> "Components":
         sampling=SamplingConfig(
             slots=settings.slots, page_size=settings.page_size, max_response_tokens=settings.max_response_tokens,
             # JetStream returns to the host after every token, and has one prompt at a time.
-            window=1 if grpc else 16, open_prompts=1 if grpc else 0, prefill_rows=1 if grpc else 8,
+            window=1 if grpc else 16, open_prompts=1 if grpc else 0,
         ),
     )  # fmt: skip
     return components_lib.build(config, components_lib.model_folder(settings.model))

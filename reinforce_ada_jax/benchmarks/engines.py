@@ -62,7 +62,7 @@ def engine_options(workload: Workload, options: flags.FlagValues) -> EngineOptio
     open_prompts = max(slots, len(workload.prompts)) if options.barrier else few
     made = EngineOptions(
         slots=slots, window=options.window, page_size=options.page_size, pages=options.pages,
-        open_prompts=options.open_prompts or open_prompts, prefill_rows=options.prefill_rows,
+        open_prompts=options.open_prompts or open_prompts, prefill_tokens=options.prefill_tokens,
         max_prompt_tokens=workload.max_prompt_tokens,
         max_response_tokens=(options.max_response_tokens if options.simulate else None) or int(workload.lengths.max()),
         stop_ids=(), seed=0, dtype=options.dtype, attention=choose_backend(options.attention),

@@ -37,7 +37,7 @@ INTEGERS = {
         0,
         "Prompts whose pages each replica holds at a time; 0: a quarter more than slots, or half (rounds below 4).",
     ),
-    "prefill_rows": (4, "Prompts that a replica prefills in one dispatch."),
+    "prefill_tokens": (128, "Prompt tokens that a replica prefills before a decode step."),
     "repeat": (
         None,
         "Timed repetitions; 5 of `rollout`, `update` and `split`, 3 of `iteration` and `start`, 1 of `adaptive`.",

@@ -261,7 +261,9 @@ class SamplingConfig:
         "below 4, or all of them with a barrier.",
         values.NOT_NEGATIVE, rule="barrier_holds_every_prompt",
     )  # fmt: skip
-    prefill_rows: int = setting(16, "Prompts prefilled in one dispatch.", values.AT_LEAST_1)
+    prefill_tokens: int = setting(
+        256, "Prompt tokens prefilled before a decode step, in one forward pass.", values.AT_LEAST_1
+    )
     attention: str = setting(
         "auto", "Decode attention; auto: the one made for the device.",
         one_of(("auto", "jnp", "pallas_tpu", "pallas_gpu")),

@@ -92,8 +92,7 @@ def draw(
 def compile_early(engine: Engine, prompts: Sequence[Prompt]) -> tuple[EarlyCompilation, Ready]:
     """Begins to compile what drawing runs, nothing without prompts; returns the compilation, and how to wait for it."""
     compilation = EarlyCompilation()
-    lengths = [len(prompt.tokens) for prompt in prompts]
-    return compilation, compilation.add(engine.programs(lengths) if lengths else {})
+    return compilation, compilation.add(engine.programs() if prompts else {})
 
 
 def from_policy(

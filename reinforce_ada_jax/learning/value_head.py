@@ -22,6 +22,8 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge
 from reinforce_ada_jax.types import Pool, Prompt
 
+# In one forward pass.
+PROMPTS_AT_A_TIME = 16
 # Estimates stay this far from 0 and 1, for allocations divide by p and by 1 - p.
 MARGIN = 1e-3
 
@@ -109,7 +111,7 @@ class ValueHead:
         max_prompt_tokens: int,
         learning_rate: float,
         steps: int,
-        rows: int,
+        rows: int = PROMPTS_AT_A_TIME,
     ):
         """Makes a head before its first fit.
 

@@ -12,9 +12,8 @@ from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import CollectionConfig, Config
 from reinforce_ada_jax.planning.compilation import ProgramResult
-from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_call, roofline
+from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_chunk, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
 # Share of slots busy in a decode step: simulated at full size with 256 slots (docs/performance.md, "Rounds").
@@ -114,12 +113,12 @@ def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics)
     window = next(result for result in results if result.program.startswith("decode"))
     steps = prompts * means.draws * means.response_tokens / (options.slots * replicas * BUSY_SLOTS)
     step = decode_step(run.architecture, options, mesh.tensor, means.context)
-    bucket = next(size for size in buckets(options.max_prompt_tokens) if size >= means.prompt_tokens)
-    prefill_seconds, _ = roofline(prefill_call(run.architecture, options, mesh.tensor, bucket), run.chip)
+    chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens)
+    chunks = prompts * means.prompt_tokens / (options.prefill_tokens * replicas)
     updates = prompts // config.learning.prompts_per_update * means.filled * packed_share(config, means)
     return {
         "reshard": seconds.get("reshard", 0.0),
-        "prefill": prompts / (options.prefill_rows * replicas) * prefill_seconds,
+        "prefill": chunks * roofline(chunk, run.chip)[0],
         "decode": steps * roofline(step, run.chip, window.sent_bytes or 0.0)[0],
         "score": updates * seconds.get("score", 0.0),
         "update": updates * seconds["update"],

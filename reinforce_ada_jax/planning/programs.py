@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import value_head
 from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, scores_in_update
-from reinforce_ada_jax.learning.value_head import prompt_features
 from reinforce_ada_jax.planning import collectives, roofline
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
 from reinforce_ada_jax.policy import lora
@@ -27,7 +27,6 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.splash_attention import block_size
 from reinforce_ada_jax.policy.transformer import Params, init, param_shardings, weight_shapes
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.prefill_batches import buckets
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.state import abstract_state
 
@@ -191,19 +190,14 @@ def _abstract_batch(config: Config, learner: Learner) -> Batch:
 
 
 def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program]:
-    """Returns the engine's jitted programs on its mesh: the decode window, and prefill by bucket of length."""
+    """Returns the engine's jitted programs on its mesh: the decode window, which also prefills."""
     engine = run.engine
-    a, o, tensor, lower = engine.architecture, engine.options, engine.mesh.shape["tensor"], engine.programs()
     beside = run.learner_bytes + run.reference_bytes
     if run.shares_weights:
         beside -= mesh_lib.shard_bytes(run.state.params)
-    cost = roofline.decode_step(a, o, tensor, mean_context)
-    window = Program(f"decode window of {o.window}", lower["decode window"], cost, "step", beside, trip_count=1)
-    return [window, *(
-        Program(f"prefill {o.prefill_rows} x {n}", lower[f"prefill {n}"], roofline.prefill_call(a, o, tensor, n),
-                "call", beside)
-        for n in buckets(o.max_prompt_tokens)
-    )]  # fmt: skip
+    cost = roofline.decode_step(engine.architecture, engine.options, engine.mesh.shape["tensor"], mean_context)
+    name = f"decode window of {engine.options.window}"
+    return [Program(name, engine.programs()["decode window"], cost, "step", beside, trip_count=1)]
 
 
 def learner_programs(run: AbstractRun) -> list[Program]:
@@ -252,13 +246,13 @@ def merge_flops(run: AbstractRun) -> float:
 
 def _features_program(run: AbstractRun, layout: BatchLayout, beside: int) -> Program:
     config, mesh, a = run.config, run.learner.mesh, run.engine.architecture
-    rows = -(-config.sampling.prefill_rows // layout.row_shards) * layout.row_shards
+    rows = -(-value_head.PROMPTS_AT_A_TIME // layout.row_shards) * layout.row_shards
     tokens, length = (
         jax.ShapeDtypeStruct(shape, jnp.int32, sharding=mesh_lib.sharding(mesh, axes))
         for shape, axes in (((rows, layout.prompt_tokens), ("rows", None)), ((rows,), ("rows",)))
     )
     dtype = jnp.dtype(config.model.compute_dtype)
     return Program(
-        "value head's features", lambda: prompt_features.lower(a, run.policy, tokens, length, dtype=dtype),
+        "value head's features", lambda: value_head.prompt_features.lower(a, run.policy, tokens, length, dtype=dtype),
         roofline.features_call(a, dataclasses.replace(layout, micro_batches=1, micro_rows=rows)), "call", beside,
     )  # fmt: skip

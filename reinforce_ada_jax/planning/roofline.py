@@ -157,14 +157,14 @@ def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: fl
     return ProgramCost(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
 
 
-def prefill_call(a: Architecture, o: EngineOptions, tensor: int, tokens: int) -> ProgramCost:
-    """Cost of `prefill_rows` prompts of a bucket of `tokens`, on each of `tensor` devices.
+def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int) -> ProgramCost:
+    """Cost of `prefill_tokens` tokens of prompts of `prompt_tokens`, on each of `tensor` devices.
 
-    As `decode_step`, without the head; attention over the whole square, which XLA computes before it masks.
+    As `decode_step`, without the head; each token meets all those of its prompt, seen or not.
     """
     matrices = a.num_layers * layer_weights(a)
-    attention = 4 * a.num_heads * a.head_dim * a.num_layers * tokens
-    positions = o.prefill_rows * tokens
+    attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
+    positions = o.prefill_tokens
     weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype)
     size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     return ProgramCost(positions * (2 * matrices + attention) / tensor, size / tensor)

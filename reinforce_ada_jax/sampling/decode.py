@@ -1,11 +1,12 @@
 """Prefill and the decode window: pure functions from one state pytree to the next.
 
-A prompt's keys and values are computed once, into pages that all its draws share (`open_prompts`). A draw starts with
+A prompt's keys and values are computed once, into pages that all its draws share (chunks.py). A draw starts with
 the prompt's *last token* as its first input: its first decode step gives the first token of the response, so no
 logits need to be kept, and only the partly filled last page of the prompt is copied for it.
 
-`decode_window` is one compiled program: every slot decodes up to `window` tokens; inside it a slot whose response has
-ended gives its pages back and takes the next request from the queue. The host sees none of that until the window ends.
+`decode_window` is one compiled program: every slot decodes up to `window` tokens; inside it new prompts are prefilled,
+and a slot whose response has ended gives its pages back and takes the next request from the queue. The host sees none
+of that until the window ends.
 """
 
 import functools
@@ -22,6 +23,7 @@ from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.chunks import missing_tokens, prefill_chunk
 from reinforce_ada_jax.sampling.paged_attention import Pages, paged_attention, write_pages, write_token
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
@@ -32,7 +34,6 @@ from reinforce_ada_jax.sampling.state import (
     Occupancy,
     Outputs,
     Prefix,
-    Prompts,
     Sampling,
     Slots,
     WindowInputs,
@@ -86,19 +87,6 @@ def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]
 
 def _page_size(state: DecodeState) -> int:
     return state.key_pages.shape[2]
-
-
-def open_prompts(state: DecodeState, prefix: Prefix, rows: Int[Array, " B"]) -> DecodeState:
-    """Allocates and fills the pages of prompts. `rows` beyond the table (padding) are dropped."""
-    width = state.prompts.table.shape[1]
-    counts = jnp.where(prefix.length > 0, num_pages(prefix.length - 1, _page_size(state)), 0)
-    pool, table = pages_lib.allocate(state.pool, counts, width)
-    prompts = Prompts(
-        table=state.prompts.table.at[rows].set(table, mode="drop"),
-        length=state.prompts.length.at[rows].set(prefix.length, mode="drop"),
-        last_token=state.prompts.last_token.at[rows].set(prefix.last_token, mode="drop"),
-    )
-    return _fill_pages(state.replace(pool=pool, prompts=prompts), prefix, table)
 
 
 def _change(state: DecodeState, wanted: Bool[Array, ""], change: Callable[[Occupancy], Occupancy]) -> DecodeState:
@@ -289,11 +277,39 @@ def _active_first(slots: Slots) -> Slots:
 
 
 def _begin_window(state: DecodeState, inputs: WindowInputs) -> DecodeState:
-    """Closes prompts, queues requests, and clears what the last window counted and finished."""
+    """Closes and opens prompts, queues requests, and clears what the last window counted and finished."""
     state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
+    state = slots_lib.open_prompts(state, inputs.opened, _page_size(state))
+    prompt_tokens = state.prompt_tokens.at[inputs.opened.row].set(inputs.opened.tokens, mode="drop")
+    state = state.replace(prompt_tokens=prompt_tokens)
     state = slots_lib.enqueue(state, inputs, state.seed)
     running, zero = jnp.full_like(state.outputs.status, RUNNING), jnp.int32(0)
     return state.replace(outputs=state.outputs.replace(status=running), busy=zero, decode_steps=zero, redone=zero)
+
+
+def _queue_is_empty(state: DecodeState) -> Bool[Array, ""]:
+    return state.queue.head >= state.queue.end
+
+
+def _choose_work(state: DecodeState, window: int) -> tuple[Bool[Array, ""], Bool[Array, ""], Bool[Array, ""]]:
+    """Returns whether a window goes on, prefills and decodes (`decode_window`)."""
+    num_slots, queue, missing = state.slots.active.shape[0], state.queue, missing_tokens(state.prompts)
+    active, finished = jnp.sum(state.slots.active), jnp.sum(state.outputs.status != RUNNING)
+    many_idle = num_slots - active >= max(1, num_slots // 4)
+    starved = _queue_is_empty(state) & many_idle & (finished >= max(1, num_slots // 8))
+    prefilling = jnp.any(missing > 0)
+    go_on = (state.decode_steps < window) & ((active > 0) | prefilling) & ~starved
+    next_row = queue.prompt_row[queue.head % queue.prompt_row.shape[0]]
+    held_up = many_idle & ~_queue_is_empty(state) & (missing[next_row] > 0)
+    return go_on, go_on & prefilling, go_on & (active > 0) & ~held_up
+
+
+def _choose_width(state: DecodeState, widths: tuple[int, ...]) -> Int[Array, ""]:
+    """Returns all slots; in the tail, with nothing left to refill from, ever fewer, the active ones among them."""
+    active, width = jnp.sum(state.slots.active), jnp.int32(widths[0])
+    for narrower in widths[1:]:
+        width = jnp.where(_queue_is_empty(state) & (active <= narrower), narrower, width)
+    return width
 
 
 def decode_window(
@@ -302,11 +318,15 @@ def decode_window(
     inputs: WindowInputs,
     *,
     window: int,
+    prefill_tokens: int,
     dtype: DTypeLike,
     backend: str,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, WindowOutputs]:
     """Decodes up to `window` tokens in all slots, which are refilled from the queue as they become free.
+
+    Before each decode step up to `prefill_tokens` tokens of new prompts are prefilled. Where a quarter of the slots is
+    idle because the next request's prompt is not ready, decoding waits: steps of few slots cost as much as of many.
 
     It ends earlier when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and as many
     responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
@@ -322,15 +342,6 @@ def decode_window(
     floor = jnp.minimum(inputs.reserve, state.pool.available)
     expected = admission.expected_pages(inputs.survivors)
 
-    def queue_is_empty(state):
-        return state.queue.head >= state.queue.end
-
-    def wanted(state):
-        active, finished = jnp.sum(state.slots.active), jnp.sum(state.outputs.status != RUNNING)
-        many_idle = num_slots - active >= max(1, num_slots // 4)
-        starved = queue_is_empty(state) & many_idle & (finished >= max(1, num_slots // 8))
-        return (state.decode_steps < window) & (active > 0) & ~starved
-
     def compute_logprobs(index, carry, width, slots):
         """Computes the first `width` slots; a slice that the index moves keeps all of it inside of the loop."""
         pools, logprobs = carry
@@ -338,26 +349,31 @@ def decode_window(
         pools, new = forward(model, first, pools)
         return pools, jax.lax.dynamic_update_slice_in_dim(logprobs, new, index * width, axis=0)
 
+    def prefill(_, carry, prompts, prompt_tokens):
+        pools, cached = carry
+        prompts = prompts.replace(cached=cached)
+        sizes = prefill_tokens, pages_per_layer
+        return prefill_chunk(model, prompts, prompt_tokens, pools, state.terms.adapter, *sizes, dtype=dtype)
+
     def decode_step(carry):
         state, logprobs, last_width, _ = carry
         state = refill(state, inputs.reserve, expected)
-        go_on = wanted(state)
-        state = take_pages(state, floor, go_on)
-        active, queue_empty = jnp.sum(state.slots.active), queue_is_empty(state)
-        # The tail, with nothing left to refill from: ever fewer slots, the active ones among them.
-        width = jnp.int32(num_slots)
-        for narrower in widths[1:]:
-            width = jnp.where(queue_empty & (active <= narrower), narrower, width)
-        width = jnp.where(go_on, width, widths[-1])
+        go_on, prefilling, decoding = _choose_work(state, window)
+        state = take_pages(state, floor, decoding)
+        width = jnp.where(go_on, _choose_width(state, widths), widths[-1])
         slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
         # Loops of one iteration, or none: conditionals would copy all pages.
-        computed = (state.key_pages, state.value_pages), logprobs
+        one_chunk = functools.partial(prefill, prompts=state.prompts, prompt_tokens=state.prompt_tokens)
+        pools, cached = (state.key_pages, state.value_pages), state.prompts.cached
+        pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (pools, cached))
+        computed = pools, logprobs
         for each in widths:
             one_pass = functools.partial(compute_logprobs, width=each, slots=slots)
-            computed = jax.lax.fori_loop(0, (go_on & (width == each)).astype(jnp.int32), one_pass, computed)
+            computed = jax.lax.fori_loop(0, (decoding & (width == each)).astype(jnp.int32), one_pass, computed)
         (key_pages, value_pages), logprobs = computed
-        state = state.replace(slots=slots, key_pages=key_pages, value_pages=value_pages)
-        state, ended = _append_tokens(state, logprobs, jnp.where(go_on, width, 0), _at_a_time(num_slots, backend))
+        prompts = state.prompts.replace(cached=cached)
+        state = state.replace(slots=slots, prompts=prompts, key_pages=key_pages, value_pages=value_pages)
+        state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), _at_a_time(num_slots, backend))
         return release_slots(state, ended), logprobs, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend

@@ -1,5 +1,7 @@
-"""The engine: compiled programs over one decode state, for rollouts (`open_prompts`, `decode_window`) and for a caller
-that owns the slots and returns to the host after every token (`prefill`, `insert`, `decode_token`).
+"""The engine: compiled programs over one decode state.
+
+Rollouts decode in windows (`decode_window`). A caller that owns the slots returns to the host after every token
+(`prefill`, `insert`, `decode_token`).
 
 The engine holds no weights. Every call gets the learner's own arrays, or the copy that `decode_weights` makes where
 layout or dtype differ.
@@ -7,7 +9,7 @@ layout or dtype differ.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,6 @@ from reinforce_ada_jax.distributed.mesh import local_mesh, local_view
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
-from reinforce_ada_jax.sampling.prefill_batches import bucket_of, buckets, check_prompt
 from reinforce_ada_jax.sampling.programs import (
     as_decoded,
     learner_shardings,
@@ -28,11 +29,11 @@ from reinforce_ada_jax.sampling.programs import (
     num_replicas,
     weight_shardings,
 )
+from reinforce_ada_jax.sampling.prompt_lengths import buckets, check_prompt
 from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
     Occupancy,
-    PrefillBatch,
     Prefix,
     PromptTerms,
     SamplingParams,
@@ -145,28 +146,15 @@ class Engine:
 
     # ---- before the first call -----------------------------------------------------------------------------------
 
-    def programs(self, prompt_tokens: Iterable[int] | None = None) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    def programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """Returns the programs of rollouts, lowered on demand for the mesh's devices, which need not exist.
 
         The arguments are as rollouts pass them, so that a call finds the program compiled.
-
-        Args:
-          prompt_tokens: lengths of the prompts, to leave out the prefills that none of them needs; None: all prefills.
         """
         o, params, state = self.options, self.abstract_weights(), self._programs.init_state.eval_shape()
-        nothing = window_inputs(o, [], np.zeros(o.open_prompts, bool), 0, Lengths(o.table_width).survivors())
+        nothing = window_inputs(o, [], np.zeros(o.open_prompts, bool), [], 0, Lengths(o.table_width).survivors())
         inputs = self._stack([nothing] * self.replicas)
-
-        def prefill(tokens: int) -> Callable[[], jax.stages.Lowered]:
-            rows = np.zeros(o.prefill_rows, np.int32)
-            batch = PrefillBatch(np.zeros((o.prefill_rows, tokens), np.int32), length=rows, rows=rows)
-            return lambda: self._programs.open_prompts.lower(params, state, self._stack([batch] * self.replicas))
-
-        needed = buckets(o.max_prompt_tokens)
-        if prompt_tokens is not None:
-            needed = sorted({bucket_of(o, length) for length in {*prompt_tokens}})
-        window = {"decode window": lambda: self._programs.decode_window.lower(params, state, inputs)}
-        return window | {f"prefill {tokens}": prefill(tokens) for tokens in needed}
+        return {"decode window": lambda: self._programs.decode_window.lower(params, state, inputs)}
 
     def token_programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """Returns the programs of decoding token by token, as `programs` does, but for `insert`, which is small."""
@@ -200,14 +188,10 @@ class Engine:
         layout = jax.tree.map(lambda x: x.sharding, state.terms)
         return state.replace(terms=jax.device_put(self._stack(terms), layout))
 
-    def open_prompts(self, params: Params, state: DecodeState, batches: Sequence[PrefillBatch]) -> DecodeState:
-        """Prefills, in one dispatch, each replica's batch into pages and rows of its prompt table."""
-        return self._programs.open_prompts(params, state, self._stack(batches))
-
     def decode_window(
         self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs]
     ) -> tuple[DecodeState, WindowOutputs]:
-        """Decodes, in one dispatch, up to `window` tokens in all slots of all replicas (`decode.decode_window`).
+        """Prefills and decodes, in one dispatch, up to `window` tokens in all slots (`decode.decode_window`).
 
         `inputs` has one entry for each replica; `fetch_outputs` separates their outputs again.
         """

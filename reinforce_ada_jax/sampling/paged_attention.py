@@ -100,7 +100,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
         pages = these(page)
         keys, values = (jax.tree.map(lambda x: x[:, pages], pool) for pool in (key_pages, value_pages))
         scores = jnp.einsum(
-            "KCGH,KCTH->KCGT", grouped[:, these(slot)], _numbers(keys, dtype), preferred_element_type=jnp.float32
+            "KCGH,KCTH->KCGT", grouped[:, these(slot)], numbers(keys, dtype), preferred_element_type=jnp.float32
         )
         if isinstance(keys, Quantized):
             scores = scores * keys.scale
@@ -111,7 +111,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
         weights = jnp.exp(scores - largest[..., None])
         scaled = weights * values.scale if isinstance(values, Quantized) else weights
         mixed = jnp.einsum(
-            "KCGT,KCTH->KCGH", scaled.astype(dtype), _numbers(values, dtype), preferred_element_type=jnp.float32
+            "KCGT,KCTH->KCGH", scaled.astype(dtype), numbers(values, dtype), preferred_element_type=jnp.float32
         )
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(whole, new, index * at_a_time, axis=1)
@@ -136,7 +136,7 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
 
 
-def _numbers(pages: Pages, dtype: DTypeLike) -> Array:
+def numbers(pages: Pages, dtype: DTypeLike) -> Array:
     """Returns what pages hold, without its scales."""
     return pages.values.astype(dtype) if isinstance(pages, Quantized) else pages
 

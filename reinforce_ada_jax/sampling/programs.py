@@ -56,7 +56,6 @@ class Programs:
 
     Attributes:
       init_state: () -> an empty state.
-      open_prompts: (params, state, batch) -> state.
       decode_window: (params, state, inputs) -> (state, outputs).
       prefill: (params, tokens, length) -> prefix.
       insert: (state, prefix, slot, address, sampling) -> state.
@@ -65,7 +64,6 @@ class Programs:
     """
 
     init_state: Any
-    open_prompts: Any
     decode_window: Any
     prefill: Any
     insert: Any
@@ -95,12 +93,9 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     def prefill(params, tokens, length, adapter=None):
         return decode.prefill(merge(architecture, params), tokens, length, adapter, dtype=dtype)
 
-    def open_prompts(params, state, batch):
-        adapter = state.terms.adapter.at[batch.rows].get(mode="fill", fill_value=-1)
-        return decode.open_prompts(state, prefill(params, batch.tokens, batch.length, adapter), batch.rows)
-
     def decode_window(params, state, inputs):
-        return decode.decode_window(merge(architecture, params), state, inputs, window=options.window, **decoding)
+        model, sizes = merge(architecture, params), dict(window=options.window, prefill_tokens=options.prefill_tokens)
+        return decode.decode_window(model, state, inputs, **sizes, **decoding)
 
     def decode_token(params, state):
         active = state.slots.active
@@ -110,7 +105,6 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
 
     return Programs(
         init_state=jax.jit(init_state, out_shardings=layout),
-        open_prompts=jit_program(_on_each_replica(open_prompts, mesh), out_shardings=layout),
         decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, by_replica)),
         prefill=jax.jit(prefill),
         insert=jax.jit(decode.insert, donate_argnums=0, out_shardings=layout),

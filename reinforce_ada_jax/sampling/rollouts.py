@@ -19,12 +19,10 @@ from reinforce_ada_jax.distributed.mesh import shard_bytes
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.prefill_batches import prefill_batches
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import (
     EngineOptions,
     Occupancy,
-    PrefillBatch,
     SamplingParams,
     WindowInputs,
     WindowOutputs,
@@ -46,7 +44,6 @@ class DecodeEngine(Protocol):
     def decodes_from(self, params: Any, /) -> bool: ...
     def decode_weights(self, params: Any, /) -> Any: ...
     def init_decode_state(self) -> Any: ...
-    def open_prompts(self, params: Any, state: Any, batches: Sequence[PrefillBatch], /) -> Any: ...
     def decode_window(
         self, params: Any, state: Any, inputs: Sequence[WindowInputs], /
     ) -> tuple[Any, WindowOutputs]: ...
@@ -61,9 +58,10 @@ class RolloutCounts:
     Attributes:
       tokens: slot-steps that made a token.
       slot_steps: all slot-steps, idle ones included.
-      windows: decode windows.
+      windows: decode windows that were read.
       prefills: prompts prefilled.
-      dispatches: programs started on the device, windows and prefills.
+      prefilled_tokens: their tokens, less the last of each, which starts its draws.
+      dispatches: programs started on the device: windows, and a last one, which only gives pages back.
       redone: tokens of responses that were evicted for lack of pages and drawn again; `tokens` has them, too.
       host_s: seconds from reading outputs to submitting the next window, where the device had no work left by then.
     """
@@ -72,6 +70,7 @@ class RolloutCounts:
     slot_steps: int = 0
     windows: int = 0
     prefills: int = 0
+    prefilled_tokens: int = 0
     dispatches: int = 0
     redone: int = 0
     host_s: float = 0.0
@@ -201,7 +200,6 @@ class _Session:
         previous: WindowOutputs | None = None
         while True:
             self._take_requests()
-            self._prefill()
             submitted = self._submit_window(previous) if self._busy else None
             if previous is not None:
                 yield self._read_window(previous)
@@ -241,13 +239,6 @@ class _Session:
         for scheduler in self.schedulers:
             scheduler.close(prompt_ids)
 
-    def _prefill(self) -> None:
-        opened = [scheduler.take_opened() for scheduler in self.schedulers]
-        for batches in prefill_batches(self.engine.options, opened):
-            self.state = self.engine.open_prompts(self.terms.weights, self.state, batches)
-            self.counts.dispatches += 1
-        self.counts.prefills += sum(map(len, opened))
-
     def _submit_window(self, previous: WindowOutputs | None) -> WindowOutputs:
         """Starts the requests that are ready; `previous` is the window before, which is not read yet."""
         terms = self.terms
@@ -258,6 +249,10 @@ class _Session:
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         self.counts.dispatches += 1
+        for opened in (each.opened for each in inputs):
+            is_prompt = opened.row < self.engine.options.open_prompts
+            self.counts.prefills += int(is_prompt.sum())
+            self.counts.prefilled_tokens += int((opened.length[is_prompt] - 1).sum())
         if self.engine.options.check_invariants:
             self._check([outputs] if previous is None else [previous, outputs])
         return outputs

@@ -13,6 +13,7 @@ from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.page_budget import PageBudget
 from reinforce_ada_jax.sampling.pages import own_pages
+from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
 from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -30,6 +31,8 @@ from reinforce_ada_jax.types import Prompt, Request, Response
 # of one draw in 256 slots: 0.85 of slot-steps are useful with no requests for them, 0.89 with requests for an eighth of
 # the slots, 0.90 with a quarter, and 0.87 with as many as slots, which start too early and are discarded.
 FREED_IN_A_WINDOW = 8
+# Prompts that wait, for which a window leaves pages free.
+NEXT_PROMPTS = 16
 
 
 class Scheduler:
@@ -41,7 +44,7 @@ class Scheduler:
         self._lengths = Lengths(options.table_width)
         self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
-        self._opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts to prefill
+        self.opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts that the next window opens
 
     @property
     def busy(self) -> bool:
@@ -96,14 +99,10 @@ class Scheduler:
     def _open(self, prompt: Prompt) -> bool:
         if not self.rows.free_prompt_rows or not self.budget.fits(prompt):
             return False
+        check_prompt(self.options, len(prompt.tokens))
         self.budget.open_prompt(prompt)
-        self._opened.append((self.rows.open_prompt(prompt.id), prompt.tokens))
+        self.opened.append((self.rows.open_prompt(prompt.id), prompt.tokens))
         return True
-
-    def take_opened(self) -> list[tuple[int, np.ndarray]]:
-        """Returns (row, tokens) of the prompts opened since the last call, to prefill before the next window."""
-        opened, self._opened = self._opened, []
-        return opened
 
     def close(self, prompt_ids: Sequence[str]) -> None:
         """Closes those of the prompts that are open here, with the next window."""
@@ -116,14 +115,16 @@ class Scheduler:
         self, address: Callable[[Request], np.ndarray], sampling: Callable[[Request], SamplingParams]
     ) -> WindowInputs:
         """Starts the requests that are ready: returns the inputs of the next window."""
-        waiting = itertools.islice(self._unopened.values(), self.options.prefill_rows)
+        waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
         reserve = self.budget.submit_window(requests[0].prompt for requests in waiting)
         entries = []
         while self._ready and self.rows.free_output_rows:
             request = self._ready.popleft()
             prompt_row, output_row = self.rows.prompts[request.prompt.id], self.rows.start(request)
             entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request)))
-        return window_inputs(self.options, entries, self.rows.take_closing(), reserve, self._lengths.survivors())
+        opened, self.opened = self.opened, []
+        closing, survivors = self.rows.take_closing(), self._lengths.survivors()
+        return window_inputs(self.options, entries, closing, opened, reserve, survivors)
 
     def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
         """Returns the responses that ended in the oldest window in flight, by output row.

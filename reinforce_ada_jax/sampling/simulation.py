@@ -13,7 +13,7 @@ import numpy as np
 
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, PrefillBatch, WindowInputs, WindowOutputs
+from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, WindowInputs, WindowOutputs
 from reinforce_ada_jax.sampling.window_model import WindowModel
 
 
@@ -24,18 +24,16 @@ class Cost:
     Attributes:
       decode_step: one decode step, whatever the slots hold: above all, reading the weights.
       cached_token: in addition, for each token whose keys and values are read in a step.
+      prefill: one chunk of `prefill_tokens` prompt tokens, padding included.
       window: starting a decode window.
-      prefill: starting a prefill.
-      prefill_token: each token of a prefill, padding included.
       host: the host's work between reading a window's outputs and submitting the next window; the device waits for it
         only where it has run out of windows.
     """
 
     decode_step: float = 0.0
     cached_token: float = 0.0
-    window: float = 0.0
     prefill: float = 0.0
-    prefill_token: float = 0.0
+    window: float = 0.0
     host: float = 0.0
 
 
@@ -78,19 +76,13 @@ class SimulatedEngine:
         """Returns an empty state."""
         return WindowModel(self.options, self._respond)
 
-    def open_prompts(self, params: None, state: WindowModel, batches: Sequence[PrefillBatch]) -> WindowModel:
-        """Runs one prefill."""
-        (batch,) = batches
-        self._run(self.cost.prefill + self.cost.prefill_token * batch.tokens.size, host=0.0)
-        state.open_prompts(batch)
-        return state
-
     def decode_window(
         self, params: None, state: WindowModel, inputs: Sequence[WindowInputs]
     ) -> tuple[WindowModel, WindowOutputs]:
         """Runs one window."""
-        outputs, cached = state.decode_window(*inputs)
+        outputs, cached, chunks = state.decode_window(*inputs)
         steps_s = int(outputs.decode_steps) * self.cost.decode_step + cached * self.cost.cached_token
+        steps_s += chunks * self.cost.prefill
         self._window_ends.append(self._run(self.cost.window + steps_s, host=self.cost.host))
         return state, jax.tree.map(lambda x: np.asarray(x).view(HostArray), outputs)
 

@@ -13,16 +13,44 @@ from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
-from reinforce_ada_jax.sampling.state import DecodeState, Occupancy, Queue, Slots, WindowInputs
+from reinforce_ada_jax.sampling.state import (
+    DecodeState,
+    Occupancy,
+    OpenedPrompts,
+    Prompts,
+    Queue,
+    Slots,
+    WindowInputs,
+)
 
 State = TypeVar("State", DecodeState, Occupancy)
 
 
 def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> State:
     """Releases the pages of prompts; none of their draws runs or waits."""
-    counts = num_pages(state.prompts.length - 1, page_size)
-    held = (jnp.arange(state.prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
-    return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held))
+    prompts = state.prompts
+    counts = num_pages(prompts.length - 1, page_size)
+    held = (jnp.arange(prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
+    prompts = prompts.replace(
+        length=jnp.where(closing, 1, prompts.length), cached=jnp.where(closing, 0, prompts.cached)
+    )
+    return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held), prompts=prompts)
+
+
+def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
+    """Allocates the pages of prompts, which then wait to be prefilled; the caller ensures that there are enough."""
+    old, row, length = state.prompts, opened.row, opened.length
+    counts = jnp.where(row < old.length.shape[0], num_pages(length - 1, page_size), 0)
+    pool, table = pages_lib.allocate(state.pool, counts, old.table.shape[1])
+    last_token = jnp.take_along_axis(opened.tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
+    prompts = Prompts(
+        table=old.table.at[row].set(table, mode="drop"),
+        length=old.length.at[row].set(length, mode="drop"),
+        last_token=old.last_token.at[row].set(last_token, mode="drop"),
+        cached=old.cached.at[row].set(0, mode="drop"),
+        number=old.number.at[row].set(jnp.max(old.number) + 1 + jnp.arange(row.shape[0]), mode="drop"),
+    )
+    return state.replace(pool=pool, prompts=prompts)
 
 
 def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
@@ -48,6 +76,8 @@ def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
 def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> Occupancy:
     """Moves requests from the head of the queue to idle slots, in order, each with the page of its first token.
 
+    A request whose prompt is not prefilled yet holds up those behind it: its turn is next, and they are not many steps.
+
     Args:
       state: of the engine.
       page_size: tokens of a page.
@@ -64,7 +94,8 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
     shared = (length - 1) // page_size
     max_tokens = jnp.where(slots.active, slots.sampling.max_tokens, queue.sampling.max_tokens[entry])
     limit = pages_lib.own_pages(length, max_tokens, page_size)
-    limit = jnp.where(slots.active | (number < queue.end), limit, 0)
+    ready = slots.active | ((number < queue.end) & (prompts.cached[row] >= length - 1))
+    limit = jnp.where(slots.active | (jnp.cumsum(~ready) == 0), limit, 0)
     taken = admission.admissible(expected, held, limit, room)
     pool, own = pages_lib.allocate(state.pool, taken.astype(jnp.int32), 1)
 

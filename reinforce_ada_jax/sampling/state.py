@@ -69,11 +69,24 @@ class SamplingParams:
 
 
 class Prompts(Record):
-    """Open prompts by row; their pages are held until the host closes them."""
+    """Open prompts by row; their pages are held until the host closes them. A free row has length 1: no pages.
+
+    The cache holds all tokens of a prompt but the last: its draws can start when `cached` is `length` - 1.
+    """
 
     table: Int[ArrayLike, "R prompt_width"]
-    length: Int[ArrayLike, " R"]  # tokens of the prompt; the cache holds all but the last
+    length: Int[ArrayLike, " R"]  # tokens of the prompt
     last_token: Int[ArrayLike, " R"]
+    cached: Int[ArrayLike, " R"]  # leading tokens whose keys and values are in the cache
+    number: Int[ArrayLike, " R"]  # prompts are prefilled in this order
+
+
+class OpenedPrompts(Record):
+    """Prompts that a window opens, in order; rows beyond the prompt table are padding."""
+
+    row: Int[ArrayLike, " R"]
+    tokens: Int[ArrayLike, "R max_prompt"]
+    length: Int[ArrayLike, " R"]
 
 
 class PromptTerms(Record):
@@ -93,6 +106,7 @@ class WindowInputs(Record):
       sampling: of each request.
       count: number of requests, at the front; they queue behind those that wait already.
       closing: prompt rows to release; none of their draws runs or waits.
+      opened: prompts to open, after that.
       reserve: pages that new responses must leave free, for prompts about to be opened.
       survivors: responses seen that held at least 1, 2, ... pages of their own (admission.py).
     """
@@ -103,16 +117,9 @@ class WindowInputs(Record):
     sampling: Sampling
     count: Int[ArrayLike, ""]
     closing: Bool[ArrayLike, " R"]
+    opened: OpenedPrompts
     reserve: Int[ArrayLike, ""]
     survivors: Int[ArrayLike, " width"]
-
-
-class PrefillBatch(Record):
-    """Prompts of about one length, right-padded; rows of the prompt table beyond its end are padding."""
-
-    tokens: Int[ArrayLike, "B T"]
-    length: Int[ArrayLike, " B"]
-    rows: Int[ArrayLike, " B"]
 
 
 class Queue(Record):
@@ -167,6 +174,7 @@ class DecodeState(Record):
     value_pages: Float[ArrayLike, "K all_pages page_size padded_H"] | Quantized
     pool: PagePool
     prompts: Prompts
+    prompt_tokens: Int[ArrayLike, "R max_prompt"]
     queue: Queue
     slots: Slots
     outputs: Outputs
@@ -226,7 +234,7 @@ class EngineOptions:
     page_size: int
     pages: int
     open_prompts: int
-    prefill_rows: int
+    prefill_tokens: int
     max_prompt_tokens: int
     max_response_tokens: int
     stop_ids: tuple[int, ...]
@@ -274,6 +282,8 @@ def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
             table=integers(o.open_prompts, o.prompt_width),
             length=xp.ones(o.open_prompts, xp.int32),
             last_token=integers(o.open_prompts),
+            cached=integers(o.open_prompts),
+            number=integers(o.open_prompts),
         ),
         queue=Queue(
             prompt_row=integers(rows), output_row=integers(rows), key=xp.zeros((rows, 2), xp.uint32),
@@ -305,6 +315,7 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         value_pages=empty_pages(shape, dtype),
         pool=empty.pool,
         prompts=empty.prompts,
+        prompt_tokens=jnp.zeros((o.open_prompts, o.max_prompt_tokens), jnp.int32),
         queue=empty.queue,
         slots=empty.slots,
         outputs=Outputs(

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
-from reinforce_ada_jax.sampling.state import ADDRESS_WORDS, EngineOptions, Sampling, SamplingParams, WindowInputs
+from reinforce_ada_jax.sampling.state import (
+    ADDRESS_WORDS,
+    EngineOptions,
+    OpenedPrompts,
+    Sampling,
+    SamplingParams,
+    WindowInputs,
+)
 
 
 class QueueEntry(NamedTuple):
@@ -22,6 +29,7 @@ def window_inputs(
     options: EngineOptions,
     entries: Sequence[QueueEntry],
     closing: Bool[np.ndarray, " R"],
+    opened: Sequence[tuple[int, Int[np.ndarray, " T"]]],
     reserve: int,
     survivors: Int[np.ndarray, " width"],
 ) -> WindowInputs:
@@ -31,6 +39,7 @@ def window_inputs(
       options: of the engine; there is room for `output_rows` entries.
       entries: in the order in which slots take them.
       closing: prompt rows to release.
+      opened: row and tokens of each prompt to open, in the order in which they are prefilled.
       reserve: pages that new responses must leave free.
       survivors: from `admission.Lengths.survivors`.
     """
@@ -55,6 +64,20 @@ def window_inputs(
         ),
         count=np.asarray(len(entries), np.int32),
         closing=closing,
+        opened=_opened_prompts(options, opened),
         reserve=np.asarray(reserve, np.int32),
         survivors=survivors,
     )
+
+
+def _opened_prompts(options: EngineOptions, opened: Sequence[tuple[int, Int[np.ndarray, " T"]]]) -> OpenedPrompts:
+    rows = options.open_prompts
+    prompts = OpenedPrompts(
+        row=np.full(rows, rows, np.int32),  # out of range: dropped
+        tokens=np.zeros((rows, options.max_prompt_tokens), np.int32),
+        length=np.ones(rows, np.int32),
+    )
+    for index, (row, tokens) in enumerate(opened):
+        prompts.row[index], prompts.length[index] = row, len(tokens)
+        prompts.tokens[index, : len(tokens)] = tokens
+    return prompts

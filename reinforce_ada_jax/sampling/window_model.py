@@ -17,8 +17,8 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     EngineOptions,
+    OpenedPrompts,
     Outputs,
-    PrefillBatch,
     WindowInputs,
     WindowOutputs,
     empty_occupancy,
@@ -43,6 +43,9 @@ class WindowModel:
 
     # ---- what a test may look at ---------------------------------------------------------------------------------
 
+    def on_prefill(self, prompt_row: int, begin: int, num_tokens: int) -> None:
+        """Called when the prompt in a row gets the given number of tokens into its pages, none of them before."""
+
     def on_start(self, slot: int, prompt_row: int) -> None:
         """Called when a slot has taken a request of the prompt in a row."""
 
@@ -57,37 +60,26 @@ class WindowModel:
 
     # ---- programs ------------------------------------------------------------------------------------------------
 
-    def open_prompts(self, batch: PrefillBatch) -> None:
-        """Does what `decode.open_prompts` does."""
-        prompts = self.state.prompts
-        for row, length, tokens in zip(batch.rows.tolist(), batch.length.tolist(), batch.tokens, strict=True):
-            if row < self.options.open_prompts:
-                pages = self._allocate(num_pages(length - 1, self.options.page_size))
-                prompts.table[row] = 0
-                prompts.table[row, : len(pages)] = pages
-                prompts.length[row], prompts.last_token[row] = length, tokens[length - 1]
+    def decode_window(self, inputs: WindowInputs) -> tuple[WindowOutputs, int, int]:
+        """Does what `decode.decode_window` does.
 
-    def decode_window(self, inputs: WindowInputs) -> tuple[WindowOutputs, int]:
-        """Does what `decode.decode_window` does; also returns the cached tokens that were read, over all steps."""
+        Returns:
+          Its outputs, the cached tokens that all decode steps read, and the chunks of prompts that were prefilled.
+        """
         o, slots, queue, ended = self.options, self.state.slots, self.state.queue, []
-        decode_steps = busy = cached = redone = 0
+        decode_steps = busy = cached = redone = chunks = 0
         self._close_prompts(inputs.closing)
+        self._open_prompts(inputs.opened)
         self._enqueue(inputs)
         reserve, expected = int(inputs.reserve), admission.expected_pages(inputs.survivors, np)
         floor = min(reserve, int(self.state.pool.available))
-
-        def wanted() -> bool:
-            idle = o.slots - slots.active.sum()
-            dry = bool(queue.head >= queue.end and idle >= max(1, o.slots // 4))
-            starved = dry and len(ended) >= max(1, o.slots // 8)
-            return decode_steps < o.window and bool(slots.active.any()) and not starved
 
         def choose_width() -> int:
             few = queue.head >= queue.end
             return min(width for width in widths if width == o.slots or (few and slots.active.sum() <= width))
 
-        def advance(changed: bool) -> None:
-            """Decodes until a response ends, needs a page or the window ends: in between nothing can change."""
+        def advance(changed: bool, prefilling: bool) -> None:
+            """Decodes until a response ends, needs a page or the window ends, if nothing can change in between."""
             nonlocal decode_steps, busy, cached
             active = np.flatnonzero(slots.active)
             left = [len(self.responses[row][0]) for row in slots.output_row[active].tolist()] - slots.count[active]
@@ -95,6 +87,8 @@ class WindowModel:
             num_tokens = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
             if changed and len(active) < o.slots and queue.head < queue.end:
                 num_tokens = 1  # with other pages held, requests may be admissible after this token
+            if prefilling:
+                num_tokens = 1  # another chunk follows
             decode_steps, busy = decode_steps + num_tokens, busy + num_tokens * len(active)
             cached += num_tokens * int(slots.position[active].sum() + len(active))
             cached += len(active) * num_tokens * (num_tokens - 1) // 2
@@ -107,8 +101,8 @@ class WindowModel:
         last_width = o.slots
         while True:
             self._refill(reserve, expected)
-            go_on, used = wanted(), slots.used.copy()
-            if go_on:
+            (go_on, prefilling, decoding), used = self._choose_work(decode_steps, len(ended)), slots.used.copy()
+            if decoding:
                 redone += self._take_pages(floor)
             changed, width = bool((slots.used != used).any()), choose_width() if go_on else widths[-1]
             if width < last_width:
@@ -116,10 +110,24 @@ class WindowModel:
             last_width = width
             if not go_on:
                 break
-            advance(changed)
-        return self._outputs(ended, decode_steps, busy, redone), cached
+            if prefilling:
+                self._prefill_chunk()
+                chunks += 1
+            if decoding:
+                advance(changed, prefilling)
+        return self._outputs(ended, decode_steps, busy, redone), cached, chunks
 
     # ---- parts of a window ---------------------------------------------------------------------------------------
+
+    def _choose_work(self, decode_steps: int, num_ended: int) -> tuple[bool, bool, bool]:
+        """Returns whether to go on, to prefill, and to decode."""
+        o, slots, queue, missing = self.options, self.state.slots, self.state.queue, self._missing_tokens()
+        queue_empty, many_idle = bool(queue.head >= queue.end), o.slots - slots.active.sum() >= max(1, o.slots // 4)
+        starved = many_idle and queue_empty and num_ended >= max(1, o.slots // 8)
+        prefilling, active = bool(missing.any()), bool(slots.active.any())
+        go_on = decode_steps < o.window and (active or prefilling) and not starved
+        held_up = many_idle and not queue_empty and bool(missing[queue.prompt_row[queue.head % o.output_rows]])
+        return go_on, go_on and prefilling, go_on and active and not held_up
 
     def _allocate(self, count: int) -> np.ndarray:
         pool = self.state.pool
@@ -138,6 +146,28 @@ class WindowModel:
         prompts = self.state.prompts
         for row in np.flatnonzero(closing).tolist():
             self._free(prompts.table[row, : num_pages(int(prompts.length[row]) - 1, self.options.page_size)])
+            prompts.length[row], prompts.cached[row] = 1, 0
+
+    def _open_prompts(self, opened: OpenedPrompts) -> None:
+        prompts, first = self.state.prompts, int(self.state.prompts.number.max()) + 1
+        for index in np.flatnonzero(opened.row < self.options.open_prompts).tolist():
+            row, length = int(opened.row[index]), int(opened.length[index])
+            pages = self._allocate(num_pages(length - 1, self.options.page_size))
+            prompts.table[row] = 0
+            prompts.table[row, : len(pages)] = pages
+            prompts.length[row], prompts.last_token[row] = length, opened.tokens[index, length - 1]
+            prompts.cached[row], prompts.number[row] = 0, first + index
+
+    def _missing_tokens(self) -> np.ndarray:
+        return self.state.prompts.length - 1 - self.state.prompts.cached
+
+    def _prefill_chunk(self) -> None:
+        prompts, missing, left = self.state.prompts, self._missing_tokens(), self.options.prefill_tokens
+        for row in sorted(np.flatnonzero(missing).tolist(), key=lambda row: prompts.number[row]):
+            taken = min(left, int(missing[row]))
+            self.on_prefill(row, int(prompts.cached[row]), taken)
+            prompts.cached[row] += taken
+            left -= taken
 
     def _enqueue(self, inputs: WindowInputs) -> None:
         queue, size = self.state.queue, self.options.output_rows
@@ -162,6 +192,8 @@ class WindowModel:
         max_tokens = np.where(idle, queue.sampling.max_tokens[entry], slots.sampling.max_tokens)
         limit = own_pages(prompts.length[row], max_tokens, page_size)
         limit[idle & (number >= waiting)] = 0
+        unready = idle & (self._missing_tokens()[row] > 0)
+        limit[idle & (unready.cumsum() > 0)] = 0
         held = slots.used - slots.shared
         room = np.asarray(self.state.pool.available + held.sum() - reserve)
         for slot in np.flatnonzero(admission.admissible(expected, held, limit, room, np)).tolist():

@@ -121,7 +121,7 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
         page_size=sampling.page_size,
         pages=sampling.pages,
         open_prompts=sampling.open_prompts or max(open_prompts, barrier_prompts),
-        prefill_rows=sampling.prefill_rows,
+        prefill_tokens=sampling.prefill_tokens,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_response_tokens=longest_response(config),
         stop_ids=stop_ids,
@@ -250,5 +250,4 @@ def make_estimator(config: Config, components: Components) -> Ema | ValueHead:
         max_prompt_tokens=config.data.max_prompt_tokens,
         learning_rate=estimator.learning_rate,
         steps=estimator.steps,
-        rows=config.sampling.prefill_rows,
     )

@@ -322,6 +322,7 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
         "collection/slot_utilisation": counts["tokens"] / max(counts["slot_steps"], 1),
         "collection/redone_tokens": counts["redone"],
         "collection/prefills": counts["prefills"],
+        "collection/prefilled_tokens": counts["prefilled_tokens"],
         "collection/dispatches": counts["dispatches"],
         "collection/ahead": sum(age > 0 for age in staleness),
         "collection/staleness_max": max(staleness, default=0),

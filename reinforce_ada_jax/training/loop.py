@@ -359,7 +359,7 @@ def start(
     write_config(config, workdir)
     # From here on no mistake is to be told, whose message would wait for the compiler.
     compiles, compilation = CompileCounter(), stack.enter_context(EarlyCompilation())
-    ready_to_sample = compilation.add(components.engine.programs(len(prompt.tokens) for prompt in prompts))
+    ready_to_sample = compilation.add(components.engine.programs())
     trainer = make_trainer(config, workdir, components, prompts, params)
     checkpoints, identity, state = begin_or_resume(trainer, params, stack, reward)
     trainer = _compiling_updates(trainer, state, compilation)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 
 import jax
@@ -212,10 +213,10 @@ def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
 
 
 def test_a_plan_from_a_distribution():
-    # Prefill in rows of 16 and buckets of 64 tokens: 64 prompts are 4 dispatches of 1024 tokens.
+    # 64 prompts of 50 tokens, the last of which is not prefilled, in chunks of 128.
     flag = ("rollout", "--simulate", "--model=Qwen2.5-1.5B", "--requests=64", "--prompt_tokens=50", "--samples=4")
-    result = run(*flag, "--lengths=100,0.5,16,400", "--slots=64", "--cost=decode_step=0,prefill_token=1")
-    assert result["responses"] == 256 and result["seconds"] == 4 * 1024
+    result = run(*flag, "--lengths=100,0.5,16,400", "--slots=64", "--cost=decode_step=0,prefill=1")
+    assert result["responses"] == 256 and result["seconds"] == math.ceil(64 * 49 / 128)
     assert 0.5 < result["slot_utilisation"] < 1
 
 

@@ -38,7 +38,7 @@ def test_the_defaults_are_valid_once_model_and_prompts_are_named():
 AT_LEAST_ONE = """
     data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep collection.group_size
     collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
-    sampling.slots sampling.window sampling.page_size sampling.prefill_rows learning.prompts_per_update
+    sampling.slots sampling.window sampling.page_size sampling.prefill_tokens learning.prompts_per_update
     learning.micro_batches learning.responses_per_row mesh.data mesh.fsdp mesh.tensor
 """.split()
 AT_LEAST_ZERO = """

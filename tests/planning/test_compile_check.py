@@ -1,7 +1,6 @@
 """Counting against numbers made by hand, messages, and, where libtpu is installed, the real compiler."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import subprocess
@@ -23,7 +22,7 @@ from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import init
-from reinforce_ada_jax.sampling.state import EngineOptions, PrefillBatch
+from reinforce_ada_jax.sampling.state import EngineOptions
 from tests.running import CONFIGS, ROOT, environment, load, tiny
 from tests.sampling import tiny as tiny_engine
 
@@ -32,8 +31,8 @@ SIZES = dict(
     num_key_value_heads=1,
 )  # fmt: skip
 OPTIONS = EngineOptions(
-    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_rows=2, max_prompt_tokens=8, max_response_tokens=8,
-    stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
+    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_tokens=8, max_prompt_tokens=8,
+    max_response_tokens=8, stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
 )  # fmt: skip
 
 
@@ -75,19 +74,14 @@ def test_programs_take_just_what_rollouts_hand_over(monkeypatch):
     engine, calls = rollouts.engine, {}
     run = programs_lib.abstract_run(tiny(), engine.architecture, engine.options, engine.mesh)
     programs = programs_lib.engine_programs(dataclasses.replace(run, engine=engine), 10)
-    assert [program.name for program in programs] == ["decode window of 4", "prefill 2 x 16", "prefill 2 x 32"]
-    lowered = [program.lower() for program in programs]
+    assert [program.name for program in programs] == ["decode window of 4"]
+    lowered, decode_window = [program.lower() for program in programs], engine._programs.decode_window
 
-    def record(program, *arguments):
-        work = arguments[2]
-        key = f"prefill 2 x {work.tokens.shape[1]}" if isinstance(work, PrefillBatch) else "decode window of 4"
-        calls[key] = shapes(arguments)
-        return program(*arguments)
+    def recording(*arguments):
+        calls["decode window of 4"] = shapes(arguments)
+        return decode_window(*arguments)
 
-    wrapped = {
-        name: functools.partial(record, getattr(engine._programs, name)) for name in ("decode_window", "open_prompts")
-    }
-    monkeypatch.setattr(engine, "_programs", dataclasses.replace(engine._programs, **wrapped))
+    monkeypatch.setattr(engine, "_programs", dataclasses.replace(engine._programs, decode_window=recording))
     tiny_engine.draw(rollouts, draws=1)
     assert calls == {p.name: shapes(low.args_info[0]) for p, low in zip(programs, lowered, strict=True)}
     for low in lowered:
@@ -366,14 +360,11 @@ def test_what_fits(tmp_path):
     result = run(tmp_path, "--topology=v5e:2x2", f"--json={file}", *sizes)
     assert result.returncode == 0, result.stderr
     outcomes = json.loads(file.read_text())
-    window, prefill, *learner = outcomes
-    assert [outcome["program"] for outcome in outcomes] == [
-        "decode window of 16", "prefill 32 x 16", "reshard", "update",
-    ]  # fmt: skip
+    window, *learner = outcomes
+    assert [outcome["program"] for outcome in outcomes] == ["decode window of 16", "reshard", "update"]
     cache = 20_000 * 8 * 2 * 2 * 2 * 128 * 2 // 2  # pages, tokens, keys and values, layers, heads, columns, bytes
-    for outcome in (window, prefill):
-        assert cache < outcome["hbm_argument_bytes"] < outcome["hbm_peak_bytes"] < outcome["hbm_limit_bytes"]
-        assert outcome["hbm_temporary_bytes"] < cache / 20  # the cache is updated in place; half of it are keys
+    assert cache < window["hbm_argument_bytes"] < window["hbm_peak_bytes"] < window["hbm_limit_bytes"]
+    assert window["hbm_temporary_bytes"] < cache / 20  # the cache is updated in place; half of it are keys
     for outcome in learner:
         assert outcome["hbm_beside_bytes"] >= cache
     for outcome in outcomes:

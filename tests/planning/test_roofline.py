@@ -21,8 +21,8 @@ SIZES = dict(
 )  # fmt: skip
 TIED, UNTIED = (from_hf(SIZES | {"tie_word_embeddings": tied}) for tied in (True, False))
 OPTIONS = EngineOptions(
-    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_rows=2, max_prompt_tokens=8, max_response_tokens=8,
-    stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
+    slots=3, window=4, page_size=4, pages=9, open_prompts=3, prefill_tokens=8, max_prompt_tokens=8,
+    max_response_tokens=8, stop_ids=(0,), seed=0, dtype="bfloat16", attention="jnp",
 )  # fmt: skip
 # Two micro-batches of 4 rows of 3 + 5 tokens, logits of 4 positions and 2 words at a time. 2 x 2 devices.
 LAYOUT = BatchLayout(
@@ -56,13 +56,13 @@ def test_decode_step(architecture, weights):
     assert roofline.decode_step(architecture, int8, 1, 5) == ProgramCost(2160, 316 + 3 * 5 * 24)
 
 
-def test_prefill_call():
-    flops = 2 * 8 * (2 * 2 * 120 + 4 * 8 * 4 * 2)  # 2 rows of 8 tokens, each of which meets 8
-    bytes_ = 2 * 120 * 2 + 2 * 8 * 16  # no head, no embedding
-    assert roofline.prefill_call(TIED, OPTIONS, 1, 8) == ProgramCost(flops, bytes_) == ProgramCost(11776, 736)
-    assert roofline.prefill_call(UNTIED, OPTIONS, 2, 8) == ProgramCost(5888, 368)
+def test_prefill_chunk():
+    flops = 8 * (2 * 2 * 120 + 4 * 4 * 4 * 2)  # 8 tokens, each of which meets 4
+    bytes_ = 2 * 120 * 2 + 8 * 16  # no head, no embedding
+    assert roofline.prefill_chunk(TIED, OPTIONS, 1, 4) == ProgramCost(flops, bytes_) == ProgramCost(4864, 608)
+    assert roofline.prefill_chunk(UNTIED, OPTIONS, 2, 4) == ProgramCost(2432, 304)
     int8 = dataclasses.replace(OPTIONS, kv_dtype="int8", weight_dtype="int8")
-    assert roofline.prefill_call(TIED, int8, 1, 8) == ProgramCost(11776, 2 * 120 + 2 * 8 * 24)
+    assert roofline.prefill_chunk(TIED, int8, 1, 4) == ProgramCost(4864, 2 * 120 + 8 * 24)
 
 
 def test_score_call():
@@ -279,8 +279,8 @@ def test_phases():
     seconds = plan.phases(Deployment(config, TIED, OPTIONS, chip), RESULTS, Statistics(4, 2, 3.0))
     # 64 * 3 responses of 2 tokens in 6 slots, 93.6 % busy; a turn reads 632 B of weights and 3 * 5 tokens of 16 B.
     assert seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 87.2)
-    # 64 prompts in 2 replicas, 2 a call, of a bucket of 16: 480 B of weights, 2 * 16 tokens of 16 B.
-    assert seconds["prefill"] == pytest.approx(16 * (480 + 512) / 10)
+    # 64 prompts of 4 tokens in 2 replicas, 8 tokens a chunk: 480 B of weights, 8 tokens of 16 B.
+    assert seconds["prefill"] == pytest.approx(16 * (480 + 128) / 10)
     assert (seconds["reshard"], seconds["score"], seconds["update"]) == (0.0, 1.0, 4.0)  # two updates
 
 

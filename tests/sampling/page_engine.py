@@ -13,7 +13,7 @@ import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL
 from reinforce_ada_jax.sampling.simulation import HostArray
-from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, PrefillBatch, WindowInputs, WindowOutputs
+from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, WindowInputs, WindowOutputs
 from reinforce_ada_jax.sampling.window_model import WindowModel
 
 VOCABULARY = 50_000
@@ -37,12 +37,11 @@ class PageReplica(WindowModel):
         self.prompts: dict[int, list[int]] = {}  # by row
         self.sequences: dict[int, list[int]] = {}  # of running responses, prompt first, by output row
 
-    def open_prompts(self, batch: PrefillBatch) -> None:
-        super().open_prompts(batch)
-        for row, length, tokens in zip(batch.rows.tolist(), batch.length.tolist(), batch.tokens, strict=True):
-            if row < self.options.open_prompts:
-                self.prompts[row] = tokens[:length].tolist()
-                self._write(self.state.prompts.table[row], 0, self.prompts[row][:-1])
+    def decode_window(self, inputs: WindowInputs) -> tuple[WindowOutputs, int, int]:
+        opened = inputs.opened
+        for row, length, tokens in zip(opened.row.tolist(), opened.length.tolist(), opened.tokens, strict=True):
+            self.prompts[row] = tokens[:length].tolist()
+        return super().decode_window(inputs)
 
     def _places(self, table: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         position = np.arange(begin, end)
@@ -52,6 +51,11 @@ class PageReplica(WindowModel):
         pages, offsets = self._places(table, begin, begin + len(tokens))
         assert (pages != NULL).all()
         self.cache[pages, offsets] = tokens
+
+    def on_prefill(self, prompt_row: int, begin: int, num_tokens: int) -> None:
+        tokens = self.prompts[prompt_row][:-1]
+        assert begin + num_tokens <= len(tokens)
+        self._write(self.state.prompts.table[prompt_row], begin, tokens[begin : begin + num_tokens])
 
     def on_start(self, slot: int, prompt_row: int) -> None:
         slots, prompt = self.state.slots, self.prompts[prompt_row]
@@ -91,13 +95,6 @@ class PageEngine:
 
     def init_decode_state(self) -> list[PageReplica]:
         return [PageReplica(self.options) for _ in range(self.replicas)]
-
-    def open_prompts(
-        self, params: None, state: list[PageReplica], batches: Sequence[PrefillBatch]
-    ) -> list[PageReplica]:
-        for replica, batch in zip(state, batches, strict=True):
-            replica.open_prompts(batch)
-        return state
 
     def decode_window(
         self, params: None, state: list[PageReplica], inputs: Sequence[WindowInputs]

@@ -19,7 +19,7 @@ def random_options(rng: np.random.Generator, **fixed) -> EngineOptions:
         window=int(rng.choice([1, 2, 3, 7, 16])),
         page_size=page_size,
         open_prompts=int(rng.integers(1, 8)),
-        prefill_rows=int(rng.integers(1, 5)),
+        prefill_tokens=int(rng.choice([1, 3, 8, 40])),
         max_prompt_tokens=prompt,
         max_response_tokens=response,
     ) | fixed  # fmt: skip

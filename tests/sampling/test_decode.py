@@ -6,7 +6,7 @@ import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.admission import Lengths
-from reinforce_ada_jax.sampling.prefill_batches import prefill_batches
+from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
 from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
 from tests.sampling import tiny
@@ -20,22 +20,20 @@ def engine():
 
 
 def opened(engine, prompts, rows=None, state=None):
-    """A state with prompts open, in rows 0, 1, ... unless named."""
+    """A state with prompts open and prefilled, in rows 0, 1, ... unless named."""
     state = engine.init_decode_state() if state is None else state
     rows = list(range(len(prompts))) if rows is None else rows
-    for batches in prefill_batches(engine.options, [[(row, p.tokens) for row, p in zip(rows, prompts, strict=True)]]):
-        state = engine.open_prompts(tiny.params(), state, batches)
-    return state
+    return window(engine, state, opened=[(row, p.tokens) for row, p in zip(rows, prompts, strict=True)])[0]
 
 
-def inputs(engine, *entries, first_output=0, closing=(), reserve=0):
+def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0):
     """Requests (prompt, draw, limit, prompt row), to be answered in output rows from `first_output` on."""
     queued = [
         QueueEntry(row, first_output + index, token_lib.address(0, prompt.id, draw), SamplingParams(limit))
         for index, (prompt, draw, limit, row) in enumerate(entries)
     ]
     survivors = Lengths(engine.options.table_width).survivors()
-    return window_inputs(engine.options, queued, np.isin(np.arange(5), closing), reserve, survivors)
+    return window_inputs(engine.options, queued, np.isin(np.arange(5), closing), opened, reserve, survivors)
 
 
 def window(engine, state, *entries, **how):
@@ -89,7 +87,7 @@ def test_a_stop_token_in_the_last_allowed_place_is_no_truncation(engine):
 def test_prompts_hold_pages_for_all_but_their_last_token(engine):
     state = engine.init_decode_state()
     before = available(state)
-    # 0, 3, 4, 15 and 16 tokens in pages of 4. P17 has a bucket of its own (32), with a padding row beside it.
+    # 0, 3, 4, 15 and 16 tokens in pages of 4.
     for row, (prompt, pages) in enumerate(zip(tiny.PROMPTS, (0, 1, 1, 4, 4), strict=True)):
         state = opened(engine, [prompt], [row], state)
         before -= pages
@@ -114,16 +112,14 @@ def test_a_slot_holds_the_pages_that_its_tokens_fill(engine):
 
 
 def test_closing_one_prompt_leaves_the_others_running(engine):
-    """P17 is closed and its row and pages taken over by P16 while draws of P5 are under way."""
+    """In one window P17 is closed and its row and pages are taken over by P16, while draws of P5 are under way."""
     responses = tiny.drawn()
     running = [r.draw for r in responses.values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
     state = opened(engine, [P5, P17])
     state, _ = window(engine, state, *[(P5, draw, 12, 0) for draw in running])
     held = available(state)
-    state, rest = window(engine, state, closing=[1])
-    assert available(state) == held + 4 - 3  # three responses took their next page
-    state = opened(engine, [P16], [1], state)
-    assert available(state) == held - 3
+    state, rest = window(engine, state, closing=[1], opened=[(1, P16.tokens)])
+    assert available(state) == held + 4 - 4 - 3  # three responses took their next page
     assert not (rest.rows.status != RUNNING).any()
     # The answers of P5 are in output rows 0 to 2: those of P16 go to 3 and on.
     state, finished = decode(engine, state, *[(P16, draw, 12, 1) for draw in range(6)], first_output=3)
@@ -146,6 +142,19 @@ def test_a_window_ends_when_the_queue_is_dry_and_a_quarter_of_the_slots_idle(eng
     # Nothing finished yet: idle slots alone end no window.
     _, outputs = window(engine, state)
     assert (int(outputs.decode_steps), int(outputs.busy)) == (4, 4)
+
+
+@pytest.mark.parametrize(("running", "busy"), [(7, 7 + 7 + 8 + 8), (3, 4 * 4)])
+def test_decoding_waits_for_a_prompt_only_where_many_slots_are_idle(engine, running, busy):
+    """16 tokens are prefilled in two chunks: beside seven slots that decode, but before three of eight go on."""
+    draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 8][:running]
+    last = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p17" and len(r.tokens) > 4)
+    assert len(draws) == running
+    state, _ = window(engine, opened(engine, [P5]), *[(P5, draw, 12, 0) for draw in draws])
+    state, outputs = window(engine, state, (P17, last, 12, 1), first_output=8, opened=[(1, P17.tokens)])
+    assert (int(outputs.decode_steps), int(outputs.busy)) == (4, busy)
+    state, finished = decode(engine, state)
+    assert_response(finished[8], tiny.drawn()["p17", last])
 
 
 def test_requests_wait_on_the_device_from_window_to_window(engine):
@@ -175,4 +184,4 @@ def test_new_responses_leave_the_reserved_pages(engine):
 @pytest.mark.parametrize("length", [0, 18])
 def test_prompts_that_do_not_fit_are_refused(engine, length):
     with pytest.raises(ValueError, match=f"a prompt has {length} tokens, and the engine takes 1 to 17"):
-        list(prefill_batches(engine.options, [[(0, np.zeros(length, np.int32))]]))
+        check_prompt(engine.options, length)

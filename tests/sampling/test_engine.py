@@ -11,7 +11,7 @@ from reinforce_ada_jax.config import Config, MeshConfig, check, least_pages, rep
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.prefill_batches import buckets
+from reinforce_ada_jax.sampling.prompt_lengths import buckets
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import Prefix, SamplingParams
 from reinforce_ada_jax.training.components import engine_options
@@ -39,7 +39,7 @@ def pointers(tree):
 def test_options_are_those_of_the_configuration():
     config = replaced(Config(), {
         "seed": 5, "model.compute_dtype": "float32", "data.max_prompt_tokens": 17, "sampling.slots": 4,
-        "sampling.window": 2, "sampling.page_size": 4, "sampling.prefill_rows": 2, "sampling.max_response_tokens": 12,
+        "sampling.window": 2, "sampling.page_size": 4, "sampling.prefill_tokens": 8, "sampling.max_response_tokens": 12,
     })  # fmt: skip
     options = engine_options(config, (3, 7))
     expected = dataclasses.replace(tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=4 * 8 + 5 * 5 + 1)

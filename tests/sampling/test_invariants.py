@@ -107,6 +107,7 @@ def comparable(state, outputs) -> dict:
     used = np.arange(slots.table.shape[1]) < slots.used[:, None]
     return dict(
         free=state.pool.stack[: state.pool.available].tolist(),
+        prompts=[x.tolist() for x in (state.prompts.length, state.prompts.cached)],
         waiting=[rows(x, waiting) for x in (queue.prompt_row, queue.output_row, queue.sampling.max_tokens)],
         active=slots.active.tolist(),
         slots=[

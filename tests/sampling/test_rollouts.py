@@ -273,7 +273,8 @@ def test_dispatches_are_counted():
     samples = tiny.draw(rollouts)
     counts, tokens = rollouts.counts, sum(len(response.tokens) for response in samples.values())
     # 65 draws of at most 12 tokens in 64 slots: a window, one behind it, and one or two for what is left.
-    assert counts.dispatches == counts.windows + 3 + 1  # 3 batches of prefill; the last window only gives pages back
+    assert counts.dispatches == counts.windows + 1  # the last one only gives pages back
+    assert (counts.prefills, counts.prefilled_tokens) == (5, 0 + 3 + 4 + 15 + 16)
     assert counts.windows <= 5 and counts.tokens == tokens
 
 
@@ -396,9 +397,9 @@ def test_any_engine_answers_any_stream_of_requests(seed):
     rng = np.random.default_rng(seed)
     page_size = int(rng.choice([1, 2, 3, 5, 7, 16, 32]))
     pages = num_pages(17, page_size) + num_pages(17 + 12, page_size) + 1 + int(rng.choice([0, 0, 1, 2, 5]))
-    slots, open_prompts, prefill_rows = (int(rng.integers(1, most + 1)) for most in (11, 6, 4))
+    slots, open_prompts, prefill_tokens = (int(rng.integers(1, most + 1)) for most in (11, 6, 30))
     rollouts = tiny.rollouts(
-        page_size=page_size, pages=pages, slots=slots, open_prompts=open_prompts, prefill_rows=prefill_rows,
+        page_size=page_size, pages=pages, slots=slots, open_prompts=open_prompts, prefill_tokens=prefill_tokens,
         window=int(rng.choice([1, 2, 3, 7, 16])),
     )  # fmt: skip
     for stream in range(4):

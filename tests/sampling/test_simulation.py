@@ -26,7 +26,7 @@ OPTIONS = dataclasses.replace(
     page_size=4,
     pages=20,
     open_prompts=2,
-    prefill_rows=2,
+    prefill_tokens=8,
     max_response_tokens=20,
     stop_ids=(),
     check_invariants=True,
@@ -61,17 +61,19 @@ def simulated(lengths, cost=Cost(), strategy=None, tokens=1, limit=None, correct
 def test_three_responses_in_two_slots():
     # Window 0: a (3 tokens) and b (5) start; after step 3 c (2) takes the slot of a; step 4 ends the window.
     # Window 1: b and c have 1 token left: one step. Window 2 was dispatched before that was known: no step.
-    # One more gives the prompt's pages back and isn't read: 5 programs with the prefill.
+    # One more gives the prompt's pages back and isn't read: 4 programs.
     lengths = {("p", 0): 3, ("p", 1): 5, ("p", 2): 2}
     engine, counts, _ = simulated(lengths, Cost(decode_step=1.0))
-    assert dataclasses.astuple(counts)[:5] == (10, 10, 3, 1, 5)
+    assert [getattr(counts, name) for name in COUNTED] == [10, 10, 3, 1, 4]
     assert counts.slot_utilisation == 1.0
     assert engine.seconds == 5.0
     # A prompt of one token: token t of a response, from 0, sees 1 + t. 1+2+3, 1+2+3+4+5, 1+2.
     assert simulated(lengths, Cost(cached_token=1.0))[0].seconds == 6 + 15 + 3
-    # Four windows, and a prefill of two rows in the shortest bucket of 16.
     assert simulated(lengths, Cost(window=1.0))[0].seconds == 4
-    assert simulated(lengths, Cost(prefill=1.0, prefill_token=0.5))[0].seconds == 1 + 0.5 * 2 * 16
+    # A prompt of one token needs no prefill; of 18, of which 17 are prefilled 8 at a time, three chunks.
+    assert simulated(lengths, Cost(prefill=1.0))[0].seconds == 0
+    sizes = dict(tokens=18, max_prompt_tokens=18)
+    assert simulated(lengths, Cost(prefill=1.0), **sizes)[0].seconds == 3
 
 
 def test_a_slot_left_alone_is_idle():

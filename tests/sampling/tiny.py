@@ -33,7 +33,7 @@ ARCHITECTURE = from_hf(
     )
 )  # fmt: skip
 OPTIONS = EngineOptions(
-    slots=8, window=4, page_size=4, pages=0, open_prompts=5, prefill_rows=2, max_prompt_tokens=17,
+    slots=8, window=4, page_size=4, pages=0, open_prompts=5, prefill_tokens=8, max_prompt_tokens=17,
     max_response_tokens=12, stop_ids=(3, 7), seed=0, dtype="float32",
 )  # fmt: skip
 # The fewest pages that config.least_pages allows: 5 of a prompt, 8 of a prompt with its response, and the null page.

@@ -47,7 +47,7 @@ def served():
     tokenizer = Tokenizer.load(CIPHER)
     config = replaced(Config(), {
         "model.compute_dtype": "float32", "data.max_prompt_tokens": 8, "sampling.slots": 3, "sampling.window": 4,
-        "sampling.page_size": 4, "sampling.prefill_rows": 1, "sampling.max_response_tokens": LIMIT,
+        "sampling.page_size": 4, "sampling.max_response_tokens": LIMIT,
     })  # fmt: skip
     options = engine_options(config, tokenizer.stop_ids)
     engine = JetStreamEngine(Engine(architecture, options, mesh=mesh_lib.make_mesh()), tokenizer, GREEDY)

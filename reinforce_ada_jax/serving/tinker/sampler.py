@@ -19,7 +19,6 @@ from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.prefill_batches import buckets, prefill_batches
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import PromptTerms, SamplingParams, WindowOutputs, default_terms
 from reinforce_ada_jax.serving.tinker.protocol import Sampled
@@ -113,9 +112,8 @@ class Sampler:
 
     def warm_up(self) -> None:
         """Compiles everything that sampling runs: no client waits for the compiler."""
-        for tokens in buckets(self.engine.options.max_prompt_tokens):
-            prompt = np.zeros(min(tokens, self.engine.options.max_prompt_tokens), np.int32)
-            self.waiting.append(SampleJob(f"warm up {tokens}", prompt, "", 1, SamplingParams(1), (), 0, _ignore))
+        prompt = np.zeros(self.engine.options.max_prompt_tokens, np.int32)
+        self.waiting.append(SampleJob("warm up", prompt, "", 1, SamplingParams(1), (), 0, _ignore))
         while self.busy:
             self.turn()
 
@@ -123,7 +121,7 @@ class Sampler:
         """Starts requests, submits a window, and reads the one before it."""
         try:
             self._admit()
-            self._prefill()
+            self._open_prompts()
             submitted = self._submit() if any(scheduler.busy for scheduler in self._schedulers) else None
             if self._previous is not None:
                 self._read(self._previous)
@@ -178,23 +176,19 @@ class Sampler:
             self._open.setdefault(name, {})[draw.draw] = draw
             home.add(draw)
 
-    def _prefill(self) -> None:
-        opened = []
+    def _open_prompts(self) -> None:
         for scheduler, terms in zip(self._schedulers, self._terms, strict=True):
             scheduler.open_waiting()
-            opened.append(scheduler.take_opened())
             names = {row: name for name, row in scheduler.rows.prompts.items()}
-            for row, _ in opened[-1]:
+            for row, _ in scheduler.opened:
                 job = next(iter(self._open[names[row]].values())).job
                 assert job is not None
                 terms.stop_ids[row] = -1
                 terms.stop_ids[row, : len(job.stop_ids)] = job.stop_ids
                 terms.adapter[row] = self._adapters.get(job.adapter, NO_ADAPTER)
-        if any(opened):
+        if any(scheduler.opened for scheduler in self._schedulers):
             # Copies, because the device may read them later.
             self._state = self.engine.set_terms(self._state, [_copy(terms) for terms in self._terms])
-        for batches in prefill_batches(self.engine.options, opened):
-            self._state = self.engine.open_prompts(self._weights, self._state, batches)
 
     def _submit(self) -> WindowOutputs:
         inputs = [scheduler.next_window(_address, _sampling) for scheduler in self._schedulers]

@@ -1,0 +1,177 @@
+"""Prefill inside the decode window: tokens of the prompts that wait, a fixed number in one forward pass.
+
+A chunk may hold the end of one prompt, several whole ones and the beginning of another. All its keys and values are
+written before any of its queries reads, so a token sees those before it, in the chunk and in the cache alike.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from reinforce_ada_jax.policy.quantization import Quantized
+from reinforce_ada_jax.policy.transformer import Decoder, run
+from reinforce_ada_jax.sampling.paged_attention import Pages, numbers, pad_head_dim, write_token
+from reinforce_ada_jax.sampling.pages import NULL, num_pages
+from reinforce_ada_jax.sampling.state import Prompts
+
+# Cached tokens that all queries of a chunk meet at a time.
+TOKENS_AT_A_TIME = 256
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens of one forward pass."""
+
+    row: Int[Array, " C"]  # of the prompt
+    position: Int[Array, " C"]  # in the prompt
+    wanted: Bool[Array, " C"]  # False: padding
+
+
+class VisiblePages(NamedTuple):
+    """Pages that queries see, each once, at the front; a page has the same column in every table that holds it."""
+
+    page: Int[Array, " U"]
+    column: Int[Array, " U"]
+    num_pages: Int[Array, ""]
+
+
+def missing_tokens(prompts: Prompts) -> Int[Array, " R"]:
+    """Returns the tokens of each prompt that are still to be prefilled."""
+    return prompts.length - 1 - prompts.cached
+
+
+def next_chunk(prompts: Prompts, num_tokens: int) -> tuple[Chunk, Int[Array, " R"]]:
+    """Returns the next tokens to prefill, in the order in which prompts were opened, and `cached` after them."""
+    missing = missing_tokens(prompts)
+    order = jnp.argsort(jnp.where(missing > 0, prompts.number, jnp.iinfo(jnp.int32).max))
+    end = jnp.cumsum(missing[order])
+    begin, place = end - missing[order], jnp.arange(num_tokens)
+    index = jnp.minimum(jnp.sum(end[None] <= place[:, None], axis=1), order.shape[0] - 1)
+    wanted = place < end[-1]
+    position = jnp.where(wanted, prompts.cached[order[index]] + place - begin[index], 0)
+    taken = jnp.clip(num_tokens - begin, 0, missing[order])
+    return Chunk(row=order[index], position=position, wanted=wanted), prompts.cached.at[order].add(taken)
+
+
+def visible_pages(table: Int[Array, "C width"], lengths: Int[Array, " C"], page_size: int, pages: int) -> VisiblePages:
+    """Returns the pages of the first `lengths[c]` tokens of each table; `pages` is their number in the pool.
+
+    They are in the order of the tables, not of their numbers, which depend on history: so sums don't.
+    """
+    column = jnp.broadcast_to(jnp.arange(table.shape[1])[None], table.shape).reshape(-1)
+    page = jnp.where(column < jnp.repeat(num_pages(lengths, page_size), table.shape[1]), table.reshape(-1), NULL)
+    place = jnp.arange(page.shape[0])
+    first_place = jnp.full(pages, page.shape[0]).at[page].min(place)
+    is_first = (page != NULL) & (first_place[page] == place)
+    most = min(pages, page.shape[0])
+    target = jnp.where(is_first, jnp.cumsum(is_first) - 1, most)
+    nothing = jnp.zeros(most, jnp.int32)
+    return VisiblePages(
+        page=nothing.at[target].set(page, mode="drop"),
+        column=nothing.at[target].set(column, mode="drop"),
+        num_pages=jnp.sum(is_first, dtype=jnp.int32),
+    )
+
+
+def chunk_attention(
+    query: Float[Array, "C N H"],
+    key_pages: Pages,
+    value_pages: Pages,
+    lengths: Int[Array, " C"],
+    table: Int[Array, "C width"],
+    visible: VisiblePages,
+    first_page: Int[Array, ""] | int = 0,
+) -> Float[Array, "C N H"]:
+    """`paged_attention` of queries that share most of their pages: each page is read once, for all queries.
+
+    Args:
+      query: as there, like the pages and `lengths`.
+      key_pages: of all layers.
+      value_pages: likewise.
+      lengths: tokens that each query may see.
+      table: pages of each query, as numbered in one layer.
+      visible: from `visible_pages`.
+      first_page: of the layer.
+    """
+    num_queries, num_heads, head_dim = query.shape
+    kv_heads, _, page_size, padded_dim = key_pages.shape
+    group, at_a_time = num_heads // kv_heads, max(1, TOKENS_AT_A_TIME // page_size)
+    dtype = query.dtype if isinstance(key_pages, Quantized) else key_pages.dtype
+    padding = (0, -visible.page.shape[0] % at_a_time)
+    page, column = jnp.pad(visible.page, padding), jnp.pad(visible.column, padding)
+    # K Q H, with the query heads of a kv head in the axis of queries: one matrix product for each kv head.
+    grouped = pad_head_dim(query * head_dim**-0.5, key_pages).reshape(num_queries, kv_heads, group, padded_dim)
+    grouped = grouped.swapaxes(0, 1).reshape(kv_heads, num_queries * group, padded_dim)
+
+    def in_one_row(pages):
+        return numbers(pages, dtype).reshape(kv_heads, -1, padded_dim)
+
+    def finite(x):
+        return jnp.where(jnp.isfinite(x), x, 0)
+
+    def one_batch(index, partial):
+        largest, total, mixed = partial
+        pages, columns = (jax.lax.dynamic_slice(x, (index * at_a_time,), (at_a_time,)) for x in (page, column))
+        keys, values = (jax.tree.map(lambda x: x[:, first_page + pages], pool) for pool in (key_pages, value_pages))
+        own = ((table[:, columns] == pages[None]) & (pages != NULL)[None])[..., None]
+        seen = (columns[:, None] * page_size + jnp.arange(page_size)[None])[None] < lengths[:, None, None]
+        seen = jnp.repeat((own & seen).reshape(num_queries, -1), group, axis=0)
+        scores = jnp.einsum("KQH,KTH->KQT", grouped, in_one_row(keys), preferred_element_type=jnp.float32)
+        if isinstance(keys, Quantized):
+            scores = scores * keys.scale.reshape(kv_heads, 1, -1)
+        scores = jnp.where(seen[None], scores, -jnp.inf)
+        overall = jnp.maximum(largest, scores.max(-1))
+        weights, scale = jnp.exp(scores - overall[..., None]), jnp.exp(largest - overall)
+        # Weight 0 does not hide infinity: values that are not finite must stay with those who see them in decoding.
+        scaled, row = weights, in_one_row(values)
+        if isinstance(values, Quantized):
+            scaled = weights * finite(values.scale).reshape(kv_heads, 1, -1)
+        new = jnp.einsum("KQT,KTH->KQH", scaled.astype(dtype), finite(row), preferred_element_type=jnp.float32)
+        return overall, total * scale + weights.sum(-1), mixed * scale[..., None] + new
+
+    none = jnp.zeros(grouped.shape[:2], jnp.float32)
+    smallest = jnp.full_like(none, jnp.finfo(jnp.float32).min)
+    partial = (smallest, none, jnp.zeros(grouped.shape, jnp.float32))
+    _, total, mixed = jax.lax.fori_loop(0, num_pages(visible.num_pages, at_a_time), one_batch, partial)
+    mixed = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    mixed = mixed.reshape(kv_heads, num_queries, group, padded_dim).swapaxes(0, 1)
+    return mixed[..., :head_dim].reshape(query.shape).astype(query.dtype)
+
+
+def prefill_chunk(
+    model: Decoder,
+    prompts: Prompts,
+    prompt_tokens: Int[Array, "R max_prompt"],
+    pools: tuple[Pages, Pages],
+    adapters: Int[Array, " R"],
+    num_tokens: int,
+    pages_per_layer: int,
+    *,
+    dtype: DTypeLike,
+) -> tuple[tuple[Pages, Pages], Int[Array, " R"]]:
+    """Prefills up to `num_tokens` tokens of prompts into the pages of keys and of values.
+
+    Returns:
+      These pages, and `Prompts.cached` after it.
+    """
+    chunk, cached = next_chunk(prompts, num_tokens)
+    page_size, table = pools[0].shape[2], prompts.table[chunk.row]
+    page = jnp.take_along_axis(table, (chunk.position // page_size)[:, None], axis=1)[:, 0]
+    page = jnp.where(chunk.wanted, page, NULL)
+    lengths = jnp.where(chunk.wanted, chunk.position + 1, 0)
+    visible = visible_pages(table, lengths, page_size, pages_per_layer)
+
+    def attend(query, key, value, layer_index, pools):
+        first = layer_index * pages_per_layer
+        key_pages, value_pages = (
+            write_token(pool, new[:, 0], first + page, chunk.position % page_size)
+            for pool, new in zip(pools, (key, value), strict=True)
+        )
+        mixed = chunk_attention(query[:, 0], key_pages, value_pages, lengths, table, visible, first)
+        return mixed[:, None], (key_pages, value_pages), None
+
+    tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
+    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapters[chunk.row])
+    return pools, cached

@@ -1,0 +1,65 @@
+"""Prefill in chunks: which tokens come next, which pages they see, and attention that reads each page once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.sampling.chunks import chunk_attention, next_chunk, visible_pages
+from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention, write_pages
+from reinforce_ada_jax.sampling.state import empty_occupancy
+from tests.sampling import tiny
+
+
+def prompts(length, cached, number):
+    options = dataclasses.replace(tiny.OPTIONS, open_prompts=len(length))
+    return empty_occupancy(options).prompts.replace(
+        length=jnp.array(length), cached=jnp.array(cached), number=jnp.array(number)
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: jax.jit(f, static_argnums=1)])
+def test_prompts_are_prefilled_in_the_order_in_which_they_were_opened(wrap):
+    # Row 3 was opened first: 2 of its 5 stored tokens are there. Then row 0, with 4, and row 1, with 6. Row 2 is free.
+    open_prompts = prompts(length=[5, 7, 1, 6], cached=[0, 0, 0, 2], number=[8, 9, 3, 7])
+    chunk, cached = wrap(next_chunk)(open_prompts, 10)
+    assert chunk.row.tolist() == [3] * 3 + [0] * 4 + [1] * 3
+    assert chunk.position.tolist() == [2, 3, 4, 0, 1, 2, 3, 0, 1, 2]
+    assert chunk.wanted.all() and cached.tolist() == [4, 3, 0, 5]
+    chunk, cached = wrap(next_chunk)(open_prompts.replace(cached=cached), 10)
+    assert chunk.row[:3].tolist() == [1] * 3 and chunk.position[:3].tolist() == [3, 4, 5]
+    assert chunk.wanted.tolist() == [True] * 3 + [False] * 7 and cached.tolist() == [4, 6, 0, 5]
+    chunk, cached = wrap(next_chunk)(open_prompts.replace(cached=cached), 10)
+    assert not chunk.wanted.any() and cached.tolist() == [4, 6, 0, 5]
+
+
+def test_visible_pages_are_in_the_order_of_the_tables():
+    # Two tables share pages 7 and 2; the second one's last page has not been reached. Pages of 4 tokens.
+    table = jnp.array([[7, 2, 9], [7, 2, 5], [3, 0, 0]])
+    pages = visible_pages(table, jnp.array([9, 8, 1]), 4, 11)
+    assert pages.page.tolist()[:4] == [7, 2, 9, 3] and pages.column.tolist()[:4] == [0, 1, 2, 0]
+    assert int(pages.num_pages) == 4 and not pages.page[4:].any()
+    assert int(visible_pages(table, jnp.zeros(3, jnp.int32), 4, 11).num_pages) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, None], ids=["float32", "int8"])
+@pytest.mark.parametrize(("page_size", "pages"), [(4, 40), (100, 12)])  # several pages in a batch, and several batches
+def test_attention_is_that_of_the_decode_step(page_size, pages, dtype):
+    rng = np.random.default_rng(0)
+    key_pages, value_pages = rng.normal(size=(2, 2, 2 * pages, page_size, 8)).astype(np.float32)  # K L*pages page H
+    table = np.zeros((7, 5), np.int32)
+    table[:4], table[4:6, :3], table[6, 0] = [1, 2, 3, 4, 5], [6, 7, 8], 9
+    table[5, 0] = 1  # the first page of another prompt, shared
+    lengths = (np.array([4.5, 4.5, 0.2, 3, 2.6, 2.5, 0]) * page_size).astype(np.int32)
+    lengths[1] += 1
+    query = jnp.asarray(rng.normal(size=(7, 4, 8)), jnp.float32)
+    lengths = jnp.asarray(lengths)
+    visible = visible_pages(jnp.asarray(table), lengths, page_size, pages)
+    heads, page = jnp.arange(2)[:, None], jnp.arange(2 * pages)[None]
+    pools = [write_pages(empty_pages(x.shape, dtype), jnp.asarray(x), heads, page) for x in (key_pages, value_pages)]
+    mixed = chunk_attention(query, *pools, lengths, jnp.asarray(table), visible, pages)  # of the second layer
+    expected = paged_attention(query, *pools, lengths, pages + table, backend="jnp")
+    np.testing.assert_allclose(mixed, expected, atol=1e-5)
+    assert not mixed[6].any()
