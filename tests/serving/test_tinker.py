@@ -3,9 +3,15 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 import urllib.request
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,11 +21,13 @@ tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
 from reinforce_ada_jax import serve  # noqa: E402
+from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: E402
 from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
 from reinforce_ada_jax.serving.settings import ServerSettings  # noqa: E402
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
 from reinforce_ada_jax.training.components import ASSETS  # noqa: E402
+from tests.running import ROOT, environment  # noqa: E402
 from tests.test_docs import code_block  # noqa: E402
 
 # The client 0.38.0 leaves the connection of its first request to the garbage collector.
@@ -66,6 +74,15 @@ def running(settings, started=None):
         http.should_exit = http.force_exit = True
         thread.join()
         worker.stop(60)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected_connections():
+    """Collects what the clients left, before pytest does and makes errors of it."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +210,11 @@ def test_seeds_stops_and_lengths(client):
     ((_, whole),) = drawn(n=1, temperature=0.0)
     assert drawn(n=1, temperature=0.0, stop=[whole[2]]) == [("stop", whole[: whole.index(whole[2]) + 1])]
     # A text that a stop contains may end in the middle of the response; none at all: not even the end token ends it.
-    text = server_text(whole[:3])
+    text = Tokenizer.load(CIPHER).decode(np.array(whole[:3]))
     assert drawn(n=1, temperature=0.0, stop=text) == [("stop", whole[:3])]
     ends = [tokens for reason, tokens in drawn(n=16, seed=0) if reason == "stop"]
     assert ends and all(tokens[-1] == 2 for tokens in ends)
     assert {(reason, len(tokens)) for reason, tokens in drawn(n=16, seed=0, stop=[])} == {("length", 8)}
-
-
-def server_text(tokens):
-    from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: PLC0415
-
-    return Tokenizer.load(CIPHER).decode(np.array(tokens))
 
 
 def test_what_is_refused_says_why(client, server):
@@ -313,6 +324,65 @@ def test_gradients_and_results_survive_a_restart(tmp_path, server):
             [(folder / file).read_bytes() for file in ("adapter_model.safetensors", "optimizer.safetensors")]
         )
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_ten_kills_between_and_during_requests_change_no_bit(tmp_path):
+    """The command itself, killed with SIGKILL, against one that is not."""
+
+    def start(workdir, port):
+        command = [
+            sys.executable, "-m", "reinforce_ada_jax.serve", "--api=tinker", "--model=cipher=package:cipher",
+            "--dtype=float32", f"--port={port}", f"--workdir={workdir}", "--max_prompt_tokens=16",
+            "--max_response_tokens=16", "--page_size=8", "--slots=4",
+        ]  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+        assert any(line.startswith("ready") for line in process.stdout)
+        return process
+
+    found = []
+    for kills in (0, 10):
+        workdir, port, left = tmp_path / str(kills), free_port(), kills
+        process = start(workdir, port)
+
+        def kill():
+            nonlocal process, left
+            if left:
+                left -= 1
+                process.kill()
+                process.communicate()
+                process = start(workdir, port)  # noqa: B023  (called in this iteration only)
+
+        try:
+            client = tinker.ServiceClient(base_url=f"http://127.0.0.1:{port}", api_key=KEY)
+            training = client.create_lora_training_client("cipher", rank=4).result()
+            kill()
+            losses = []
+            for _ in range(3):
+                futures = [training.forward_backward([datum()] * 2, "cross_entropy") for _ in range(2)]
+                time.sleep(0.3)
+                kill()  # they are accepted, and run or not
+                losses += [future.result().metrics for future in futures]
+                step = training.optim_step(types.AdamParams(learning_rate=1e-2))
+                kill()
+                step.result()
+                kill()
+            sampler = training.save_weights_and_get_sampling_client().result()
+            drawn = sampler.sample(PROMPT, 2, types.SamplingParams(max_tokens=8, seed=1))
+            kill()  # the client asks again
+            sequences = [list(each.tokens) for each in drawn.result().sequences]
+            path = training.save_state("end").result().path
+            folder = workdir / "checkpoints" / path.removeprefix("tinker://")
+            files = [(folder / name).read_bytes() for name in ("adapter_model.safetensors", "optimizer.safetensors")]
+            found.append((losses, sequences, files))
+            client.close(status="success").result()
+            assert not left
+            process.send_signal(signal.SIGTERM)
+            assert "stopped" in process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+            process.communicate()
+    assert found[0] == found[1]
 
 
 def free_port():

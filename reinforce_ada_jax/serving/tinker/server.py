@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import pathlib
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -104,6 +105,8 @@ def run(settings: ServerSettings, models: list[Served]) -> None:
         service, worker = start_worker(settings, models)
     worker.start()
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
+        signal.signal(number, lambda *_: None)
     asyncio.run(http_server(settings, service).serve(sockets=[listener]))
     worker.stop(settings.grace_s)
     print("stopped     requests that were accepted for training run at the next start", flush=True)
