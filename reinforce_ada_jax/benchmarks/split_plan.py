@@ -76,7 +76,7 @@ def batch_layout(config: Config, a: Architecture, devices: int) -> BatchLayout:
     dtype = jnp.dtype(config.model.compute_dtype)
     resolved = platform.resolve("tpu", learning, hidden_size=a.hidden_size, dtype=dtype)
     kept = strategies.build(config.collection).max_kept or config.collection.group_size
-    micro_rows = learning.prompts_per_update * config.collection.group_size // learning.micro_batches
+    micro_rows = platform.micro_rows("tpu", config, shards)
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     return BatchLayout(
         micro_batches=-(-learning.prompts_per_update * kept // micro_rows),

@@ -126,7 +126,7 @@ def updates_are_whole_micro_batches(config: Config) -> None:
         "learning.prompts_per_update * collection.group_size",
         learning.prompts_per_update * config.collection.group_size,
         "learning.micro_batches * mesh.data * mesh.fsdp",
-        learning.micro_batches * config.mesh.data * config.mesh.fsdp,
+        max(1, learning.micro_batches) * config.mesh.data * config.mesh.fsdp,
     )
 
 

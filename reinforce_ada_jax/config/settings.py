@@ -289,8 +289,8 @@ class LearningConfig:
         128, "Prompts of one update.", values.AT_LEAST_1, rule="iterations_are_whole_updates"
     )
     micro_batches: int = setting(
-        1, "Parts in which a minibatch is computed; it changes memory and time, not results.", values.AT_LEAST_1,
-        rule="updates_are_whole_micro_batches",
+        0, "Parts in which a minibatch is computed; they change memory and time, not results. 0: on CPUs, parts of at "
+        "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
     responses_per_row: int = setting(
         16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1

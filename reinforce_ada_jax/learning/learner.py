@@ -176,13 +176,12 @@ class Learner:
 
     def __init__(self, architecture: Architecture, config: Config, mesh: Mesh):
         self.architecture, self.mesh = architecture, mesh
-        # Rows of a micro-batch: those of a minibatch of whole groups, divided.
-        rows = config.learning.prompts_per_update * config.collection.group_size
-        self.micro_rows = rows // config.learning.micro_batches
+        platform = mesh.devices.flat[0].platform
+        self.micro_rows = platform_lib.micro_rows(platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
         self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         dtype = jnp.dtype(config.model.compute_dtype)
         self.platform = platform_lib.resolve(
-            mesh.devices.flat[0].platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
+            platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
         )
         self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8

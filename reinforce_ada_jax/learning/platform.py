@@ -5,8 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from reinforce_ada_jax.config import LearningConfig
+from reinforce_ada_jax.config import Config, LearningConfig
 from reinforce_ada_jax.learning import fused_logprobs
+
+# Tokens of a micro-batch on CPUs: its activations stay in the caches, and its products are as fast as larger ones.
+CPU_TOKENS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +57,20 @@ def resolve(name: str, learning: LearningConfig, *, hidden_size: int, dtype: DTy
         first_moment_dtype=None if first_moment_dtype == "auto" else first_moment_dtype,
         interpret=not on_tpu,
     )
+
+
+def micro_rows(name: str, config: Config, row_shards: int) -> int:
+    """Returns the rows of a micro-batch: those of a minibatch of whole groups, divided.
+
+    Args:
+      name: as for `resolve`.
+      config: with `learning.micro_batches` 0, the largest micro-batch of at most 2,048 tokens on CPUs that divides the
+        minibatch, or that of one row for each device; elsewhere the minibatch.
+      row_shards: devices that share the rows of a micro-batch.
+    """
+    rows = config.learning.prompts_per_update * config.collection.group_size
+    if config.learning.micro_batches or name != "cpu":
+        return rows // max(1, config.learning.micro_batches)
+    row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
+    return max([size for size in valid if size * row_tokens <= CPU_TOKENS], default=valid[0])

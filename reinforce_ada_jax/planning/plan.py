@@ -157,7 +157,7 @@ def _next_micro_batches(config: Config) -> int | None:
     """The next larger valid number of micro-batches; None where a device has one row already."""
     shards = config.mesh.data * config.mesh.fsdp
     rows = config.learning.prompts_per_update * config.collection.group_size // shards
-    return next((n for n in range(config.learning.micro_batches + 1, rows + 1) if rows % n == 0), None)
+    return next((n for n in range(max(1, config.learning.micro_batches) + 1, rows + 1) if rows % n == 0), None)
 
 
 def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: int) -> list[str]:

@@ -144,7 +144,7 @@ class Updates:
         if self.strategy.max_kept is not None:
             most = self.config.learning.prompts_per_update * self.strategy.max_kept
             return micro_rows * -(-most // micro_rows)
-        size = micro_rows * self.config.learning.micro_batches
+        size = self.config.learning.prompts_per_update * self.config.collection.group_size
         while size < rows:
             size *= 2
         return size

@@ -1,9 +1,9 @@
 import jax.numpy as jnp
 import pytest
 
-from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, SamplingConfig
+from reinforce_ada_jax.config import CollectionConfig, Config, DataConfig, LearningConfig, MeshConfig, SamplingConfig
 from reinforce_ada_jax.learning.learner import loss_config
-from reinforce_ada_jax.learning.platform import resolve
+from reinforce_ada_jax.learning.platform import micro_rows, resolve
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,26 @@ def test_settings_come_before_the_platform():
 
 
 MODEL = ("model", "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batches", "row_tokens", "row_shards", "expected"),
+    [
+        ("cpu", 0, 144, 1, 12),  # 1,728 tokens: 14 rows do not divide 96
+        ("cpu", 0, 16, 1, 96),  # all of them have 1,536
+        ("cpu", 0, 144, 8, 8),  # 12 rows are not the same on 8 devices
+        ("cpu", 0, 4096, 1, 1), ("cpu", 0, 4096, 8, 8),
+        ("cpu", 2, 128, 1, 48), ("gpu", 0, 128, 1, 96), ("tpu", 0, 128, 1, 96), ("tpu", 4, 128, 1, 24),
+    ],
+)  # fmt: skip
+def test_micro_batches_of_cpus_fit_their_caches(name, micro_batches, row_tokens, row_shards, expected):
+    config = Config(
+        data=DataConfig(max_prompt_tokens=row_tokens // 2),
+        sampling=SamplingConfig(max_response_tokens=row_tokens // 2),
+        collection=CollectionConfig(group_size=4),
+        learning=LearningConfig(prompts_per_update=24, micro_batches=micro_batches),
+    )
+    assert micro_rows(name, config, row_shards) == expected
 
 
 @pytest.mark.parametrize(
