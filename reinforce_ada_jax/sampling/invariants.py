@@ -94,7 +94,7 @@ def _check_requests(state: Occupancy, rows: Rows, unread: Sequence[WindowOutputs
 
 
 def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
-    """Checks that each page is free, a prompt's, or a slot's own."""
+    """Checks that each page is free, that of one or more prompts, or a slot's own."""
     pool, prompts, slots = state.pool, state.prompts, state.slots
     available = int(pool.available)
     _require(0 <= available <= options.pages - 1, f"{available} of {options.pages - 1} pages are free")
@@ -103,8 +103,8 @@ def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: n
     prompt_pages = prompts.table[open_rows][np.arange(prompts.table.shape[1]) < counts[:, None]]
     column = np.arange(slots.table.shape[1])
     own = (column >= slots.shared[active, None]) & (column < slots.used[active, None])
-    _require_partition(options.pages, "pages", null=[NULL], free=pool.stack[:available], prompts=prompt_pages,
-                       slots=slots.table[active][own])  # fmt: skip
+    _require_partition(options.pages, "pages", null=[NULL], free=pool.stack[:available],
+                       prompts=np.unique(prompt_pages), slots=slots.table[active][own])  # fmt: skip
 
 
 def _check_slots(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:

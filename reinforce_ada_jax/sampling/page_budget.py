@@ -6,6 +6,7 @@ a response gets is decided on the device (pages.py).
 """
 
 import collections
+import itertools
 from collections.abc import Iterable
 
 from reinforce_ada_jax.sampling.pages import num_pages
@@ -18,7 +19,10 @@ class PageBudget:
 
     def __init__(self, options: EngineOptions):
         self._options = options
-        self._prompt_pages: dict[str, int] = {}  # of open prompts
+        # Pages of open prompts by row, under numbers of the host's own, and how many prompts hold each.
+        self._pages_of: dict[int, list[int]] = {}
+        self._holders: collections.Counter[int] = collections.Counter()
+        self._numbers = itertools.count()
         self.guaranteed_free_pages = options.pages - 1
         # Of each window in flight: pages closed less pages opened since the one before, and its reserve.
         self._in_flight: collections.deque[tuple[int, int]] = collections.deque()
@@ -30,21 +34,28 @@ class PageBudget:
     def _room_for_prompts(self) -> int:
         """Pages that prompts may take: one response must always fit beside them, or none would ever start."""
         options = self._options
-        return options.pages - 1 - options.table_width - sum(self._prompt_pages.values())
+        return options.pages - 1 - options.table_width - len(self._holders)
 
-    def fits(self, prompt: Prompt) -> bool:
-        """Returns True if the prompt can be opened now."""
-        return self._pages(prompt) <= min(self._room_for_prompts(), self.guaranteed_free_pages)
+    def fits(self, prompt: Prompt, shared: int = 0) -> bool:
+        """Returns True if the prompt can be opened now; its first `shared` pages are those of another one."""
+        return self._pages(prompt) - shared <= min(self._room_for_prompts(), self.guaranteed_free_pages)
 
-    def open_prompt(self, prompt: Prompt) -> None:
-        """Takes the pages of a prompt that fits."""
-        self._prompt_pages[prompt.id] = pages = self._pages(prompt)
-        self.guaranteed_free_pages -= pages
-        self._opened += pages
+    def open_prompt(self, row: int, prompt: Prompt, like: int = 0, shared: int = 0) -> None:
+        """Takes the pages of a prompt that fits; the first `shared` are those of the prompt in row `like`."""
+        new = self._pages(prompt) - shared
+        pages = [*(self._pages_of[like][:shared] if shared else ()), *itertools.islice(self._numbers, new)]
+        self._pages_of[row] = pages
+        self._holders.update(pages)
+        self.guaranteed_free_pages -= new
+        self._opened += new
 
-    def close_prompt(self, prompt_id: str) -> None:
-        """Counts on the pages of a prompt from the next window on, which releases them."""
-        self._closed += self._prompt_pages.pop(prompt_id)
+    def close_prompt(self, row: int) -> None:
+        """Counts on the pages that only this prompt holds from the next window on, which releases them."""
+        for page in self._pages_of.pop(row):
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                self._closed += 1
 
     def submit_window(self, next_prompts: Iterable[Prompt]) -> int:
         """Accounts for a window, and returns the pages that its new responses must leave free.
@@ -72,4 +83,4 @@ class PageBudget:
         """
         options = self._options
         held_by_slots = options.slots * options.table_width
-        return max(min(free_pages, reserve), options.pages - 1 - sum(self._prompt_pages.values()) - held_by_slots)
+        return max(min(free_pages, reserve), options.pages - 1 - len(self._holders) - held_by_slots)

@@ -60,7 +60,8 @@ class RolloutCounts:
       slot_steps: all slot-steps, idle ones included.
       windows: decode windows that were read.
       prefills: prompts prefilled.
-      prefilled_tokens: their tokens, less the last of each, which starts its draws.
+      prefilled_tokens: their tokens, less the last of each, which starts its draws, and less those shared.
+      shared_tokens: their tokens whose keys and values another prompt had.
       dispatches: programs started on the device: windows, and a last one, which only gives pages back.
       redone: tokens of responses that were evicted for lack of pages and drawn again; `tokens` has them, too.
       host_s: seconds from reading outputs to submitting the next window, where the device had no work left by then.
@@ -71,6 +72,7 @@ class RolloutCounts:
     windows: int = 0
     prefills: int = 0
     prefilled_tokens: int = 0
+    shared_tokens: int = 0
     dispatches: int = 0
     redone: int = 0
     host_s: float = 0.0
@@ -252,7 +254,9 @@ class _Session:
         for opened in (each.opened for each in inputs):
             is_prompt = opened.row < self.engine.options.open_prompts
             self.counts.prefills += int(is_prompt.sum())
-            self.counts.prefilled_tokens += int((opened.length[is_prompt] - 1).sum())
+            shared = int(opened.shared.sum()) * self.engine.options.page_size
+            self.counts.shared_tokens += shared
+            self.counts.prefilled_tokens += int((opened.length[is_prompt] - 1).sum()) - shared
         if self.engine.options.check_invariants:
             self._check([outputs] if previous is None else [previous, outputs])
         return outputs

@@ -27,9 +27,11 @@ class Rows:
         self.prompts[prompt_id] = row = self.free_prompt_rows.pop()
         return row
 
-    def close_prompt(self, prompt_id: str) -> None:
-        """Marks a prompt's row for the next window to release."""
-        self.closing[self.prompts.pop(prompt_id)] = True
+    def close_prompt(self, prompt_id: str) -> int:
+        """Marks a prompt's row for the next window to release, and returns it."""
+        row = self.prompts.pop(prompt_id)
+        self.closing[row] = True
+        return row
 
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.

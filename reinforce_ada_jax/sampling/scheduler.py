@@ -13,6 +13,7 @@ from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.page_budget import PageBudget
 from reinforce_ada_jax.sampling.pages import own_pages
+from reinforce_ada_jax.sampling.prefixes import Prefixes
 from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
 from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.state import (
@@ -24,7 +25,7 @@ from reinforce_ada_jax.sampling.state import (
     WindowInputs,
     WindowOutputs,
 )
-from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
+from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, QueueEntry, window_inputs
 from reinforce_ada_jax.types import Prompt, Request, Response
 
 # About one slot of eight becomes free inside a window, where responses have hundreds of tokens. Simulated with rounds
@@ -35,16 +36,27 @@ FREED_IN_A_WINDOW = 8
 NEXT_PROMPTS = 16
 
 
+def _no_adapter(prompt: Prompt) -> int:
+    del prompt
+    return -1
+
+
 class Scheduler:
     """Requests of one replica, over its page budget and its rows."""
 
-    def __init__(self, options: EngineOptions):
-        self.options = options
-        self.budget, self.rows = PageBudget(options), Rows(options)
+    def __init__(self, options: EngineOptions, adapter_of: Callable[[Prompt], int] = _no_adapter):
+        """Makes a scheduler without requests.
+
+        Args:
+          options: of the engine.
+          adapter_of: the adapter of a prompt's keys and values; prompts of one adapter share their prefixes.
+        """
+        self.options, self._adapter_of = options, adapter_of
+        self.budget, self.rows, self._prefixes = PageBudget(options), Rows(options), Prefixes(options)
         self._lengths = Lengths(options.table_width)
         self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
-        self.opened: list[tuple[int, np.ndarray]] = []  # rows and tokens of prompts that the next window opens
+        self.opened: list[OpenedPrompt] = []  # with the next window
 
     @property
     def busy(self) -> bool:
@@ -97,19 +109,24 @@ class Scheduler:
             self._ready.extend(self._unopened.pop(prompt_id))
 
     def _open(self, prompt: Prompt) -> bool:
-        if not self.rows.free_prompt_rows or not self.budget.fits(prompt):
-            return False
         check_prompt(self.options, len(prompt.tokens))
-        self.budget.open_prompt(prompt)
-        self.opened.append((self.rows.open_prompt(prompt.id), prompt.tokens))
+        adapter = self._adapter_of(prompt)
+        like, shared = self._prefixes.find(prompt.tokens, adapter)
+        if not self.rows.free_prompt_rows or not self.budget.fits(prompt, shared):
+            return False
+        row = self.rows.open_prompt(prompt.id)
+        self.budget.open_prompt(row, prompt, like, shared)
+        self._prefixes.add(row, prompt.tokens, adapter)
+        self.opened.append(OpenedPrompt(row, prompt.tokens, like, shared))
         return True
 
     def close(self, prompt_ids: Sequence[str]) -> None:
         """Closes those of the prompts that are open here, with the next window."""
         for prompt_id in prompt_ids:
             if prompt_id in self.rows.prompts:
-                self.rows.close_prompt(prompt_id)
-                self.budget.close_prompt(prompt_id)
+                row = self.rows.close_prompt(prompt_id)
+                self.budget.close_prompt(row)
+                self._prefixes.remove(row)
 
     def next_window(
         self, address: Callable[[Request], np.ndarray], sampling: Callable[[Request], SamplingParams]

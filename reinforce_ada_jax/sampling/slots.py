@@ -27,27 +27,44 @@ State = TypeVar("State", DecodeState, Occupancy)
 
 
 def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> State:
-    """Releases the pages of prompts; none of their draws runs or waits."""
+    """Releases the pages of prompts that no other one holds; none of their draws runs or waits."""
     prompts = state.prompts
     counts = num_pages(prompts.length - 1, page_size)
-    held = (jnp.arange(prompts.table.shape[1])[None] < counts[:, None]) & closing[:, None]
+    held, pages = jnp.arange(prompts.table.shape[1])[None] < counts[:, None], jnp.arange(state.pool.stack.shape[0])
+
+    def held_by(chosen):
+        """Returns which pages prompts hold: several may hold the same one."""
+        some = jnp.where(held & chosen[:, None], prompts.table, NULL)
+        return jnp.zeros(pages.shape, bool).at[some].set(True) & (pages != NULL)
+
+    pool = pages_lib.release(state.pool, pages[None], (held_by(closing) & ~held_by(~closing))[None])
     prompts = prompts.replace(
         length=jnp.where(closing, 1, prompts.length), cached=jnp.where(closing, 0, prompts.cached)
     )
-    return state.replace(pool=pages_lib.release(state.pool, state.prompts.table, held), prompts=prompts)
+    return state.replace(pool=pool, prompts=prompts)
 
 
 def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
     """Allocates the pages of prompts, which then wait to be prefilled; the caller ensures that there are enough."""
-    old, row, length = state.prompts, opened.row, opened.length
-    counts = jnp.where(row < old.length.shape[0], num_pages(length - 1, page_size), 0)
-    pool, table = pages_lib.allocate(state.pool, counts, old.table.shape[1])
+    old, row, length, shared = state.prompts, opened.row, opened.length, opened.shared
+    is_prompt, width = row < old.length.shape[0], old.table.shape[1]
+    counts = jnp.where(is_prompt, num_pages(length - 1, page_size) - shared, 0)
+    pool, own = pages_lib.allocate(state.pool, counts, width)
+    column = jnp.arange(width)[None] - shared[:, None]
+    own = jnp.where(column >= 0, jnp.take_along_axis(own, jnp.maximum(column, 0), axis=1), NULL)
+
+    def share(index, table):
+        """Puts the pages of another prompt, which may be opened in the same window, before a prompt's own."""
+        first = jnp.where(column[index] < 0, table[opened.like[index]], own[index])
+        return table.at[row[index]].set(first)
+
+    table = jax.lax.fori_loop(0, jnp.sum(is_prompt, dtype=jnp.int32), share, old.table)
     last_token = jnp.take_along_axis(opened.tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     prompts = Prompts(
-        table=old.table.at[row].set(table, mode="drop"),
+        table=table,
         length=old.length.at[row].set(length, mode="drop"),
         last_token=old.last_token.at[row].set(last_token, mode="drop"),
-        cached=old.cached.at[row].set(0, mode="drop"),
+        cached=old.cached.at[row].set(shared * page_size, mode="drop"),
         number=old.number.at[row].set(jnp.max(old.number) + 1 + jnp.arange(row.shape[0]), mode="drop"),
     )
     return state.replace(pool=pool, prompts=prompts)

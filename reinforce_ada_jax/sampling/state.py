@@ -87,6 +87,8 @@ class OpenedPrompts(Record):
     row: Int[ArrayLike, " R"]
     tokens: Int[ArrayLike, "R max_prompt"]
     length: Int[ArrayLike, " R"]
+    like: Int[ArrayLike, " R"]  # row of a prompt with the same first tokens
+    shared: Int[ArrayLike, " R"]  # its pages, from the first on, that belong to both
 
 
 class PromptTerms(Record):

@@ -25,11 +25,20 @@ class QueueEntry(NamedTuple):
     sampling: SamplingParams
 
 
+class OpenedPrompt(NamedTuple):
+    """A prompt as the device opens it: its first `shared` pages are those of the prompt in row `like`."""
+
+    row: int
+    tokens: Int[np.ndarray, " T"]
+    like: int = 0
+    shared: int = 0
+
+
 def window_inputs(
     options: EngineOptions,
     entries: Sequence[QueueEntry],
     closing: Bool[np.ndarray, " R"],
-    opened: Sequence[tuple[int, Int[np.ndarray, " T"]]],
+    opened: Sequence[OpenedPrompt],
     reserve: int,
     survivors: Int[np.ndarray, " width"],
 ) -> WindowInputs:
@@ -39,7 +48,7 @@ def window_inputs(
       options: of the engine; there is room for `output_rows` entries.
       entries: in the order in which slots take them.
       closing: prompt rows to release.
-      opened: row and tokens of each prompt to open, in the order in which they are prefilled.
+      opened: prompts to open, in the order in which they are prefilled.
       reserve: pages that new responses must leave free.
       survivors: from `admission.Lengths.survivors`.
     """
@@ -70,14 +79,17 @@ def window_inputs(
     )
 
 
-def _opened_prompts(options: EngineOptions, opened: Sequence[tuple[int, Int[np.ndarray, " T"]]]) -> OpenedPrompts:
+def _opened_prompts(options: EngineOptions, opened: Sequence[OpenedPrompt]) -> OpenedPrompts:
     rows = options.open_prompts
     prompts = OpenedPrompts(
         row=np.full(rows, rows, np.int32),  # out of range: dropped
         tokens=np.zeros((rows, options.max_prompt_tokens), np.int32),
         length=np.ones(rows, np.int32),
+        like=np.zeros(rows, np.int32),
+        shared=np.zeros(rows, np.int32),
     )
-    for index, (row, tokens) in enumerate(opened):
-        prompts.row[index], prompts.length[index] = row, len(tokens)
-        prompts.tokens[index, : len(tokens)] = tokens
+    for index, prompt in enumerate(opened):
+        prompts.row[index], prompts.length[index] = prompt.row, len(prompt.tokens)
+        prompts.tokens[index, : len(prompt.tokens)] = prompt.tokens
+        prompts.like[index], prompts.shared[index] = prompt.like, prompt.shared
     return prompts

@@ -144,19 +144,21 @@ class WindowModel:
 
     def _close_prompts(self, closing: np.ndarray) -> None:
         prompts = self.state.prompts
-        for row in np.flatnonzero(closing).tolist():
-            self._free(prompts.table[row, : num_pages(int(prompts.length[row]) - 1, self.options.page_size)])
-            prompts.length[row], prompts.cached[row] = 1, 0
+        counts = num_pages(prompts.length - 1, self.options.page_size)
+        held = np.arange(prompts.table.shape[1])[None] < counts[:, None]
+        self._free(np.setdiff1d(prompts.table[held & closing[:, None]], prompts.table[held & ~closing[:, None]]))
+        prompts.length[closing], prompts.cached[closing] = 1, 0
 
     def _open_prompts(self, opened: OpenedPrompts) -> None:
         prompts, first = self.state.prompts, int(self.state.prompts.number.max()) + 1
         for index in np.flatnonzero(opened.row < self.options.open_prompts).tolist():
-            row, length = int(opened.row[index]), int(opened.length[index])
-            pages = self._allocate(num_pages(length - 1, self.options.page_size))
-            prompts.table[row] = 0
-            prompts.table[row, : len(pages)] = pages
+            row, length, shared = int(opened.row[index]), int(opened.length[index]), int(opened.shared[index])
+            pages = self._allocate(num_pages(length - 1, self.options.page_size) - shared)
+            prompts.table[row, :shared] = prompts.table[opened.like[index], :shared]
+            prompts.table[row, shared:] = 0
+            prompts.table[row, shared : shared + len(pages)] = pages
             prompts.length[row], prompts.last_token[row] = length, opened.tokens[index, length - 1]
-            prompts.cached[row], prompts.number[row] = 0, first + index
+            prompts.cached[row], prompts.number[row] = shared * self.options.page_size, first + index
 
     def _missing_tokens(self) -> np.ndarray:
         return self.state.prompts.length - 1 - self.state.prompts.cached

@@ -323,6 +323,7 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
         "collection/redone_tokens": counts["redone"],
         "collection/prefills": counts["prefills"],
         "collection/prefilled_tokens": counts["prefilled_tokens"],
+        "collection/shared_tokens": counts["shared_tokens"],
         "collection/dispatches": counts["dispatches"],
         "collection/ahead": sum(age > 0 for age in staleness),
         "collection/staleness_max": max(staleness, default=0),

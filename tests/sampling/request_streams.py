@@ -52,12 +52,25 @@ class RandomStream:
     def __init__(self, rng: np.random.Generator, options: EngineOptions, vocabulary: int, prefix: str = "p"):
         self._rng, self._patience = rng, int(rng.choice([0, 0, 2, 6]))
         lengths = rng.integers(1, options.max_prompt_tokens + 1, int(rng.integers(0, 10)))
+        # The prompts of half of the streams have a common beginning, of different lengths.
+        beginning = rng.integers(0, vocabulary, options.max_prompt_tokens)
+        like = rng.integers(0, 2) * rng.integers(0, 2 * options.max_prompt_tokens, len(lengths))
         prefetch = rng.random(len(lengths)) < rng.choice([0.0, 0.0, 0.4])
         self.limits = {}
         self._longest = options.max_response_tokens
         self.rounds = [
             _Rounds(
-                Prompt(f"{prefix}{index}", "", "", rng.integers(0, vocabulary, length).astype(np.int32)),
+                Prompt(
+                    f"{prefix}{index}",
+                    "",
+                    "",
+                    np.concatenate(
+                        [
+                            beginning[: min(like[index], length)],
+                            rng.integers(0, vocabulary, max(0, length - like[index])),
+                        ]
+                    ).astype(np.int32),
+                ),
                 collections.deque(rng.integers(1, 6, int(rng.integers(1, 4))).tolist()),
                 bool(is_prefetch),
             )

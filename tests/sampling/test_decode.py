@@ -8,7 +8,7 @@ from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
-from reinforce_ada_jax.sampling.window_inputs import QueueEntry, window_inputs
+from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, QueueEntry, window_inputs
 from tests.sampling import tiny
 
 P1, P4, P5, P16, P17 = tiny.PROMPTS
@@ -23,7 +23,7 @@ def opened(engine, prompts, rows=None, state=None):
     """A state with prompts open and prefilled, in rows 0, 1, ... unless named."""
     state = engine.init_decode_state() if state is None else state
     rows = list(range(len(prompts))) if rows is None else rows
-    return window(engine, state, opened=[(row, p.tokens) for row, p in zip(rows, prompts, strict=True)])[0]
+    return window(engine, state, opened=[OpenedPrompt(row, p.tokens) for row, p in zip(rows, prompts, strict=True)])[0]
 
 
 def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0):
@@ -46,7 +46,7 @@ def decode(engine, state, *entries, **how):
     finished = {}
     while True:
         state, outputs = window(engine, state, *entries, **how)
-        entries, outputs = (), jax.device_get(outputs.rows)
+        entries, how, outputs = (), {}, jax.device_get(outputs.rows)
         for row in np.flatnonzero(outputs.status != RUNNING):
             assert row not in finished
             length = outputs.length[row]
@@ -118,7 +118,7 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
     state = opened(engine, [P5, P17])
     state, _ = window(engine, state, *[(P5, draw, 12, 0) for draw in running])
     held = available(state)
-    state, rest = window(engine, state, closing=[1], opened=[(1, P16.tokens)])
+    state, rest = window(engine, state, closing=[1], opened=[OpenedPrompt(1, P16.tokens)])
     assert available(state) == held + 4 - 4 - 3  # three responses took their next page
     assert not (rest.rows.status != RUNNING).any()
     # The answers of P5 are in output rows 0 to 2: those of P16 go to 3 and on.
@@ -127,6 +127,22 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
     for row, (id, draw) in enumerate([("p5", draw) for draw in running] + [("p16", draw) for draw in range(6)]):
         assert_response(finished[row], responses[id, draw])
     tiny.assert_idle(window(engine, state, closing=[0, 1])[0], engine.options.pages)
+
+
+def test_prompts_with_a_common_beginning_share_its_pages(engine):
+    """Three prompts are opened at once, each with pages of the one before; the first two are closed before it draws."""
+    state, before = engine.init_decode_state(), available(engine.init_decode_state())
+    chain = [OpenedPrompt(0, P17.tokens), OpenedPrompt(1, P17.tokens, 0, 3), OpenedPrompt(2, P17.tokens, 1, 3)]
+    state, _ = window(engine, state, opened=chain)
+    assert available(state) == before - 4 - 1 - 1
+    state, _ = window(engine, state, closing=[0])
+    assert available(state) == before - 3 - 1 - 1
+    draws = range(6)
+    state, finished = decode(engine, state, *[(P17, draw, 12, 2) for draw in draws], closing=[1])
+    for draw in draws:
+        assert_response(finished[draw], tiny.drawn()["p17", draw])
+    assert available(state) == before - 4
+    tiny.assert_idle(window(engine, state, closing=[2])[0], engine.options.pages)
 
 
 def test_a_window_without_work_takes_no_turn(engine):
@@ -151,7 +167,7 @@ def test_decoding_waits_for_a_prompt_only_where_many_slots_are_idle(engine, runn
     last = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p17" and len(r.tokens) > 4)
     assert len(draws) == running
     state, _ = window(engine, opened(engine, [P5]), *[(P5, draw, 12, 0) for draw in draws])
-    state, outputs = window(engine, state, (P17, last, 12, 1), first_output=8, opened=[(1, P17.tokens)])
+    state, outputs = window(engine, state, (P17, last, 12, 1), first_output=8, opened=[OpenedPrompt(1, P17.tokens)])
     assert (int(outputs.decode_steps), int(outputs.busy)) == (4, busy)
     state, finished = decode(engine, state)
     assert_response(finished[8], tiny.drawn()["p17", last])

@@ -56,11 +56,11 @@ def check_responses(stream: RandomStream, longest: int) -> None:
             assert (response.tokens.tolist(), response.truncated) == (tokens, truncated), (each.prompt.id, draw)
 
 
-def run_streams(seed: int) -> tuple[int, int, int]:
-    """One to three streams on an engine of random sizes; the numbers of streams, of responses and of tokens redone."""
+def run_streams(seed: int) -> tuple[int, int, int, int]:
+    """One to three streams on an engine of random sizes; how many, and responses, tokens redone, tokens shared."""
     rng = np.random.default_rng(seed)
     rollouts = Rollouts(PageEngine(random_options(rng), replicas=int(rng.integers(1, 4))))
-    streams, responses, redone = int(rng.integers(1, 4)), 0, 0
+    streams, responses, redone, shared = int(rng.integers(1, 4)), 0, 0, 0
     for number in range(streams):
         stream = RandomStream(rng, rollouts.engine.options, VOCABULARY, prefix=f"s{number}p")
         broken_off = int(rng.integers(0, 6)) if rng.random() < 0.2 else None
@@ -68,10 +68,11 @@ def run_streams(seed: int) -> tuple[int, int, int]:
         check_responses(stream, rollouts.engine.options.max_response_tokens)
         responses += len(stream.responses)
         redone += rollouts.counts.redone
-    return streams, responses, redone
+        shared += rollouts.counts.shared_tokens
+    return streams, responses, redone, shared
 
 
-def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int]:
+def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int, int]:
     """`run_streams` for each; a failure names its seed."""
     counts = []
     for seed in seeds:
@@ -80,19 +81,19 @@ def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int]:
         except BaseException as error:
             error.add_note(f"seed {seed}: tests.sampling.test_invariants.run_streams({seed}) does it again")
             raise
-    streams, responses, redone = map(sum, zip(*counts, strict=True))
-    return streams, responses, redone
+    streams, responses, redone, shared = map(sum, zip(*counts, strict=True))
+    return streams, responses, redone, shared
 
 
 def test_random_streams():
-    streams, responses, redone = run_seeds(range(150))
-    assert streams >= 250 and responses > 4_000 and redone > 200
+    streams, responses, redone, shared = run_seeds(range(150))
+    assert streams >= 250 and responses > 4_000 and redone > 200 and shared > 200
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_streams():
-    streams, responses, redone = run_seeds(range(150, 5_250))
-    assert streams >= 10_000 and responses > 150_000 and redone > 5_000
+    streams, responses, redone, shared = run_seeds(range(150, 5_250))
+    assert streams >= 10_000 and responses > 150_000 and redone > 5_000 and shared > 5_000
 
 
 # ---- the compiled engine ---------------------------------------------------------------------------------------------

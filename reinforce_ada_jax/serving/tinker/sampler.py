@@ -98,7 +98,7 @@ class Sampler:
     def _reset(self) -> None:
         options = self.engine.options
         self._state: Any = self.engine.init_decode_state()
-        self._schedulers = [Scheduler(options) for _ in range(self.engine.replicas)]
+        self._schedulers = [Scheduler(options, self._adapter_of) for _ in range(self.engine.replicas)]
         self._terms = [default_terms(options) for _ in self._schedulers]
         self._prompts: dict[str, Prompt] = {}
         self._open: dict[str, dict[int, _Draw]] = {}  # unfinished draws of each prompt
@@ -176,11 +176,17 @@ class Sampler:
             self._open.setdefault(name, {})[draw.draw] = draw
             home.add(draw)
 
+    def _adapter_of(self, prompt: Prompt) -> int:
+        """Returns the place of the adapter of a prompt's draws."""
+        job = next(iter(self._open[prompt.id].values())).job
+        assert job is not None
+        return self._adapters.get(job.adapter, NO_ADAPTER)
+
     def _open_prompts(self) -> None:
         for scheduler, terms in zip(self._schedulers, self._terms, strict=True):
             scheduler.open_waiting()
             names = {row: name for name, row in scheduler.rows.prompts.items()}
-            for row, _ in scheduler.opened:
+            for row in (prompt.row for prompt in scheduler.opened):
                 job = next(iter(self._open[names[row]].values())).job
                 assert job is not None
                 terms.stop_ids[row] = -1
