@@ -46,14 +46,7 @@ Pools = tuple[Pages, Pages]  # pages of keys, pages of values
 NARROWER = (2, 4, 16)
 
 
-def prefill(
-    model: Decoder,
-    tokens: Int[Array, "B T"],
-    length: Int[Array, " B"],
-    adapter: Int[Array, " B"] | None = None,
-    *,
-    dtype: DTypeLike,
-) -> Prefix:
+def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
     """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
 
     def attend(query, key, value, layer_index, carry):
@@ -61,7 +54,7 @@ def prefill(
         return mixed, carry, (key, value)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype, adapter=adapter)
+    _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype)
     last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     return Prefix(keys=keys, values=values, length=length, last_token=last)
 

@@ -90,8 +90,8 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         state = new_state()
         return state if replicas == 1 else jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state)
 
-    def prefill(params, tokens, length, adapter=None):
-        return decode.prefill(merge(architecture, params), tokens, length, adapter, dtype=dtype)
+    def prefill(params, tokens, length):
+        return decode.prefill(merge(architecture, params), tokens, length, dtype=dtype)
 
     def decode_window(params, state, inputs):
         model, sizes = merge(architecture, params), dict(window=options.window, prefill_tokens=options.prefill_tokens)
