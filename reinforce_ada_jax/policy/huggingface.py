@@ -188,10 +188,15 @@ def _write_layer(
     }
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
+def _owned(weights: dict[str, jax.Array], dtype: DTypeLike) -> dict[str, jax.Array]:
+    """Returns copies: on CPUs an array may lie in numpy's memory, which could not be donated."""
+    return {name: jnp.copy(weight).astype(dtype) for name, weight in weights.items()}
+
+
 def _place(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     if sharding is None or sharding.is_fully_addressable:
-        # A weight in numpy's memory could not be donated.
-        return jax.block_until_ready(jax.device_put(value, sharding, may_alias=False))
+        return jax.block_until_ready(jax.device_put(value, sharding))
     # Each process hands over its own shards only, so this also serves a mesh of many hosts.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
@@ -244,7 +249,7 @@ def load(
         write = jax.jit(_write_layer, donate_argnums=0, out_shardings=layouts)
         for layer in range(architecture.num_layers):
             stacks = jax.block_until_ready(write(stacks, read(layer), np.int32(layer)))
-        others = {name: weight.astype(dtype) for name, weight in read(None).items()}
+        others = _owned(read(None), dtype)
     return architecture, transformer.nest({name: (stacks | others)[name] for name in shapes})
 
 
