@@ -408,7 +408,7 @@ def test_any_engine_answers_any_stream_of_requests(seed):
             Prompt(f"p{index}", "", "", rng.integers(0, 24, length).astype(np.int32))
             for index, length in enumerate(lengths)
         ]
-        strategy = rounds_of({prompt.id: tuple(rng.integers(1, 9, rng.integers(1, 4))) for prompt in prompts})
+        strategy = rounds_of({prompt.id: rng.integers(1, 9, rng.integers(1, 4)).tolist() for prompt in prompts})
         session = dict(prompts=prompts, stream=stream, limit=int(rng.integers(1, 13)))
         one, other = (
             tiny.samples(tiny.collect_pools(each, strategy, **session)) for each in (rollouts, tiny.rollouts())
