@@ -206,7 +206,8 @@ def load(
 ) -> tuple[Architecture, transformer.Params]:
     """A Hugging Face folder's architecture and weights, born sharded when a mesh is given.
 
-    Beyond the result, at most one tensor of the files is in the host's memory, and one layer on the devices.
+    Beyond the result, at most one tensor of the files is in the host's memory. The devices hold one layer more, and at
+    the end a second copy of what is outside of the layers (embedding, head).
 
     Args:
       folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16.
