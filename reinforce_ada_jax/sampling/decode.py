@@ -270,14 +270,18 @@ def _active_first(slots: Slots) -> Slots:
 
 
 def _begin_window(state: DecodeState, inputs: WindowInputs) -> DecodeState:
-    """Closes and opens prompts, queues requests, and clears what the last window counted and finished."""
+    """Closes and opens prompts, cancels and queues requests, and clears what the last window counted and finished."""
     state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
     state = slots_lib.open_prompts(state, inputs.opened, _page_size(state))
     prompt_tokens = state.prompt_tokens.at[inputs.opened.row].set(inputs.opened.tokens, mode="drop")
     state = state.replace(prompt_tokens=prompt_tokens)
-    state = slots_lib.enqueue(state, inputs, state.seed)
-    running, zero = jnp.full_like(state.outputs.status, RUNNING), jnp.int32(0)
-    return state.replace(outputs=state.outputs.replace(status=running), busy=zero, decode_steps=zero, redone=zero)
+    state = slots_lib.enqueue(slots_lib.cancel(state, inputs.cancelled), inputs, state.seed)
+    outputs, size, zero = state.outputs, state.outputs.length.shape[0], jnp.int32(0)
+    new = jnp.where(jnp.arange(size) < inputs.count, inputs.output_row, size)
+    outputs = outputs.replace(
+        length=outputs.length.at[new].set(0, mode="drop"), status=jnp.full_like(outputs.status, RUNNING)
+    )
+    return state.replace(outputs=outputs, busy=zero, decode_steps=zero, redone=zero)
 
 
 def _queue_is_empty(state: DecodeState) -> Bool[Array, ""]:

@@ -5,7 +5,7 @@ A request waits until its prompt is open, is ready for the next window, or is in
 
 import collections
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -56,6 +56,7 @@ class Scheduler:
         self._lengths = Lengths(options.table_width)
         self._unopened: dict[str, list[Request]] = {}  # of prompts that wait for a row or for pages, in order
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
+        self._cancelled: set[Request] = set()  # on the device, with the next window
         self.opened: list[OpenedPrompt] = []  # with the next window
 
     @property
@@ -128,12 +129,26 @@ class Scheduler:
                 self.budget.close_prompt(row)
                 self._prefixes.remove(row)
 
+    def cancel(self, requests: Collection[Request]) -> list[Request]:
+        """Ends requests: returns those that never reached the device; others are answered after their next token."""
+        dropped = [request for request in self._ready if request in requests]
+        self._ready = collections.deque(request for request in self._ready if request not in requests)
+        for prompt_id, waiting in list(self._unopened.items()):
+            dropped += [request for request in waiting if request in requests]
+            self._unopened[prompt_id] = [request for request in waiting if request not in requests]
+            if not self._unopened[prompt_id]:
+                del self._unopened[prompt_id]
+        self._cancelled.update(requests)
+        return dropped
+
     def next_window(
         self, address: Callable[[Request], np.ndarray], sampling: Callable[[Request], SamplingParams]
     ) -> WindowInputs:
         """Starts the requests that are ready: returns the inputs of the next window."""
         waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
         reserve = self.budget.submit_window(requests[0].prompt for requests in waiting)
+        cancelled = [row for row, request in self.rows.in_flight.items() if request in self._cancelled]
+        self._cancelled.clear()
         entries = []
         while self._ready and self.rows.free_output_rows:
             request = self._ready.popleft()
@@ -141,7 +156,7 @@ class Scheduler:
             entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request)))
         opened, self.opened = self.opened, []
         closing, survivors = self.rows.take_closing(), self._lengths.survivors()
-        return window_inputs(self.options, entries, closing, opened, reserve, survivors)
+        return window_inputs(self.options, entries, closing, opened, reserve, survivors, cancelled)
 
     def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
         """Returns the responses that ended in the oldest window in flight, by output row.

@@ -70,6 +70,21 @@ def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
     return state.replace(pool=pool, prompts=prompts)
 
 
+def cancel(state: State, cancelled: Bool[Array, " O"]) -> State:
+    """Lowers the limits of the responses in these output rows, so that each ends with its next token.
+
+    They end as any other response does, so that every request is answered and every page released.
+    """
+    slots, queue = state.slots, state.queue
+    limit = jnp.minimum(slots.sampling.max_tokens, slots.count + 1)
+    of_slots = jnp.where(slots.active & cancelled[slots.output_row], limit, slots.sampling.max_tokens)
+    of_queue = jnp.where(cancelled[queue.output_row], 1, queue.sampling.max_tokens)
+    return state.replace(
+        slots=slots.replace(sampling=slots.sampling.replace(max_tokens=of_slots)),
+        queue=queue.replace(sampling=queue.sampling.replace(max_tokens=of_queue)),
+    )
+
+
 def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
     """Appends the host's requests to the queue, which has room for them."""
     queue, size = state.queue, state.queue.prompt_row.shape[0]

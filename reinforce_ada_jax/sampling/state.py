@@ -107,6 +107,7 @@ class WindowInputs(Record):
       address: of each request (`token.address`).
       sampling: of each request.
       count: number of requests, at the front; they queue behind those that wait already.
+      cancelled: output rows whose responses end with their next token; rows of finished ones mean nothing.
       closing: prompt rows to release; none of their draws runs or waits.
       opened: prompts to open, after that.
       reserve: pages that new responses must leave free, for prompts about to be opened.
@@ -118,6 +119,7 @@ class WindowInputs(Record):
     address: UInt32[ArrayLike, "Q 4"]
     sampling: Sampling
     count: Int[ArrayLike, ""]
+    cancelled: Bool[ArrayLike, " O"]
     closing: Bool[ArrayLike, " R"]
     opened: OpenedPrompts
     reserve: Int[ArrayLike, ""]
@@ -152,7 +154,7 @@ class Slots(Record):
 
 
 class Outputs(Record):
-    """Responses, finished or growing, each in the row that its request named."""
+    """Responses, finished or growing, each in the row that its request named; length 0 before the first token."""
 
     tokens: Int[ArrayLike, "O max_response"]
     logprobs: Float[ArrayLike, "O max_response"]

@@ -1,6 +1,6 @@
 """The arrays that the host passes to a decode window, made of the requests that start with it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ def window_inputs(
     opened: Sequence[OpenedPrompt],
     reserve: int,
     survivors: Int[np.ndarray, " width"],
+    cancelled: Collection[int] = (),
 ) -> WindowInputs:
     """Returns the inputs of one replica's window.
 
@@ -51,6 +52,7 @@ def window_inputs(
       opened: prompts to open, in the order in which they are prefilled.
       reserve: pages that new responses must leave free.
       survivors: from `admission.Lengths.survivors`.
+      cancelled: output rows whose responses end with their next token.
     """
 
     def column(values: Sequence, dtype: type, empty: int = 0) -> np.ndarray:
@@ -72,6 +74,7 @@ def window_inputs(
             top_p=column([entry.sampling.top_p for entry in entries], np.float32, 1),
         ),
         count=np.asarray(len(entries), np.int32),
+        cancelled=np.isin(np.arange(options.output_rows), list(cancelled)),
         closing=closing,
         opened=_opened_prompts(options, opened),
         reserve=np.asarray(reserve, np.int32),

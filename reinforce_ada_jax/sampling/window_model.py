@@ -70,6 +70,7 @@ class WindowModel:
         decode_steps = busy = cached = redone = chunks = 0
         self._close_prompts(inputs.closing)
         self._open_prompts(inputs.opened)
+        self._cancel(inputs.cancelled)
         self._enqueue(inputs)
         reserve, expected = int(inputs.reserve), admission.expected_pages(inputs.survivors, np)
         floor = min(reserve, int(self.state.pool.available))
@@ -170,6 +171,18 @@ class WindowModel:
             self.on_prefill(row, int(prompts.cached[row]), taken)
             prompts.cached[row] += taken
             left -= taken
+
+    def _cancel(self, cancelled: np.ndarray) -> None:
+        slots, queue = self.state.slots, self.state.queue
+        limits = {int(slots.output_row[slot]): int(slots.count[slot]) + 1 for slot in np.flatnonzero(slots.active)}
+        for row in np.flatnonzero(cancelled).tolist():
+            if row in self.responses:  # else it has ended
+                tokens, truncated = self.responses[row]
+                limit = limits.get(row, 1)
+                self.responses[row] = tokens[:limit], truncated or limit < len(tokens)
+        of_slots = slots.active & cancelled[slots.output_row]
+        slots.sampling.max_tokens[of_slots] = np.minimum(slots.sampling.max_tokens, slots.count + 1)[of_slots]
+        queue.sampling.max_tokens[cancelled[queue.output_row]] = 1
 
     def _enqueue(self, inputs: WindowInputs) -> None:
         queue, size = self.state.queue, self.options.output_rows

@@ -75,7 +75,7 @@ class PageReplica(WindowModel):
         slots = self.state.slots
         sequence, end = self.sequences.pop(int(slots.output_row[slot])), int(slots.position[slot])
         context = self.cache[self._places(slots.table[slot], 0, end)]
-        assert context.tolist() == sequence[:-1], "a page was written by somebody else"
+        assert context.tolist() == sequence[:end], "a page was written by somebody else"
 
     def on_evict(self, slot: int) -> None:
         del self.sequences[int(self.state.slots.output_row[slot])]

@@ -26,14 +26,15 @@ def opened(engine, prompts, rows=None, state=None):
     return window(engine, state, opened=[OpenedPrompt(row, p.tokens) for row, p in zip(rows, prompts, strict=True)])[0]
 
 
-def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0):
+def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0, cancelled=()):
     """Requests (prompt, draw, limit, prompt row), to be answered in output rows from `first_output` on."""
     queued = [
         QueueEntry(row, first_output + index, token_lib.address(0, prompt.id, draw), SamplingParams(limit))
         for index, (prompt, draw, limit, row) in enumerate(entries)
     ]
     survivors = Lengths(engine.options.table_width).survivors()
-    return window_inputs(engine.options, queued, np.isin(np.arange(5), closing), opened, reserve, survivors)
+    closing = np.isin(np.arange(5), closing)
+    return window_inputs(engine.options, queued, closing, opened, reserve, survivors, cancelled)
 
 
 def window(engine, state, *entries, **how):
@@ -182,6 +183,25 @@ def test_requests_wait_on_the_device_from_window_to_window(engine):
     assert first.keys() | finished.keys() == set(range(32)) and not first.keys() & finished.keys()
     for row, answer in finished.items():
         assert_response(answer, tiny.drawn()["p5", row % 13] if row < 20 else tiny.drawn()["p16", row - 20])
+
+
+def test_a_cancelled_response_ends_with_its_next_token_wherever_it_is(engine):
+    """Nine long responses over 8 slots: after a window of 4 tokens one that decodes and the one that waits end."""
+    long = next(r for r in tiny.drawn().values() if r.prompt_id == "p5" and r.truncated)
+    entries = [(P5, long.draw, 12, 0)] * 9
+    state, outputs = window(engine, opened(engine, [P5]), *entries)
+    assert outputs.rows.length.tolist()[:9] == [4] * 8 + [0]  # the ninth has not begun
+    state, outputs = window(engine, state, cancelled=[0, 8, 20])
+    rows = jax.device_get(outputs.rows)
+    assert np.flatnonzero(rows.status != RUNNING).tolist() == [0, 8]
+    for row, length in ((0, 5), (8, 1)):
+        assert_response((rows.tokens[row, : rows.length[row]], rows.logprobs[row, : rows.length[row]],
+                         rows.status[row]), tiny.cut(long, length))  # fmt: skip
+    state, finished = decode(engine, state)
+    assert [len(tokens) for tokens, _, _ in finished.values()] == [12] * 7
+    state, outputs = window(engine, state, *entries)
+    assert outputs.rows.length.tolist()[:9] == [4] * 8 + [0]  # nor does it show what the row had before
+    decode(engine, state)
 
 
 def test_new_responses_leave_the_reserved_pages(engine):

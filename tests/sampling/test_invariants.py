@@ -128,12 +128,13 @@ def comparable(state, outputs) -> dict:
     )
 
 
-def recorded(rollouts: Rollouts, stream: RandomStream) -> list:
-    """State after each window of a session, replica by replica."""
-    engine, windows = rollouts.engine, []
+def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -> list:
+    """State after each window of a session, replica by replica; a share of the output rows is cancelled with each."""
+    engine, windows, rng = rollouts.engine, [], np.random.default_rng(0)
     decode_window = engine.decode_window
 
     def recording(params, state, all_inputs):
+        all_inputs = [each.replace(cancelled=rng.random(len(each.cancelled)) < cancelled) for each in all_inputs]
         state, outputs = decode_window(params, state, all_inputs)
         windows.append(
             [comparable(*both) for both in zip(engine.fetch(state), engine.fetch_outputs(outputs), strict=True)]
@@ -160,7 +161,8 @@ def recorded(rollouts: Rollouts, stream: RandomStream) -> list:
 def test_the_compiled_engine_does_the_same_page_for_page(sizes, monkeypatch):
     """Sixteen streams each, all invariants looked after, against the plain engine: every window leaves the same.
 
-    Responses end at their limits only, of which each has its own, so both engines' have the same lengths.
+    Responses end at their limits only, of which each has its own, so both engines' have the same lengths. In half of
+    the streams random responses are cancelled.
     """
     real = tiny.rollouts(stop_ids=(), check_invariants=True, **sizes)
     monkeypatch.setattr(page_engine, "response_to", lambda words, limit, longest: ([0] * limit, True))
@@ -168,7 +170,7 @@ def test_the_compiled_engine_does_the_same_page_for_page(sizes, monkeypatch):
     for seed in range(16):
         real.state = None  # a new one: after a session the free pages lie in another order
         windows = [
-            recorded(rollouts, RandomStream(np.random.default_rng(seed), options, vocabulary=24))
+            recorded(rollouts, RandomStream(np.random.default_rng(seed), options, vocabulary=24), 0.1 * (seed % 2))
             for rollouts in (real, Rollouts(PageEngine(options, replicas=real.engine.replicas)))
         ]
         assert len(windows[0]) == len(windows[1]), f"seed {seed}"
