@@ -1,34 +1,38 @@
-"""Sampling for many clients: one engine, adapters side by side in its weights, and requests as they come.
+"""Sampling for many clients: one engine, and requests as they come.
 
-Everything here runs in the thread that owns the devices. A turn submits one decode window for all requests and reads
-the one before it; between turns that thread may do something else.
+Everything but `submit` and `cancel` runs in the thread that owns the devices. A turn submits one decode window for all
+requests and reads the one before it; between turns that thread may do something else.
 """
 
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from reinforce_ada_jax.policy import lora
-from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import PromptTerms, SamplingParams, WindowOutputs, default_terms
-from reinforce_ada_jax.serving.tinker.protocol import Sampled
-from reinforce_ada_jax.types import Prompt, Request, Response
+from reinforce_ada_jax.types import Prompt, Request
 
 # First word of the addresses of served responses.
 SERVED_STREAM = 2**32 - 2
 NO_ADAPTER = -1
-# Adapters as a sampler gets them: what they are, and their arrays.
-LoadedAdapter = tuple[Lora, Params]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """Tokens of a response, their log-probabilities, and if a stop ended it."""
+
+    tokens: Int[np.ndarray, " T"]
+    logprobs: Float[np.ndarray, " T"]
+    stopped: bool
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,24 +42,28 @@ class SampleJob:
     Attributes:
       id: of the request; its draws are a function of it, unless there is a seed.
       tokens: of the prompt.
-      adapter: name of the adapters, as `load` takes it; "" for none.
       num_samples: responses.
       sampling: parameters of each.
       stop_ids: tokens that end a response.
       seed: the draws are a function of it; None: of the id.
-      done: is called with the responses, or with what went wrong.
+      done: is called with the responses, or with what went wrong. A cancelled response has the tokens drawn by then.
+      adapter: name of the adapters, as the weights know it; "" for none.
+      watch: is called with the index of a draw and its new tokens, after each window that brought some.
       responses: those that are there, by draw.
+      num_watched: tokens of each draw that `watch` got.
     """
 
     id: str
     tokens: Int[np.ndarray, " T"]
-    adapter: str
     num_samples: int
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     seed: int | None
     done: Callable[[list[Sampled] | Exception], None]
+    adapter: str = ""
+    watch: Callable[[int, Sampled], None] | None = None
     responses: dict[int, Sampled] = dataclasses.field(default_factory=dict)
+    num_watched: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def prompt_id(self) -> str:
@@ -69,30 +77,60 @@ class SampleJob:
         return self.id if self.seed is None else f"seed {self.seed}"
 
 
+@runtime_checkable
+class Weights(Protocol):
+    """Weights to decode with, which may have adapters."""
+
+    params: Params
+
+    def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
+        """Makes adapters ready; returns False while those in use leave no room. ValueError: there are none."""
+        ...
+
+    def place(self, adapter: str) -> int:
+        """Returns where the decode weights have adapters that are ready; `NO_ADAPTER` for none."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class PlainWeights:
+    """Weights without adapters."""
+
+    params: Params
+
+    def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
+        """Returns True: nothing has to be made ready."""
+        del adapter, in_use
+        return True
+
+    def place(self, adapter: str) -> int:
+        """Returns that there is no adapter."""
+        del adapter
+        return NO_ADAPTER
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Draw(Request):
     job: SampleJob | None = None
     index: int = 0
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Window:
+    """A submitted window, and the requests that each replica had on the device with it, by output row."""
+
+    outputs: WindowOutputs
+    in_flight: list[dict[int, Request]]
+
+
 class Sampler:
-    """One engine with the weights of its base and `num_adapters` adapters at a time."""
+    """One engine with its weights."""
 
-    def __init__(self, engine: Engine, base: Params, size: Lora, num_adapters: int):
-        """Makes an idle sampler.
-
-        Args:
-          engine: of the base; its stop tokens are filled up with -1, to as many as a request may have.
-          base: weights of the learner.
-          size: rank and targets of the largest adapter.
-          num_adapters: adapters that may be in use at the same time.
-        """
-        self.engine = engine
-        self.load: Callable[[str], LoadedAdapter] = _unknown  # returns adapters by name; the service sets it
-        self._weights = lora.bank(engine.decode_weights(base), engine.architecture, size, num_adapters, engine.dtype)
-        self._adapters: collections.OrderedDict[str, int] = collections.OrderedDict()  # last used at the end
-        self._free_adapters = list(range(num_adapters))[::-1]
-        self.waiting: collections.deque[SampleJob] = collections.deque()
+    def __init__(self, engine: Engine, weights: Weights):
+        """Makes an idle sampler; the engine has room for as many stop tokens as a request may have."""
+        self.engine, self.weights = engine, weights
+        self._waiting: collections.deque[SampleJob] = collections.deque()
+        self._cancelled: collections.deque[tuple[SampleJob, int | None]] = collections.deque()
         self._reset()
 
     def _reset(self) -> None:
@@ -103,23 +141,37 @@ class Sampler:
         self._prompts: dict[str, Prompt] = {}
         self._open: dict[str, dict[int, _Draw]] = {}  # unfinished draws of each prompt
         self._num_draws: collections.Counter[str] = collections.Counter()
-        self._previous: WindowOutputs | None = None
+        self._previous: _Window | None = None
+
+    def submit(self, job: SampleJob) -> None:
+        """Queues a request, from any thread."""
+        self._waiting.append(job)
+
+    def cancel(self, job: SampleJob, index: int | None = None) -> None:
+        """Ends one response of a request, or all of them, from any thread: their slots are free after a window."""
+        self._cancelled.append((job, index))
 
     @property
     def busy(self) -> bool:
         """True if a turn has something to do."""
-        return bool(self.waiting or self._open or self._previous is not None)
+        return bool(self._waiting or self._cancelled or self._open or self._previous is not None)
+
+    @property
+    def num_running(self) -> int:
+        """Responses on the device: in slots, or next for one."""
+        return sum(len(scheduler.rows.in_flight) for scheduler in self._schedulers)
 
     def warm_up(self) -> None:
         """Compiles everything that sampling runs: no client waits for the compiler."""
         prompt = np.zeros(self.engine.options.max_prompt_tokens, np.int32)
-        self.waiting.append(SampleJob("warm up", prompt, "", 1, SamplingParams(1), (), 0, _ignore))
+        self.submit(SampleJob("warm up", prompt, 1, SamplingParams(1), (), 0, _ignore))
         while self.busy:
             self.turn()
 
     def turn(self) -> None:
         """Starts requests, submits a window, and reads the one before it."""
         try:
+            self._cancel_responses()
             self._admit()
             self._open_prompts()
             submitted = self._submit() if any(scheduler.busy for scheduler in self._schedulers) else None
@@ -133,37 +185,38 @@ class Sampler:
                 if job is not None:
                     job.done(error)
 
+    def _cancel_responses(self) -> None:
+        nothing = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
+        while self._cancelled:
+            job, index = self._cancelled.popleft()
+            if job in self._waiting:
+                self._waiting.remove(job)
+                job.done([nothing] * job.num_samples)
+                continue
+            name = job.prompt_id
+            draws = {
+                draw for draw in self._open.get(name, {}).values() if draw.job is job and index in (None, draw.index)
+            }
+            for scheduler in self._schedulers:
+                for draw in scheduler.cancel(draws):
+                    self._finish(name, draw.draw, nothing)
+                self._close(scheduler, name)
+
     def _admit(self) -> None:
         most = 2 * self.engine.options.slots * len(self._schedulers)
-        while self.waiting and sum(scheduler.load for scheduler in self._schedulers) < most:
-            job = self.waiting[0]
+        while self._waiting and sum(scheduler.load for scheduler in self._schedulers) < most:
+            job = self._waiting[0]
             try:
-                if not self._use_adapter(job.adapter):
+                if not self.weights.use(job.adapter, self._adapters_in_use):
                     break
             except ValueError as error:
-                self.waiting.popleft().done(error)
+                self._waiting.popleft().done(error)
                 continue
-            self.waiting.popleft()
+            self._waiting.popleft()
             self._start(job)
 
-    def _use_adapter(self, name: str) -> bool:
-        """Puts adapters beside the others; returns False if all places are in use."""
-        if not name:
-            return True
-        if name in self._adapters:
-            self._adapters.move_to_end(name)
-            return True
-        if not self._free_adapters:
-            in_use = {draw.job.adapter for draws in self._open.values() for draw in draws.values() if draw.job}
-            unused = next((each for each in self._adapters if each not in in_use), None)
-            if unused is None:
-                return False
-            self._free_adapters.append(self._adapters.pop(unused))
-        chosen, params = self.load(name)
-        place = self._free_adapters.pop()
-        self._weights = lora.put_into_bank(self._weights, params, chosen, place)
-        self._adapters[name] = place
-        return True
+    def _adapters_in_use(self) -> set[str]:
+        return {draw.job.adapter for draws in self._open.values() for draw in draws.values() if draw.job}
 
     def _start(self, job: SampleJob) -> None:
         name = job.prompt_id
@@ -180,50 +233,70 @@ class Sampler:
         """Returns the place of the adapter of a prompt's draws."""
         job = next(iter(self._open[prompt.id].values())).job
         assert job is not None
-        return self._adapters.get(job.adapter, NO_ADAPTER)
+        return self.weights.place(job.adapter)
 
     def _open_prompts(self) -> None:
+        changed = False
         for scheduler, terms in zip(self._schedulers, self._terms, strict=True):
             scheduler.open_waiting()
             names = {row: name for name, row in scheduler.rows.prompts.items()}
             for row in (prompt.row for prompt in scheduler.opened):
                 job = next(iter(self._open[names[row]].values())).job
                 assert job is not None
-                terms.stop_ids[row] = -1
-                terms.stop_ids[row, : len(job.stop_ids)] = job.stop_ids
-                terms.adapter[row] = self._adapters.get(job.adapter, NO_ADAPTER)
-        if any(scheduler.opened for scheduler in self._schedulers):
+                stop_ids = np.full_like(terms.stop_ids[row], -1)
+                stop_ids[: len(job.stop_ids)] = job.stop_ids
+                adapter = self.weights.place(job.adapter)
+                changed |= bool((terms.stop_ids[row] != stop_ids).any() or terms.adapter[row] != adapter)
+                terms.stop_ids[row], terms.adapter[row] = stop_ids, adapter
+        if changed:
             # Copies, because the device may read them later.
             self._state = self.engine.set_terms(self._state, [_copy(terms) for terms in self._terms])
 
-    def _submit(self) -> WindowOutputs:
+    def _submit(self) -> _Window:
         inputs = [scheduler.next_window(_address, _sampling) for scheduler in self._schedulers]
-        self._state, outputs = self.engine.decode_window(self._weights, self._state, inputs)
+        self._state, outputs = self.engine.decode_window(self.weights.params, self._state, inputs)
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
-        return outputs
+        return _Window(outputs, [dict(scheduler.rows.in_flight) for scheduler in self._schedulers])
 
-    def _read(self, window: WindowOutputs) -> None:
-        outputs_of = self.engine.fetch_outputs(window)
-        for scheduler, outputs in zip(self._schedulers, outputs_of, strict=True):
+    def _read(self, window: _Window) -> None:
+        outputs_of = self.engine.fetch_outputs(window.outputs)
+        for scheduler, outputs, in_flight in zip(self._schedulers, outputs_of, window.in_flight, strict=True):
             for response in scheduler.process_outputs(outputs, 0):
-                self._finish(response)
-                if not self._open[response.prompt_id]:
-                    scheduler.close([response.prompt_id])
-                    for kept in (self._open, self._prompts, self._num_draws):
-                        kept.pop(response.prompt_id)
+                found = Sampled(response.tokens, response.logprobs, stopped=not response.truncated)
+                self._finish(response.prompt_id, response.draw, found)
+                self._close(scheduler, response.prompt_id)
+            for row, request in in_flight.items():
+                # In this row and not finished; the row of a later window's request has nothing of it yet.
+                if scheduler.rows.in_flight.get(row) is request:
+                    length = outputs.rows.length[row]
+                    _watch(request, outputs.rows.tokens[row, :length], outputs.rows.logprobs[row, :length])
 
-    def _finish(self, response: Response) -> None:
-        draw = self._open[response.prompt_id].pop(response.draw)
+    def _finish(self, prompt_id: str, number: int, found: Sampled) -> None:
+        draw = self._open[prompt_id].pop(number)
         job = draw.job
         assert job is not None
-        job.responses[draw.index] = Sampled(response.tokens, response.logprobs, stopped=not response.truncated)
+        _watch(draw, found.tokens, found.logprobs)
+        job.responses[draw.index] = found
         if len(job.responses) == job.num_samples:
             job.done([job.responses[index] for index in range(job.num_samples)])
 
+    def _close(self, scheduler: Scheduler, prompt_id: str) -> None:
+        """Closes a prompt of which no draw is unfinished."""
+        if prompt_id in self._open and not self._open[prompt_id]:
+            scheduler.close([prompt_id])
+            for kept in (self._open, self._prompts, self._num_draws):
+                kept.pop(prompt_id)
 
-def _unknown(name: str) -> LoadedAdapter:
-    raise ValueError(f"there are no adapters {name}.")
+
+def _watch(request: Request, tokens: Int[np.ndarray, " T"], logprobs: Float[np.ndarray, " T"]) -> None:
+    """Passes the tokens that are new; a response that was evicted has fewer for a while, and the same ones."""
+    assert isinstance(request, _Draw) and request.job is not None
+    job, index = request.job, request.index
+    begin = job.num_watched[index]
+    if job.watch is not None and len(tokens) > begin:
+        job.num_watched[index] = len(tokens)
+        job.watch(index, Sampled(tokens[begin:].copy(), logprobs[begin:].copy(), stopped=False))
 
 
 def _ignore(found: list[Sampled] | Exception) -> None:

@@ -18,6 +18,7 @@ from tinker.proto import tinker_public_pb2 as pb2
 from tinker.types.weights_info_response import WeightsInfoResponse
 
 from reinforce_ada_jax.learning.adapter_learner import LOSSES, Clip, LossRow
+from reinforce_ada_jax.serving.sampler import Sampled
 
 __all__ = ["DecodeError", "WeightsInfoResponse", "pb2", "types"]
 JSON, PROTO = "application/json", "application/x-protobuf"
@@ -172,15 +173,6 @@ def _batched(values: Sequence[Float[np.ndarray, " T"]]) -> Any:
     offsets = np.cumsum([0, *(4 * len(each) for each in values)], dtype=np.int64)
     data = np.concatenate(values).astype(np.float32).tobytes()
     return pb2.BatchedTensor(data=data, offsets=offsets.tobytes(), dtype=pb2.DTYPE_FLOAT32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled:
-    """One response: its tokens, their log-probabilities, and if a stop ended it."""
-
-    tokens: Int32[np.ndarray, " T"]
-    logprobs: Float[np.ndarray, " T"]
-    stopped: bool
 
 
 def sample_result(responses: Sequence[Sampled], prompt_logprobs: Float[np.ndarray, " T"] | None = None) -> Result:

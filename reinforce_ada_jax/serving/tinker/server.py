@@ -17,9 +17,10 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.serving.sampler import Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
 from reinforce_ada_jax.serving.tinker.app import App
-from reinforce_ada_jax.serving.tinker.sampler import Sampler
 from reinforce_ada_jax.serving.tinker.service import ALPHA, MAX_STOPS, Base, Service
 from reinforce_ada_jax.serving.tinker.worker import Worker
 
@@ -48,6 +49,8 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     mesh = served.engine.mesh
     options = dataclasses.replace(options, stop_ids=stop_ids)
     size = Lora(settings.max_rank, ALPHA, tuple(TARGETS))
+    engine = Engine(architecture, options, mesh=mesh)
+    bank = AdapterBank(engine, params, size, settings.adapters)
     return Base(
         name=served.name,
         folder=served.folder,
@@ -55,7 +58,8 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
         tokenizer=served.tokenizer,
         options=options,
         learner=AdapterLearner(architecture, params, mesh, jnp.dtype(settings.dtype)),
-        sampler=Sampler(Engine(architecture, options, mesh=mesh), params, size, settings.adapters),
+        bank=bank,
+        sampler=Sampler(engine, bank),
         tokenizer_id=served.tokenizer_id,
     )
 

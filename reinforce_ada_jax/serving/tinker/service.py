@@ -23,10 +23,11 @@ from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
+from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler, cut_at_stop
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.serving.tinker import adapters, protocol
-from reinforce_ada_jax.serving.tinker.protocol import Result, Sampled, types
-from reinforce_ada_jax.serving.tinker.sampler import LoadedAdapter, SampleJob, Sampler, cut_at_stop
+from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAdapter
+from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, SamplerRow, Store
 
 # Stop tokens of one request.
@@ -58,6 +59,7 @@ class Base:
     tokenizer: Tokenizer
     options: EngineOptions
     learner: AdapterLearner
+    bank: AdapterBank
     sampler: Sampler
     tokenizer_id: str | None = None
 
@@ -97,7 +99,7 @@ class Service:
         self.samples: collections.OrderedDict[str, _Future] = collections.OrderedDict()
         self.on_result: Callable[[str], None] = lambda request_id: None
         for base in bases.values():
-            base.sampler.load = functools.partial(self.load_adapter, base)
+            base.bank.load = functools.partial(self.load_adapter, base)
         now = time.monotonic()
         self.seen = {session: now for session, ended in self.store.sessions().items() if ended is None}
 
@@ -132,10 +134,18 @@ class Service:
             if self.seen.pop(session, None) is None:
                 return
             self.store.end_session(session, why)
-            for future in self.samples.values():
-                if future.session == session and future.job is not None:
-                    future.job = None
+            for request_id, future in list(self.samples.items()):
+                if future.session == session and future.result is None:
+                    self._drop(request_id, f"session {session} has ended: {why}.")
         self.wake.set()
+
+    def _drop(self, request_id: str, why: str) -> None:
+        """Ends the responses of a request, whose slots are free after a window, and answers it."""
+        job = self.samples[request_id].job
+        self._finish_sample(request_id, protocol.error_result(why))
+        if job is not None:
+            for base in self.bases.values():
+                base.sampler.cancel(job)
 
     def end_silent_sessions(self) -> None:
         """Ends the sessions whose clients have been silent for too long."""
@@ -244,6 +254,8 @@ class Service:
             stop_ids = tuple(x for x in asked.stop if isinstance(x, int))
 
         def done(found: list[Sampled] | Exception) -> None:
+            if future.result is not None:
+                return None
             if isinstance(found, Exception):
                 category = protocol.USER if isinstance(found, ValueError) else protocol.SERVER
                 return self._finish_sample(request_id, protocol.error_result(str(found), category))
@@ -266,7 +278,7 @@ class Service:
             seed=asked.seed,
             done=done,
         )  # fmt: skip
-        base.sampler.waiting.append(future.job)
+        base.sampler.submit(future.job)
 
     def _prompt_logprobs(
         self, base: Base, adapter: str, tokens: Int32[np.ndarray, " T"], last: int | None
@@ -308,15 +320,12 @@ class Service:
         self.on_result(request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request for samples; responses that are being decoded are dropped."""
+        """Ends a request for samples."""
         with self.lock:
             future = self.samples.get(request_id)
             if future is None or future.result is not None:
                 return
-            for base in self.bases.values():
-                if future.job in base.sampler.waiting:
-                    base.sampler.waiting.remove(future.job)
-            self._finish_sample(request_id, protocol.error_result("the client cancelled this request."))
+            self._drop(request_id, "the client cancelled this request.")
 
     def result(self, request_id: str) -> Result | None:
         """Returns the result of a future, or None while there is none.

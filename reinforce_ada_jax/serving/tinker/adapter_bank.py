@@ -1,0 +1,58 @@
+"""Decode weights with several adapters side by side, loaded as requests name them."""
+
+import collections
+from collections.abc import Callable, Collection
+
+from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy.lora import Lora
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.serving.sampler import NO_ADAPTER
+
+# Adapters as a bank gets them: what they are, and their arrays.
+LoadedAdapter = tuple[Lora, Params]
+
+
+class AdapterBank:
+    """Weights of a base (`sampler.Weights`) and `num_adapters` adapters at a time."""
+
+    def __init__(self, engine: Engine, base: Params, size: Lora, num_adapters: int):
+        """Makes a bank without adapters.
+
+        Args:
+          engine: of the base.
+          base: weights of the learner.
+          size: rank and targets of the largest adapter.
+          num_adapters: adapters that may be in use at the same time.
+        """
+        self.params = lora.bank(engine.decode_weights(base), engine.architecture, size, num_adapters, engine.dtype)
+        self.load: Callable[[str], LoadedAdapter] = _unknown  # returns adapters by name; the service sets it
+        self._places: collections.OrderedDict[str, int] = collections.OrderedDict()  # last used at the end
+        self._free = list(range(num_adapters))[::-1]
+
+    def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
+        """Puts adapters beside the others; returns False if all places are in use."""
+        if not adapter:
+            return True
+        if adapter in self._places:
+            self._places.move_to_end(adapter)
+            return True
+        if not self._free:
+            busy = in_use()
+            unused = next((each for each in self._places if each not in busy), None)
+            if unused is None:
+                return False
+            self._free.append(self._places.pop(unused))
+        chosen, params = self.load(adapter)
+        place = self._free.pop()
+        self.params = lora.put_into_bank(self.params, params, chosen, place)
+        self._places[adapter] = place
+        return True
+
+    def place(self, adapter: str) -> int:
+        """Returns the place of adapters that `use` made ready."""
+        return self._places.get(adapter, NO_ADAPTER)
+
+
+def _unknown(name: str) -> LoadedAdapter:
+    raise ValueError(f"there are no adapters {name}.")
