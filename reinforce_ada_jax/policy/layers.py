@@ -4,8 +4,8 @@ The layers of a decoder are *declared stacked*, with a leading "layers" axis on 
 time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without
 that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
 
-The matrix of a projection may be `Adapted`, as `lora.py` makes it, or `Quantized`; in the decoder only `project`
-knows. `embed` and `head_logits` (transformer.py) know of a quantised embedding.
+The matrix of a projection may be `Adapted` or an `AdapterBank`, as `lora.py` makes them, or `Quantized`; in the decoder
+only `project` knows. `embed` and `head_logits` (transformer.py) know of a quantised embedding.
 """
 
 import dataclasses
@@ -58,23 +58,54 @@ class Adapted:
     a: jax.Array  # [*in, rank]
     b: jax.Array  # [rank, *out]
     scaling: float = struct.field(pytree_node=False)
-    # Several adapters side by side along `rank`, each of `one_rank`, and the number of each row's one; -1: none.
-    one_rank: int = struct.field(pytree_node=False, default=0)
-    adapter: jax.Array | None = None  # [B]
 
 
-def choose_adapters(weights: Any, adapter: Int[Array, " B"]) -> Any:
-    """Returns a layer's weights, those with adapters side by side for rows that have these."""
+@struct.dataclass
+class RowAdapters:
+    """Use of the adapters of a bank by the rows of a batch."""
 
-    def chosen(weight: Any) -> Any:
-        if not (isinstance(weight, Adapted) and weight.one_rank):
-            return weight
-        return dataclasses.replace(weight, adapter=adapter)
+    __no_type_check__ = True
 
-    return jax.tree.map(chosen, weights, is_leaf=lambda weight: isinstance(weight, Adapted))
+    adapter: jax.Array  # [B]; -1: none
+    in_use: jax.Array  # [count], those that some row uses at the front
+    num_in_use: jax.Array
 
 
-def project(x: Array, weight: Array | Adapted | Quantized, num_inputs: int = 1) -> Array:
+@struct.dataclass
+class AdapterBank:
+    """A weight, and several adapters of it with their scaling in B; each row of a batch uses one of them or none."""
+
+    __no_type_check__ = True
+
+    weight: jax.Array  # [*in, *out]
+    a: jax.Array  # [count, *in, rank]
+    b: jax.Array  # [count, rank, *out]
+    rows: RowAdapters | None = None
+
+
+def _is_bank(weight: Any) -> bool:
+    return isinstance(weight, AdapterBank)
+
+
+def row_adapters(weights: Any, adapter: Int[Array, " B"]) -> RowAdapters | None:
+    """Returns the use of adapters by rows; None if no weight of the stacked layers is a bank."""
+    counts = {weight.a.shape[1] for weight in jax.tree.leaves(weights, is_leaf=_is_bank) if _is_bank(weight)}
+    if not counts:
+        return None
+    (count,) = counts
+    is_used = jnp.any(adapter[None] == jnp.arange(count)[:, None], axis=1)
+    return RowAdapters(adapter, jnp.argsort(~is_used), jnp.sum(is_used, dtype=jnp.int32))
+
+
+def choose_adapters(weights: Any, rows: RowAdapters) -> Any:
+    """Returns a layer's weights, its banks for these rows."""
+    return jax.tree.map(
+        lambda weight: dataclasses.replace(weight, rows=rows) if _is_bank(weight) else weight,
+        weights, is_leaf=_is_bank,
+    )  # fmt: skip
+
+
+def project(x: Array, weight: Array | Adapted | AdapterBank | Quantized, num_inputs: int = 1) -> Array:
     """Contracts the last axes of x with the first of the weight, in x.dtype: x W, x W + scaling * (x A) B, or (x V) s.
 
     Rows and positions are one axis to the product. Were they two, XLA would transpose the activations for the weight's
@@ -101,10 +132,20 @@ def project(x: Array, weight: Array | Adapted | Quantized, num_inputs: int = 1) 
     merged = x.reshape(-1, *x.shape[2:])
     if isinstance(weight, Adapted):
         inner = contract(merged, weight.a, num_inputs)
-        if weight.adapter is not None:
-            own = jnp.arange(inner.shape[-1])[None] // weight.one_rank == weight.adapter[:, None]
-            inner = jnp.where(jnp.repeat(own, x.shape[1], axis=0), inner, jnp.zeros_like(inner))
         result = product(weight.weight) + weight.scaling * contract(inner, weight.b, 1)
+    elif isinstance(weight, AdapterBank):
+        rows = weight.rows
+        assert rows is not None  # choose_adapters sets it
+        adapter = jnp.repeat(rows.adapter, x.shape[1])
+
+        def add_adapter(index: Array, result: Array) -> Array:
+            number = rows.in_use[index]
+            inner = contract(merged, weight.a[number], num_inputs)
+            inner = jnp.where((adapter == number)[:, None], inner, jnp.zeros_like(inner))
+            return result + contract(inner, weight.b[number], 1)
+
+        # A loop over the adapters in use: room for more costs nothing.
+        result = jax.lax.fori_loop(0, rows.num_in_use, add_adapter, product(weight.weight))
     else:
         result = product(weight)
     return result.reshape(*x.shape[:2], *result.shape[1:])

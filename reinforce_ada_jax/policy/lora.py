@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from reinforce_ada_jax.distributed.mesh import tensor_spec
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Adapted
+from reinforce_ada_jax.policy.layers import Adapted, AdapterBank
 from reinforce_ada_jax.policy.transformer import Declared, Params, flatten, nest, weight_shapes
 
 # PEFT's name of a projection: our weight.
@@ -150,7 +150,7 @@ def merged(params: Params, dtype: DTypeLike | None = None) -> Params:
 
 
 def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype: DTypeLike) -> Params:
-    """Returns `base` with room for `count` adapters side by side, of which each row of a batch uses one or none.
+    """Returns `base` with room for `count` adapters, of which each row of a batch uses one or none.
 
     Args:
       base: weights in the layout in which they are used.
@@ -160,12 +160,15 @@ def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype
       dtype: of the adapters.
     """
     weights, mesh = flatten(base), jax.tree.leaves(base)[0].sharding.mesh
-    declared = adapter_shapes(architecture, dataclasses.replace(size, rank=count * size.rank))
+    declared = adapter_shapes(architecture, size)
+
+    def room(name: str) -> Array:
+        shape, axes = declared[name]
+        sharding = NamedSharding(mesh, tensor_spec((axes[0], None, *axes[1:])))
+        return jnp.zeros((shape[0], count, *shape[1:]), dtype, device=sharding)
+
     for name in (TARGETS[target] for target in size.targets):
-        (a_shape, a_axes), (b_shape, b_axes) = (declared[f"{name}.{matrix}"] for matrix in "ab")
-        a = jnp.zeros(a_shape, dtype, device=NamedSharding(mesh, tensor_spec(a_axes)))
-        b = jnp.zeros(b_shape, dtype, device=NamedSharding(mesh, tensor_spec(b_axes)))
-        weights[name] = Adapted(weights[name], a, b, scaling=1.0, one_rank=size.rank)
+        weights[name] = AdapterBank(weights[name], room(f"{name}.a"), room(f"{name}.b"))
     return nest(weights)
 
 
@@ -177,27 +180,30 @@ def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> P
     """
     weights, matrices = flatten(params), flatten(adapters)
     for name, room in weights.items():
-        if not is_adapted(room):
+        if not isinstance(room, AdapterBank):
             continue
         if f"{name}.a" in matrices:
             a, b = matrices.pop(f"{name}.a"), lora.scaling * matrices.pop(f"{name}.b")
         else:
-            a, b = jnp.zeros((*room.a.shape[:-1], 0)), jnp.zeros((room.b.shape[0], 0, *room.b.shape[2:]))
-        if lora.rank > room.one_rank:
-            raise ValueError(f"an adapter has rank {lora.rank}, and there is room for {room.one_rank} at most.")
-        a, b = _put(room.a, room.b, a, b, jnp.int32(index), one_rank=room.one_rank)
-        weights[name] = room.replace(a=a, b=b)
+            a, b = (
+                jnp.zeros((room.a.shape[0], *room.a.shape[2:-1], 0)),
+                jnp.zeros((room.b.shape[0], 0, *room.b.shape[3:])),
+            )
+        if lora.rank > room.a.shape[-1]:
+            raise ValueError(f"an adapter has rank {lora.rank}, and there is room for {room.a.shape[-1]} at most.")
+        a, b = _put(room.a, room.b, a, b, jnp.int32(index))
+        weights[name] = dataclasses.replace(room, a=a, b=b)
     if matrices:
         raise ValueError(f"the bank has no room for adapters of {', '.join(sorted(matrices))}.")
     return nest(weights)
 
 
-@functools.partial(jax.jit, static_argnames="one_rank", donate_argnums=(0, 1))
-def _put(a: Array, b: Array, new_a: Array, new_b: Array, index: Array, *, one_rank: int) -> tuple[Array, Array]:
-    """Replaces one adapter's part of the matrices of a weight, filled with zeros up to the bank's rank."""
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _put(a: Array, b: Array, new_a: Array, new_b: Array, index: Array) -> tuple[Array, Array]:
+    """Replaces one adapter of a bank of a weight, filled with zeros up to the bank's rank."""
 
-    def replaced(x: Array, new: Array, axis: int) -> Array:
-        padding = [(0, one_rank - size if place == axis else 0) for place, size in enumerate(new.shape)]
-        return jax.lax.dynamic_update_slice_in_dim(x, jnp.pad(new, padding).astype(x.dtype), index * one_rank, axis)
+    def replaced(x: Array, new: Array) -> Array:
+        padding = [(0, most - size) for most, size in zip((x.shape[0], *x.shape[2:]), new.shape, strict=True)]
+        return jax.lax.dynamic_update_index_in_dim(x, jnp.pad(new, padding).astype(x.dtype), index, 1)
 
-    return replaced(a, new_a, a.ndim - 1), replaced(b, new_b, 1)
+    return replaced(a, new_a), replaced(b, new_b)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, rms_norm
+from reinforce_ada_jax.policy.layers import Declare, Layer, choose_adapters, rms_norm, row_adapters
 from reinforce_ada_jax.policy.quantization import Quantized
 
 Params = dict[str, Any]
@@ -139,20 +139,21 @@ def run(
       dtype: of activations and matrix products; weights are cast where they are used.
       remat: of `REMAT`; None: the backward pass finds all of a layer's activations.
       constrain: sharding constraint of the residual stream before the first layer and after each.
-      adapter: index of each row's adapter among those side by side in `model` (`lora.AdapterBank`); without effect
-        where there are none.
+      adapter: index of each row's adapter in the banks of `model` (`lora.bank`), -1 for none; without effect where
+        there are no banks.
 
     Returns:
       (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
     """
-    graph, stacked = nnx.split(model.layers)
-    epsilon = model.architecture.norm_epsilon
+    graph, state = nnx.split(model.layers)
+    stacked, epsilon = nnx.to_pure_dict(state), model.architecture.norm_epsilon
+    adapter_rows = None if adapter is None else row_adapters(stacked, adapter)
 
     def one_layer(state, inputs):
         x, carry = state
         weights, index = inputs
-        if adapter is not None:
-            weights = choose_adapters(weights, adapter)
+        if adapter_rows is not None:
+            weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
         query, key, value = layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
         mixed, carry, kept = attend(query, key, value, index, carry)
@@ -165,7 +166,7 @@ def run(
         one_layer = jax.checkpoint(one_layer, prevent_cse=False, policy=REMAT[remat])
     x = constrain(embed(model, tokens).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
-    (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (nnx.to_pure_dict(stacked), indices))
+    (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (stacked, indices))
     return rms_norm(x, model.final_norm[...], epsilon), carry, kept
 
 

@@ -173,5 +173,6 @@ def prefill_chunk(
         return mixed[:, None], (key_pages, value_pages), None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
-    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapters[chunk.row])
+    adapter = jnp.where(chunk.wanted, adapters[chunk.row], -1)
+    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter)
     return pools, cached

@@ -205,7 +205,8 @@ def _forward(
         mixed = attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table)
         return mixed[:, None], (key_pages, value_pages), None
 
-    tokens, positions, adapter = slots.token[:, None], slots.position[:, None], adapters[slots.prompt_row]
+    tokens, positions = slots.token[:, None], slots.position[:, None]
+    adapter = jnp.where(slots.active, adapters[slots.prompt_row], -1)
     hidden, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter)
     return pools, token_lib.next_logprobs(head_logits(model, hidden)[:, 0], slots.sampling.temperature)
 

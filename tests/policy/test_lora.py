@@ -293,6 +293,8 @@ def test_each_row_has_its_own_adapter_of_a_bank_or_none():
     ]
     np.testing.assert_allclose(rows, jnp.stack(alone), atol=1e-5)
     assert jnp.abs(rows[0] - rows[1]).max() > 0.1
+    # What other rows use changes no bit of a row.
+    np.testing.assert_array_equal(rows[2], last_hidden(bank, jnp.full(4, 0))[2])
 
 
 def test_a_bank_has_room_for_what_it_was_made_for():
