@@ -35,7 +35,7 @@ def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
     for figure in drawn:
         drawing.draw(figure.panels, output / figure.name, figure.columns)
     print(f"figures (PNG and SVG): {output}/{{{','.join(figure.name for figure in drawn)}}}")
-    written = page.write(output, page.render(histories, comparisons, figures, responses))
+    written = page.write(output, page.render(page.data(histories, comparisons, figures, responses)))
     print(f"open in a browser: {written}")
 
 

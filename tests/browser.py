@@ -47,7 +47,11 @@ class Browser:
 
     def open(self, file: pathlib.Path) -> None:
         """Opens a file, and waits for what it loads."""
-        self._call("/url", {"url": file.resolve().as_uri()})
+        self.go(file.resolve().as_uri())
+
+    def go(self, address: str) -> None:
+        """Opens an address, and waits for what it loads."""
+        self._call("/url", {"url": address})
 
     def reload(self) -> None:
         """The same page again, as it is opened."""

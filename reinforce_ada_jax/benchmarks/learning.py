@@ -22,6 +22,7 @@ from jaxtyping import Float
 
 from reinforce_ada_jax.reporting import drawing
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
+from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 BENCHMARK = "heldout"
 UPDATES = 100
@@ -238,17 +239,17 @@ def table(task: Task, result: dict[str, Any]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _mean_curve(name: str, style: int, x: Float[np.ndarray, " N"], averages: list[np.ndarray]) -> drawing.Curve:
+def _mean_curve(name: str, style: int, x: Float[np.ndarray, " N"], averages: list[np.ndarray]) -> Curve:
     """Returns the curve of the mean over seeds, with the range from the worst to the best seed shaded."""
     band = np.min(averages, axis=0), np.max(averages, axis=0)
-    return drawing.Curve(name, style, x, np.mean(averages, axis=0), band=band)
+    return Curve(name, style, x, np.mean(averages, axis=0), band=band)
 
 
 def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) -> None:
     """Draws held-out accuracy against updates, tokens and seconds of training: mean and range over seeds."""
     if len(histories) > drawing.MOST_NAMED:
         histories = {name: histories[name] for name in DRAWN if name in histories}
-    panels: dict[str, list[drawing.Curve]] = {"updates": [], "tokens": [], "seconds": []}
+    panels: dict[str, list[Curve]] = {"updates": [], "tokens": [], "seconds": []}
     for style, (name, runs) in enumerate(histories.items()):
         accuracies = [run.evaluations[BENCHMARK] for run in runs]
         seconds = [run.at(one.updates, run.seconds) for run, one in zip(runs, accuracies, strict=True)]
@@ -261,7 +262,7 @@ def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) 
             x = np.linspace(0, min(most, *(float(one[-1]) for one in found)), 21)
             averages = [np.interp(x, one, accuracy.average) for one, accuracy in zip(found, accuracies, strict=True)]
             panels[label].append(_mean_curve(name, style, x, averages))
-    drawn = [drawing.Panel(BENCHMARK, label, f"avg@{task.samples}", curves) for label, curves in panels.items()]
+    drawn = [Panel(BENCHMARK, label, f"avg@{task.samples}", curves) for label, curves in panels.items()]
     drawing.draw(drawn, file, columns=3)
 
 

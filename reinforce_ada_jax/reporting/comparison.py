@@ -1,13 +1,23 @@
 """Comparison of runs: a table of each benchmark, and a sentence on the last and the first run."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from reinforce_ada_jax.reporting.history import History, at_tokens
 
 EARLY_UPDATES = 25
+DIGITS = 3  # of an average
+
+
+class ComparedRun(NamedTuple):
+    """One line of a comparison."""
+
+    name: str
+    averages: Mapping[int, tuple[float, float]]  # average and its standard error, by the updates before it
+    costs: Sequence[str]  # one for each of `Comparison.cost_names`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,18 +28,16 @@ class Comparison:
     title: str  # heading of the column with the names of the runs
     updates: Sequence[int]  # after which an evaluation was made
     cost_names: Sequence[str]
-    runs: Sequence[tuple[str, Sequence[str], Sequence[str]]]  # (name, average after each of `updates` or "", costs)
+    runs: Sequence[ComparedRun]
     sentence: str  # on the last run beside the first; "" for one run
-
-    def rows(self) -> list[list[str]]:
-        """Table for the page, header first."""
-        header = [self.title, *(f"{updates:,} updates" for updates in self.updates), *self.cost_names]
-        return [header, *([name, *averages, *costs] for name, averages, costs in self.runs)]
 
     def text(self) -> str:
         """Table for the terminal."""
         header = [self.title, *map(str, self.updates), "updates", *self.cost_names]
-        rows = [header, *([name, *averages, "", *costs] for name, averages, costs in self.runs)]
+        rows = [header]
+        for run in self.runs:
+            averages = [f"{run.averages[at][0]:.{DIGITS}f}" if at in run.averages else "" for at in self.updates]
+            rows.append([run.name, *averages, "", *run.costs])
         first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
         return "\n".join("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows)
 
@@ -64,9 +72,9 @@ def compare(histories: Sequence[History], benchmark: str) -> Comparison:
     runs = []
     for history in evaluated:
         accuracy = history.evaluations[benchmark]
-        by_update = dict(zip(accuracy.updates.astype(int), accuracy.average, strict=True))
-        averages = [f"{by_update[moment]:.3f}" if moment in by_update else "" for moment in moments]
-        runs.append((history.name, averages, _costs(history)))
+        values = zip(accuracy.average.tolist(), accuracy.error.tolist(), strict=True)
+        averages = dict(zip(accuracy.updates.astype(int).tolist(), values, strict=True))
+        runs.append(ComparedRun(history.name, averages, _costs(history)))
     title = f"{benchmark} avg@{histories[0].samples} after"
     cost_names = (f"zero-signal 1-{EARLY_UPDATES}", "tokens", "tokens/update")
     both = len(histories) == len(evaluated) > 1

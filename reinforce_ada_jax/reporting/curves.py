@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from reinforce_ada_jax.reporting.drawing import Curve, Panel
 from reinforce_ada_jax.reporting.history import EVALUATING, History, smooth
+from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 SMOOTHED = 5  # iterations
 ROUNDS_TO_MEET = 2  # as in figure 5 of arXiv 2510.04996
@@ -134,8 +134,8 @@ def signal(histories: Sequence[History]) -> Figure:
     panel = Panel("Reward for entropy spent", "entropy, nats a token", "first-round reward")
     builder.add(panel, trade, "update/entropy and reward/first_round")
     caption = (
-        "Left: the share of groups whose advantages are all 0, which change nothing. Right: reward against the "
-        "remaining entropy; the name of each line is at the newest iteration. "
+        "Groups without a signal are those whose advantages are all 0: they change nothing. Reward for entropy spent "
+        "is the reward against the remaining entropy; each line ends at the newest iteration. "
         f"Means over the last {SMOOTHED} iterations."
     )
     return builder.figure("signal", "Signal and entropy", caption)
@@ -198,11 +198,9 @@ def sampling(histories: Sequence[History]) -> Figure:
         name = f"Fewer than k_{side} {word} at the end"
         builder.metric(name, f"collection/below_k_{side}_share", "share of prompts")
     caption = (
-        "Top: responses drawn for a prompt, the mean and, shaded, the range from the 10th to the 90th percentile; the "
-        "share of prompts that draw a first, second, ... round, in the first and in the last 25 iterations. Middle: "
-        "prompts with k_pos correct responses within two rounds, prompts whose rule was met by then (all, where a "
-        "strategy has none), and the responses of an iteration minus n for each of its prompts. Bottom: prompts that "
-        "end with fewer than k_pos correct or k_neg wrong responses. Where the axis is updates, means over the last "
+        "Draws for a prompt are a mean and, shaded, the range from the 10th to the 90th percentile. Early are the "
+        "first 25 iterations, late the last 25. The rule is met for all where a strategy has none. Extra samples "
+        "are responses of an iteration beyond n for each prompt. Where the axis is updates, means over the last "
         f"{SMOOTHED} iterations."
     )
     return builder.figure("sampling", "Sampling dynamics", caption)
@@ -301,8 +299,8 @@ def time(histories: Sequence[History]) -> Figure:
     for key, title in (("time/collect_s", "Collecting"), ("time/verify_s", "Grading, during collecting")):
         builder.metric(title, key, "seconds an iteration")
     caption = (
-        "Left: medians over iterations, so that compilation in the first ones does not count; evaluation is its total "
-        "divided by the number of iterations. Grading runs while responses are decoded and is no part of the bars."
+        "The bars are medians over iterations, so that compilation in the first ones does not count; evaluation is its "
+        "total divided by the number of iterations. Grading runs while responses are decoded, and is not in the bars."
     )
     return builder.figure("time", "Time", caption)
 
@@ -329,7 +327,7 @@ def calibration(histories: Sequence[History]) -> Figure:
     builder.metric("Squared error of estimates", "estimator/brier", "Brier score")
     builder.metric("Calibration error", "estimator/calibration_error", "mean |estimate - outcome|")
     caption = (
-        "Left: the share of correct draws among prompts by their estimate, over the whole run; on the dotted line "
+        "The share of correct draws among prompts by their estimate is over the whole run; on the dotted line "
         "estimates are right on average. The Brier score is the mean squared difference between estimate and outcome "
         "of a draw; the calibration error averages both within each of five bins of the estimate first."
     )

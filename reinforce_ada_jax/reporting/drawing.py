@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 import numpy as np
-from jaxtyping import Num
 
 mpl.use("agg")
 
@@ -19,49 +18,21 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from reinforce_ada_jax.reporting.panels import DARK_COLORS, LIGHT_COLORS, Curve, Panel
+
 LINES = ("-", (0, (5, 2)), (0, (5, 2, 1, 2)), (0, (1, 1.2)), (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)))
 MARKERS = "os^DvP*Xh"
 HATCHES = ("", "///", "...", "xx", "\\\\\\", "++")
-# The two papers: background, ink, grid, and a colour of its own lightness for each line.
+# The two papers: background, ink, grid, and the colours of lines.
 LIGHT = {
-    "paper": "#ffffff", "ink": "#20242b", "grid": "#d5d8de",
-    "colors": ("#0b4f9e", "#d9541e", "#2b8a4b", "#7a4fb5", "#9a7400", "#55606e"),
+    "paper": "#ffffff", "ink": "#20242b", "grid": "#d5d8de", "colors": LIGHT_COLORS,
 }  # fmt: skip
 DARK = {
-    "paper": "#171a20", "ink": "#e3e6eb", "grid": "#3a404a",
-    "colors": ("#79b4ff", "#ff9a6b", "#74d68f", "#c7a5ff", "#eac25a", "#b6bfca"),
+    "paper": "#171a20", "ink": "#e3e6eb", "grid": "#3a404a", "colors": DARK_COLORS,
 }  # fmt: skip
 PANEL_INCHES = (3.9, 3.1)
 LONGEST_NAME, LONGEST_TITLE = 28, 42  # characters
 MOST_NAMED = 6  # lines named where they end; more have a legend
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Curve:
-    """One line. Points that are not finite are left out."""
-
-    label: str
-    style: int  # index of colour, dashes and marker
-    x: Num[np.ndarray, " N"]
-    y: Num[np.ndarray, " N"]
-    error: Num[np.ndarray, " N"] | None = None  # half the length of error bars
-    band: tuple[Num[np.ndarray, " N"], Num[np.ndarray, " N"]] | None = None  # lower and upper ends of a shaded range
-    faint: bool = False  # drawn thin, as a baseline of the others
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Panel:
-    """One plot of curves, or of bars: {bar: {part: length}}, drawn from left to right, one below the other."""
-
-    title: str
-    x_label: str
-    y_label: str
-    curves: Sequence[Curve] = ()
-    bars: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
-    limits: tuple[float | None, float | None] | None = None  # of the y axis; None for those of the curves
-    powers: bool = False  # the x axis is logarithmic, base 2
-    diagonal: bool = False  # also draws the line y = x
-    counted: bool = False  # the ticks of the x axis are whole numbers
 
 
 def literal(text: str, longest: int = LONGEST_NAME) -> str:

@@ -1,4 +1,4 @@
-"""History of a run, read from its work directory: metrics.jsonl, evaluations/ and config.json."""
+"""History of a run, read from its work directory: metrics.jsonl, evaluations/, config.json and started.json."""
 
 import dataclasses
 import json
@@ -16,6 +16,7 @@ from reinforce_ada_jax.reporting.writers import Metrics, read_metrics
 WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
 NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
+STARTED = "started.json"  # date, commit and device of the newest start of a run
 # {"pass" or "all_correct": {updates: {k: value}}} of one benchmark.
 PassCurves = dict[str, dict[float, dict[int, float]]]
 # {updates: {middle of a range of initial pass rates: accuracy of its problems}} of one benchmark.
@@ -47,6 +48,8 @@ class History:
     workdir: pathlib.Path
     # By benchmark, from evaluations/.
     difficulties: dict[str, DifficultyCurves] = dataclasses.field(default_factory=dict)
+    before: Metrics = dataclasses.field(default_factory=dict)  # evaluation before the first iteration; {}: none
+    started: dict[str, Any] = dataclasses.field(default_factory=dict)  # started.json: date, commit, device; {}: none
 
     def at(self, updates: Float[np.ndarray, " E"], values: Float[np.ndarray, " I"]) -> Float[np.ndarray, " E"]:
         """Interpolates running totals (`tokens`, `seconds`) linearly, from 0 on."""
@@ -110,6 +113,15 @@ def load(workdir: pathlib.Path) -> History:
     lines = read_metrics(workdir)
     if not lines:
         raise ValueError(f"{workdir} has no metrics.jsonl with a finished iteration: name a run's work directory.")
+    return of_lines(workdir, lines)
+
+
+def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
+    """Returns the history of a work directory with these lines of metrics.jsonl, at least one.
+
+    Raises:
+      ValueError: a line lacks what every run writes, or another file is one that a run does not write.
+    """
     config = _read_json(workdir / "config.json")
     try:
         per_iteration = config["collection"]["prompts_per_iteration"] // config["learning"]["prompts_per_update"]
@@ -129,7 +141,7 @@ def load(workdir: pathlib.Path) -> History:
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
     first = workdir / "evaluations" / f"{0:06d}.json"
-    before = [(0.0, 0.0, _read_json(first))] if first.exists() else []
+    before = _read_json(first) if first.exists() else {}
     return History(
         name=workdir.resolve().name,
         samples=samples,
@@ -137,26 +149,35 @@ def load(workdir: pathlib.Path) -> History:
         tokens=tokens,
         seconds=seconds,
         metrics=columns,
-        evaluations=_accuracies([*before, *zip(updates, tokens, lines, strict=True)]),
+        evaluations=_accuracies([(0.0, 0.0, before), *zip(updates, tokens, lines, strict=True)]),
         curves=_pass_curves(workdir / "evaluations", per_iteration),
         difficulties=_difficulties(workdir / "evaluations", per_iteration),
         config=config,
         workdir=workdir,
+        before=before,
+        started=_read_json(workdir / STARTED) if (workdir / STARTED).exists() else {},
     )
 
 
-def with_unique_names(histories: Sequence[History]) -> list[History]:
-    """Returns the runs with names that differ: as many parts of their paths as that takes."""
-    parts = [history.workdir.resolve().parts for history in histories]
+def unique_names(workdirs: Sequence[pathlib.Path]) -> list[str]:
+    """Returns names of work directories that differ: as many parts of their paths as that takes.
+
+    Raises:
+      ValueError: two of them are the same folder.
+    """
+    parts = [workdir.resolve().parts for workdir in workdirs]
     if len(set(parts)) < len(parts):
         raise ValueError("a work directory is named twice: name each once.")
     depth = 1
     while len({path[-depth:] for path in parts}) < len(parts):
         depth += 1
-    return [
-        dataclasses.replace(history, name="/".join(path[-depth:]))
-        for history, path in zip(histories, parts, strict=True)
-    ]
+    return ["/".join(path[-depth:]) for path in parts]
+
+
+def with_unique_names(histories: Sequence[History]) -> list[History]:
+    """Returns the runs with names that differ."""
+    names = unique_names([history.workdir for history in histories])
+    return [dataclasses.replace(history, name=name) for history, name in zip(histories, names, strict=True)]
 
 
 def smooth(values: Float[np.ndarray, " N"], window: int = 5) -> Float[np.ndarray, " N"]:

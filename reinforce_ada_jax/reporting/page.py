@@ -1,8 +1,9 @@
-"""index.html: figures, configurations and sampled responses of runs on one page that needs no server.
+"""index.html: one page with curves, configurations and sampled responses of runs, which needs no server and no network.
 
-A response is hostile text and must stay text. The template escapes everything; responses are embedded as JSON with
-`<`, `>`, `&` and line separators as escapes; the page's program inserts them as text, never as markup; and the page's
-content policy allows no other program and no network.
+The page is a template without content. Its program draws everything from JSON: the page in a file has all of it, the
+live page (`live`) asks for what is new. A response is hostile text and must stay text. It is embedded as JSON with `<`,
+`>`, `&` and line separators as escapes; the page's program inserts it as text, never as markup; and the page's content
+policy allows no other program, and no network.
 """
 
 import base64
@@ -15,26 +16,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from reinforce_ada_jax.config import flatten
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.reporting.comparison import Comparison
-from reinforce_ada_jax.reporting.curves import Figure
+from reinforce_ada_jax.reporting.curves import BUDGETS, EVALUATING, Figure
 from reinforce_ada_jax.reporting.history import History
+from reinforce_ada_jax.reporting.panels import DARK_COLORS, LIGHT_COLORS, Curve, Panel
 from reinforce_ada_jax.reporting.samples import SampledResponses, description
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
+PROGRAM = ("charts.js", "responses.js", "report.js")
 # Characters that could end the element that holds the JSON, and surrogates, which UTF-8 lacks.
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 COLUMNS = (
-    "run", "iteration", "problem", "draw", "response", "boxed", "correct", "reason", "reward", "advantage", "tokens",
-    "truncated",
+    "run", "iteration", "prompt", "problem", "draw", "response", "boxed", "correct", "reason", "reward", "advantage",
+    "tokens", "truncated",
 )  # fmt: skip
-
-
-def _finite(value: Any) -> Any:
-    """Returns None for NaN and infinity, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+RECENT = 10  # iterations whose mean time says how long the others take
 
 
 def embedded(value: Any) -> str:
@@ -43,7 +43,112 @@ def embedded(value: Any) -> str:
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def response_data(names: Sequence[str], sampled: Sequence[SampledResponses]) -> dict[str, Any]:
+def _number(value: Any) -> Any:
+    """Returns a number with six digits, and None for NaN and infinity, which JSON lacks; other values as they are."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() and abs(value) < 2**53 else float(f"{value:.6g}")
+
+
+def _numbers(values: np.ndarray) -> list[Any]:
+    return [_number(value) for value in values.tolist()]
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def metric_rows(history: History, begin: int = 0) -> dict[str, Any]:
+    """Returns the metrics of a run from row `begin` on, as `keys` and `rows`.
+
+    Row 0 is the evaluation before the first iteration, row i the i-th line of metrics.jsonl. A row begins with
+    iteration, updates, tokens and seconds.
+    """
+    keys = [key for key in dict.fromkeys((*history.metrics, *history.before)) if key != "iteration"]
+    rows = []
+    if begin == 0:
+        rows.append([0, 0, 0, 0, *(_number(history.before.get(key)) for key in keys)])
+    nothing = np.full(len(history.updates), np.nan)
+    columns = (history.metrics["iteration"], history.updates, history.tokens, history.seconds)
+    columns = (*columns, *(history.metrics.get(key, nothing) for key in keys))
+    rows += [list(row) for row in zip(*(_numbers(column[max(begin - 1, 0) :]) for column in columns), strict=True)]
+    return {"keys": keys, "rows": rows}
+
+
+def seconds_left(history: History) -> float | None:
+    """Estimates the seconds until the last iteration, from the newest ones; None if the metrics have no times."""
+    iterations = history.config.get("iterations")
+    spent = np.diff(history.seconds, prepend=0.0)
+    evaluating = history.metrics.get(EVALUATING)
+    recent = spent if evaluating is None else spent + np.nan_to_num(evaluating)
+    mean = float(recent[1:][-RECENT:].mean()) if len(recent) > 1 else math.nan  # the first one compiles
+    if not isinstance(iterations, int) or not math.isfinite(mean):
+        return None
+    return mean * max(iterations - int(history.metrics["iteration"][-1]), 0)
+
+
+def run_data(name: str, workdir: pathlib.Path, history: History | None, begin: int = 0) -> dict[str, Any]:
+    """Returns a run as the page's program reads it; a run without a history has not finished an iteration."""
+    run: dict[str, Any] = {"name": name, "workdir": str(workdir), "begin": begin}
+    if history is None:
+        return run | {"keys": [], "rows": []}
+    iterations = history.config.get("iterations")
+    run |= {"iterations": iterations if isinstance(iterations, int) else None, "left": _number(seconds_left(history))}
+    if begin == 0:
+        config = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(history.config).items()}
+        run |= {"samples": history.samples, "config": config, "started": history.started}
+    return run | metric_rows(history, begin)
+
+
+# ---- figures and tables ----------------------------------------------------------------------------------------------
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    kept = np.isfinite(curve.x) & np.isfinite(curve.y)
+    found = {"run": curve.style, "x": _numbers(curve.x[kept]), "y": _numbers(curve.y[kept]), "faint": curve.faint}
+    return found if curve.error is None else found | {"error": _numbers(curve.error[kept])}
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    return {
+        "title": panel.title, "xLabel": panel.x_label, "yLabel": panel.y_label, "limits": panel.limits,
+        "powers": panel.powers, "diagonal": panel.diagonal, "counted": panel.counted,
+        "series": [_curve(curve) for curve in panel.curves],
+        "bars": [[bar, [[part, _number(length)] for part, length in parts.items()]]
+                 for bar, parts in panel.bars.items()],
+    }  # fmt: skip
+
+
+def figure_data(figures: Sequence[Figure]) -> list[dict[str, Any]]:
+    """Returns the figures without the panels over updates, tokens or time, which the page draws from the metrics."""
+    over_time = {label for label, _ in BUDGETS.values()}
+    found = []
+    for figure in figures:
+        panels = [_panel(panel) for panel in figure.panels if panel.x_label not in over_time]
+        if panels:
+            found.append({"name": figure.name, "title": figure.title, "caption": figure.caption, "panels": panels})
+    return found
+
+
+def comparison_data(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """Returns the tables of the summary."""
+    return [
+        {
+            "benchmark": found.benchmark, "title": found.title, "updates": list(found.updates),
+            "costNames": list(found.cost_names), "sentence": found.sentence,
+            "runs": [{"name": run.name, "costs": list(run.costs),
+                      "averages": {at: list(map(_number, pair)) for at, pair in run.averages.items()}}
+                     for run in found.runs],
+        }
+        for found in comparisons
+    ]  # fmt: skip
+
+
+# ---- responses -------------------------------------------------------------------------------------------------------
+
+
+def response_data(sampled: Sequence[SampledResponses]) -> dict[str, Any]:
     """Returns the responses as the page's program reads them: rows of `COLUMNS`, runs and problems as indices."""
     problems: dict[tuple[str, str], int] = {}
     rows = []
@@ -51,53 +156,47 @@ def response_data(names: Sequence[str], sampled: Sequence[SampledResponses]) -> 
         for row in found.rows:
             problem = problems.setdefault((row["problem"], row["answer"]), len(problems))
             cells = row | {"run": run, "problem": problem}
-            rows.append([_finite(cells[column]) for column in COLUMNS])
-    return {"runs": list(names), "problems": list(problems), "columns": COLUMNS, "rows": rows}
+            rows.append([_number(cells[column]) for column in COLUMNS])
+    return {"problems": list(problems), "columns": COLUMNS, "rows": rows}
 
 
-def configuration_rows(histories: Sequence[History]) -> tuple[list[list[str]], list[list[str]]]:
-    """Returns lines [key, value of each run]: those in which the runs differ, and the others."""
-    leaves = [flatten(history.config) for history in histories]
-    different, same = [], []
-    for key in sorted({key for flat in leaves for key in flat}):
-        values = [json.dumps(flat[key], ensure_ascii=False) if key in flat else "absent" for flat in leaves]
-        (same if len(set(values)) == 1 else different).append([key, *values])
-    return different, same
+# ---- the page --------------------------------------------------------------------------------------------------------
 
 
-def render(
+def data(
     histories: Sequence[History],
     comparisons: Sequence[Comparison],
     figures: Sequence[Figure],
     sampled: Sequence[SampledResponses],
-) -> str:
-    """Returns the page; `sampled` are the responses of each run."""
-    program = (ASSETS / "report.js").read_text(encoding="utf-8")
+) -> dict[str, Any]:
+    """Returns all that a page in a file shows; `sampled` are the responses of each run."""
+    return {
+        "live": False,
+        "runs": [run_data(history.name, history.workdir, history) for history in histories],
+        "comparisons": comparison_data(comparisons),
+        "figures": figure_data(figures),
+        "responses": response_data(sampled),
+        "shown": [description(history.name, found) for history, found in zip(histories, sampled, strict=True)],
+    }
+
+
+def render(content: dict[str, Any]) -> str:
+    """Returns the page of `data`, or of a live page: it alone may ask where it comes from."""
+    program = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in PROGRAM)
     digest = base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()
-    names = [history.name for history in histories]
-    different, same = configuration_rows(histories)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
+    # Only what is below is put in; the program inserts all text of runs.
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(ASSETS), undefined=jinja2.StrictUndefined)
     return environment.get_template("index.html").render(
-        names=names,
-        histories=histories,
-        comparisons=comparisons,
-        figures=figures,
-        different=different,
-        same=same,
-        shown=[description(name, found) for name, found in zip(names, sampled, strict=True)],
-        any_responses=any(found.rows for found in sampled),
-        data=embedded(response_data(names, sampled)),
+        data=embedded(content),
         style=(ASSETS / "report.css").read_text(encoding="utf-8"),
+        colors={"light": LIGHT_COLORS, "dark": DARK_COLORS},
         program=program,
-        program_digest=digest,
+        policy=f"script-src 'sha256-{digest}'; connect-src {chr(39)}{'self' if content['live'] else 'none'}{chr(39)}",
     )
 
 
 def write(output: pathlib.Path, page: str) -> pathlib.Path:
-    """Writes output/index.html, which shows the figures in the same folder; returns its path."""
+    """Writes output/index.html; returns its path."""
     output.mkdir(parents=True, exist_ok=True)
     file = output / "index.html"
     # Names of folders may hold surrogates.

@@ -17,7 +17,7 @@ from reinforce_ada_jax.rewards.math_answer import last_boxed
 
 MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # per page
 TEXTS = ("problem", "answer", "response")
-OTHERS = ("draw", "correct", "reason", "reward", "advantage", "tokens", "truncated")
+OTHERS = ("prompt", "draw", "correct", "reason", "reward", "advantage", "tokens", "truncated")
 LONGEST_TEXT = 20_000  # characters of a problem or response; the middle of a longer one is left out
 
 
@@ -73,13 +73,18 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
     return row | {key: line[key] for key in OTHERS}
 
 
-def read(workdir: pathlib.Path, most_rows: int, most_bytes: int) -> SampledResponses:
+def read(
+    workdir: pathlib.Path, most_rows: int, most_bytes: int, after: int = 0, last: int | None = None
+) -> SampledResponses:
     """Reads samples of a run within the limits; of an iteration that exceeds them alone, its first responses.
+
+    Only iterations after `after`, up to `last` (None: all), are counted and read.
 
     Raises:
       ValueError: a finished line is not a sampled response.
     """
     files = sorted(file for file in (workdir / "samples").glob("*.jsonl") if file.stem.isdecimal())
+    files = [file for file in files if after < int(file.stem) and (last is None or int(file.stem) <= last)]
     counts = [file.read_bytes().count(b"\n") for file in files]
     files = [file for file, count in zip(files, counts, strict=True) if count]
     if not files:

@@ -47,7 +47,7 @@ def test_every_benchmark_has_its_comparison(tmp_path, runs):
     file = runs[0] / "metrics.jsonl"
     file.write_text(file.read_text().replace('"evaluation/heldout/avg', '"evaluation/other/avg'))
     compared = compare_all([load(workdir) for workdir in runs])
-    assert [(found.benchmark, len(found.rows())) for found in compared] == [("heldout", 3), ("other", 2)]
-    assert compared[0].rows()[0][:3] == ["heldout avg@16 after", "0 updates", "2 updates"]
+    assert [(found.benchmark, len(found.runs)) for found in compared] == [("heldout", 2), ("other", 1)]
+    assert compared[0].runs[1].averages == {0: (0.2, 0.01), 2: (0.8, 0.01)}
     # A sentence needs both runs: here both were evaluated on one of them, grpo before it began.
     assert [bool(found.sentence) for found in compared] == [True, False]

@@ -7,7 +7,8 @@ import pytest
 
 from reinforce_ada_jax.reporting import curves, drawing
 from reinforce_ada_jax.reporting import history as history_lib
-from reinforce_ada_jax.reporting.drawing import DARK, LIGHT, LINES, MARKERS, Curve, Panel
+from reinforce_ada_jax.reporting.drawing import DARK, LIGHT, LINES, MARKERS
+from reinforce_ada_jax.reporting.panels import Curve, Panel
 from tests.plotted import make_run
 
 

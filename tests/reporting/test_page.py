@@ -11,7 +11,7 @@ import pytest
 from reinforce_ada_jax.reporting import curves, samples
 from reinforce_ada_jax.reporting import history as history_lib
 from reinforce_ada_jax.reporting import page as page_lib
-from reinforce_ada_jax.reporting.comparison import Comparison
+from reinforce_ada_jax.reporting.comparison import ComparedRun, Comparison
 from tests.plotted import make_run, sample, write_samples
 
 HOSTILE = (
@@ -45,8 +45,21 @@ class Page(html.parser.HTMLParser):
 
 def page(workdirs):
     histories = history_lib.with_unique_names([history_lib.load(workdir) for workdir in workdirs])
-    compared = [Comparison("heldout", HOSTILE, [2], ["tokens"], [(HOSTILE, ["0.5"], ["1"])], HOSTILE)]
-    return page_lib.render(histories, compared, curves.figures(histories), samples.read_all(workdirs))
+    compared = [
+        Comparison("heldout", HOSTILE, [2], ["tokens"], [ComparedRun(HOSTILE, {2: (0.5, 0.1)}, ["1"])], HOSTILE)
+    ]
+    return page_lib.render(page_lib.data(histories, compared, curves.figures(histories), samples.read_all(workdirs)))
+
+
+def content(workdirs):
+    """Data of the page, which its program reads."""
+    return json.loads(Page(page(workdirs)).scripts[0])
+
+
+def rows(workdirs):
+    """Responses on the page, by name of column."""
+    found = content(workdirs)["responses"]
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
 # ---- escaping --------------------------------------------------------------------------------------------------------
@@ -69,24 +82,24 @@ def test_hostile_text_is_text_everywhere(tmp_path):
     names = [tag for tag, _ in made.tags]
     # The responses and the program, and no element or handler that was not in the template.
     assert names.count("script") == len(made.scripts) == 2
-    assert names.count("img") == names.count("source") == 2  # the figures on learning and signal
+    assert "img" not in names and "object" not in names
     assert not [attribute for _, attributes in made.tags for attribute in attributes if attribute.startswith("on")]
     data = json.loads(made.scripts[0])
-    row = dict(zip(data["columns"], data["rows"][0], strict=True))
-    assert data["problems"] == [[HOSTILE, HOSTILE]] and row["response"] == row["reason"] == HOSTILE
-    assert made.scripts[1] == (page_lib.ASSETS / "report.js").read_text()
+    (row,) = rows([workdir])
+    assert data["responses"]["problems"] == [[HOSTILE, HOSTILE]] and row["response"] == row["reason"] == HOSTILE
+    assert data["runs"][0]["name"] == name and json.loads(data["runs"][0]["config"]["note"]) == HOSTILE
+    assert made.scripts[1] == "\n".join((page_lib.ASSETS / file).read_text() for file in page_lib.PROGRAM)
 
 
-def test_the_page_asks_for_nothing_but_the_figures_beside_it(tmp_path):
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
     made = Page(page([make_run(tmp_path / "run", [100, 100], {2: 0.5})]))
     addresses = [
         attributes[key] for _, attributes in made.tags for key in ("src", "srcset", "href") if key in attributes
     ]
-    assert {address for address in addresses if not address.startswith(("#", "data:,"))} == {
-        f"{name}{end}" for name in ("learning", "signal") for end in (".svg", "-dark.svg", ".png")
-    }
+    assert [address for address in addresses if not address.startswith(("#", "data:,"))] == []
     (policy,) = [tag["content"] for _, tag in made.tags if tag.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+    assert "connect-src 'none'" in policy
     assert "http" not in (page_lib.ASSETS / "report.css").read_text()
 
 
@@ -94,26 +107,52 @@ def test_a_folder_whose_name_is_no_text_can_be_reported(tmp_path):
     # Only names are looked at: drawing has its own test.
     workdir = make_run(tmp_path / os.fsdecode(b"run-\xff"), [1, 1], {})
     history = history_lib.load(workdir)
-    written = page_lib.write(tmp_path / "out", page_lib.render([history], [], [], samples.read_all([workdir])))
-    assert "run-?" in written.read_text("utf-8")
+    made = page_lib.render(page_lib.data([history], [], [], samples.read_all([workdir])))
+    written = page_lib.write(tmp_path / "out", made)
+    assert r'"name":"run-\udcff"' in written.read_text("utf-8")
 
 
 def test_numbers_that_json_lacks_are_absent(tmp_path):
     workdir = make_run(tmp_path / "run", [1], {})
     write_samples(workdir, 1, [sample(reward=math.nan, advantage=-math.inf)])
-    data = json.loads(Page(page([workdir])).scripts[0])
-    row = dict(zip(data["columns"], data["rows"][0], strict=True))
+    (row,) = rows([workdir])
     assert row["reward"] is None and row["advantage"] is None
 
 
-def test_configurations_side_by_side(tmp_path):
-    runs = [
-        make_run(tmp_path / name, [1], {}, config={"collection": {"prompts_per_iteration": 8, **own}, "seed": 0})
-        for name, own in (("grpo", {"strategy": "grpo"}), ("balance", {"strategy": "balance", "k_pos": None}))
-    ]
-    different, same = page_lib.configuration_rows([history_lib.load(workdir) for workdir in runs])
-    assert different == [["collection.k_pos", "absent", "null"], ["collection.strategy", '"grpo"', '"balance"']]
-    assert ["seed", "0", "0"] in same and ["collection.prompts_per_iteration", "8", "8"] in same
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_metrics_begin_with_the_evaluation_before_training(tmp_path):
+    metrics = {"update/loss": [None, 1 / 3], "time/collect_s": [1.5, 2.0]}
+    history = history_lib.load(make_run(tmp_path / "run", [100, 50], {0: 0.2, 2: 0.6}, 3, metrics=metrics))
+    found = page_lib.metric_rows(history)
+    lines = [dict(zip(("iteration", "updates", "tokens", "seconds", *found["keys"]), row)) for row in found["rows"]]  # noqa: B905
+    assert [[line[key] for key in ("iteration", "updates", "tokens", "seconds")] for line in lines] == [
+        [0, 0, 0, 0], [1, 3, 100, 1.5], [2, 6, 150, 3.5],
+    ]  # fmt: skip
+    assert [line["evaluation/heldout/avg"] for line in lines] == [0.2, None, 0.6]
+    assert [line["update/loss"] for line in lines] == [None, None, 0.333333]
+    # What a reader with two rows lacks.
+    assert page_lib.metric_rows(history, 2)["rows"] == found["rows"][2:]
+    assert page_lib.metric_rows(history, 3)["rows"] == []
+
+
+def test_time_left_is_that_of_the_newest_iterations_without_the_first(tmp_path):
+    # Ten iterations of 2 s, and an evaluation of 5 s in one of them: 2.5 s each, for 100 - 12.
+    metrics = {"time/collect_s": [500.0, 9.0] + [2.0] * 10, "time/evaluate_s": [None] * 11 + [5.0]}
+    workdir = make_run(tmp_path / "run", [1] * 12, {}, config={"iterations": 100}, metrics=metrics)
+    assert page_lib.seconds_left(history_lib.load(workdir)) == 2.5 * 88
+    assert page_lib.seconds_left(history_lib.load(make_run(tmp_path / "untimed", [1, 1], {}))) is None
+
+
+def test_figures_leave_out_what_the_page_draws_from_the_metrics(tmp_path):
+    metrics = {"collection/active_round_1": [4, 4], "update/entropy": [0.5, 0.4], "time/collect_s": [1.0, 1.0]}
+    found = content([make_run(tmp_path / "run", [100, 100], {2: 0.5}, metrics=metrics)])["figures"]
+    assert {figure["name"]: [panel["title"] for panel in figure["panels"]] for figure in found} == {
+        "signal": ["Reward for entropy spent"],
+        "sampling": ["Prompts that draw a round, early", "Prompts that draw a round, late"],
+        "time": ["Where an iteration's time goes"],
+    }
 
 
 # ---- which responses -------------------------------------------------------------------------------------------------
@@ -175,7 +214,7 @@ def test_a_hundred_thousand_responses_make_a_page_of_bounded_size(tmp_path):
         write_samples(workdir, iteration, [long] * 1000)
     text = page([workdir])
     data = json.loads(Page(text).scripts[0])
-    assert len(data["rows"]) == samples.MOST_ROWS and len(text) < 12_000_000
+    assert len(data["responses"]["rows"]) == samples.MOST_ROWS and len(text) < 12_000_000
     assert "10,000 of 100,000 responses in samples/, of 10 of 100 iterations" in text
     assert "90,000 are not shown." in text
 
@@ -197,5 +236,4 @@ def test_a_very_long_response_loses_its_middle(tmp_path):
 
 def test_a_run_without_samples_says_so(tmp_path):
     workdir = make_run(tmp_path / "run", [1], {})
-    assert "run has no sampled responses (logging.sampled_prompts)." in page([workdir])
-    assert 'id="table"' not in page([workdir])
+    assert content([workdir])["shown"] == ["run has no sampled responses (logging.sampled_prompts)."]

@@ -24,7 +24,7 @@ def test_figures_and_page_are_written_and_the_page_is_named_last(tmp_path, runs,
         drawn = (tmp_path / "figures" / f"{name}.png").read_bytes()
         assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000
     page = (tmp_path / "figures" / "index.html").read_text()
-    assert 'src="learning.svg"' in page and 'srcset="learning-dark.svg"' in page and 'src="time.svg"' not in page
+    assert "reward/first_round" in page and ".svg" not in page  # it draws the curves itself
     shown = capsys.readouterr().out
     assert "zero-signal 1-25" in shown and "After 2 updates" in shown
     assert shown.splitlines()[-1] == f"open in a browser: {tmp_path / 'figures' / 'index.html'}"
@@ -33,7 +33,6 @@ def test_figures_and_page_are_written_and_the_page_is_named_last(tmp_path, runs,
 def test_a_run_without_evaluations_has_figures_too(tmp_path, capsys):
     plot.main([make_run(tmp_path / "run", [100, 100], {})], tmp_path)
     assert (tmp_path / "learning.png").exists()
-    assert "No run was evaluated." in (tmp_path / "index.html").read_text()
     assert "After" not in capsys.readouterr().out
 
 
