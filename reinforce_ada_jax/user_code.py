@@ -5,6 +5,7 @@ function itself.
 """
 
 import ast
+import importlib.machinery
 import importlib.util
 import pathlib
 import sys
@@ -36,6 +37,13 @@ def parse(path: pathlib.Path, setting: str) -> ast.Module:
     return tree
 
 
+class _WithoutBytecode(importlib.machinery.SourceFileLoader):
+    """A loader that leaves no `__pycache__` in the user's folder."""
+
+    def set_data(self, path, data, *, _mode=0o666):
+        """Writes nothing."""
+
+
 def run(path: pathlib.Path) -> types.ModuleType:
     """Runs a file as a module, at every call again; it may import files in its folder, as a script may.
 
@@ -46,7 +54,7 @@ def run(path: pathlib.Path) -> types.ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that files there hide no module either
     name = f"{path.stem.replace('.', '_')}_{zlib.crc32(str(path).encode()):08x}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_WithoutBytecode(name, str(path)))
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
