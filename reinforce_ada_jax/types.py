@@ -190,10 +190,11 @@ class RequestQueue(Protocol):
     until `take` returns nothing while none of its requests are in flight.
     """
 
-    def take(self, limit: int) -> list[Request]:
+    def take(self, limit: int, *, wait: bool = True) -> list[Request]:
         """Returns up to `limit` requests, most urgent first; none where no request is waiting.
 
-        Where every request taken before has been answered, it waits for verdicts that may bring further requests.
+        Where every request taken before has been answered, it waits for verdicts that may bring further requests,
+        unless `wait` is False.
         """
         ...
 
@@ -210,6 +211,10 @@ class RequestQueue(Protocol):
 
         For a sampler that can't start its requests before some prompt closes.
         """
+        ...
+
+    def awaits_verdicts(self) -> bool:
+        """Returns True while verdicts are pending."""
         ...
 
     def closed(self) -> list[str]:

@@ -61,10 +61,11 @@ class CollectionQueue:
         """Closed prompts of this collection."""
         return sum(rollouts.phase is Phase.CLOSED and not rollouts.prefetch for rollouts in self.prompts)
 
-    def take(self, limit: int) -> list[Request]:
+    def take(self, limit: int, *, wait: bool = True) -> list[Request]:
         self._advance(self._verification.read())
-        while not (self._waiting or self._in_flight) and (self.wait() or self._release()):
-            pass
+        while not (self._waiting or self._in_flight or (self._verification.pending and not wait)):
+            if not (self.wait() or self._release()):
+                break
         return self._take(self._waiting, limit)
 
     def take_prefetch(self, limit: int) -> list[Request]:
@@ -88,6 +89,9 @@ class CollectionQueue:
         finished = self._verification.read_next()
         self._advance(finished)
         return bool(finished)
+
+    def awaits_verdicts(self) -> bool:
+        return self._verification.pending
 
     def closed(self) -> list[str]:
         closed, self._newly_closed = self._newly_closed, []

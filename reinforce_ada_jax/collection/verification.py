@@ -19,6 +19,11 @@ class VerificationQueue:
         self._verify_fn, self._deterministic = verify_fn, deterministic
         self._pending: collections.deque[tuple[list[PromptRollouts], Future[list[Verdict]]]] = collections.deque()
 
+    @property
+    def pending(self) -> bool:
+        """True if a call has not been read."""
+        return bool(self._pending)
+
     def submit(self, complete: list[PromptRollouts]) -> list[PromptRollouts]:
         """Verifies the rounds of `complete`, all in one call; returns the prompts whose verdicts have arrived."""
         if not complete:

@@ -60,8 +60,8 @@ def make_mesh(
 ) -> Mesh:
     """A mesh of exactly data * fsdp * tensor devices (the first ones of `devices`, or of all that JAX sees).
 
-    Devices of one process are neighbours, and `tensor`, the innermost axis, stays within a process: each decodes for
-    itself.
+    Devices of one process are neighbours, and `tensor`, the innermost axis, stays within a process: so does each
+    replica of decoding.
 
     Raises:
       ValueError: there are fewer devices; or, with several processes, some would be left out or `tensor` would span
@@ -113,24 +113,10 @@ def split_meshes(chosen: MeshConfig) -> tuple[Mesh, Mesh]:
     return learner, make_mesh(data=replicas, tensor=chosen.tensor, devices=devices[chosen.learner : needed])
 
 
-def local_mesh(mesh: Mesh, process: int | None = None) -> Mesh:
-    """Returns the part of a mesh that one process has (by default this one), as a mesh with the same `tensor`."""
-    if not mesh.is_multi_process:
-        return mesh
-    process = jax.process_index() if process is None else process
-    own = [device for device in mesh.devices.flat if device.process_index == process]
-    return Mesh(np.asarray(own).reshape(1, -1, mesh.shape["tensor"]), AXES)
-
-
-def local_view(array: jax.Array, mesh: Mesh) -> jax.Array:
-    """Returns this process's shards of an array, not split along `data` and `fsdp`, as an array on its `local_mesh`.
-
-    Nothing is copied.
-    """
-    assert isinstance(array.sharding, NamedSharding)
-    there = NamedSharding(mesh, array.sharding.spec)
-    shards = {shard.device: shard.data for shard in array.addressable_shards}
-    return jax.make_array_from_single_device_arrays(array.shape, there, [shards[d] for d in mesh.devices.flat])
+def local_rows(array: jax.Array) -> np.ndarray:
+    """Returns this process's rows of an array that is split along its first axis over all processes, on the host."""
+    shards = {shard.index[0].start: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(shards[start]) for start in sorted(shards)])
 
 
 def shard_bytes(tree: Any) -> int:

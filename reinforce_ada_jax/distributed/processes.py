@@ -1,8 +1,9 @@
 """Several processes as one run: one per host, each with its own devices, all with the same program.
 
-How two hosts agree: every process decodes its shard of the prompts (training/sharded_collection.py); they meet in
-`exchange` and in programs over the whole mesh. So all must take the same steps in the same order, and a process that
-alone knows something tells the others first (`exchange`, `any_of`). Only process 0 writes files other than checkpoints.
+How two hosts agree: every process draws for its shard of the prompts (training/sharded_collection.py). They meet in
+`exchange` and in programs over the whole mesh, of which each decode window is one. So all must take the same steps in
+the same order, and a process that alone knows something tells the others first (`exchange`, `any_of`). Only process 0
+writes files other than checkpoints.
 
 With one process nothing is sent and nothing is compiled.
 """

@@ -143,12 +143,9 @@ def _with_shardings(shapes: Any, shardings: Any) -> Any:
 def abstract_run(config: Config, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> AbstractRun:
     """Returns the run's components on a mesh whose devices need not exist."""
     learner = Learner(architecture, config, mesh)
-    # Compiled ahead of time for its own chips alone, process 0 is taken for the whole slice, and refused: libtpu 0.0.51
-    # goes by device 0. The last process has as many chips, in the same places of its host.
-    last = max(device.process_index for device in mesh.devices.flat)
     return AbstractRun(
         config=config,
-        engine=Engine(architecture, options, mesh=mesh, process=last),
+        engine=Engine(architecture, options, mesh=mesh),
         learner=learner,
         state=_with_shardings(*abstract_state(config, learner)),
         batch=_abstract_batch(config, learner),

@@ -18,12 +18,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
-from reinforce_ada_jax.distributed.mesh import local_mesh, local_view
+from reinforce_ada_jax.distributed.mesh import local_rows
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.programs import (
     as_decoded,
+    by_replica,
     learner_shardings,
     make_programs,
     num_replicas,
@@ -63,7 +64,9 @@ def enough_open_prompts(slots: int, samples_per_round: int) -> int:
 class Engine:
     """Paged decoding for one architecture on one mesh. State goes in and comes out; only programs are kept.
 
-    Along `data` and `fsdp` the mesh holds replicas, which decode side by side; `options` are those of one of them.
+    Along `data` and `fsdp` the mesh holds replicas, which decode side by side; `options` are those of one of them. Over
+    several processes each passes the inputs of its own `replicas` and gets their outputs. All of them call the same
+    methods in the same order: a window is one program of the whole mesh.
     """
 
     def __init__(
@@ -73,33 +76,39 @@ class Engine:
         *,
         mesh: Mesh,
         learner_mesh: Mesh | None = None,
-        process: int | None = None,
     ):
-        """Makes an engine on `mesh`; where that spans processes, each one's engine has its own devices.
+        """Makes an engine on `mesh`.
 
         Args:
           architecture: of the model.
           options: of each replica.
-          mesh: the devices.
+          mesh: the devices, of all processes of the run.
           learner_mesh: those of the learner, where they are others: `decode_weights` copies weights from there.
-          process: whose devices the engine has; this one's, unless its programs are only to be compiled.
         """
-        self._whole_mesh, self.mesh = mesh, local_mesh(mesh, process)
+        self.mesh, self.spans_processes = mesh, mesh.is_multi_process
         self._is_split = learner_mesh is not None and learner_mesh != mesh
-        self.architecture, self.options = architecture, options
-        self.dtype, self.replicas = jnp.dtype(options.dtype), num_replicas(self.mesh)
+        self.architecture, self.options, self.dtype = architecture, options, jnp.dtype(options.dtype)
+        own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+        self.replicas = len(own) // mesh.shape["tensor"] if self.spans_processes else num_replicas(mesh)
         if learner_mesh is not None and self._is_split:
             cast_shardings = learner_shardings(architecture, options, learner_mesh)
         else:
-            cast_shardings = self._weight_shardings(self._whole_mesh)
-        self._programs = make_programs(architecture, options, self.mesh, cast_shardings)
+            cast_shardings = weight_shardings(architecture, options, mesh)
+        self._programs = make_programs(architecture, options, mesh, cast_shardings)
 
     def _stack(self, of_replicas: Sequence[Any]) -> Any:
-        return of_replicas[0] if self.replicas == 1 else jax.tree.map(lambda *x: np.stack(x), *of_replicas)
+        """Returns a program's argument made of those of this process's replicas."""
+        if num_replicas(self.mesh) == 1:
+            return of_replicas[0]
+        stacked = jax.tree.map(lambda *x: np.stack(x), *of_replicas)
+        return (
+            jax.make_array_from_process_local_data(by_replica(self.mesh), stacked) if self.spans_processes else stacked
+        )
 
     def _unstack(self, tree: Any) -> list[Any]:
-        tree = jax.device_get(tree)
-        if self.replicas == 1:
+        """Returns, for each of this process's replicas, its part of a program's result, on the host."""
+        tree = jax.tree.map(local_rows, tree) if self.spans_processes else jax.device_get(tree)
+        if num_replicas(self.mesh) == 1:
             return [tree]
         return [jax.tree.map(operator.itemgetter(replica), tree) for replica in range(self.replicas)]
 
@@ -107,7 +116,7 @@ class Engine:
 
     def decodes_from(self, params: Params) -> bool:
         """Returns True if decoding reads `params`, or arrays of such shapes, as they are; else it reads a copy."""
-        expected = self._abstract_weights(self._whole_mesh)
+        expected = self.abstract_weights()
         if jax.tree.structure(params) != jax.tree.structure(expected):  # adapters, or matrices to be quantised
             return False
         pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)
@@ -123,25 +132,17 @@ class Engine:
         if not self.decodes_from(params):
             params = self._programs.cast_weights(params)
             if self._is_split:
-                return jax.device_put(params, self._weight_shardings(self.mesh))
-        if self._whole_mesh is self.mesh:
-            return params
-        return jax.tree.map(lambda w: local_view(w, self.mesh), params)
+                return jax.device_put(params, weight_shardings(self.architecture, self.options, self.mesh))
+        return params
 
     def abstract_weights(self) -> Params:
         """Returns shapes, dtypes and shardings of the decode weights."""
-        return self._abstract_weights(self.mesh)
-
-    def _weight_shardings(self, mesh: Mesh) -> Params:
-        return weight_shardings(self.architecture, self.options, mesh)
-
-    def _abstract_weights(self, mesh: Mesh) -> Params:
         declared = weight_shapes(self.architecture)
         plain = nest({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in declared.items()})
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             jax.eval_shape(functools.partial(as_decoded, options=self.options), plain),
-            self._weight_shardings(mesh),
+            weight_shardings(self.architecture, self.options, self.mesh),
         )
 
     # ---- before the first call -----------------------------------------------------------------------------------
@@ -153,8 +154,13 @@ class Engine:
         """
         o, params, state = self.options, self.abstract_weights(), self._programs.init_state.eval_shape()
         nothing = window_inputs(o, [], np.zeros(o.open_prompts, bool), [], 0, Lengths(o.table_width).survivors())
-        inputs = self._stack([nothing] * self.replicas)
-        return {"decode window": lambda: self._programs.decode_window.lower(params, state, inputs)}
+        arguments: Any = (self._stack([nothing] * self.replicas),)
+        if self.spans_processes:
+            layout, rows = by_replica(self.mesh), num_replicas(self.mesh)
+            arguments = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=layout), (nothing, np.int32(0))
+            )
+        return {"decode window": lambda: self._programs.decode_window.lower(params, state, *arguments)}
 
     def token_programs(self) -> dict[str, Callable[[], jax.stages.Lowered]]:
         """Returns the programs of decoding token by token, as `programs` does, but for `insert`, which is small."""
@@ -185,17 +191,21 @@ class Engine:
 
     def set_terms(self, state: DecodeState, terms: Sequence[PromptTerms]) -> DecodeState:
         """Sets the terms of each replica's prompts; those of open prompts must stay as they are."""
-        layout = jax.tree.map(lambda x: x.sharding, state.terms)
-        return state.replace(terms=jax.device_put(self._stack(terms), layout))
+        return state.replace(terms=jax.device_put(self._stack(terms), by_replica(self.mesh)))
 
     def decode_window(
-        self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs]
+        self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs], vote: int = 0
     ) -> tuple[DecodeState, WindowOutputs]:
         """Prefills and decodes, in one dispatch, up to `window` tokens in all slots (`decode.decode_window`).
 
-        `inputs` has one entry for each replica; `fetch_outputs` separates their outputs again.
+        `inputs` has one entry for each of this process's replicas; `fetch_outputs` separates their outputs again. Over
+        several processes each must launch the window, with or without work, and `agreed` of its outputs has the largest
+        `vote`.
         """
-        return self._programs.decode_window(params, state, self._stack(inputs))
+        return self._programs.decode_window(params, state, self._stack(inputs), *self._votes(vote))
+
+    def _votes(self, vote: int) -> list[Any]:
+        return [self._stack([np.int32(vote)] * self.replicas)] if self.spans_processes else []
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         """Waits for a window; returns each replica's outputs, on the host."""

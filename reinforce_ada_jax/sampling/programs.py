@@ -25,6 +25,11 @@ def num_replicas(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
+def by_replica(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of arrays whose first axis is the replica; one replica alone has no such axis."""
+    return NamedSharding(mesh, PartitionSpec() if num_replicas(mesh) == 1 else PartitionSpec(REPLICA_AXES))
+
+
 def weight_shardings(architecture: Architecture, options: EngineOptions, mesh: Mesh) -> Params:
     """Returns the shardings of decode weights: split over `tensor` only, or the token loop would gather them."""
     return _map_weights(architecture, options, lambda _, shape, axes: NamedSharding(mesh, tensor_spec(axes)))
@@ -56,7 +61,7 @@ class Programs:
 
     Attributes:
       init_state: () -> an empty state.
-      decode_window: (params, state, inputs) -> (state, outputs).
+      decode_window: (params, state, inputs) -> (state, outputs); over several processes (params, state, inputs, vote).
       prefill: (params, tokens, length) -> prefix.
       insert: (state, prefix, slot, address, sampling) -> state.
       decode_token: (params, state) -> (state, int32[S, 3] of token, active, response tokens so far).
@@ -75,11 +80,10 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     """Returns the programs of an engine on `mesh`; the shardings of cast weights may be on other devices."""
     dtype, replicas = jnp.dtype(options.dtype), num_replicas(mesh)
     decoding: Any = dict(dtype=dtype, backend=options.attention, mesh=mesh)  # keyword arguments
-    replica_axes = () if replicas == 1 else (REPLICA_AXES,)
-    by_replica = NamedSharding(mesh, PartitionSpec(*replica_axes))
-    by_kv_head = NamedSharding(mesh, PartitionSpec(*replica_axes, "tensor"))
+    own = by_replica(mesh)
+    by_kv_head = NamedSharding(mesh, PartitionSpec(*own.spec, "tensor"))
     new_state = functools.partial(empty_state, options, architecture)
-    layout = jax.tree.map(lambda _: by_replica, jax.eval_shape(new_state))
+    layout = jax.tree.map(lambda _: own, jax.eval_shape(new_state))
     key_pages, value_pages = (jax.tree.map(lambda _: by_kv_head, x) for x in (layout.key_pages, layout.value_pages))
     layout = layout.replace(key_pages=key_pages, value_pages=value_pages)
     # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at every
@@ -93,9 +97,14 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
     def prefill(params, tokens, length):
         return decode.prefill(merge(architecture, params), tokens, length, dtype=dtype)
 
-    def decode_window(params, state, inputs):
+    def decode_window(params, state, inputs, *vote):
         model, sizes = merge(architecture, params), dict(window=options.window, prefill_tokens=options.prefill_tokens)
-        return decode.decode_window(model, state, inputs, **sizes, **decoding)
+        last_steps = state.decode_steps
+        state, outputs = decode.decode_window(model, state, inputs, **sizes, **decoding)
+        if vote:
+            # All that passes between processes. No token depends on it, so it takes no time beside the window.
+            outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), REPLICA_AXES))
+        return state, outputs
 
     def decode_token(params, state):
         active = state.slots.active
@@ -105,18 +114,19 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
 
     return Programs(
         init_state=jax.jit(init_state, out_shardings=layout),
-        decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, by_replica)),
+        decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, own)),
         prefill=jax.jit(prefill),
         insert=jax.jit(decode.insert, donate_argnums=0, out_shardings=layout),
-        decode_token=jit_program(decode_token, out_shardings=(layout, by_replica)),
+        decode_token=jit_program(decode_token, out_shardings=(layout, own)),
         cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
     )
 
 
 def _on_each_replica(program: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """Runs `program(params, state, work)` on every replica's devices, each with its own state and work.
+    """Runs `program(params, state, ...)` on every replica's devices, each with its own state and other arguments.
 
-    Nothing passes between replicas, so each goes at its own pace. One replica has no axis to map.
+    Nothing else passes between replicas, so each goes at its own pace. One replica has no axis to map. Where the mesh
+    has several processes, each launches the program for its own replicas, all in the same order.
     """
     if num_replicas(mesh) == 1:
         return program
@@ -131,7 +141,7 @@ def _on_each_replica(program: Callable[..., Any], mesh: Mesh) -> Callable[..., A
     return jax.shard_map(
         on_one,
         mesh=mesh,
-        in_specs=(shared, own, own),
+        in_specs=(shared, own, own, *[own] * mesh.is_multi_process),
         out_specs=own,
         axis_names=set(REPLICA_AXES),
         check_vma=False,  # the replicas' loops take different numbers of steps

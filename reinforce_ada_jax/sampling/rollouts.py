@@ -5,17 +5,22 @@ requests are in the device's queue; slots, pages and tokens are the compiled win
 
 The device never waits for the host: a window is submitted before the outputs of the one before it are read. What the
 host knows is therefore one window old, and every decision of a scheduler is safe whatever that window does.
+
+Over several processes a window is one program of all devices. Each process has its own requests, and launches as many
+windows as the others: `_Session.run_in_step`.
 """
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from reinforce_ada_jax.distributed.mesh import shard_bytes
+from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling import token as token_lib
@@ -31,6 +36,12 @@ from reinforce_ada_jax.types import Request, RequestQueue, Response
 
 # Recorded when the first window of each `sample_fn` is read: its tokens are on the host.
 FIRST_WINDOW_EVENT = "/reinforce_ada_jax/sampling/first_window"
+# Votes of a process on what follows a window; the largest counts. Its requests are all answered; some are not; all
+# processes stop, because this one was broken off.
+_FINISHED, _WORKING, _STOPPED = 0, 1, 2
+# Seconds that a process without work waits for verdicts before its next window. The others don't wait for it: theirs
+# are longer.
+_IDLE_S = 0.002
 
 
 @runtime_checkable
@@ -41,11 +52,13 @@ class DecodeEngine(Protocol):
 
     @property
     def replicas(self) -> int: ...
+    @property
+    def spans_processes(self) -> bool: ...
     def decodes_from(self, params: Any, /) -> bool: ...
     def decode_weights(self, params: Any, /) -> Any: ...
     def init_decode_state(self) -> Any: ...
     def decode_window(
-        self, params: Any, state: Any, inputs: Sequence[WindowInputs], /
+        self, params: Any, state: Any, inputs: Sequence[WindowInputs], vote: int = 0, /
     ) -> tuple[Any, WindowOutputs]: ...
     def fetch_outputs(self, outputs: WindowOutputs, /) -> list[WindowOutputs]: ...
     def fetch(self, state: Any, /) -> list[Occupancy]: ...
@@ -59,6 +72,8 @@ class RolloutCounts:
       tokens: slot-steps that made a token.
       slot_steps: all slot-steps, idle ones included.
       windows: decode windows that were read.
+      steps: decode steps from the first window to the last, where several processes decode: those of the slowest.
+      waited_steps: those of them in which this process decoded nothing and waited for another one.
       prefills: prompts prefilled.
       prefilled_tokens: their tokens, less the last of each, which starts its draws, and less those shared.
       shared_tokens: their tokens whose keys and values another prompt had.
@@ -70,6 +85,8 @@ class RolloutCounts:
     tokens: int = 0
     slot_steps: int = 0
     windows: int = 0
+    steps: int = 0
+    waited_steps: int = 0
     prefills: int = 0
     prefilled_tokens: int = 0
     shared_tokens: int = 0
@@ -138,10 +155,12 @@ class Rollouts:
             self.counts = RolloutCounts()
             # A session that is broken off while slots decode leaves no state behind.
             session = _Session(self.engine, self.counts, self._take_state(), queue, terms)
-            for number, responses in enumerate(session.run()):
-                if not number:
-                    jax.monitoring.record_event(FIRST_WINDOW_EVENT)
-                yield responses
+            turns = session.run_in_step() if self.engine.spans_processes else session.run()
+            with contextlib.closing(turns):
+                for number, responses in enumerate(turns):
+                    if not number:
+                        jax.monitoring.record_event(FIRST_WINDOW_EVENT)
+                    yield responses
             self.state = session.state
 
         return sample_fn
@@ -194,10 +213,11 @@ class _Session:
         self.engine, self.counts, self.state, self.queue, self.terms = engine, counts, state, queue, terms
         self.schedulers = [Scheduler(engine.options) for _ in range(engine.replicas)]
         self.prefetched: set[str] = set()  # prompts of the next iteration
-        self.decode_steps = np.zeros(engine.replicas, np.int64)
+        self.decode_steps = np.zeros(engine.replicas, np.int64)  # of all windows; in step with others, of the last one
+        self.outcome = _WORKING  # of the votes on the last window that was read
         self.read_at = time.monotonic()
 
-    def run(self) -> Iterator[list[Response]]:
+    def run(self) -> Generator[list[Response]]:
         """Submits a window, reads the one before it, yields its responses; until no request is left."""
         previous: WindowOutputs | None = None
         while True:
@@ -210,6 +230,50 @@ class _Session:
             previous = submitted
         self._finish()
 
+    def run_in_step(self) -> Generator[list[Response]]:
+        """Does what `run` does where other processes decode too: all launch the same windows in the same order.
+
+        Each launches one in every turn, without requests where it has none. With a window it votes on what follows. The
+        outcome comes with the window's outputs, when the next window is submitted already, the same in all processes.
+
+        Raises:
+          Interrupted: another process was broken off.
+        """
+        vote, previous, submitted = _WORKING, None, None
+        try:
+            while True:
+                if vote == _WORKING:
+                    self._take_requests()
+                    if not (self._busy or self._awaits_verdicts() or self._make_room()):
+                        self._close_all()
+                        vote = _FINISHED
+                submitted = self._submit_window(previous, vote)
+                if previous is not None:
+                    responses, outcome = self._read_window(previous), self.outcome
+                    if outcome == _STOPPED:
+                        raise Interrupted
+                    if outcome == _FINISHED:
+                        break
+                    yield responses
+                previous = submitted
+        except GeneratorExit:
+            # The others are at work, and stop with this process, in the same turn.
+            while submitted is not None and self.outcome == _WORKING:
+                previous, submitted = submitted, self._submit_window(submitted, _STOPPED)
+                self._read_window(previous)
+            raise
+        finally:
+            # The next program of all processes begins when the last window has ended in all of them.
+            jax.block_until_ready(submitted)
+        self._check_idle()
+
+    def _awaits_verdicts(self) -> bool:
+        """Returns True, a moment later, while verdicts may bring requests."""
+        pending = self.queue.awaits_verdicts()
+        if pending:
+            time.sleep(_IDLE_S)
+        return pending
+
     @property
     def _busy(self) -> bool:
         return any(scheduler.busy for scheduler in self.schedulers)
@@ -220,7 +284,10 @@ class _Session:
         for scheduler in self.schedulers:
             scheduler.open_waiting()
         # Requests of open prompts may be behind those that have to wait: prompts close only through them.
-        while (capacity := sum(each.capacity for each in self.schedulers)) and (taken := self.queue.take(capacity)):
+        while capacity := sum(each.capacity for each in self.schedulers):
+            taken = self.queue.take(capacity, wait=False) if self.engine.spans_processes else self.queue.take(capacity)
+            if not taken:
+                break
             self._add(taken)
         idle_slots = sum(scheduler.idle_slots for scheduler in self.schedulers)
         if self.terms.prefetch_stream is not None and idle_slots:
@@ -241,13 +308,13 @@ class _Session:
         for scheduler in self.schedulers:
             scheduler.close(prompt_ids)
 
-    def _submit_window(self, previous: WindowOutputs | None) -> WindowOutputs:
+    def _submit_window(self, previous: WindowOutputs | None, vote: int = _WORKING) -> WindowOutputs:
         """Starts the requests that are ready; `previous` is the window before, which is not read yet."""
         terms = self.terms
         inputs = [scheduler.next_window(terms.address, terms.sampling_of) for scheduler in self.schedulers]
         if previous is not None and previous.decode_steps.is_ready():
             self.counts.host_s += time.monotonic() - self.read_at
-        self.state, outputs = self.engine.decode_window(terms.weights, self.state, inputs)
+        self.state, outputs = self.engine.decode_window(terms.weights, self.state, inputs, vote)
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
         self.counts.dispatches += 1
@@ -274,14 +341,25 @@ class _Session:
         self.counts.windows += 1
         self.counts.tokens += sum(int(outputs.busy) for outputs in of_replicas)
         self.counts.redone += sum(int(outputs.redone) for outputs in of_replicas)
-        self.decode_steps += [int(outputs.decode_steps) for outputs in of_replicas]
-        # A replica that takes fewer steps than another one idles meanwhile.
-        self.counts.slot_steps = int(self.decode_steps.max()) * self.engine.options.slots * len(of_replicas)
+        self._count_steps(of_replicas)
         return [
             response
             for scheduler, outputs in zip(self.schedulers, of_replicas, strict=True)
             for response in scheduler.process_outputs(outputs, self.terms.policy_version)
         ]
+
+    def _count_steps(self, of_replicas: Sequence[WindowOutputs]) -> None:
+        """Counts the steps of a window; a replica that takes fewer than another one idles meanwhile."""
+        counts, steps = self.counts, [int(outputs.decode_steps) for outputs in of_replicas]
+        if of_replicas[0].agreed is None:
+            self.decode_steps += steps
+            counts.steps = int(self.decode_steps.max())
+        else:
+            self.outcome, most_steps = of_replicas[0].agreed.tolist()  # the steps are those of the window before
+            counts.steps += most_steps
+            counts.waited_steps += most_steps - int(self.decode_steps.max())
+            self.decode_steps[:] = steps
+        counts.slot_steps = counts.steps * self.engine.options.slots * len(of_replicas)
 
     def _make_room(self) -> bool:
         """With nothing in flight: returns True if prompts that wait for room may find some now."""
@@ -296,7 +374,14 @@ class _Session:
         return verdicts or self._busy
 
     def _finish(self) -> None:
-        """Closes all prompts.
+        """Closes all prompts, and has their pages released."""
+        self._close_all()
+        if any(scheduler.rows.closing.any() for scheduler in self.schedulers):
+            self._submit_window(None)  # it takes no step, and releases the last pages
+        self._check_idle()
+
+    def _close_all(self) -> None:
+        """Closes all prompts, with the next window.
 
         Raises:
           RuntimeError: some prompts were never opened.
@@ -310,8 +395,8 @@ class _Session:
             )
         for scheduler in self.schedulers:
             scheduler.close(list(scheduler.rows.prompts))
-        if any(scheduler.rows.closing.any() for scheduler in self.schedulers):
-            self._submit_window(None)  # it takes no step, and releases the last pages
+
+    def _check_idle(self) -> None:
         if self.engine.options.check_invariants:
             for state in self.engine.fetch(self.state):
                 invariants.check_idle(self.engine.options, state)

@@ -6,6 +6,7 @@ are the real ones; the steps, windows and dispatches are those of the real engin
 
 import collections
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -37,6 +38,10 @@ class Cost:
     host: float = 0.0
 
 
+# Real seconds until a simulated host that launches no window is given up.
+HOST_S = 60.0
+
+
 class HostArray(np.ndarray):
     """A numpy array with what the host asks of a device array."""
 
@@ -48,14 +53,59 @@ class HostArray(np.ndarray):
         """Does nothing: it is on the host."""
 
 
+class Hosts:
+    """Hosts that decode in step, a thread each: their votes, and the seconds of their windows."""
+
+    def __init__(self, count: int):
+        """Makes hosts 0 to `count` - 1, none of which has launched a window."""
+        self._windows: list[list[tuple[int, int, float]]] = [[] for _ in range(count)]
+        self._changed = threading.Condition()
+
+    def launch(self, host: int, vote: int, steps: int, seconds: float = 0.0) -> int:
+        """Records a window of a host, with the steps and seconds that it takes there; returns its number."""
+        with self._changed:
+            self._windows[host].append((vote, steps, seconds))
+            self._changed.notify_all()
+            return len(self._windows[host]) - 1
+
+    def agreed(self, number: int) -> np.ndarray:
+        """Waits until all have launched a window; returns its largest vote and the most steps of the one before.
+
+        Raises:
+          TimeoutError: a host launches it not.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(len(own) > number for own in self._windows), timeout=HOST_S):
+                raise TimeoutError(f"window {number} was not launched by all hosts: {list(map(len, self._windows))}")
+            steps = max(own[number - 1][1] for own in self._windows) if number else 0
+            return np.array([max(own[number][0] for own in self._windows), steps], np.int32)
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Seconds of each host's windows, float[hosts, windows]; each window begins when all hosts have come to it."""
+        return np.array([[seconds for _, _, seconds in own] for own in self._windows])
+
+
 class SimulatedEngine:
     """An engine of one replica without device and weights. Its clock runs on from session to session."""
 
     replicas = 1
 
-    def __init__(self, options: EngineOptions, cost: Cost, lengths: Mapping[tuple[str, int], int]):
-        """Simulates the engine of `options`; `lengths[prompt id, draw]` are the tokens of untruncated responses."""
-        self.options, self.cost = options, cost
+    def __init__(
+        self,
+        options: EngineOptions,
+        cost: Cost,
+        lengths: Mapping[tuple[str, int], int],
+        hosts: Hosts | None = None,
+        host: int = 0,
+    ):
+        """Simulates the engine of `options`; `lengths[prompt id, draw]` are the tokens of untruncated responses.
+
+        With `hosts` it is that of one `host` of several. Its clock then leaves out the time in which it waits for
+        others (`Hosts.seconds`).
+        """
+        self.options, self.cost, self._hosts, self._host = options, cost, hosts, host
+        self.spans_processes = hosts is not None
         self._lengths = {_without_stream(token_lib.address(0, *draw)): length for draw, length in lengths.items()}
         self._device_s = self._host_s = 0.0  # when each has finished what it was given
         self._window_ends = collections.deque([0.0, 0.0], maxlen=2)
@@ -77,18 +127,23 @@ class SimulatedEngine:
         return WindowModel(self.options, self._respond)
 
     def decode_window(
-        self, params: None, state: WindowModel, inputs: Sequence[WindowInputs]
+        self, params: None, state: WindowModel, inputs: Sequence[WindowInputs], vote: int = 0
     ) -> tuple[WindowModel, WindowOutputs]:
         """Runs one window."""
         outputs, cached, chunks = state.decode_window(*inputs)
         steps_s = int(outputs.decode_steps) * self.cost.decode_step + cached * self.cost.cached_token
         steps_s += chunks * self.cost.prefill
         self._window_ends.append(self._run(self.cost.window + steps_s, host=self.cost.host))
+        if self._hosts is not None:
+            seconds = self.cost.window + steps_s
+            outputs = outputs.replace(agreed=self._hosts.launch(self._host, vote, int(outputs.decode_steps), seconds))
         return state, jax.tree.map(lambda x: np.asarray(x).view(HostArray), outputs)
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
-        """Returns those of the one replica."""
-        return [outputs]
+        """Returns those of the one replica, when the other hosts have launched the window too."""
+        if self._hosts is None or outputs.agreed is None:
+            return [outputs]
+        return [outputs.replace(agreed=self._hosts.agreed(int(outputs.agreed)))]
 
     def fetch(self, state: WindowModel) -> list[Occupancy]:
         """Returns a copy of the one replica's state."""

@@ -204,6 +204,7 @@ class WindowOutputs(Record):
       busy: slot-steps that made a token.
       decode_steps: steps taken, each by all slots.
       redone: tokens of responses that lost their slots and start again.
+      agreed: over several processes, the largest vote, and the most steps that a replica took in the window before.
     """
 
     rows: Outputs
@@ -212,6 +213,7 @@ class WindowOutputs(Record):
     busy: Int[ArrayLike, ""]
     decode_steps: Int[ArrayLike, ""]
     redone: Int[ArrayLike, ""]
+    agreed: Int[ArrayLike, "2"] | None = None
 
 
 class Prefix(Record):

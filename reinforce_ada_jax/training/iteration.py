@@ -325,6 +325,7 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
         "collection/prefilled_tokens": counts["prefilled_tokens"],
         "collection/shared_tokens": counts["shared_tokens"],
         "collection/dispatches": counts["dispatches"],
+        "collection/waited_share": counts["waited_steps"] / max(counts["steps"], 1),
         "collection/ahead": sum(age > 0 for age in staleness),
         "collection/staleness_max": max(staleness, default=0),
         "time/collect_s": time.monotonic() - begin,

@@ -66,7 +66,7 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
 
     Args:
       job: the same in every process.
-      draw: called with this process's shard.
+      draw: called with this process's shard, which may have no prompts: all take part in the programs of decoding.
 
     Raises:
       Interrupted: in every process, if it was raised in any.
@@ -143,7 +143,7 @@ def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple
         prefetch=Prefetch(shard_of(job.prefetch.prompts, {})),
     )
     try:
-        pools, counts = draw(shard) if shard.prompts else ([], Counts())
+        pools, counts = draw(shard)
         message = to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
     except Interrupted:
         message = b""

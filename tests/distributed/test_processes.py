@@ -34,7 +34,10 @@ SMALL = {
     "learning.epsilon": 1e-5,
 }  # fmt: skip
 # What differs with the number of engines, and with the order of sums.
-OF_ENGINES = {"collection/slot_utilisation", "collection/dispatches", "update/logprob_gap", "update/logprob_gap_max"}
+OF_ENGINES = {
+    "collection/slot_utilisation", "collection/dispatches", "collection/waited_share", "update/logprob_gap",
+    "update/logprob_gap_max",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

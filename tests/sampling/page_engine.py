@@ -85,7 +85,7 @@ class PageEngine:
     """See the module. `options.stop_ids` means nothing here: lengths follow from addresses."""
 
     def __init__(self, options: EngineOptions, replicas: int = 1):
-        self.options, self.replicas = options, replicas
+        self.options, self.replicas, self.spans_processes = options, replicas, False
 
     def decodes_from(self, params: None) -> bool:
         return True
@@ -97,7 +97,7 @@ class PageEngine:
         return [PageReplica(self.options) for _ in range(self.replicas)]
 
     def decode_window(
-        self, params: None, state: list[PageReplica], inputs: Sequence[WindowInputs]
+        self, params: None, state: list[PageReplica], inputs: Sequence[WindowInputs], vote: int = 0
     ) -> tuple[list[PageReplica], WindowOutputs]:
         of_replicas = [replica.decode_window(one)[0] for replica, one in zip(state, inputs, strict=True)]
         longest = max(outputs.rows.tokens.shape[1] for outputs in of_replicas)

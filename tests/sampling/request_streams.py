@@ -89,10 +89,10 @@ class RandomStream:
 
     # ---- what the sampler sees -----------------------------------------------------------------------------------
 
-    def take(self, limit: int) -> list[Request]:
+    def take(self, limit: int, *, wait: bool = True) -> list[Request]:
         assert limit > 0
         self._tick()
-        while not self._waiting and not self.outstanding and self.wait():
+        while wait and not self._waiting and not self.outstanding and self.wait():
             pass
         return self._take(self._waiting, limit)
 
@@ -108,6 +108,9 @@ class RandomStream:
         self._tick()
         closed, self._closed = self._closed, []
         return closed
+
+    def awaits_verdicts(self) -> bool:
+        return bool(self._verifying)
 
     def wait(self) -> bool:
         if not self._verifying:

@@ -133,9 +133,9 @@ def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -
     engine, windows, rng = rollouts.engine, [], np.random.default_rng(0)
     decode_window = engine.decode_window
 
-    def recording(params, state, all_inputs):
+    def recording(params, state, all_inputs, vote):
         all_inputs = [each.replace(cancelled=rng.random(len(each.cancelled)) < cancelled) for each in all_inputs]
-        state, outputs = decode_window(params, state, all_inputs)
+        state, outputs = decode_window(params, state, all_inputs, vote)
         windows.append(
             [comparable(*both) for both in zip(engine.fetch(state), engine.fetch_outputs(outputs), strict=True)]
         )

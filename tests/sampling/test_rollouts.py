@@ -284,7 +284,7 @@ class OpenQueue:
     def __init__(self, prompts, draws=2):
         self.waiting = [Request(prompt, draw) for prompt in prompts for draw in range(draws)]
 
-    def take(self, limit):
+    def take(self, limit, *, wait=True):
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
         return taken
 
@@ -295,6 +295,9 @@ class OpenQueue:
         return []
 
     def wait(self):
+        return False
+
+    def awaits_verdicts(self):
         return False
 
     def closed(self):

@@ -1,0 +1,135 @@
+"""Sessions of several processes launch the same windows, whatever each has to do; threads stand in for processes."""
+
+import dataclasses
+import threading
+import types
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.simulation import HostArray, Hosts
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.types import Pool, Prompt, Verdict
+from tests.sampling import tiny
+from tests.sampling.page_engine import PageEngine
+
+OPTIONS = dataclasses.replace(tiny.OPTIONS, slots=4, open_prompts=3, pages=60, check_invariants=True)
+
+
+class HostEngine(PageEngine):
+    """The engine of one host of several, of two replicas."""
+
+    def __init__(self, hosts: Hosts, host: int):
+        super().__init__(OPTIONS, replicas=2)
+        self.spans_processes, self.hosts, self.host, self.votes = True, hosts, host, []
+
+    def decode_window(self, params, state, inputs, vote=0):
+        state, outputs = super().decode_window(params, state, inputs)
+        self.votes.append(vote)
+        number = self.hosts.launch(self.host, vote, int(outputs.decode_steps.max()))
+        return state, outputs.replace(agreed=np.full(self.replicas, number).view(HostArray))
+
+    def fetch_outputs(self, outputs):
+        agreed = self.hosts.agreed(int(outputs.agreed[0]))
+        return [each.replace(agreed=agreed) for each in super().fetch_outputs(outputs)]
+
+
+def make_prompts(host: int, count: int) -> list[Prompt]:
+    random = np.random.default_rng(host)
+    tokens = [random.integers(0, 24, random.integers(1, 17)).astype(np.int32) for _ in range(count)]
+    return [Prompt(f"{host}-{number}", "", "", row) for number, row in enumerate(tokens)]
+
+
+def verify(pairs) -> Future[list[Verdict]]:
+    verdicts = Future()
+    verdicts.set_result([Verdict(response.draw % 3 > 0, 0.0) for _, response in pairs])
+    return verdicts
+
+
+def collected(rollouts: Rollouts, prompts: list[Prompt], verify_fn=verify, **settings) -> list[Pool]:
+    config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=3)
+    sample_fn = rollouts.sampler(None, stream=0, sampling=SamplingParams(12))
+    return collect(prompts, sample_fn, verify_fn, strategies.build(config), **settings)
+
+
+def run(num_hosts: int, program) -> tuple[list, list[list[int]]]:
+    """Returns the result or error of `program(host, rollouts)` on each host, and its votes."""
+    hosts = Hosts(num_hosts)
+    rollouts = [Rollouts(HostEngine(hosts, host)) for host in range(num_hosts)]
+    with ThreadPoolExecutor(num_hosts) as threads:
+        futures = [threads.submit(program, host, each) for host, each in enumerate(rollouts)]
+        return [future.exception() or future.result() for future in futures], [each.engine.votes for each in rollouts]
+
+
+def samples(pools: list[Pool]) -> list:
+    return [(pool.prompt.id, response.draw, response.tokens.tolist()) for pool in pools for response in pool.responses]
+
+
+def test_all_launch_the_same_windows_and_each_draws_what_it_would_alone():
+    sizes = (0, 1, 9)
+    pools, votes = run(3, lambda host, rollouts: collected(rollouts, make_prompts(host, sizes[host])))
+    alone = [collected(Rollouts(PageEngine(OPTIONS)), make_prompts(host, size)) for host, size in enumerate(sizes)]
+    assert list(map(samples, pools)) == list(map(samples, alone))
+    assert len({len(of_host) for of_host in votes}) == 1
+    first_finished = [of_host.index(0) for of_host in votes]
+    assert first_finished[0] == 0 < first_finished[1] < first_finished[2]
+    # The outcome is known one window later, when another one is in flight.
+    assert all(not any(of_host[finished:]) for of_host, finished in zip(votes, first_finished, strict=True))
+    assert len(votes[2]) == first_finished[2] + 2
+
+
+@pytest.mark.parametrize("error", [Interrupted, OSError])
+def test_what_breaks_off_one_stops_all_in_the_same_window(error):
+    def program(host, rollouts):
+        def on_progress(closed, drawn):
+            if host == 1 and drawn > 20:
+                raise error
+
+        return collected(rollouts, make_prompts(host, 5 + host), on_progress=on_progress)
+
+    errors, votes = run(3, program)
+    assert list(map(type, errors)) == [Interrupted, error, Interrupted]
+    assert len({len(of_host) for of_host in votes}) == 1
+    assert votes[1][-2:] == [2, 2] and 2 not in votes[0] + votes[2]
+
+
+def test_a_slow_grader_delays_no_other_host():
+    done = threading.Event()
+
+    def slow(pairs):
+        def verdicts():
+            assert done.wait(30), "the other host waited for these verdicts"
+            return verify(pairs).result()
+
+        return graders.submit(verdicts)
+
+    def program(host, rollouts):
+        prompts = make_prompts(host, 4)
+        if host == 0:
+            return collected(rollouts, prompts, slow, deterministic=False)
+
+        def on_progress(closed, drawn):
+            if closed == len(prompts):
+                done.set()
+
+        return collected(rollouts, prompts, on_progress=on_progress)
+
+    with ThreadPoolExecutor(1) as graders:
+        pools, _ = run(2, program)
+    assert [len(of_host) for of_host in pools] == [4, 4]
+
+
+def test_steps_spent_on_waiting_are_counted():
+    def program(host, rollouts):
+        collected(rollouts, make_prompts(host, 8 * host))
+        return rollouts.counts
+
+    (idle, working), _ = run(2, program)
+    assert idle.steps == working.steps == idle.waited_steps > 0
+    assert working.waited_steps == 0 and idle.tokens == 0
+    assert idle.slot_utilisation == 0 < working.slot_utilisation
