@@ -99,7 +99,7 @@ def _accuracies(points: Sequence[tuple[float, float, Metrics]]) -> dict[str, Acc
     for updates, tokens, metrics in points:
         for key, value in metrics.items():
             if key.startswith("evaluation/") and key.endswith("/avg"):
-                error = metrics[f"{key}_standard_error"]
+                error = metrics.get(f"{key}_standard_error", np.nan)
                 rows.setdefault(key.split("/")[1], []).append((updates, tokens, value, error))
     return {name: Accuracy(*np.array(found, float).T) for name, found in rows.items()}
 

@@ -104,28 +104,31 @@ def run_data(name: str, workdir: pathlib.Path, history: History | None, begin: i
 # ---- figures and tables ----------------------------------------------------------------------------------------------
 
 
-def _curve(curve: Curve) -> dict[str, Any]:
+def _curve(curve: Curve, runs: Sequence[int]) -> dict[str, Any]:
     kept = np.isfinite(curve.x) & np.isfinite(curve.y)
-    found = {"run": curve.style, "x": _numbers(curve.x[kept]), "y": _numbers(curve.y[kept]), "faint": curve.faint}
+    found = {"run": runs[curve.style], "x": _numbers(curve.x[kept]), "y": _numbers(curve.y[kept]), "faint": curve.faint}
     return found if curve.error is None else found | {"error": _numbers(curve.error[kept])}
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
+def _panel(panel: Panel, runs: Sequence[int]) -> dict[str, Any]:
     return {
         "title": panel.title, "xLabel": panel.x_label, "yLabel": panel.y_label, "limits": panel.limits,
         "powers": panel.powers, "diagonal": panel.diagonal, "counted": panel.counted,
-        "series": [_curve(curve) for curve in panel.curves],
+        "series": [_curve(curve, runs) for curve in panel.curves],
         "bars": [[bar, [[part, _number(length)] for part, length in parts.items()]]
                  for bar, parts in panel.bars.items()],
     }  # fmt: skip
 
 
-def figure_data(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Returns the figures without the panels over updates, tokens or time, which the page draws from the metrics."""
+def figure_data(figures: Sequence[Figure], runs: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns the figures without the panels over updates, tokens or time, which the page draws from the metrics.
+
+    `runs` are the places on the page of the runs that the figures show.
+    """
     over_time = {label for label, _ in BUDGETS.values()}
     found = []
     for figure in figures:
-        panels = [_panel(panel) for panel in figure.panels if panel.x_label not in over_time]
+        panels = [_panel(panel, runs) for panel in figure.panels if panel.x_label not in over_time]
         if panels:
             found.append({"name": figure.name, "title": figure.title, "caption": figure.caption, "panels": panels})
     return found
@@ -174,7 +177,7 @@ def data(
         "live": False,
         "runs": [run_data(history.name, history.workdir, history) for history in histories],
         "comparisons": comparison_data(comparisons),
-        "figures": figure_data(figures),
+        "figures": figure_data(figures, range(len(histories))),
         "responses": response_data(sampled),
         "shown": [description(history.name, found) for history, found in zip(histories, sampled, strict=True)],
     }

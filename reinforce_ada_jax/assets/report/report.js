@@ -84,9 +84,9 @@ class Page {
     this.group = new Group();
     this.charts = new Map(); // by metric
     this.figures = [];
+    this.panels = new Map(); // charts of figures, by figure and title
     this.responses = new Responses();
-    this.derived = 0;
-    this.known = []; // by run: what a live page asks for is new since then
+    this.version = -1; // of the tables that a live page has
     this.take(data);
     this.listen();
     this.responses.follow();
@@ -348,9 +348,10 @@ class Page {
   }
 
   showFigures(figures) {
+    this.figures = [];
     const made = figures.map((figure) => {
       const box = element("div", "figure"), grid = element("div", "grid");
-      for (const panel of figure.panels) grid.append(panel.bars.length ? this.bars(panel) : this.panel(panel));
+      for (const panel of figure.panels) grid.append(panel.bars.length ? this.bars(panel) : this.panel(figure, panel));
       box.id = "figure-" + figure.name;
       box.append(element("h3", "", figure.title), grid, element("p", "note", figure.caption));
       return box;
@@ -359,8 +360,9 @@ class Page {
     get("figures").hidden = document.querySelector("nav a[href='#figures']").hidden = !made.length;
   }
 
-  panel(panel) {
-    const chart = new Group().add();
+  panel(figure, panel) {
+    const key = `${figure.name}/${panel.title}`, chart = this.panels.get(key) || new Group().add();
+    this.panels.set(key, chart);
     const series = panel.series.map((one) => ({ ...one, name: this.names[one.run] + (one.faint ? ", first" : "") }));
     const spec = { ...panel, series, title: panel.title };
     this.figures.push([spec, chart]);
@@ -446,10 +448,10 @@ class Page {
     if (!document.hidden) {
       try {
         const known = this.runs.map((run) => [run.generation ?? -1, run.count, run.seen ?? 0].join(":")).join(",");
-        const answer = await fetch(`data?runs=${known}&derived=${this.derived}`, { cache: "no-store" });
+        const answer = await fetch(`data?runs=${known}&version=${this.version}`, { cache: "no-store" });
         if (!answer.ok) throw new Error(answer.status);
         const news = await answer.json();
-        this.derived = news.derived;
+        this.version = news.version;
         this.lost = null;
         this.take(news);
         if (!this.followed && this.responses.pools.size) {

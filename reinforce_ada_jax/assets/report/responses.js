@@ -13,6 +13,7 @@ class Responses {
     this.listen();
   }
 
+  static MOST = 20000; // responses
   static SHORT = 160; // characters of a cell
   static LINES = 12; // of a response that is not opened
 
@@ -34,10 +35,22 @@ class Responses {
       this.pools.get(key).responses.push(row);
     }
     for (const pool of this.pools.values()) if (!pool.draws) this.finish(pool);
+    this.drop();
     this.byPrompt = new Map();
     for (const pool of this.pools.values()) {
       const name = JSON.stringify([pool.prompt, pool.problem]);
       this.byPrompt.set(name, [...(this.byPrompt.get(name) || []), pool]);
+    }
+  }
+
+  // A page that is open for days keeps the newest iterations.
+  drop() {
+    let total = this.total;
+    const oldest = [...this.pools.values()].sort((a, b) => a.iteration - b.iteration);
+    for (const pool of oldest) {
+      if (total <= Responses.MOST) break;
+      total -= pool.draws;
+      this.pools.delete(pool.key);
     }
   }
 

@@ -1,0 +1,146 @@
+"""Runs that go on: their files are read from where the last reading ended. Lines that are damaged are left out."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from reinforce_ada_jax.reporting import comparison, curves, page, samples
+from reinforce_ada_jax.reporting.history import NEEDED, History, of_lines, unique_names
+from reinforce_ada_jax.reporting.samples import SampledResponses
+from reinforce_ada_jax.reporting.writers import Metrics
+
+LARGEST = 2**63
+# What a reader of the page has of a run: generation, number of rows, and the last iteration whose responses it has.
+Known = tuple[int, int, int]
+NOTHING: Known = (-1, 0, 0)
+
+
+def parsed(line: bytes, after: int) -> Metrics | None:
+    """Returns the metrics of a line; None if it holds none, or those of an iteration that is not after `after`."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    metrics = {key: value for key, value in found.items() if type(value) in (int, float) and abs(value) < LARGEST}
+    iteration = metrics.get("iteration")
+    return metrics if type(iteration) is int and iteration > after and all(map(metrics.__contains__, NEEDED)) else None
+
+
+class FollowedRun:
+    """One work directory, which may not be there yet."""
+
+    def __init__(self, name: str, workdir: pathlib.Path):
+        self.name, self.workdir = name, workdir
+        self.history: History | None = None
+        self._problem = ""  # why its files can't be shown
+        self._generation = 0  # rises when the file was replaced: a resume cuts off what a killed run wrote
+        self._lines: list[Metrics] = []
+        self._inode, self._end, self._written = -1, 0, 0.0
+
+    def read(self) -> bool:
+        """Reads what is new; returns True if the history has changed."""
+        try:
+            with (self.workdir / "metrics.jsonl").open("rb") as stream:
+                return self._read(stream)
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:  # a file server that is away, or a config.json of another program
+            self._problem = str(error).splitlines()[0]
+            return False
+
+    def _read(self, stream: BinaryIO) -> bool:
+        status = os.fstat(stream.fileno())
+        replaced = self._inode != -1 and (status.st_ino != self._inode or status.st_size < self._end)
+        if replaced:
+            self._generation, self._end, self._lines, self.history = self._generation + 1, 0, [], None
+        self._inode, self._written, before = status.st_ino, status.st_mtime, len(self._lines)
+        stream.seek(self._end)
+        text = stream.read()
+        finished = text.rfind(b"\n") + 1  # a line that is being written is left for the next time
+        for line in text[:finished].splitlines():
+            found = parsed(line, self._lines[-1]["iteration"] if self._lines else 0)  # pyright: ignore[reportArgumentType]
+            if found is not None:
+                self._lines.append(found)
+        self._end += finished
+        if self._lines and len(self._lines) > before:
+            self.history = dataclasses.replace(of_lines(self.workdir, self._lines), name=self.name)
+            self._problem = ""
+        return replaced or len(self._lines) > before
+
+    def news(self, known: Known) -> tuple[dict[str, Any], SampledResponses]:
+        """Returns the run, and its responses, for a reader with what is `known`."""
+        generation, count, seen = known
+        if generation != self._generation or not 0 <= count <= len(self._lines) + 1:
+            count = seen = 0
+        last = int(self.history.metrics["iteration"][-1]) if self.history else 0
+        problem = self._problem
+        try:
+            sampled = samples.read(self.workdir, samples.MOST_ROWS, samples.MOST_BYTES, after=seen, last=last)
+        except (OSError, ValueError) as error:
+            sampled, problem = SampledResponses([], 0, 0, 0), str(error).splitlines()[0]
+        age = round(max(time.time() - self._written, 0.0), 1)
+        run = page.run_data(self.name, self.workdir, self.history, count)
+        return run | {"generation": self._generation, "age": age, "problem": problem, "seen": last}, sampled
+
+
+class FollowedRuns:
+    """Runs on one live page. They are read when a page asks, and only if the last reading was `interval_s` ago."""
+
+    def __init__(self, workdirs: Sequence[pathlib.Path], interval_s: float = 1.0):
+        """Takes the folders of the runs.
+
+        Raises:
+          ValueError: two of them are the same.
+        """
+        self.runs = [FollowedRun(name, path) for name, path in zip(unique_names(workdirs), workdirs, strict=True)]
+        self._lock, self._interval_s = threading.Lock(), interval_s
+        self._read_at = -math.inf
+        self._tables: dict[str, Any] = {"comparisons": [], "figures": []}
+        self._version = 0  # of the tables
+
+    def _read(self) -> None:
+        if time.monotonic() - self._read_at < self._interval_s:
+            return
+        changed = [run.read() for run in self.runs]
+        if any(changed):
+            begun = [index for index, run in enumerate(self.runs) if run.history is not None]
+            histories = [run.history for run in self.runs if run.history is not None]
+            self._tables = {
+                "comparisons": page.comparison_data(comparison.compare_all(histories)),
+                "figures": page.figure_data(curves.figures(histories), begun) if histories else [],
+            }
+            self._version += 1
+        self._read_at = time.monotonic()
+
+    def page(self) -> str:
+        """Returns the page, which asks for all that it shows."""
+        runs = [page.run_data(run.name, run.workdir, None) for run in self.runs]
+        return page.render({"live": True, "runs": runs})
+
+    def news(self, known: Sequence[Known], version: int) -> dict[str, Any]:
+        """Returns what a page lacks that has what is `known` of each run, and this version of the tables.
+
+        A page that knows nothing, or another number of runs, gets everything.
+        """
+        if len(known) != len(self.runs):
+            known, version = [NOTHING] * len(self.runs), -1
+        with self._lock:
+            self._read()
+            found = [run.news(each) for run, each in zip(self.runs, known, strict=True)]
+            tables = {} if version == self._version else self._tables
+            answer = {"live": True, "version": self._version, "runs": [run for run, _ in found], **tables}
+        sampled = [responses for _, responses in found]
+        if any(each.rows for each in sampled):
+            answer["responses"] = page.response_data(sampled)
+        cut = [
+            (run.name, each) for run, each in zip(self.runs, sampled, strict=True) if len(each.rows) < each.responses
+        ]
+        return answer | ({"shown": [samples.description(name, each) for name, each in cut]} if cut else {})

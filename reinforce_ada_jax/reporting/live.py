@@ -1,0 +1,154 @@
+"""The live page: a small HTTP server of the page and of what is new, in a process that no run waits for.
+
+It listens on loopback unless told otherwise, reads the files of the runs, and writes nothing. A connection has ten
+seconds for its request and ten for its answer, and there are at most `MOST_CONNECTIONS`; more are closed.
+"""
+
+import contextlib
+import gzip
+import http.server
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from reinforce_ada_jax.reporting.following import FollowedRuns
+from reinforce_ada_jax.reporting.page import embedded
+
+LOOPBACK = "127.0.0.1"
+LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
+# data?runs=GENERATION:ROWS:SEEN,...&version=VERSION: what the page has.
+QUERY = re.compile(r"runs=([-\d:,]*)&version=(-?\d{1,9})", re.ASCII)
+KNOWN = re.compile(r"(-?\d{1,9}):(\d{1,9}):(\d{1,9})", re.ASCII)
+MOST_CONNECTIONS = 32
+TIMEOUT_S = 10
+COMPRESSED = 20_000  # bytes of an answer that is worth it
+NICE = 10  # a page may be late, training must not be
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """One request."""
+
+    timeout = TIMEOUT_S
+
+    def do_GET(self) -> None:
+        server = cast(_Server, self.server)
+        path, _, query = self.path.partition("?")
+        # A page of another site whose name was made to point here: it would read the runs of the user.
+        if server.local and not LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
+            self._answer(403, "text/plain", "The host of this page is localhost.")
+        elif path == "/":
+            self._answer(200, "text/html", server.runs.page())
+        elif path == "/data" and (asked := QUERY.fullmatch(query)):
+            known = [(int(generation), int(rows), int(seen)) for generation, rows, seen in KNOWN.findall(asked[1])]
+            self._answer(200, "application/json", embedded(server.runs.news(known, int(asked[2]))))
+        else:
+            self._answer(404, "text/plain", "There is only this page, at /.")
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode("utf-8", "replace")
+        self.send_response(status)
+        if len(body) > COMPRESSED and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, 1)
+            self.send_header("Content-Encoding", "gzip")
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Writes nothing."""
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Connections of the page, each in a thread."""
+
+    daemon_threads = True
+
+    def __init__(self, listener: socket.socket, runs: FollowedRuns):
+        super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.runs = listener, runs
+        self.local = listener.getsockname()[0] in (LOOPBACK, "::1")
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begins a thread, or closes the connection if there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers one request."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of a browser that has gone, or is too slow."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens; port 0 chooses a free one.
+
+    Raises:
+      ValueError: the port is taken, or the host is not an address of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"the page can't listen on {host}, port {port} ({error}): name another port.") from error
+
+
+def address_of(listener: socket.socket) -> str:
+    """Returns the address of the page, for a browser."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def serve(workdirs: Sequence[pathlib.Path], listener: socket.socket) -> None:
+    """Serves the page of these runs until the process is interrupted."""
+    _Server(listener, FollowedRuns(workdirs)).serve_forever()
+
+
+@contextlib.contextmanager
+def in_a_process(workdir: pathlib.Path, listener: socket.socket) -> Iterator[None]:
+    """Serves the page of a run in a process of its own, which ends with this one, however that ends."""
+    with listener:
+        descriptor = listener.fileno()
+        command = [sys.executable, "-m", __name__, str(descriptor), str(os.getpid()), str(workdir)]
+        process = subprocess.Popen(
+            command, pass_fds=(descriptor,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    DESCRIPTOR, PARENT, WORKDIR = sys.argv[1:]
+    os.nice(NICE)
+    threading.Thread(target=_end_with, args=(int(PARENT),), daemon=True).start()
+    serve([pathlib.Path(WORKDIR)], socket.socket(fileno=int(DESCRIPTOR)))

@@ -1,0 +1,165 @@
+"""The server of the live page: what it answers, what it refuses, and that it waits for nobody."""
+
+import gzip
+import http.client
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from reinforce_ada_jax.reporting import live
+from tests.browser import browser, needs_browser
+from tests.plotted import make_run, sample, write_samples
+from tests.reporting.test_following import line
+from tests.reporting.test_page import HOSTILE
+
+ALL = "/data?runs=-1:0:0&version=-1"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """(work directory, port) of a page that is served."""
+    workdir = make_run(
+        tmp_path_factory.mktemp("live") / "run", [100, 100], {0: 0.2, 2: 0.6},
+        config={"iterations": 5, "note": HOSTILE},
+        metrics={"update/grad_norm": [1.0, 2.0], "time/collect_s": [1.0, 1.0]},
+    )  # fmt: skip
+    write_samples(workdir, 2, [sample(HOSTILE, HOSTILE, reason=HOSTILE)])
+    listener = live.listen(live.LOOPBACK, 0)
+    threading.Thread(target=live.serve, args=([workdir], listener), daemon=True).start()
+    return workdir, listener.getsockname()[1]
+
+
+def ask(port, path, **headers):
+    connection = http.client.HTTPConnection(live.LOOPBACK, port, timeout=30)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer, body
+
+
+def test_the_page_and_its_data(served):
+    port = served[1]
+    answer, body = ask(port, "/")
+    assert answer.status == 200 and answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    assert b"connect-src 'self'" in body and b"hacked" not in body  # the runs come later
+    answer, body = ask(port, ALL)
+    news = json.loads(body)
+    assert answer.status == 200 and [row[0] for row in news["runs"][0]["rows"]] == [0, 1, 2]
+    assert HOSTILE in news["responses"]["problems"][0] and b"<" not in body
+    answer, packed = ask(port, ALL, **{"Accept-Encoding": "gzip"})
+    assert answer.headers["Content-Encoding"] is None or json.loads(gzip.decompress(packed))["runs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [
+        ("/data", "localhost", 404), ("/data?runs=x&version=0", "localhost", 404),
+        ("/../config.json", "localhost", 404),
+        (ALL, "localhost:1234", 200), (ALL, "[::1]", 200), ("/data?runs=9:9:9,9:9:9&version=99", "127.0.0.1", 200),
+        (ALL, "evil.example", 403), ("/", "127.0.0.1.evil.example", 403), (ALL, "", 403),
+    ],
+)  # fmt: skip
+def test_other_requests_and_other_names_are_refused(served, path, host, status):
+    answer, body = ask(served[1], path, Host=host)
+    assert answer.status == status
+    assert status == 200 or b"runs" not in body
+
+
+def test_slow_and_silent_connections_do_not_stop_it(served, monkeypatch):
+    monkeypatch.setattr(live._Handler, "timeout", 1)
+    port = served[1]
+    silent = [socket.create_connection((live.LOOPBACK, port)) for _ in range(2 * live.MOST_CONNECTIONS)]
+    silent[0].sendall(b"GET / HTTP/1.1\r\nHost: loc")
+    deadline = time.monotonic() + 30
+    while True:  # they have a second; those beyond the limit are closed at once
+        try:
+            assert ask(port, ALL)[0].status == 200
+            break
+        except (OSError, http.client.HTTPException):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    for connection in silent:
+        connection.close()
+
+
+def test_a_port_that_is_taken_is_an_error(served):
+    with pytest.raises(ValueError, match=f"can't listen on 127.0.0.1, port {served[1]} .*name another port"):
+        live.listen(live.LOOPBACK, served[1])
+
+
+def test_its_process_ends_with_its_run(tmp_path):
+    # A run that is killed can end nothing itself.
+    program = (
+        "import pathlib, time; from reinforce_ada_jax.reporting import live\n"
+        f"listener = live.listen('127.0.0.1', 0); print(listener.getsockname()[1], flush=True)\n"
+        f"with live.in_a_process(pathlib.Path({str(tmp_path / 'run')!r}), listener): time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as run:
+        port = int(run.stdout.readline())
+        answer, body = ask(port, ALL)
+        assert answer.status == 200 and json.loads(body)["runs"][0]["rows"] == []
+        (child,) = pathlib.Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        assert os.getpriority(os.PRIO_PROCESS, int(child)) == live.NICE
+        loaded = pathlib.Path(f"/proc/{child}/maps").read_text()
+        assert not re.search("jaxlib|matplotlib", loaded)
+        run.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while pathlib.Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((live.LOOPBACK, port))
+
+
+# ---- in a browser ----------------------------------------------------------------------------------------------------
+
+AT_LAST = """
+    const test = new Function("return " + arguments[0]), end = Date.now() + 8000;
+    return new Promise(done => {
+      const look = () => test() ? done(true) : Date.now() > end ? done(document.body.innerText) : setTimeout(look, 50);
+      look();
+    });
+"""
+
+
+@pytest.mark.browser
+@needs_browser
+def test_new_points_and_responses_come_by_themselves(served, tmp_path):
+    workdir, port = served
+    with browser(tmp_path / "profile") as window:
+        screen = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        window.devtools("Emulation.setDeviceMetricsOverride", screen)
+        window.go(f"http://127.0.0.1:{port}/")
+        assert window.run(AT_LAST, "document.getElementById('status').innerText.startsWith('2 / 5 running')") is True
+        assert window.run(AT_LAST, "document.querySelectorAll('#table .pool').length === 1") is True
+        window.click("#table .open")  # a reader, whom nothing may disturb
+        write_samples(workdir, 3, [sample("new", prompt="q", advantage=None)])
+        begin = time.monotonic()
+        with (workdir / "metrics.jsonl").open("a") as file:
+            file.write(line(3, **{"update/grad_norm": 3.0, "time/collect_s": 1.0}))
+        assert window.run(AT_LAST, "document.getElementById('status').innerText.startsWith('3 / 5 running')") is True
+        assert time.monotonic() - begin < 5
+        see = "document.querySelector('[data-metric=\"update/grad_norm\"]').scrollIntoView()"
+        window.run(see)
+        assert window.run(AT_LAST, "document.querySelector('[data-metric=\"update/grad_norm\"] b').innerText === '2'")
+        assert window.run("return document.querySelectorAll('#table .pool').length") == 1
+        window.click("#fresh")
+        assert window.run("return document.querySelectorAll('#table .pool').length") == 2
+        assert window.run("return document.querySelectorAll('#table .whole').length") == 1
+        window.go("about:blank")
+        window.go(f"http://127.0.0.1:{port}/#pool/run/3/q/0")
+        assert window.run(AT_LAST, "document.querySelectorAll('.named').length === 1") is True
+        for iteration in (4, 5):
+            with (workdir / "metrics.jsonl").open("a") as file:
+                file.write(line(iteration))
+        assert window.run(AT_LAST, "document.getElementById('status').innerText.startsWith('5 / 5 finished')") is True
+        assert window.console() == [] and window.run("return window.hacked === undefined")
