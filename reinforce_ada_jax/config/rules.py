@@ -72,13 +72,34 @@ def function_has_a_path(config: Config) -> None:
         )
 
 
+def kinds(config: Config) -> set[str]:
+    """Returns the kinds of reward that grade responses or benchmarks; a reward of the user's has none."""
+    named = {entry.rpartition("=")[2] for entry in config.evaluation.graders}
+    return named | (set() if config.reward.path else {config.reward.kind})
+
+
 def own_code_has_workers(config: Config) -> None:
-    """A reward of your own runs in worker processes only."""
+    """A reward of your own, and the kind code, run in worker processes only."""
     reward = config.reward
+    if "code" in kinds(config) and not reward.workers:
+        raise ValueError(
+            "reward.workers is 0, and reward.kind or evaluation.graders is 'code': programs are run by grading "
+            "processes only, which can be limited and replaced. Use at least 1."
+        )
     if reward.path and not reward.workers:
         raise ValueError(
             f"reward.workers is 0, and reward.path {reward.path!r}: code that isn't ours is run in grading processes "
             "only, which can be limited and replaced. Use at least 1."
+        )
+
+
+def a_test_fits_the_grading(config: Config) -> None:
+    """With the kind code, code_wall_s is at least a second below time_limit_s."""
+    reward = config.reward
+    if "code" in kinds(config) and reward.code_wall_s + 1.0 > reward.time_limit_s:
+        raise ValueError(
+            f"reward.code_wall_s is {reward.code_wall_s:g} and reward.time_limit_s {reward.time_limit_s:g}: the "
+            "grading would be killed before a slow program is. Raise time_limit_s, or lower code_wall_s."
         )
 
 
@@ -233,6 +254,7 @@ def pages_hold_a_response(config: Config) -> None:
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
     texts_belong_to_chat, master_weights_are_float32, function_has_a_path, own_code_has_workers,
+    a_test_fits_the_grading,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,

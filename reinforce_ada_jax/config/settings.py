@@ -100,6 +100,9 @@ class RewardConfig:
         rule="own_code_has_workers",
     )  # fmt: skip
     time_limit_s: float = setting(6.0, "Seconds for one grading; the worker is killed after that.", values.POSITIVE)
+    max_failed: float = setting(
+        0.5, "Share of the responses of an iteration that may fail to be graded; above it the run stops.", values.SHARE
+    )
     positive_threshold: float = setting(
         0.7, "A reward above it counts as correct, for stopping rules and pass rates.", values.FINITE
     )
@@ -111,6 +114,14 @@ class RewardConfig:
         1.0, "Penalty of a correct response at the length limit, relative to the other correct ones of its prompt; it "
         "grows linearly over overlong_tokens.", values.NOT_NEGATIVE_FINITE,
     )  # fmt: skip
+    code_max_tests: int = setting(
+        32, "code: tests of a problem that are run, from the first on; 0: all.", values.NOT_NEGATIVE
+    )
+    code_processor_s: int = setting(2, "code: processor seconds of each process that a test starts.", values.AT_LEAST_1)
+    code_wall_s: float = setting(4.0, "code: seconds for one test.", values.POSITIVE, rule="a_test_fits_the_grading")
+    code_memory_mib: int = setting(1024, "code: memory of all processes of a test.", values.AT_LEAST_1)
+    code_files_mib: int = setting(16, "code: files that a test may write.", values.AT_LEAST_1)
+    code_processes: int = setting(16, "code: processes and threads of a test at a time.", values.AT_LEAST_1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

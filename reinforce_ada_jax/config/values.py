@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16")
 DECODE_DTYPES = ("model", "int8")
 KEEPS = ("group", "pool")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
-REWARDS = ("cipher", "math", "minerva", "gsm8k", "reference", "reference_evaluation", "reference_minerva")
+REWARDS = ("cipher", "math", "minerva", "gsm8k", "reference", "reference_evaluation", "reference_minerva", "code")
 UNMET = ("keep", "drop", "replace")
 # The data sets that the paper evaluates (hf:weqweasdas/NAME) are graded by its rules, files by ours.
 DEFAULT_GRADERS = (

@@ -118,7 +118,8 @@ def _boxed(text: str) -> str | None:
 
 def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, str]:
     """Returns the answer as text, and from where it was taken."""
-    if columns.answer == NO_ANSWER and columns.required:
+    found = any(_get(row, name) is not None for name in ANSWER_COLUMNS)
+    if columns.answer == NO_ANSWER and (columns.required or not found):
         return "", "no column"
     name, value = _find(row, "answer", columns, where)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

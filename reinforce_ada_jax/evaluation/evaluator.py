@@ -132,7 +132,7 @@ class Evaluator:
             results[name] = statistics(drawn.values()) | difficulty_statistics(by_difficulty(initial, drawn))
         remedy = reward_check.training_remedy(self.config)
         what = f"the evaluation after iteration {iteration}"
-        if message := reward_check.all_failed(self.config, self.verifiers, what, verdicts, remedy):
+        if message := reward_check.too_many_failed(self.config, self.verifiers, what, verdicts, remedy):
             raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():

@@ -40,7 +40,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import summary
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.reward_check import all_failed, check_reward, reward_columns
+from reinforce_ada_jax.training.reward_check import check_reward, reward_columns, too_many_failed
 from reinforce_ada_jax.types import Prompt, Verdict
 
 # Reference answers that are graded, and then stored, at a time.
@@ -279,7 +279,7 @@ def _check_verdicts(
     """Ends the process if no response could be graded."""
     verdicts = [response.verdict for draws in store.complete(prompts, samples).values() for response in draws]
     remedy = f"Fix it, remove {store.file} and its header, and run the same command again."
-    if message := all_failed(config, verifiers, "the problems", verdicts, remedy):
+    if message := too_many_failed(config, verifiers, "the problems", verdicts, remedy):
         cli.fail(message, cli.STOPPED)
 
 

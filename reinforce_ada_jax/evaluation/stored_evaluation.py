@@ -32,7 +32,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, summary, trained
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.reward_check import all_failed, check_reward, reward_columns
+from reinforce_ada_jax.training.reward_check import check_reward, reward_columns, too_many_failed
 from reinforce_ada_jax.types import Prompt, Verdict
 
 
@@ -180,7 +180,7 @@ def _check_verdicts(config: Config, verifiers: VerifierPool, result: StoredEvalu
     graded = [response for drawn in result.responses.values() for responses in drawn.values() for response in responses]
     remedy = "Fix it, then grade the stored responses again with --regrade."
     verdicts = [response.verdict for response in graded]
-    if message := all_failed(config, verifiers, "the evaluation", verdicts, remedy):
+    if message := too_many_failed(config, verifiers, "the evaluation", verdicts, remedy):
         cli.fail(message, cli.STOPPED)
 
 

@@ -60,6 +60,12 @@ def kill_descendants(pid: int) -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+def adopt() -> None:
+    """Makes this process the parent of all processes below it whose own parent ends; Linux only."""
+    if SUPPORTED:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def supervise(descriptor: int) -> None:
     """Returns in a new child process, which is the worker; this process ends as the child ends, and kills its rest.
 
@@ -68,7 +74,7 @@ def supervise(descriptor: int) -> None:
     if not SUPPORTED:
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt()
     supervisor, worker = os.getpid(), os.fork()
     if worker == 0:
         # The supervisor has one thread, so this signal means that it has ended.

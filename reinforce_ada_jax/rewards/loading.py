@@ -5,13 +5,14 @@ threads, or hang.
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import importlib
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from reinforce_ada_jax import user_code
@@ -20,6 +21,20 @@ from reinforce_ada_jax.rewards.dialects import RewardFn
 
 # A function of any signature that `dialects` knows; the first one is (response, answer) -> Verdict, number or bool.
 GradeFn = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """Grader that each worker makes for itself.
+
+    Attributes:
+      factory: a function at the top level of a module, which returns the grader.
+      settings: its keyword arguments, as JSON.
+    """
+
+    factory: Callable[..., RewardFn]
+    settings: Mapping[str, Any]
+
 
 _REMEDY = "move it to the top level of a module that can be imported, or use workers=0."
 
@@ -113,8 +128,11 @@ def source_text(grade_fn: GradeFn) -> str:
         return getattr(grade_fn, "__qualname__", type(grade_fn).__qualname__)
 
 
-def load(reference: str) -> RewardFn:
-    """Returns the function of a reference and calls `warm_up()` of its module, if it has one. For workers only."""
+def load(reference: str, settings: Mapping[str, Any] | None = None) -> RewardFn:
+    """Returns the function of a reference and calls `warm_up()` of its module, if it has one. For workers only.
+
+    With `settings` the reference is the factory of `Made`.
+    """
     module_name, _, qualname = reference.rpartition(":")
     if _is_file(reference):
         module = user_code.run(pathlib.Path(module_name))
@@ -124,7 +142,7 @@ def load(reference: str) -> RewardFn:
     if not callable(grade_fn):
         raise TypeError(f"{reference} is {grade_fn!r}, not a function of (response, answer)")
     try:
-        adapted = dialects.adapt(grade_fn)
+        adapted = dialects.adapt(grade_fn) if settings is None else grade_fn(**settings)
     except TypeError as error:
         raise TypeError(f"{reference} {error}") from error
     if hasattr(module, "warm_up"):

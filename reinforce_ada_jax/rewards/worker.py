@@ -27,7 +27,7 @@ ORPHAN_GRACE_S = 5.0
 
 
 def _load(entry: dict[str, Any]) -> Grader:
-    functions = [loading.load(reference) for reference in entry["references"]]
+    functions = [loading.load(reference, entry.get("settings")) for reference in entry["references"]]
     grade = grading.weighted(entry["names"], functions, entry["weights"]) if entry["names"] else functions[0]
     # BaseException: Math-Verify's TimeoutException is one, and a checker that calls sys.exit has failed.
     return grading.guarded(grade, caught=BaseException)

@@ -20,7 +20,7 @@ from typing import Any
 
 from reinforce_ada_jax.isolation import messages, process_tree
 from reinforce_ada_jax.rewards import dialects, grading, loading, protocol
-from reinforce_ada_jax.rewards.loading import GradeFn
+from reinforce_ada_jax.rewards.loading import GradeFn, Made
 from reinforce_ada_jax.rewards.worker_process import START_LIMIT_S, Pair, WorkerProcess
 from reinforce_ada_jax.types import Verdict
 
@@ -46,8 +46,11 @@ class GradingFailed(ValueError):
     """Failure to grade the pair of `VerifierPool.check`; the text is one line."""
 
 
-def _entry(grade_fn: GradeFn | str, weights: Sequence[float]) -> dict[str, Any]:
+def _entry(grade_fn: GradeFn | Made | str, weights: Sequence[float]) -> dict[str, Any]:
     """Returns what a worker needs to know of one grader; only functions of files have names in the metrics."""
+    if isinstance(grade_fn, Made):
+        reference = loading.function_reference(grade_fn.factory)
+        return {"references": [reference], "names": [], "weights": [], "settings": dict(grade_fn.settings)}
     if not isinstance(grade_fn, str):
         return {"references": [loading.function_reference(grade_fn)], "names": [], "weights": []}
     references = [loading.file_reference(each) for each in loading.split(grade_fn) or [grade_fn]]
@@ -85,7 +88,7 @@ class VerifierPool:
 
     Args:
       grade_fn: a function of (response text, answer) or of another signature (`dialects`), at the top level of an
-        importable module (not `__main__`); or "file.py:function", which only workers run. "a.py:f,b.py:g" names
+        importable module (not `__main__`); `Made`; or "file.py:function", which only workers run. "a.py:f,b.py:g" names
         several, whose weighted sum is the reward.
       workers: number of processes. 0 grades in this process, in order and without any limit: only for checkers that can
         neither hang nor crash.
@@ -100,10 +103,10 @@ class VerifierPool:
 
     def __init__(
         self,
-        grade_fn: GradeFn | str,
+        grade_fn: GradeFn | Made | str,
         workers: int,
         time_limit_s: float,
-        others: Mapping[str, GradeFn] | None = None,
+        others: Mapping[str, GradeFn | Made] | None = None,
         *,
         weights: Sequence[float] = (),
         output: pathlib.Path | None = None,
@@ -112,15 +115,15 @@ class VerifierPool:
             raise ValueError(f"workers is {workers}; it must be at least 1, or 0 to grade in this process.")
         if not 0.0 < time_limit_s < math.inf:
             raise ValueError(f"time_limit_s is {time_limit_s}; it must be a finite number of seconds above 0.")
-        if isinstance(grade_fn, str) and not workers:
-            raise ValueError(f"workers is 0 and grade_fn {grade_fn!r}: a file is run in workers only. Use at least 1.")
+        if isinstance(grade_fn, str | Made) and not workers:
+            raise ValueError(f"workers is 0 and grade_fn {grade_fn!r}: it is run in workers only. Use at least 1.")
         self._graders: dict[str, Any] = {"": grade_fn, **(others or {})}
         self._time_limit_s = time_limit_s
         entries = [_entry(each, weights) for each in (self._graders.values() if workers else ())]
         self._references = [reference for entry in entries for reference in entry["references"]]
         self._entries = json.dumps(entries)
         self._takes_columns = {
-            name: isinstance(each, str) or dialects.takes_columns(each) for name, each in self._graders.items()
+            name: isinstance(each, str | Made) or dialects.takes_columns(each) for name, each in self._graders.items()
         }
         self.workers, self.output, self.failure = workers, output, ""
         self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together

@@ -21,8 +21,8 @@ from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.config import Config, EvaluationConfig, longest_response
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data import tokenizer_trial
-from reinforce_ada_jax.data.problems import Problem, description
-from reinforce_ada_jax.data.rows import Columns
+from reinforce_ada_jax.data.problems import Problem, description, place
+from reinforce_ada_jax.data.rows import NO_ANSWER, Columns
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -31,8 +31,17 @@ from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.rewards import cipher, gsm8k, math_answer, minerva, reference, reference_minerva
-from reinforce_ada_jax.rewards.loading import GradeFn
+from reinforce_ada_jax.rewards import (
+    cipher,
+    code,
+    code_tests,
+    gsm8k,
+    math_answer,
+    minerva,
+    reference,
+    reference_minerva,
+)
+from reinforce_ada_jax.rewards.loading import GradeFn, Made
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.worker_process import Pair
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -64,10 +73,22 @@ def model_folder(path: str, revision: str = "") -> pathlib.Path:
 
 
 def load_problems(source: str, config: Config) -> list[Problem]:
-    """Returns the problems of a source. Benchmarks may lack the columns that `data` names."""
-    data = config.data
-    columns = Columns(data.problem_column, data.answer_column, required=source == data.prompts)
-    return prompts_lib.load_problems(source, columns)
+    """Returns the problems of a source. Benchmarks may lack the columns that `data` names.
+
+    Raises:
+      ValueError: the source can't be read; or its responses are programs, and a problem has no tests.
+    """
+    data, trained_on = config.data, source == config.data.prompts
+    kind = "" if config.reward.path else config.reward.kind
+    kind = kind if trained_on else benchmark_graders(config).get(prompts_lib.benchmark_name(source), kind)
+    answer = data.answer_column or (NO_ANSWER if kind == "code" else "")
+    problems = prompts_lib.load_problems(source, Columns(data.problem_column, answer, required=trained_on))
+    for problem in problems if kind == "code" else ():
+        try:
+            code_tests.read_tests(problem.get("columns", {}))
+        except ValueError as error:
+            raise ValueError(f"{place(problem)}: {error}. docs/how_to/code.md has the forms.") from error
+    return problems
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,6 +211,18 @@ def check_graders(config: Config, sources: Sequence[str]) -> None:
             )
 
 
+def _code_settings(config: Config) -> dict[str, Any]:
+    reward = config.reward
+    limits = {
+        "processor_s": reward.code_processor_s,
+        "wall_s": reward.code_wall_s,
+        "memory_bytes": reward.code_memory_mib * 2**20,
+        "files_bytes": reward.code_files_mib * 2**20,
+        "processes": reward.code_processes,
+    }
+    return {"time_limit_s": reward.time_limit_s, "max_tests": reward.code_max_tests, "limits": limits}
+
+
 def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: GradeFn | None = None) -> VerifierPool:
     """The verifier processes of a run; a context manager.
 
@@ -200,7 +233,8 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
     Raises:
       ValueError: `reward.path` names no function of a Python file, or there is `grade_fn` too.
     """
-    kinds = {
+    reward = config.reward
+    kinds: dict[str, GradeFn | Made] = {
         "cipher": cipher.grade,
         "math": math_answer.grade,
         "minerva": minerva.grade,
@@ -208,8 +242,8 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
         "reference": reference.grade,
         "reference_evaluation": reference.grade_evaluation,
         "reference_minerva": reference_minerva.grade,
+        "code": Made(code.grader, _code_settings(config)),
     }
-    reward = config.reward
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
     if grade_fn is not None:
         if reward.path:

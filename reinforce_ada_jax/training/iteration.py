@@ -376,13 +376,13 @@ def _groups(trainer: Trainer, source: Source, pools: Sequence[Pool]) -> list[Gro
 def _check_verdicts(
     trainer: Trainer, state: RunState, groups: Sequence[Group], verifiers: VerifierPool, progress: Progress
 ) -> None:
-    """Shows the first verdict of a run with a reward of the user's; stops the run if no response could be graded."""
+    """Shows the first verdict of a run with a reward of the user's; stops the run if too many could not be graded."""
     config, what = trainer.config, f"iteration {state.iteration + 1}"
     verdicts = [verdict for group in groups for verdict in group.pool.verdicts]
-    message = reward_check.all_failed(config, verifiers, what, verdicts, reward_check.training_remedy(config))
+    message = reward_check.too_many_failed(config, verifiers, what, verdicts, reward_check.training_remedy(config))
     if message:
         raise TrainingStopped(message)
-    if state.iteration == 0 and config.reward.path:
+    if state.iteration == 0 and reward_check.checked_name(config):
         pool = groups[0].pool
         text = reward_check.shown(trainer.components.tokenizer.decode(pool.responses[0].tokens))
         given = reward_check.described(pool.verdicts[0])

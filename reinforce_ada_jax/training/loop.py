@@ -327,7 +327,7 @@ def read_inputs(
     next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
     make_evaluator = load_benchmarks(config, workdir, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
-    checked = check_reward(config, verifiers, prompts[:1], config.reward.path or ("reward" if reward else ""))
+    checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
     return Inputs(components, prompts, read[0], make_evaluator, verifiers, checked)
 
 

@@ -4,7 +4,10 @@ A reward that fails is indistinguishable from one that gives 0, if nobody counts
 the run ends as if it had trained.
 """
 
+import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +20,11 @@ from reinforce_ada_jax.rewards.dialects import PROMPT
 from reinforce_ada_jax.rewards.workers import GradingFailed, VerifierPool
 from reinforce_ada_jax.types import Prompt, Verdict
 
+_FUNCTION_REMEDY = (
+    "Fix the function, or give the problems the columns that it needs; docs/how_to/reward.md has the signatures."
+)
+# By kind, what to do where a reference can't be graded.
+_REMEDIES = {"code": "docs/how_to/code.md has the forms of tests, and what the system must allow."}
 MAX_SHOWN = 60  # characters of an answer or a response in a message
 
 
@@ -42,27 +50,47 @@ def reward_columns(config: Config, prompt: Prompt) -> dict[str, Any]:
     return own | dict(prompt.columns) | {PROMPT: given}
 
 
-def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prompt], name: str | None = None) -> str:
-    """Grades the reference answer of each prompt by a reward of the user's; returns what the first one gets, as text.
+def checked_name(config: Config) -> str:
+    """Returns the name of a reward that depends on more than this program; "" for one that needs no check."""
+    reward = config.reward
+    return reward.path or (f"reward.kind={reward.kind}" if reward.kind in _REMEDIES else "")
 
-    Any reward is fine, and 0 is usual where the reward looks for more than the bare answer. `name` is that of the
-    reward, by default `reward.path`; "" for a built-in one, which is not checked.
+
+def check_reward(config: Config, verifiers: VerifierPool, prompts: Iterable[Prompt], name: str | None = None) -> str:
+    """Grades the reference answer of each prompt; returns what the first one gets, as text.
+
+    Any reward is fine, and 0 is usual where the reward looks for more than the bare answer. Where programs are graded,
+    it is an empty program. `name` is that of the reward, by default `checked_name`; with "" nothing is checked.
 
     Raises:
       ValueError: the functions can't be loaded, or one raises, takes too long, or returns no number.
     """
-    name, lines = config.reward.path if name is None else name, []
+    name, lines = checked_name(config) if name is None else name, []
+    kind = "" if config.reward.path else config.reward.kind
     for prompt in prompts if name else ():
-        of = f"the reference answer {shown(prompt.answer)} of problem {prompt.id!r}"
+        response, of = prompt.answer, f"the reference answer {shown(prompt.answer)} of problem {prompt.id!r}"
+        if name == "reward.kind=code":
+            response, of = "```python\npass\n```", f"an empty program for problem {prompt.id!r}"
         try:
-            verdict = verifiers.check((prompt.answer, prompt.answer, reward_columns(config, prompt)))
+            verdict = verifiers.check((response, prompt.answer, reward_columns(config, prompt)))
         except GradingFailed as error:
-            raise ValueError(
-                f"{name} cannot grade {of}: {error}. Fix the function, or give the problems the columns that it needs; "
-                "docs/how_to/reward.md has the signatures."
-            ) from None
+            remedy = _REMEDIES.get(kind, _FUNCTION_REMEDY)
+            raise ValueError(f"{name} cannot grade {of}: {error}. {remedy}") from None
         lines.append(f"{name} gives {described(verdict)} to {of}")
+    if lines and kind == "code":
+        lines[0] += f". {isolation()}"
     return lines[0] if lines else ""
+
+
+def isolation() -> str:
+    """Returns a sentence on how programs are kept from all else on this machine."""
+    command = [sys.executable, "-P", "-m", "reinforce_ada_jax.isolation.sandbox"]
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    environment = os.environ | {"PYTHONPATH": path}
+    weakness = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    if not weakness:
+        return "Programs run in namespaces of their own, without network"
+    return f"Programs run WITHOUT NAMESPACES ({weakness}): docs/how_to/code.md says what they can reach"
 
 
 def described(verdict: Verdict | None) -> str:
@@ -84,13 +112,21 @@ def num_failed(verdicts: Iterable[Verdict]) -> int:
     return sum(verdict.reason in FAILURES for verdict in verdicts)
 
 
-def all_failed(config: Config, verifiers: VerifierPool, what: str, verdicts: Sequence[Verdict], remedy: str) -> str:
-    """Returns the message for responses whose grading failed without exception, with the first traceback; else ""."""
-    if not verdicts or num_failed(verdicts) < len(verdicts):
+def too_many_failed(
+    config: Config, verifiers: VerifierPool, what: str, verdicts: Sequence[Verdict], remedy: str
+) -> str:
+    """Returns the message for too many responses whose grading failed, with the first traceback; else ""."""
+    failed, total, limit = num_failed(verdicts), len(verdicts), config.reward.max_failed
+    if failed <= limit * total and failed < max(total, 1):
         return ""
     reward = config.reward.path or f"reward.kind={config.reward.kind}"
     first = f" The first failure:\n{verifiers.failure}\n" if verifiers.failure else " "
-    return f"{reward} could grade none of the {len(verdicts):,} responses of {what}.{first}{remedy}"
+    if failed < total:
+        return (
+            f"{reward} could not grade {failed:,} of the {total:,} responses of {what}, more than the share of "
+            f"{limit:g} (reward.max_failed).{first}{remedy}"
+        )
+    return f"{reward} could grade none of the {total:,} responses of {what}.{first}{remedy}"
 
 
 def training_remedy(config: Config) -> str:

@@ -101,6 +101,7 @@ def summary(
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     replicas = f" in each of {components.engine.replicas} replicas" if components.engine.replicas > 1 else ""
+    prints = f"; it prints to {output_file(workdir)}" if config.reward.path else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
         f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
@@ -116,7 +117,7 @@ def summary(
             f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",
             f"lengths     up to {longest:,} tokens{made_for}",
-            *([f"reward      {reward}; it prints to {output_file(workdir)}"] if reward else []),
+            *([f"reward      {reward}{prints}"] if reward else []),
             f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]
     )

@@ -103,12 +103,31 @@ def test_a_batch_that_failed_as_a_whole_is_said_with_the_first_traceback():
     config = tiny(**{"reward.path": "mine.py:grade"})
 
     def said(*verdicts):
-        return reward_check.all_failed(config, pool, "iteration 3", verdicts, "Fix it.")
+        return reward_check.too_many_failed(config, pool, "iteration 3", verdicts, "Fix it.")
 
     assert said() == said(failed, wrong) == said(wrong) == ""
     assert said(failed, Verdict(False, 0.0, "timeout"), Verdict(False, 0.0, "crash")) == (
         f"mine.py:grade could grade none of the 3 responses of iteration 3. The first failure:\n{pool.failure}\nFix it."
     )
+    assert said(failed, wrong, failed) == (
+        "mine.py:grade could not grade 2 of the 3 responses of iteration 3, more than the share of 0.5 "
+        f"(reward.max_failed). The first failure:\n{pool.failure}\nFix it."
+    )
+
+
+def test_programs_are_checked_with_an_empty_one_and_their_isolation_is_said():
+    config = tiny(**{"reward.kind": "code", "reward.workers": 1, "reward.time_limit_s": 20.0})
+    prompt = dataclasses.replace(PROMPT, columns={"test_list": ["assert True", "assert f(1) == 1"]})
+    text = reward_check.check_reward(config, components_lib.verifier_pool(config), [prompt])
+    assert text.startswith("reward.kind=code gives 0.5 to an empty program for problem 'p-1'. Programs run ")
+
+
+def test_a_problem_without_tests_is_named(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"problem": "Square it.", "tests": [{"input": "2", "output": "4"}]}\n{"problem": "Add."}\n')
+    config = tiny(**{"reward.kind": "code", "reward.workers": 1, "data.prompts": str(file)})
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no tests: none of .* among its columns problem"):
+        components_lib.load_problems(str(file), config)
 
 
 def test_another_reward_file_is_refused_unless_it_is_accepted(tmp_path):

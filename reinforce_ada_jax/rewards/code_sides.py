@@ -1,0 +1,264 @@
+"""The two processes of a test that calls functions: the program's and the test's, each `python -c` in a sandbox.
+
+The test never runs in the program's process, where a program could replace what a comparison means, end the process
+with code 0, or find the expected value. It calls the program's functions over a socket. Arguments and results travel
+as data: numbers, texts, bytes and the containers of Python. Any other object of the program stays in its process, and
+the test has a `Remote` in its place. So the two sides share no object, and a result that equals everything is only a
+`Remote` that equals nothing but other objects of the program.
+
+Nothing of this package can be imported here. The only argument is "program" or "test".
+"""
+
+import builtins
+import json
+import os
+import socket
+import sys
+import types
+
+MAX_ANSWER = 2**25  # bytes
+MAX_ITEMS = 100_000  # of an iterator that stays with the program
+PLAIN = (bool, int, float, str)
+CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def take(value):
+    """Returns the items of an iterable as a list, at most MAX_ITEMS."""
+    items = []
+    for item in value:
+        if len(items) == MAX_ITEMS:
+            raise ValueError("too many items")
+        items.append(item)
+    return items
+
+
+SPECIAL = {"__iter__": take, "__len__": len, "__str__": str, "__repr__": repr}
+
+
+class Remote:
+    """Object of the program, as the test sees it."""
+
+    def __init__(self, ask, number):
+        self.__dict__.update(_ask=ask, _number=number)
+
+    def __getattr__(self, name):
+        return self._ask("attribute", self._number, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._ask("call", self._number, args, kwargs)
+
+    def __getitem__(self, key):
+        return self._ask("item", self._number, key)
+
+    def __eq__(self, other):
+        return isinstance(other, Remote) and bool(self._ask("equal", self._number, other))
+
+    def __hash__(self):
+        return hash(self._number)
+
+    def __iter__(self):
+        return iter(self._ask("special", self._number, "__iter__"))
+
+    def __len__(self):
+        return self._ask("special", self._number, "__len__")
+
+    def __bool__(self):
+        return True
+
+    def __str__(self):
+        return self._ask("special", self._number, "__str__")
+
+    def __repr__(self):
+        return self._ask("special", self._number, "__repr__")
+
+
+def encode(value, keep):
+    """Returns a value as JSON; `keep` returns the number of an object that is no data."""
+    if hasattr(value, "tolist") and type(value).__module__.partition(".")[0] == "numpy":
+        value = value.tolist()
+    if value is None:
+        return None
+    for kind in PLAIN:
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, complex | bytes | bytearray):
+        return {"complex": [value.real, value.imag]} if isinstance(value, complex) else {"bytes": bytes(value).hex()}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(entry, keep)] for key, entry in value.items()]}
+    for name, kind in CONTAINERS.items():
+        if isinstance(value, kind):
+            return {name: [encode(item, keep) for item in value]}
+    return {"object": keep(value)}
+
+
+def decode(value, find):
+    """Returns the value of `encode`; `find` returns the object of a number."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind in CONTAINERS:
+        return CONTAINERS[kind](decode(item, find) for item in content)
+    if kind == "dict":
+        return {decode(key, find): decode(entry, find) for key, entry in content}
+    if kind == "complex":
+        return complex(*content)
+    return bytes.fromhex(content) if kind == "bytes" else find(content)
+
+
+def serve(connection, namespace):
+    """Answers the test's requests with the program's functions until it closes the socket."""
+    objects = [namespace]
+
+    def keep(value):
+        objects.append(value)
+        return len(objects) - 1
+
+    def do(what, number, argument, keywords):
+        target = objects[number]
+        if what == "name":
+            return namespace[argument]
+        if what == "call":
+            return target(*argument, **keywords)
+        if what == "attribute":
+            return getattr(target, argument)
+        if what == "item":
+            return target[argument]
+        return target == argument if what == "equal" else SPECIAL[argument](target)
+
+    lines = connection.makefile("rwb")
+    for line in lines:
+        what, number, argument, keywords = json.loads(line)
+        try:
+            arguments = decode(argument, objects.__getitem__)
+            value = do(what, number, arguments, decode(keywords, objects.__getitem__))
+            # The arguments go back: a function may have changed a list in its place.
+            answer = {"value": encode(value, keep), "arguments": encode(arguments, keep)}
+        except Exception as error:
+            names = [kind.__name__ for kind in type(error).__mro__]
+            answer = {"error": names, "text": str(error)[:1000]}
+        lines.write(json.dumps(answer).encode() + b"\n")
+        lines.flush()
+
+
+def update(old, new):
+    """Gives the containers that were arguments the content that the program left in them."""
+    for mine, theirs in zip(old, new, strict=False):
+        if type(mine) is not type(theirs) or mine == theirs:
+            continue
+        if isinstance(mine, list):
+            mine[:] = theirs
+        elif isinstance(mine, dict | set):
+            mine.clear()
+            mine.update(theirs)
+
+
+class Solution(types.ModuleType):
+    """Module of the program's names, for tests; also what `from solution import f` finds."""
+
+    def __init__(self, connection):
+        super().__init__("solution")
+        lines = connection.makefile("rwb")
+
+        def keep(value):
+            if isinstance(value, Remote):
+                return value._number
+            raise TypeError(f"a test can give data to the program, not {type(value).__name__}")
+
+        def find(number):
+            return Remote(ask, int(number))
+
+        def ask(what, number, argument, keywords=None):
+            request = [what, number, encode(argument, keep), encode(keywords or {}, keep)]
+            lines.write(json.dumps(request).encode() + b"\n")
+            lines.flush()
+            line = lines.readline(MAX_ANSWER)
+            if not line.endswith(b"\n"):
+                raise SystemExit(1)  # the program has ended, or does not end its answer
+            answer = json.loads(line)
+            if "error" in answer:
+                known = (getattr(builtins, str(name), None) for name in answer["error"])
+                errors = (kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
+                raise next(errors, RuntimeError)(str(answer["text"]))
+            if what == "call":
+                update(argument, decode(answer["arguments"], find))
+            return decode(answer["value"], find)
+
+        self.__dict__["_ask"] = ask
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self.__dict__["_ask"]("name", 0, name)
+        except KeyError:
+            raise AttributeError(f"the program defines no {name}") from None
+
+
+class Names(dict):
+    """Names of a test: its own, then Python's, then those of the program."""
+
+    def __init__(self, solution):
+        super().__init__(__name__="test", __builtins__=builtins)
+        self.solution = solution
+
+    def __missing__(self, name):
+        if hasattr(builtins, name):
+            return getattr(builtins, name)
+        try:
+            return getattr(self.solution, name)
+        except AttributeError:
+            raise NameError(f"name {name!r} is not defined") from None
+
+
+def same(value, expected):
+    """Returns True if a result is the expected JSON value, with tuples as lists and floats within 1e-6."""
+    if isinstance(value, float) or isinstance(expected, float):
+        numbers = isinstance(value, int | float) and isinstance(expected, int | float)
+        return numbers and (value == expected or abs(value - expected) <= 1e-6 * max(1.0, abs(expected)))
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        value, expected = ({str(key): entry for key, entry in each.items()} for each in (value, expected))
+        return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+    return value == expected and isinstance(value, Remote) == isinstance(expected, Remote)
+
+
+def run_test(connection):
+    """Runs the test on standard input; writes its token to standard output if every assertion held."""
+    test = json.load(sys.stdin)
+    verdict = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the test prints
+    solution = Solution(connection)
+    sys.modules["solution"] = solution
+    if "function" in test:
+        try:
+            owner = solution.Solution()
+        except AttributeError:
+            owner = solution
+        found = getattr(owner, test["function"])(*test["arguments"])
+        # In some sets the expected value is in a list of one.
+        assert same(found, test["expected"]) or same([found], test["expected"])
+    else:
+        names = Names(solution)
+        exec(compile(test["code"], "test", "exec"), names)
+        for name in [name for name in names if name.startswith("test_") and callable(names[name])]:
+            names[name]()
+    os.write(verdict, test["token"].encode())
+
+
+def run_program(connection):
+    """Runs the program's text, then serves its names."""
+    namespace = {"__name__": "solution"}
+    sys.modules["solution"] = types.ModuleType("solution")
+    sys.modules["solution"].__dict__.update(namespace)
+    namespace = sys.modules["solution"].__dict__
+    with open("program.py", encoding="utf-8") as file:
+        text = file.read()
+    exec(compile(text, "program.py", "exec"), namespace)
+    serve(connection, namespace)
+
+
+if __name__ == "__main__":
+    sys.set_int_max_str_digits(0)
+    with socket.socket(fileno=3) as channel:
+        (run_program if sys.argv[1] == "program" else run_test)(channel)

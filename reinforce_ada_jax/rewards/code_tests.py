@@ -1,0 +1,162 @@
+"""Tests of a programming problem, read from the columns in which public data sets carry them.
+
+| column | sets | form |
+|---|---|---|
+| `verification_info` | open-r1, PrimeIntellect | object or JSON text with `test_cases` |
+| `tests`, `test_cases`, `official_tests` | DeepCoder, AceCode, codeforces | any form below |
+| `input_output` | APPS, TACO | object or JSON text: `inputs`, `outputs`, and `fn_name` for calls |
+| `public_tests`, `private_tests`, `generated_tests` | CodeContests | objects with the lists `input` and `output` |
+| `public_test_cases`, `private_test_cases` | LiveCodeBench | JSON text: objects with `input`, `output`, `testtype` |
+| `test_list` | MBPP | assertions, with `test_setup_code` and `test_imports` |
+| `test` | HumanEval, KodCode | Python that defines `check`, with `entry_point`; or functions `test_...` |
+| `reward_model.ground_truth` | verl | JSON text of any form above |
+"""
+
+import ast
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# Groups of columns: the first group with a test is read, with all columns of the group.
+COLUMNS = (
+    ("verification_info",), ("tests",), ("test_cases",), ("official_tests",), ("input_output",),
+    ("public_tests", "private_tests", "generated_tests"), ("public_test_cases", "private_test_cases"),
+    ("test_list",), ("test",),
+)  # fmt: skip
+_INPUTS, _OUTPUTS = ("inputs", "input"), ("outputs", "output", "expected_output")
+_FUNCTIONS = ("fn_name", "func_name")
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOutput:
+    """A program that reads `input` must write `output`."""
+
+    input: str
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionCall:
+    """A call of the program's function, or of this method of its class Solution, must return `expected`."""
+
+    function: str
+    arguments: Sequence[Any]
+    expected: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Assertions:
+    """Python that must run to its end with the names of the program."""
+
+    code: str
+
+
+Test = InputOutput | FunctionCall | Assertions
+
+
+def _from_json(value: Any) -> Any:
+    """Returns what a text holds as JSON, the text itself where it is none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _pair(given: Any, wanted: Any, function: str, *, lines: bool) -> Test:
+    """Returns the test of one input and its output; `lines`: arguments are lines of JSON."""
+    if not function:
+        return InputOutput(_text(given), _text(wanted))
+    if lines and isinstance(given, str):
+        arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+        return FunctionCall(function, arguments, _from_json(wanted))
+    given = _from_json(given)
+    return FunctionCall(function, given if isinstance(given, list) else [given], _from_json(wanted))
+
+
+def _of_object(value: Mapping[str, Any], function: str) -> list[Test]:
+    nested = _first(value, ("test_cases", "tests"))
+    function = _first(value, _FUNCTIONS) or function
+    if nested is not None:
+        return _of_value(nested, function)
+    given, wanted = _first(value, _INPUTS), _first(value, _OUTPUTS)
+    if given is None or wanted is None:
+        raise ValueError(f"an object of tests has {', '.join(sorted(value)) or 'nothing'}, and no input and output")
+    functional = value.get("testtype") == "functional"
+    if functional and not function:
+        raise ValueError("tests of the type functional need metadata.func_name")
+    if isinstance(given, list) and isinstance(wanted, list) and "type" not in value and "testtype" not in value:
+        return [_pair(*pair, function, lines=False) for pair in zip(given, wanted, strict=True)]
+    return [_pair(given, wanted, function if functional or "testtype" not in value else "", lines=functional)]
+
+
+def _assertions(code: str) -> Assertions:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"a text is neither JSON nor Python: {code[:40]!r}") from None
+    return Assertions(code)
+
+
+def _packed(name: str, value: Any) -> bool:
+    """Returns True for the private tests of LiveCodeBench: a pickle, which nothing here may open."""
+    return name == "private_test_cases" and isinstance(_from_json(value), str)
+
+
+def _of_value(value: Any, function: str) -> list[Test]:
+    value = _from_json(value)
+    if isinstance(value, str):
+        return [_assertions(value)] if value.strip() else []
+    if isinstance(value, Mapping):
+        return _of_object(value, function) if value else []
+    if not isinstance(value, Sequence):
+        raise ValueError(f"tests are a {type(value).__name__}: they must be a text, a list or an object")
+    return list(itertools.chain.from_iterable(_of_value(entry, function) for entry in value))
+
+
+def _setup(columns: Mapping[str, Any]) -> str:
+    imports = columns.get("test_imports")
+    lines = imports if isinstance(imports, list) else [imports]
+    return "".join(f"{text}\n" for text in (*lines, columns.get("test_setup_code")) if isinstance(text, str))
+
+
+def read_tests(columns: Mapping[str, Any]) -> list[Test]:
+    """Returns the tests of a problem.
+
+    Raises:
+      ValueError: it has none, or they have another form.
+    """
+    model, metadata = columns.get("reward_model"), _from_json(columns.get("metadata"))
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+    function = (_first(metadata, _FUNCTIONS) if isinstance(metadata, Mapping) else None) or ""
+    given = {name: value for name, value in columns.items() if not _packed(name, value)}
+    groups = [[given.get(name) for name in group] for group in COLUMNS] + [[truth]]
+    names = [" + ".join(group) for group in COLUMNS] + ["reward_model.ground_truth"]
+    for name, group in zip(names, groups, strict=True):
+        try:
+            tests = [test for value in group if value is not None for test in _of_value(value, function)]
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name}: {error}") from None
+        if tests:
+            break
+    else:
+        raise ValueError(f"no tests: none of {', '.join(names)} among its columns {', '.join(sorted(columns)):.200}")
+    setup, entry = _setup(columns), columns.get("entry_point")
+    call = f"\ncheck({entry})\n" if name == "test" and isinstance(entry, str) and entry.isidentifier() else ""
+    return [
+        dataclasses.replace(test, code=setup + test.code + call) if isinstance(test, Assertions) else test
+        for test in tests
+    ]

@@ -1,0 +1,239 @@
+"""Grading of programs by tests: what is right, and what 79 hostile programs may cost.
+
+Each file in hostile_programs/ begins with "# MODE: REWARD REASON". In the mode "stdout" the program must print the
+square of its input, in the mode "assert" define `square`. A program that tries to reach something prints the right
+answer if it was refused, so the reward 1 says that nothing escaped. SECRET_FILE, PORT and VICTIM stand for a file, a
+server and a process of this test.
+"""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from reinforce_ada_jax.isolation import process_tree
+from reinforce_ada_jax.rewards import code
+from reinforce_ada_jax.rewards.code_tests import Assertions, FunctionCall, InputOutput, read_tests
+from reinforce_ada_jax.rewards.loading import Made
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.types import Verdict
+
+HOSTILE = sorted((pathlib.Path(__file__).parent / "hostile_programs").glob("*.txt"))
+SECRET = "a secret of the parent"
+LIMITS = {"processor_s": 1, "wall_s": 2.5, "memory_bytes": 2**27, "files_bytes": 2**24, "processes": 16}
+STDOUT = {"input_output": {"inputs": ["7\n"], "outputs": ["49\n"]}}
+ASSERT = {"test_list": ["assert square(7) == 49"]}
+RIGHT = Verdict(True, 1.0)
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is complete on Linux only")
+
+
+def fenced(program):
+    return f"Here it is:\n```python\n{program}\n```\n"
+
+
+SQUARE = (fenced("print(int(input()) ** 2)"), "", STDOUT)
+
+
+def settings(**changes):
+    return {"time_limit_s": 20.0, "max_tests": 0, "limits": LIMITS} | changes
+
+
+@pytest.fixture(scope="module")
+def pool():
+    os.environ["HOSTILE_TEST_KEY"] = SECRET
+    with VerifierPool(Made(code.grader, settings()), workers=2, time_limit_s=20.0) as pool:
+        yield pool
+    del os.environ["HOSTILE_TEST_KEY"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Things that the programs try to reach, by their names in the texts."""
+    folder = tmp_path_factory.mktemp("secrets")
+    secret = folder / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o666)
+    for each in (folder, *folder.parents[:2]):
+        each.chmod(0o777)  # so that only the sandbox is in the way
+    victim = subprocess.Popen(["sleep", "600"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        yield {"SECRET_FILE": str(secret), "VICTIM": str(victim.pid), "PORT": str(server.getsockname()[1])}
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert secret.read_text() == SECRET
+    assert os.listdir(folder) == ["secret"]
+    assert victim.poll() is None
+    victim.kill()
+    victim.wait()
+
+
+def left_behind():
+    """Files and shared memory that a program or a sandbox could have left."""
+    found = [
+        path for folder in ("/tmp", "/dev/shm", "/var/tmp", os.path.expanduser("~")) for path in os.listdir(folder)
+    ]
+    return sorted(name for name in found if name.startswith(("hostile-was-here", "sandbox-", "part")))
+
+
+def read(file, world):
+    first, _, program = file.read_text().partition("\n")
+    mode, expected = first.removeprefix("# ").split(": ")
+    reward, _, reason = expected.partition(" ")
+    for name, value in world.items():
+        program = program.replace(name, value)
+    return (fenced(program), "", STDOUT if mode == "stdout" else ASSERT), (float(reward), reason)
+
+
+def graded(pool, response, **columns):
+    (verdict,) = pool.grade_all([(fenced(response), "", columns)])
+    return verdict.reward, verdict.correct, verdict.reason
+
+
+def of_hostile(pool, world, chosen):
+    """Grades the chosen files, with harmless programs among them; nothing of them may be left."""
+    read_files = {file.stem: read(file, world) for file in HOSTILE}
+    read_files = {name: given for name, given in read_files.items() if chosen(*given[1])}
+    files, processes = left_behind(), set(process_tree.descendants(os.getpid()))
+    pairs = {name: pair for name, (pair, _) in read_files.items()}
+    neighbours = {f"neighbour of {name}": SQUARE for name in [*pairs][::4]}
+    names = sorted(pairs | neighbours, key=lambda name: name.split()[-1])
+    verdicts = dict(zip(names, pool.grade_all([(pairs | neighbours)[name] for name in names]), strict=True))
+    expected = {name: reward_and_reason for name, (_, reward_and_reason) in read_files.items()}
+    assert {name: (verdicts[name].reward, verdicts[name].reason) for name in names} == {
+        name: expected.get(name, (1.0, "")) for name in names
+    }
+    assert left_behind() == files
+    assert set(process_tree.descendants(os.getpid())) == processes  # no worker was lost, and nothing runs beside them
+    return len(read_files)
+
+
+def test_hostile_programs_reach_and_leave_nothing(pool, world):
+    assert of_hostile(pool, world, lambda reward, reason: reason != "time_limit") >= 60
+
+
+@pytest.mark.slow
+def test_hostile_programs_that_never_end(pool, world):
+    assert of_hostile(pool, world, lambda reward, reason: reason == "time_limit") >= 12
+
+
+def test_a_fork_bomb_costs_only_itself(pool, world):
+    program, expected = read(HOSTILE[0].with_name("fork_bomb.txt"), world)
+    first, *others = pool.grade_all([program, SQUARE, SQUARE])
+    assert (first.reward, first.reason) == expected
+    assert others == [RIGHT, RIGHT]
+
+
+def test_the_reward_is_the_share_of_tests(pool):
+    tests = {"inputs": ["1", "2", "3", "4"], "outputs": ["1", "4", "9", "15"]}
+    assert graded(pool, "print(int(input()) ** 2)", input_output=tests) == (0.75, False, "")
+
+
+@pytest.mark.parametrize(
+    ("program", "columns"),
+    [
+        ("def f(x):\n    x.sort()", {"test_list": ["x = [2, 1]\nf(x)\nassert x == [1, 2]"]}),
+        ("def f(a, b):\n    return {a}, (b, 1.5), None", {"test": "assert f(1, b='x') == ({1}, ('x', 1.5), None)"}),
+        ("def f(x):\n    raise ValueError(x)",
+         {"test": "try:\n    f('no')\nexcept ValueError as e:\n    assert str(e) == 'no'"}),
+        ("def f(x):\n    return x",
+         {"test": "def check(candidate):\n    assert candidate(3) == 3", "entry_point": "f"}),
+        ("def f(x):\n    return x", {"test": "from solution import f\n\ndef test_f():\n    assert f(2) == 2"}),
+        ("class P:\n    def __init__(self, x):\n        self.x = x\n\ndef f(ps):\n    return sum(p.x for p in ps)",
+         {"test_list": ["assert f([P(1), P(2)]) == 3", "assert P(4).x == 4"]}),
+        ("class Solution:\n    def f(self, x):\n        return (x, 0.1 + 0.2)",
+         {"input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [[1, 0.3]]}}),
+        ("import math\n\ndef f(x):\n    return math.sqrt(x)",
+         {"test_list": ["assert math.isclose(f(4), 2)"], "test_imports": ["import math"]}),
+    ],
+)  # fmt: skip
+def test_functions_are_called_from_another_process(pool, program, columns):
+    assert graded(pool, program, **columns) == (1.0, True, "")
+
+
+LOOKS_FOR_3000009 = """
+import gc
+
+def f(x):
+    wanted = "".join(["30", "00", "009"])
+    return any(wanted in str(each) for each in gc.get_objects()) * int(wanted)
+"""
+
+
+def test_a_program_never_sees_what_is_expected(pool):
+    assert graded(pool, LOOKS_FOR_3000009, test_list=["assert f(0) == 3000009"]) == (0.0, False, "")
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```\ntext\n```\nb\n```", "b\n"),
+        ("~~~py\na\n~~~", "a\n"),
+        ("````\n```\na\n````", "```\na\n"),
+        ("```python\na\n```\n```cpp\nb\n```", None),
+        ("print(49)", None),
+        ("```python\nprint(49)", None),
+    ],
+)
+def test_the_program_is_the_last_fenced_block(response, program):
+    assert code.program_of(response) == program
+
+
+def test_a_response_without_a_program_has_a_reason(pool):
+    assert pool.grade_all([("49", "", STDOUT)]) == [Verdict(False, 0.0, "no_code")]
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("1 2\n", "1\n2", True),
+        ("0.3000001", "0.3", True),
+        ("0.301", "0.3", False),
+        ("49.0", "49", False),
+        ("nan", "0.5", False),
+        ("", "49", False),
+    ],
+)
+def test_outputs_have_the_same_words(written, expected, same):
+    assert code.same_output(written, expected) == same
+
+
+@pytest.mark.parametrize(
+    ("columns", "tests"),
+    [
+        ({"input_output": '{"inputs": ["1\\n"], "outputs": ["2"]}'}, [InputOutput("1\n", "2")]),
+        ({"input_output": {"inputs": [["1", "2"]], "outputs": [["3"]]}}, [InputOutput("1\n2", "3")]),
+        ({"input_output": {"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]}}, [FunctionCall("f", [1, 2], 3)]),
+        ({"public_tests": {"input": ["a"], "output": ["b"]}, "private_tests": {"input": ["c"], "output": ["d"]}},
+         [InputOutput("a", "b"), InputOutput("c", "d")]),
+        ({"tests": '[{"input": "a", "output": "b", "testtype": "stdin"}]'}, [InputOutput("a", "b")]),
+        ({"public_test_cases": '[{"input": "[1]\\n2", "output": "3", "testtype": "functional"}]',
+          "metadata": '{"func_name": "f"}'}, [FunctionCall("f", [[1], 2], 3)]),
+        ({"verification_info": {"language": "python", "test_cases": [
+            {"type": "stdin_stdout", "input": "a", "output": "b", "fn_name": None}]}}, [InputOutput("a", "b")]),
+        ({"test_list": ["assert f(1) == 1"], "test_setup_code": "import re", "answer": "x"},
+         [Assertions("import re\nassert f(1) == 1")]),
+        ({"reward_model": {"ground_truth": '{"inputs": ["a"], "outputs": ["b"]}'}}, [InputOutput("a", "b")]),
+    ],
+)  # fmt: skip
+def test_tests_are_read_from_the_columns_of_public_sets(columns, tests):
+    assert read_tests(columns) == tests
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"problem": "x"}, "no tests: none of verification_info, tests, .* among its columns problem"),
+        ({"tests": [{"input": "a"}]}, "tests: an object of tests has input, and no input and output"),
+        ({"input_output": {"inputs": ["a"], "outputs": []}}, r"input_output: zip\(\) argument 2 is shorter"),
+        ({"tests": 3}, "tests: tests are a int"),
+        ({"tests": "one, two three"}, "tests: a text is neither JSON nor Python"),
+        ({"private_test_cases": "eJxrYJmqwwABtVMA"}, "no tests"),
+    ],
+)
+def test_a_problem_without_tests_is_refused(columns, message):
+    with pytest.raises(ValueError, match=message):
+        read_tests(columns)
