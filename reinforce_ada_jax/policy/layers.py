@@ -4,7 +4,7 @@ The layers of a decoder are *declared stacked*, with a leading "layers" axis on 
 time*: `transformer.run` scans over the stack and merges one layer's slice, so the methods below see weights without
 that axis. Numbers are float32 in norms and rotary angles, and in `x.dtype` everywhere else.
 
-The matrix of a projection may be `Adapted` or an `AdapterBank`, as `lora.py` makes them, or `Quantized`; in the decoder
+The matrix of a projection may be `Adapted` or `RowAdapted`, as `lora.py` makes them, or `Quantized`; in the decoder
 only `project` knows. `embed` and `head_logits` (transformer.py) know of a quantised embedding.
 """
 
@@ -72,7 +72,7 @@ class RowAdapters:
 
 
 @struct.dataclass
-class AdapterBank:
+class RowAdapted:
     """A weight, and several adapters of it with their scaling in B; each row of a batch uses one of them or none."""
 
     __no_type_check__ = True
@@ -84,7 +84,7 @@ class AdapterBank:
 
 
 def _is_bank(weight: Any) -> bool:
-    return isinstance(weight, AdapterBank)
+    return isinstance(weight, RowAdapted)
 
 
 def row_adapters(weights: Any, adapter: Int[Array, " B"]) -> RowAdapters | None:
@@ -105,7 +105,7 @@ def choose_adapters(weights: Any, rows: RowAdapters) -> Any:
     )  # fmt: skip
 
 
-def project(x: Array, weight: Array | Adapted | AdapterBank | Quantized, num_inputs: int = 1) -> Array:
+def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inputs: int = 1) -> Array:
     """Contracts the last axes of x with the first of the weight, in x.dtype: x W, x W + scaling * (x A) B, or (x V) s.
 
     Rows and positions are one axis to the product. Were they two, XLA would transpose the activations for the weight's
@@ -133,7 +133,7 @@ def project(x: Array, weight: Array | Adapted | AdapterBank | Quantized, num_inp
     if isinstance(weight, Adapted):
         inner = contract(merged, weight.a, num_inputs)
         result = product(weight.weight) + weight.scaling * contract(inner, weight.b, 1)
-    elif isinstance(weight, AdapterBank):
+    elif isinstance(weight, RowAdapted):
         rows = weight.rows
         assert rows is not None  # choose_adapters sets it
         adapter = jnp.repeat(rows.adapter, x.shape[1])

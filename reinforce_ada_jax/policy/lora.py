@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from reinforce_ada_jax.distributed.mesh import tensor_spec
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.layers import Adapted, AdapterBank
+from reinforce_ada_jax.policy.layers import Adapted, RowAdapted
 from reinforce_ada_jax.policy.transformer import Declared, Params, flatten, nest, weight_shapes
 
 # PEFT's name of a projection: our weight.
@@ -168,7 +168,7 @@ def bank(base: Params, architecture: Architecture, size: Lora, count: int, dtype
         return jnp.zeros((shape[0], count, *shape[1:]), dtype, device=sharding)
 
     for name in (TARGETS[target] for target in size.targets):
-        weights[name] = AdapterBank(weights[name], room(f"{name}.a"), room(f"{name}.b"))
+        weights[name] = RowAdapted(weights[name], room(f"{name}.a"), room(f"{name}.b"))
     return nest(weights)
 
 
@@ -180,7 +180,7 @@ def put_into_bank(params: Params, adapters: Params, lora: Lora, index: int) -> P
     """
     weights, matrices = flatten(params), flatten(adapters)
     for name, room in weights.items():
-        if not isinstance(room, AdapterBank):
+        if not isinstance(room, RowAdapted):
             continue
         if f"{name}.a" in matrices:
             a, b = matrices.pop(f"{name}.a"), lora.scaling * matrices.pop(f"{name}.b")

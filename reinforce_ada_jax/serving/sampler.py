@@ -7,7 +7,7 @@ requests and reads the one before it; between turns that thread may do something
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -316,19 +316,3 @@ def _address(request: Request) -> np.ndarray:
 def _sampling(request: Request) -> SamplingParams:
     assert isinstance(request, _Draw) and request.job is not None
     return request.job.sampling
-
-
-def cut_at_stop(response: Sampled, texts: Sequence[str], decode: Callable[[np.ndarray], str]) -> Sampled:
-    """Ends a response with the first token after which its text contains one of `texts`."""
-
-    def contains(length: int) -> bool:
-        text = decode(response.tokens[:length])
-        return any(stop in text for stop in texts)
-
-    if not texts or not contains(len(response.tokens)):
-        return response
-    low, high = 1, len(response.tokens)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if contains(middle) else (middle + 1, high)
-    return Sampled(response.tokens[:low], response.logprobs[:low], stopped=True)

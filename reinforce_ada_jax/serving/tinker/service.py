@@ -4,7 +4,6 @@ Methods of `Service` are called by the HTTP server. They check what needs no dev
 once. `Worker` runs the requests. Every ValueError is for the client.
 """
 
-import collections
 import dataclasses
 import functools
 import pathlib
@@ -23,10 +22,12 @@ from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
-from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler, cut_at_stop
+from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.text_stops import TextStops
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAdapter
+from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, SamplerRow, Store
 
@@ -37,8 +38,6 @@ ALPHA = 32.0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-# Answers to `sample` that nobody fetched.
-UNFETCHED_S = 3600.0
 
 
 class Refusal(Exception):
@@ -69,16 +68,6 @@ class Base:
         return self.options.max_prompt_tokens + self.options.max_response_tokens
 
 
-@dataclasses.dataclass(eq=False)
-class _Future:
-    """Answer to a `sample` request, kept in memory only."""
-
-    session: str
-    job: SampleJob | None = None
-    result: Result | None = None
-    finished: float = 0.0
-
-
 def checked_name(name: str | None) -> str:
     """Returns the name of a checkpoint; ValueError unless it is one part of a path."""
     if name is None or not NAME.fullmatch(name):
@@ -96,7 +85,7 @@ class Service:
         self.store = Store(workdir)
         self.lock = threading.RLock()
         self.wake = threading.Event()  # there is something to do
-        self.samples: collections.OrderedDict[str, _Future] = collections.OrderedDict()
+        self.samples = SampleFutures()
         self.on_result: Callable[[str], None] = lambda request_id: None
         for base in bases.values():
             base.bank.load = functools.partial(self.load_adapter, base)
@@ -134,14 +123,14 @@ class Service:
             if self.seen.pop(session, None) is None:
                 return
             self.store.end_session(session, why)
-            for request_id, future in list(self.samples.items()):
-                if future.session == session and future.result is None:
+            for request_id, future in list(self.samples.waiting.items()):
+                if future.session == session:
                     self._drop(request_id, f"session {session} has ended: {why}.")
         self.wake.set()
 
     def _drop(self, request_id: str, why: str) -> None:
         """Ends the responses of a request, whose slots are free after a window, and answers it."""
-        job = self.samples[request_id].job
+        job = self.samples.waiting[request_id].job
         self._finish_sample(request_id, protocol.error_result(why))
         if job is not None:
             for base in self.bases.values():
@@ -228,20 +217,20 @@ class Service:
         request_id = f"{sampler.id}:{request.seq_id}"
         with self.lock:
             if request_id not in self.samples:
-                waiting = sum(future.result is None for future in self.samples.values())
+                waiting = len(self.samples.waiting)
                 if waiting >= self.settings.waiting:
                     raise Refusal(429, f"{waiting} requests are waiting (--waiting): try again later.")
-                self.samples[request_id] = future = _Future(sampler.session)
+                future = self.samples.add(request_id, sampler.session)
                 try:
                     self._queue_sample(request_id, future, sampler, request)
                 except ValueError as error:
-                    future.result, future.finished = protocol.error_result(str(error)), time.monotonic()
+                    self.samples.finish(request_id, protocol.error_result(str(error)))
         self.wake.set()
         ids = [f"{request_id}:{index}" for index in range(max(request.num_samples, 0))]
         return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
     def _queue_sample(
-        self, request_id: str, future: _Future, sampler: SamplerRow, request: types.SampleRequest
+        self, request_id: str, future: SampleFuture, sampler: SamplerRow, request: types.SampleRequest
     ) -> None:
         base, asked = self.bases[sampler.base], request.sampling_params
         # Saved again under the same path, a checkpoint is another one.
@@ -259,13 +248,16 @@ class Service:
             if isinstance(found, Exception):
                 category = protocol.USER if isinstance(found, ValueError) else protocol.SERVER
                 return self._finish_sample(request_id, protocol.error_result(str(found), category))
-            responses = [cut_at_stop(each, texts, base.tokenizer.decode) for each in found]
+            responses = found if stops is None else [stops.cut(index, each) for index, each in enumerate(found)]
             logprobs = None
             if request.prompt_logprobs:
                 logprobs = self._prompt_logprobs(base, adapter, tokens, request.prompt_logprobs_last_n)
             return self._finish_sample(request_id, protocol.sample_result(responses, logprobs))
 
-        future.job = SampleJob(
+        stops = (
+            TextStops(texts, base.tokenizer.decode, lambda index: base.sampler.cancel(job, index)) if texts else None
+        )
+        future.job = job = SampleJob(
             id=request_id,
             tokens=tokens,
             adapter=adapter,
@@ -277,8 +269,9 @@ class Service:
             stop_ids=stop_ids,
             seed=asked.seed,
             done=done,
+            watch=None if stops is None else stops.watch,
         )  # fmt: skip
-        base.sampler.submit(future.job)
+        base.sampler.submit(job)
 
     def _prompt_logprobs(
         self, base: Base, adapter: str, tokens: Int32[np.ndarray, " T"], last: int | None
@@ -309,23 +302,14 @@ class Service:
 
     def _finish_sample(self, request_id: str, result: Result) -> None:
         with self.lock:
-            future = self.samples.get(request_id)
-            if future is not None and future.result is None:
-                future.job, future.result, future.finished = None, result, time.monotonic()
-            for old in [name for name, each in self.samples.items() if each.result is not None][
-                : -self.settings.waiting
-            ]:
-                if time.monotonic() - self.samples[old].finished > UNFETCHED_S:
-                    del self.samples[old]
+            self.samples.finish(request_id, result)
         self.on_result(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request for samples."""
         with self.lock:
-            future = self.samples.get(request_id)
-            if future is None or future.result is not None:
-                return
-            self._drop(request_id, "the client cancelled this request.")
+            if request_id in self.samples.waiting:
+                self._drop(request_id, "the client cancelled this request.")
 
     def result(self, request_id: str) -> Result | None:
         """Returns the result of a future, or None while there is none.
@@ -335,7 +319,7 @@ class Service:
         """
         with self.lock:
             if request_id in self.samples:
-                return self.samples[request_id].result
+                return self.samples.fetch(request_id)
         known, result = self.store.result(request_id)
         if not known:
             raise Refusal(
@@ -406,6 +390,8 @@ def check_sample_request(base: Base, request: types.SampleRequest, length: int, 
         raise ValueError(f"num_samples is {request.num_samples}; it must be 1 to {options.output_rows}.")
     if isinstance(asked.stop, list | tuple) and len(asked.stop) > MAX_STOPS:
         raise ValueError(f"stop has {len(asked.stop)} entries; there may be {MAX_STOPS}.")
+    if asked.stop == "" or (isinstance(asked.stop, list | tuple) and "" in asked.stop):
+        raise ValueError("stop has an empty text, which every response contains: leave it out.")
     last = request.prompt_logprobs_last_n
     if last is not None and not 1 <= last < length:
         raise ValueError(

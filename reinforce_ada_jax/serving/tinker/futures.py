@@ -1,0 +1,60 @@
+"""Requests for samples and their answers, in memory: a kill loses them, and the client then asks again."""
+
+import collections
+import dataclasses
+import time
+
+from reinforce_ada_jax.serving.sampler import SampleJob
+from reinforce_ada_jax.serving.tinker.protocol import Result
+
+# Answers that nobody fetched, and those that were fetched: their way to the client may have failed.
+UNFETCHED_S, FETCHED_S = 3600.0, 60.0
+
+
+@dataclasses.dataclass(eq=False)
+class SampleFuture:
+    """Request for samples of a session, and its answer."""
+
+    session: str
+    job: SampleJob | None = None
+    result: Result | None = None
+
+
+class SampleFutures:
+    """Futures by the id of their request; the caller's lock protects them. No call takes longer with more of them."""
+
+    def __init__(self):
+        self.waiting: dict[str, SampleFuture] = {}
+        self._answered: collections.OrderedDict[str, tuple[float, SampleFuture]] = collections.OrderedDict()
+        self._fetched: collections.OrderedDict[str, tuple[float, SampleFuture]] = collections.OrderedDict()
+
+    def __contains__(self, request_id: str) -> bool:
+        return any(request_id in each for each in (self.waiting, self._answered, self._fetched))
+
+    def add(self, request_id: str, session: str) -> SampleFuture:
+        """Returns a future that waits for its answer."""
+        self.waiting[request_id] = future = SampleFuture(session)
+        return future
+
+    def finish(self, request_id: str, result: Result) -> None:
+        """Sets an answer, unless there is one, and removes those whose time is up."""
+        now = time.monotonic()
+        future = self.waiting.pop(request_id, None)
+        if future is not None:
+            future.job, future.result = None, result
+            self._answered[request_id] = now, future
+        for kept, seconds in ((self._answered, UNFETCHED_S), (self._fetched, FETCHED_S)):
+            while kept and now - next(iter(kept.values()))[0] > seconds:
+                kept.popitem(last=False)
+
+    def fetch(self, request_id: str) -> Result | None:
+        """Returns the answer for the client; None if the future waits.
+
+        Raises:
+          KeyError: there is no such future.
+        """
+        if request_id in self.waiting:
+            return None
+        if request_id in self._answered:
+            self._fetched[request_id] = time.monotonic(), self._answered.pop(request_id)[1]
+        return self._fetched[request_id][1].result

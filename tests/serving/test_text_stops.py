@@ -1,0 +1,45 @@
+"""Texts that end responses: found while a response grows, and cut off with the token that completes them."""
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.serving.sampler import Sampled
+from reinforce_ada_jax.serving.text_stops import TextStops
+
+
+def sampled(text):
+    """A response with a token for each letter; its log-probabilities count them."""
+    return Sampled(np.array(list(map(ord, text)), np.int32), np.arange(len(text), dtype=np.float32), stopped=False)
+
+
+@pytest.fixture
+def stops():
+    """(stops "END" and "\\n", indices of the responses that they ended)."""
+    ended = []
+    return TextStops(("END", "\n"), lambda tokens: "".join(map(chr, tokens)), ended.append), ended
+
+
+def test_a_response_ends_once_with_the_window_that_completes_a_stop(stops):
+    stops, ended = stops
+    for window, so_far in (("abcEN", []), ("xE", []), ("N", []), ("Dabc", [0]), ("END", [0])):
+        stops.watch(0, sampled(window))
+        assert ended == so_far
+    stops.watch(2, sampled("a\nb"))
+    assert ended == [0, 2]
+    # Whatever is there when the slot is free: less if it was evicted meanwhile.
+    for left in ("", "abcENxENDabcEND"):
+        cut = stops.cut(0, sampled(left))
+        assert "".join(map(chr, cut.tokens)) == "abcENxEND" and cut.stopped
+
+
+def test_what_no_stop_ended_stays_as_it_is(stops):
+    stops, ended = stops
+    stops.watch(1, sampled("abcEN"))
+    whole = Sampled(np.array([7, 8], np.int32), np.zeros(2, np.float32), stopped=True)
+    assert stops.cut(1, whole) is whole and ended == []
+
+
+def test_a_stop_that_was_not_seen_in_time_is_cut_off(stops):
+    stops, _ = stops
+    cut = stops.cut(0, sampled("aENDbEND"))
+    assert cut.stopped and cut.logprobs.tolist() == [0, 1, 2, 3]
