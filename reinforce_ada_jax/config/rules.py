@@ -64,6 +64,28 @@ def master_weights_are_float32(config: Config) -> None:
         )
 
 
+def invariant_numerics_are_possible(config: Config) -> None:
+    """Invariant numerics need float32, no int8, the attention auto, and one device for each of sampler and learner."""
+    if config.model.numerics == "fast":
+        return
+    sampling, mesh = config.sampling, config.mesh
+    one_device = "it is made for one device"
+    needed = (
+        ("model.compute_dtype", config.model.compute_dtype, "float32", "it is made for float32"),
+        ("sampling.kv_dtype", sampling.kv_dtype, "model", "the learner has no keys and values in int8"),
+        ("sampling.weight_dtype", sampling.weight_dtype, "model", "the learner has no weights in int8"),
+        ("sampling.attention", sampling.attention, "auto", "sampler and learner share one attention"),
+        *((f"mesh.{axis}", size, 1, one_device) for axis, size in mesh.axes.items()),
+        ("mesh.sampler", mesh.sampler, min(mesh.sampler, 1), one_device),
+    )
+    for key, value, wanted, reason in needed:
+        if value != wanted:
+            raise ValueError(
+                f"model.numerics is 'invariant', and {key} is {value!r}: {reason}. Set {key} to {wanted!r}, or "
+                "model.numerics to 'fast'."
+            )
+
+
 def function_has_a_path(config: Config) -> None:
     """The kind "function" needs reward.path."""
     if config.reward.kind == "function" and not config.reward.path:
@@ -253,8 +275,8 @@ def pages_hold_a_response(config: Config) -> None:
 
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
-    texts_belong_to_chat, master_weights_are_float32, function_has_a_path, own_code_has_workers,
-    a_test_fits_the_grading,
+    texts_belong_to_chat, master_weights_are_float32, invariant_numerics_are_possible,
+    function_has_a_path, own_code_has_workers, a_test_fits_the_grading,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,

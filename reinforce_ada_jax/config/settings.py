@@ -43,6 +43,11 @@ class ModelConfig:
         "float32", "Precision of the weights that the optimiser updates.", one_of(values.DTYPES),
         rule="master_weights_are_float32",
     )  # fmt: skip
+    numerics: str = setting(
+        "fast", '"invariant": log-probabilities of sampler and learner have the same bits, for any slots, pages, '
+        "windows and packing; float32 on one CPU device, and slower (docs/concepts/weights.md).",
+        one_of(values.NUMERICS), rule="invariant_numerics_are_possible",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,12 @@ from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.policy import blocked_attention, lora
+from reinforce_ada_jax.policy import blocked_attention, invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Params,
@@ -178,6 +179,9 @@ class Learner:
         self.architecture, self.mesh = architecture, mesh
         platform = mesh.devices.flat[0].platform
         self.micro_rows = platform_lib.micro_rows(platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
+        self._is_invariant = config.model.numerics == "invariant"
+        if self._is_invariant:
+            invariant.check_platform(platform)
         self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         dtype = jnp.dtype(config.model.compute_dtype)
         self.platform = platform_lib.resolve(
@@ -186,11 +190,12 @@ class Learner:
         self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
+        self._temperature = config.sampling.temperature
         self._logprobs = functools.partial(
             response_logprobs,
             architecture,
             head=HeadConfig(
-                temperature=config.sampling.temperature,
+                temperature=self._temperature,
                 tied=architecture.tied_embedding,
                 mesh=mesh if mesh.size > 1 else None,
                 backend=self.platform.head_backend,
@@ -266,11 +271,16 @@ class Learner:
 
         return jax.tree.map(put, batch)
 
+    def _exact_logprobs(self, params: Params, micro: Batch) -> Float[Array, "B R"]:
+        """The sampler's log-probabilities of a micro-batch, in the same bits; adapters are merged, as it has them."""
+        return invariant_logprobs(self.architecture, lora.merged(params), micro, self._temperature)
+
     def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
         """The learner's own log-probabilities of the sampled tokens; 0 beyond the responses."""
 
         def one(index, scored):
-            logprobs, _ = self._logprobs(params, micro_batch(batch, index))
+            micro = micro_batch(batch, index)
+            logprobs = self._exact_logprobs(params, micro) if self._is_invariant else self._logprobs(params, micro)[0]
             return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
 
         zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
@@ -286,7 +296,12 @@ class Learner:
         policy_version: Version | None,
     ):
         """(loss, (means, gap)) of a micro-batch."""
-        logprobs, entropy = self._logprobs(self.policy(params, base), micro)
+        policy = self.policy(params, base)
+        logprobs, entropy = self._logprobs(policy, micro)
+        if self._is_invariant:
+            # The value of one, the slope of the other: what is added to the value is exactly 0.
+            exact = self._exact_logprobs(jax.lax.stop_gradient(policy), micro)
+            logprobs = jax.lax.stop_gradient(exact) + (logprobs - jax.lax.stop_gradient(logprobs))
         is_fresh = micro.response_mask if policy_version is None else micro.policy_version == policy_version
         # Of the very weights that are updated they are a constant: the ratio is 1, its slope that of logprobs.
         old_logprobs = logprobs if micro.old_logprobs is None else micro.old_logprobs

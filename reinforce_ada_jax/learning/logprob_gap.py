@@ -67,6 +67,8 @@ def max_gap(config: Config) -> float | None:
     """The largest difference that rounding explains; None where there is no such bound."""
     if config.draws_in_int8:
         return None
+    if config.model.numerics == "invariant":
+        return 0.0
     if config.model.compute_dtype == "float32" and jax.default_backend() == "cpu":
         return FLOAT32_LOGPROB_GAP / min(1.0, config.sampling.temperature)
     return None

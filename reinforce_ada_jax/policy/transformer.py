@@ -28,6 +28,8 @@ Declared = tuple[tuple[int, ...], tuple[str | None, ...]]  # shape, logical axes
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any, Any]]
 # The same with segment_ids=[B, T] by name: a token attends to its own segment.
 SegmentAttend = Callable[..., tuple[jax.Array, Any, Any]]
+# rowwise(function, *arrays): what a function of rows, one by one, gives for arrays of them ([B, ...]).
+Rowwise = Callable[..., Any]
 # Fixes the sharding of the residual stream, where the compiler must not choose it.
 ShardingConstraint = Callable[[jax.Array], jax.Array]
 
@@ -46,6 +48,11 @@ REMAT = {
 def unconstrained(x: jax.Array) -> jax.Array:
     """Leaves the sharding to the compiler."""
     return x
+
+
+def all_rows(function: Callable[..., Any], *rows: jax.Array) -> Any:
+    """Computes all rows at a time."""
+    return function(*rows)
 
 
 class Decoder(nnx.Module):
@@ -127,6 +134,7 @@ def run(
     remat: str | None = None,
     constrain: ShardingConstraint = unconstrained,
     adapter: Int[Array, " B"] | None = None,
+    rowwise: Rowwise = all_rows,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """All layers over `tokens`, scanned.
 
@@ -141,6 +149,8 @@ def run(
       constrain: sharding constraint of the residual stream before the first layer and after each.
       adapter: index of each row's adapter in the banks of `model` (`lora.bank`), -1 for none; without effect where
         there are no banks.
+      rowwise: how everything but attention is computed, row by row of B: at once, or `invariant.by_tiles`, which knows
+        no banks.
 
     Returns:
       (hidden states after the final norm, last carry, kept values stacked along a leading layer axis).
@@ -155,11 +165,17 @@ def run(
         if adapter_rows is not None:
             weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
-        query, key, value = layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
+
+        def before(x, positions):
+            return layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
+
+        def after(x, mixed):
+            x = x + layer.attention.merge_heads(mixed)
+            return constrain(x + layer.mlp(rms_norm(x, layer.mlp_norm[...], epsilon)))
+
+        query, key, value = rowwise(before, x, positions)
         mixed, carry, kept = attend(query, key, value, index, carry)
-        x = x + layer.attention.merge_heads(mixed)
-        x = constrain(x + layer.mlp(rms_norm(x, layer.mlp_norm[...], epsilon)))
-        return (x, carry), kept
+        return (rowwise(after, x, mixed), carry), kept
 
     if remat is not None:
         # A scan's body is compiled once for all layers, so nothing could be shared across it: no barrier is needed.
@@ -167,7 +183,7 @@ def run(
     x = constrain(embed(model, tokens).astype(dtype))
     indices = jnp.arange(model.architecture.num_layers)
     (x, carry), kept = jax.lax.scan(one_layer, (x, carry), (stacked, indices))
-    return rms_norm(x, model.final_norm[...], epsilon), carry, kept
+    return rowwise(lambda x: rms_norm(x, model.final_norm[...], epsilon), x), carry, kept
 
 
 def causal_attend(query, key, value, layer_index, carry, *, segment_ids=None):

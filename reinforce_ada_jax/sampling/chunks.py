@@ -13,7 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.transformer import Decoder, run
-from reinforce_ada_jax.sampling.paged_attention import Pages, numbers, pad_head_dim, write_token
+from reinforce_ada_jax.sampling.paged_attention import (
+    Pages,
+    choose_rowwise,
+    numbers,
+    pad_head_dim,
+    paged_attention,
+    write_token,
+)
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import Prompts
 
@@ -150,6 +157,7 @@ def prefill_chunk(
     pages_per_layer: int,
     *,
     dtype: DTypeLike,
+    backend: str,
 ) -> tuple[tuple[Pages, Pages], Int[Array, " R"]]:
     """Prefills up to `num_tokens` tokens of prompts into the pages of keys and of values.
 
@@ -169,10 +177,13 @@ def prefill_chunk(
             write_token(pool, new[:, 0], first + page, chunk.position % page_size)
             for pool, new in zip(pools, (key, value), strict=True)
         )
-        mixed = chunk_attention(query[:, 0], key_pages, value_pages, lengths, table, visible, first)
+        if backend == "invariant":  # as in decoding
+            mixed = paged_attention(query[:, 0], key_pages, value_pages, lengths, first + table, backend=backend)
+        else:
+            mixed = chunk_attention(query[:, 0], key_pages, value_pages, lengths, table, visible, first)
         return mixed[:, None], (key_pages, value_pages), None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
-    adapter = jnp.where(chunk.wanted, adapters[chunk.row], -1)
-    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter)
+    rowwise, adapter = choose_rowwise(backend, chunk.wanted), jnp.where(chunk.wanted, adapters[chunk.row], -1)
+    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter, rowwise=rowwise)
     return pools, cached

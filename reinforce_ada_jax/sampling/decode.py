@@ -24,7 +24,13 @@ from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.chunks import missing_tokens, prefill_chunk
-from reinforce_ada_jax.sampling.paged_attention import Pages, paged_attention, write_pages, write_token
+from reinforce_ada_jax.sampling.paged_attention import (
+    Pages,
+    choose_rowwise,
+    paged_attention,
+    write_pages,
+    write_token,
+)
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -206,9 +212,13 @@ def _forward(
         return mixed[:, None], (key_pages, value_pages), None
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
-    adapter = jnp.where(slots.active, adapters[slots.prompt_row], -1)
-    hidden, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter)
-    return pools, token_lib.next_logprobs(head_logits(model, hidden)[:, 0], slots.sampling.temperature)
+    rowwise, adapter = choose_rowwise(backend, slots.active), jnp.where(slots.active, adapters[slots.prompt_row], -1)
+
+    def next_logprobs(hidden, temperature):
+        return token_lib.next_logprobs(head_logits(model, hidden)[:, 0], temperature)
+
+    hidden, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter, rowwise=rowwise)
+    return pools, rowwise(next_logprobs, hidden, slots.sampling.temperature)
 
 
 def _append_tokens(
@@ -262,7 +272,7 @@ def decode_token(
 
 def _at_a_time(num_slots: int, backend: str) -> int:
     """Returns for how many slots to sample at a time: on accelerators all, whose loops cost more than their width."""
-    return token_lib.ROWS if backend == "jnp" else num_slots
+    return token_lib.ROWS if backend in {"jnp", "invariant"} else num_slots
 
 
 def _active_first(slots: Slots) -> Slots:
@@ -350,8 +360,8 @@ def decode_window(
     def prefill(_, carry, prompts, prompt_tokens):
         pools, cached = carry
         prompts = prompts.replace(cached=cached)
-        sizes = prefill_tokens, pages_per_layer
-        return prefill_chunk(model, prompts, prompt_tokens, pools, state.terms.adapter, *sizes, dtype=dtype)
+        arrays, sizes = (prompts, prompt_tokens, pools, state.terms.adapter), (prefill_tokens, pages_per_layer)
+        return prefill_chunk(model, *arrays, *sizes, dtype=dtype, backend=backend)
 
     def decode_step(carry):
         state, logprobs, last_width, _ = carry

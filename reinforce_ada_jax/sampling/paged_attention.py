@@ -12,20 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from reinforce_ada_jax.policy import invariant
 from reinforce_ada_jax.policy.quantization import Quantized, quantize
+from reinforce_ada_jax.policy.transformer import Rowwise, all_rows
 from reinforce_ada_jax.sampling.pages import num_pages
 
 Pages = Float[Array, "K pages page_size padded_H"] | Quantized
-BACKENDS = ("jnp", "pallas_tpu", "pallas_gpu")
+BACKENDS = ("jnp", "invariant", "pallas_tpu", "pallas_gpu")
 FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 # Keys and values that the jnp backend reads at a time: they stay in a core's own cache (L2 of 1 or 2 MiB).
 BATCH_BYTES = 2**19
 
 
-def choose_backend(name: str) -> str:
-    """`name`, or for "auto" the one made for the devices at hand."""
+def choose_backend(name: str, numerics: str = "fast") -> str:
+    """`name`, or for "auto" the one made for the devices at hand; or the one with these numerics.
+
+    Raises:
+      ValueError: invariant numerics on devices that are no CPUs.
+    """
+    if numerics == "invariant":
+        invariant.check_platform(jax.default_backend())
+        return "invariant"
     return FOR_PLATFORM.get(jax.default_backend(), "jnp") if name == "auto" else name
 
 
@@ -60,6 +69,8 @@ def paged_attention(
     """
     if backend == "jnp":
         return _live_pages(query, key_pages, value_pages, lengths, table)
+    if backend == "invariant":
+        return _by_tiles(query, key_pages, value_pages, lengths, table)
     if backend not in BACKENDS:
         raise ValueError(f"attention backend {backend!r} is not one of {', '.join(BACKENDS)}.")
     if mesh is None:
@@ -134,6 +145,29 @@ def _live_pages(query, key_pages, value_pages, lengths, table):
     mixed = jnp.sum(scale[..., None] * values[:, of_slot], axis=2)
     mixed = mixed / jnp.maximum(jnp.sum(scale * total[:, of_slot], axis=2), jnp.finfo(jnp.float32).tiny)[..., None]
     return mixed[..., :head_dim].transpose(1, 0, 2, 3).reshape(query.shape).astype(query.dtype)
+
+
+def _by_tiles(query, key_pages, value_pages, lengths, table):
+    """`invariant.attention` of tiles of slots: tiles of keys are gathered token by token, whatever the page size."""
+    kv_heads, _, page_size, _ = key_pages.shape
+    capacity = table.shape[1] * page_size
+
+    def one_tile(query, lengths, table):
+        def read(tile):
+            token = jnp.minimum(tile * invariant.KEYS + jnp.arange(invariant.KEYS), capacity - 1)
+            page, offset = table[:, token // page_size], (token % page_size)[None]
+            return key_pages[:, page, offset], value_pages[:, page, offset]
+
+        return invariant.attention(query, lengths, kv_heads, read)
+
+    return choose_rowwise("invariant", lengths > 0)(one_tile, query, lengths, table)
+
+
+def choose_rowwise(backend: str, wanted: Bool[Array, " S"]) -> Rowwise:
+    """Returns how `transformer.run` computes rows beside the attention of a backend; those not wanted may be zeros."""
+    if backend != "invariant":
+        return all_rows
+    return invariant.by_tiles(jnp.max(jnp.where(wanted, 1 + jnp.arange(wanted.shape[0]), 0)))
 
 
 def numbers(pages: Pages, dtype: DTypeLike) -> Array:

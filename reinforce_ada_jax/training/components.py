@@ -148,7 +148,7 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
         stop_ids=stop_ids,
         seed=config.seed,
         dtype=config.model.compute_dtype,
-        attention=choose_backend(sampling.attention),
+        attention=choose_backend(sampling.attention, config.model.numerics),
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
         check_invariants=sampling.check_invariants,

@@ -333,8 +333,9 @@ def gap_too_large(
     """
     limit = max_gap(config)
     if limit is not None and not largest <= limit:
+        numbers = "in float32" if limit else "with invariant numerics"
         return TrainingStopped(
-            f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; in float32 they "
+            f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; {numbers} they "
             f"may differ by {limit:g}. Samples and gradients don't belong together."
         )
     if limit is None and mean > ALARMING_LOGPROB_GAP:

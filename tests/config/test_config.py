@@ -332,6 +332,26 @@ def test_devices_are_split():
     assert not changed().draws_ahead  # there is nothing to draw ahead on
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.compute_dtype": "bfloat16"}, "compute_dtype is 'bfloat16': .* Set model.compute_dtype to 'float32'"),
+        ({"sampling.kv_dtype": "int8"}, "sampling.kv_dtype is 'int8': the learner has no .* to 'model'"),
+        ({"sampling.weight_dtype": "int8"}, "sampling.weight_dtype is 'int8': the learner has no .* to 'model'"),
+        ({"sampling.attention": "jnp"}, "sampling.attention is 'jnp': .* Set sampling.attention to 'auto'"),
+        ({"mesh.tensor": 2}, "mesh.tensor is 2: it is made for one device. Set mesh.tensor to 1"),
+        ({"mesh.data": 2}, "mesh.data is 2: .* model.numerics to 'fast'"),
+        ({"mesh.sampler": 2, "mesh.learner": 1}, "mesh.sampler is 2: .* Set mesh.sampler to 1"),
+    ],
+)
+def test_invariant_numerics_that_are_not_possible(changes, message):
+    possible = {"model.numerics": "invariant", "model.compute_dtype": "float32"}
+    config_lib.check(changed(**possible, **{"mesh.sampler": 1, "mesh.learner": 1}))
+    with pytest.raises(ValueError, match=f"model.numerics is 'invariant', and .*{message}"):
+        config_lib.check(changed(**possible | changes))
+    config_lib.check(changed(**changes | {"model.numerics": "fast"}))
+
+
 def test_the_cache_holds_at_least_one_response():
     # A prompt of 1,024 tokens fills 16 pages of 64, the prompt and 2,048 tokens fill 48, one is never handed out: 65.
     config_lib.check(changed(**{"sampling.pages": 65}))

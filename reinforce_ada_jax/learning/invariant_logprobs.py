@@ -1,0 +1,57 @@
+"""The learner's log-probabilities in the bits of the sampler: see `policy/invariant.py`."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.policy import invariant
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.invariant import ROWS
+from reinforce_ada_jax.policy.transformer import Params, merge, run
+
+
+def invariant_logprobs(
+    architecture: Architecture, params: Params, batch: Batch, temperature: float
+) -> Float[Array, "B R"]:
+    """Computes the log-probability of every response token in float32, as the sampler does, bit for bit; 0 elsewhere.
+
+    All sequences of the batch are laid out side by side, without the padding of its rows. Each begins a tile, so that
+    all rows of a tile see the same keys.
+
+    Args:
+      architecture: of the policy.
+      params: of `transformer`; no adapters, which the sampler has merged.
+      batch: of one micro-batch.
+      temperature: of sampling.
+    """
+    model = merge(architecture, params)
+    rows, width = batch.tokens.shape
+    segments = batch.max_segments
+    one_hot = batch.segment_ids[..., None] == jnp.arange(segments)[None, None]
+    length = one_hot.sum(axis=1).reshape(-1)  # of each sequence
+    in_tiles = invariant.num_tiles(length, ROWS) * ROWS
+    first = (jnp.cumsum(in_tiles) - in_tiles).reshape(rows, segments)
+    count, size = in_tiles.sum(), -(-rows * (width + segments * (ROWS - 1)) // ROWS) * ROWS
+
+    start = jnp.take_along_axis(first, jnp.minimum(batch.segment_ids, segments - 1), axis=1)
+    place = jnp.where(batch.segment_ids < segments, start + batch.positions, size)
+
+    def spread(x):
+        return jnp.zeros(size, jnp.int32).at[place].set(x, mode="drop")
+
+    tokens, positions, lengths = spread(batch.tokens), spread(batch.positions), spread(batch.positions + 1)
+    # Of padding, too: the first row of a tile is one of its sequence.
+    attend = invariant.packed_attend(spread(start), lengths, count)
+    rowwise = invariant.by_tiles(count)
+    hidden, _, _ = run(model, tokens[:, None], positions[:, None], attend, dtype=jnp.float32, rowwise=rowwise)
+
+    # Response tokens first, and each predicted one row earlier.
+    mask = batch.response_mask.reshape(-1)
+    order = jnp.argsort(~mask)
+    predicting = jnp.take_along_axis(place, batch.response_positions - 1, axis=1).reshape(-1)[order]
+    targets = jnp.take_along_axis(batch.tokens, batch.response_positions, axis=1).reshape(-1)[order]
+    found = invariant.target_logprobs(
+        model, hidden.at[predicting].get(mode="clip"), targets, temperature, mask.sum(dtype=jnp.int32)
+    )
+    logprobs = jnp.zeros(mask.shape, jnp.float32).at[order].set(found)
+    return jnp.where(mask, logprobs, 0).reshape(batch.response_mask.shape)

@@ -1,0 +1,155 @@
+"""Forward passes whose bits depend on a token and those before it alone, not on what is computed beside it.
+
+A compiled product or sum rounds by its shape. So every row is computed in a tile of `ROWS` rows, and its attention in
+tiles of `KEYS` keys, in ascending order. The loop over tiles has the same body in every program, and a loop is a border
+for the compiler: nothing is fused across it. The number of iterations is known at run time only, or the compiler would
+dissolve a loop of one iteration. Sampler and learner call these functions in their own layouts.
+
+Forward only: the loops cannot be differentiated. Measured for float32 on CPUs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from reinforce_ada_jax.policy.logprobs import distribution
+from reinforce_ada_jax.policy.transformer import Attend, Decoder, Rowwise, head_logits
+
+ROWS, KEYS = 16, 32
+SMALLEST = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two of them is 0
+
+# read(tile) -> (keys, values) of tokens tile * KEYS and on, as each row of a tile sees them.
+Read = Callable[[Int[Array, ""]], tuple[Float[Array, "K ROWS KEYS H"], Float[Array, "K ROWS KEYS H"]]]
+
+
+def check_platform(name: str) -> None:
+    """Raises ValueError for a platform other than the CPU."""
+    if name != "cpu":
+        raise ValueError(
+            f"model.numerics is 'invariant', and the devices are of the platform {name}: how its products round is not "
+            "known to depend on the tile alone. Set JAX_PLATFORMS=cpu, or model.numerics to 'fast'."
+        )
+
+
+def num_tiles(count: Int[Array, "..."] | int, size: int) -> Any:
+    """Returns the tiles that hold `count` rows or keys."""
+    return (count + size - 1) // size
+
+
+def whole_tiles(x: Float[Array, "M ..."] | Int[Array, "M ..."]) -> Array:
+    """Returns the rows, with rows of zeros up to whole tiles."""
+    return jnp.pad(x, [(0, -x.shape[0] % ROWS)] + [(0, 0)] * (x.ndim - 1))
+
+
+def by_tiles(count: Int[Array, ""]) -> Rowwise:
+    """Returns a `Rowwise` that computes the tiles of the first `count` rows; later tiles are zeros."""
+
+    def apply(function: Callable[..., Any], *rows: Array) -> Any:
+        padded = [whole_tiles(x) for x in rows]
+        shapes = jax.eval_shape(function, *[x[:ROWS] for x in padded])
+        results = jax.tree.map(lambda x: jnp.zeros((padded[0].shape[0], *x.shape[1:]), x.dtype), shapes)
+
+        def one_tile(index, results):
+            tile = [jax.lax.dynamic_slice_in_dim(x, index * ROWS, ROWS) for x in padded]
+            new = jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(tile)))
+            return jax.tree.map(
+                lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, index * ROWS, axis=0), results, new
+            )
+
+        results = jax.lax.fori_loop(0, num_tiles(count, ROWS), one_tile, results)
+        return jax.tree.map(lambda x: x[: rows[0].shape[0]], results)
+
+    return apply
+
+
+def attention(
+    query: Float[Array, "ROWS N H"], lengths: Int[Array, " ROWS"], num_kv_heads: int, read: Read
+) -> Float[Array, "ROWS N H"]:
+    """softmax(q k / sqrt(H)) v over the first `lengths[r]` tokens of each row of a tile; zeros where that is 0.
+
+    A tile of keys beyond a row's length changes none of its bits: largest score and sums are multiplied by 1, and
+    zeros are added.
+    """
+    _, num_heads, head_dim = query.shape
+    grouped = (query * head_dim**-0.5).reshape(ROWS, num_kv_heads, num_heads // num_kv_heads, head_dim).swapaxes(0, 1)
+
+    def add(index, partial):
+        seen = index * KEYS + jnp.arange(KEYS)[None] < lengths[:, None]
+        inputs = jax.lax.optimization_barrier((*read(index), seen, partial))
+        return jax.lax.optimization_barrier(_add_keys(grouped, *inputs))
+
+    none = jnp.zeros(grouped.shape[:3], jnp.float32)
+    partial = none + SMALLEST, none, jnp.zeros(grouped.shape, jnp.float32)
+    _, total, mixed = jax.lax.fori_loop(0, num_tiles(jnp.max(lengths), KEYS), add, partial)
+    mixed = mixed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return mixed.swapaxes(0, 1).reshape(query.shape)
+
+
+def _add_keys(
+    query: Float[Array, "K ROWS G H"],
+    keys: Float[Array, "K ROWS KEYS H"],
+    values: Float[Array, "K ROWS KEYS H"],
+    seen: Bool[Array, "ROWS KEYS"],
+    partial: tuple[Array, Array, Array],
+) -> tuple[Array, Array, Array]:
+    """Adds a tile of keys to an online softmax: the largest score, the sum of weights and of weighted values."""
+    largest, total, mixed = partial
+    scores = jnp.einsum("KRGH,KRTH->KRGT", query, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
+    overall = jnp.maximum(largest, scores.max(-1))
+    weights, scale = jnp.exp(scores - overall[..., None]), jnp.exp(largest - overall)
+    # Weight 0 does not hide what is not finite, and unwritten places may hold anything.
+    values = jnp.where(seen[None, :, :, None], values, 0)
+    new = jnp.einsum("KRGT,KRTH->KRGH", weights, values, preferred_element_type=jnp.float32)
+    return overall, total * scale + weights.sum(-1), mixed * scale[..., None] + new
+
+
+def packed_attend(start: Int[Array, " M"], lengths: Int[Array, " M"], count: Int[Array, ""]) -> Attend:
+    """Returns the attention of sequences side by side in one column of rows, each beginning a tile.
+
+    Args:
+      start: row where the sequence of each row begins.
+      lengths: tokens that each row sees, itself included; 0 in padding.
+      count: rows that are computed.
+    """
+
+    def attend(query, key, value, layer_index, carry):
+        del layer_index
+        # Keys beyond the last row are read, and seen by none.
+        keys, values = (jnp.pad(x[:, 0].swapaxes(0, 1), ((0, 0), (0, KEYS), (0, 0))) for x in (key, value))
+
+        def one_tile(query, start, lengths):
+            def read(tile):
+                def tokens(x):
+                    some = jax.lax.dynamic_slice_in_dim(x, start[0] + tile * KEYS, KEYS, axis=1)
+                    return jnp.broadcast_to(some[:, None], (x.shape[0], ROWS, *some.shape[1:]))
+
+                return tokens(keys), tokens(values)
+
+            return attention(query, lengths, key.shape[2], read)
+
+        return by_tiles(count)(one_tile, query[:, 0], start, lengths)[:, None], carry, None
+
+    return attend
+
+
+def target_logprobs(
+    model: Decoder,
+    hidden: Float[Array, "M 1 D"],
+    targets: Int[Array, " M"],
+    temperature: float,
+    count: Int[Array, ""],
+) -> Float[Array, " M"]:
+    """Computes the log-probability of each row's target, for the tiles of the first `count` rows."""
+
+    def one_tile(hidden, targets, temperature):
+        # Behind barriers, because the sampler does the same without a target, and [M, V] exists nowhere.
+        logits = head_logits(model, hidden)[:, 0]
+        logprobs = jax.lax.optimization_barrier(distribution(logits, temperature[:, None]))
+        return jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
+
+    # An array: division by a number that is known beforehand would become a product with its reciprocal.
+    return by_tiles(count)(one_tile, hidden, targets, jnp.full(targets.shape, temperature, jnp.float32))
