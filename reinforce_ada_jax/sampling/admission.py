@@ -34,6 +34,10 @@ class Lengths:
             self._ended[:-1] //= 2
             self._ended[-1] = max(1, self._ended[-1] // 2)
 
+    def mean(self) -> float:
+        """Returns the mean number of pages."""
+        return float(self._ended @ np.arange(self._ended.size) / self._ended.sum())
+
     def survivors(self) -> Int[np.ndarray, " width"]:
         """Returns for h = 1, 2, ... pages how many responses needed at least h."""
         return self._ended[::-1].cumsum()[::-1][1:].astype(np.int32)

@@ -31,14 +31,20 @@ class PageBudget:
     def _pages(self, prompt: Prompt) -> int:
         return num_pages(len(prompt.tokens) - 1, self._options.page_size)
 
-    def _room_for_prompts(self) -> int:
-        """Pages that prompts may take: one response must always fit beside them, or none would ever start."""
+    def _room_for_prompts(self, for_responses: int) -> int:
+        """Pages that more prompts may take. One response must always fit beside them, or none would ever start."""
         options = self._options
-        return options.pages - 1 - options.table_width - len(self._holders)
+        return options.pages - 1 - max(options.table_width, for_responses) - len(self._holders)
 
-    def fits(self, prompt: Prompt, shared: int = 0) -> bool:
-        """Returns True if the prompt can be opened now; its first `shared` pages are those of another one."""
-        return self._pages(prompt) - shared <= min(self._room_for_prompts(), self.guaranteed_free_pages)
+    def fits(self, prompt: Prompt, shared: int = 0, for_responses: int = 0) -> bool:
+        """Returns True if the prompt can be opened now.
+
+        Args:
+          prompt: to be opened.
+          shared: of its first pages are those of another prompt.
+          for_responses: pages that prompts must leave to responses.
+        """
+        return self._pages(prompt) - shared <= min(self._room_for_prompts(for_responses), self.guaranteed_free_pages)
 
     def open_prompt(self, row: int, prompt: Prompt, like: int = 0, shared: int = 0) -> None:
         """Takes the pages of a prompt that fits; the first `shared` are those of the prompt in row `like`."""
@@ -57,13 +63,14 @@ class PageBudget:
                 del self._holders[page]
                 self._closed += 1
 
-    def submit_window(self, next_prompts: Iterable[Prompt]) -> int:
+    def submit_window(self, next_prompts: Iterable[Prompt], for_responses: int = 0) -> int:
         """Accounts for a window, and returns the pages that its new responses must leave free.
 
         Args:
           next_prompts: those that wait to be opened next.
+          for_responses: as for `fits`; new prompts are not counted on for more than it leaves.
         """
-        reserve = max(0, min(sum(map(self._pages, next_prompts)), self._room_for_prompts()))
+        reserve = max(0, min(sum(map(self._pages, next_prompts)), self._room_for_prompts(for_responses)))
         self._in_flight.append((self._closed - self._opened, reserve))
         self.guaranteed_free_pages = self._after_window(self.guaranteed_free_pages + self._closed, reserve)
         self._closed = self._opened = 0

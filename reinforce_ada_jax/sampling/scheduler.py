@@ -5,6 +5,7 @@ A request waits until its prompt is open, is ready for the next window, or is in
 
 import collections
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -97,7 +98,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Adds a request; its prompt is opened if it is new and there is room."""
         prompt = request.prompt
-        if prompt.id in self.rows.prompts or (not self._unopened and self._open(prompt)):
+        if prompt.id in self.rows.prompts or (not self._unopened and self._open(prompt, 1)):
             self._ready.append(request)
         else:
             self._unopened.setdefault(prompt.id, []).append(request)
@@ -105,15 +106,27 @@ class Scheduler:
     def open_waiting(self) -> None:
         """Opens prompts that wait, in order, until one finds no room."""
         for prompt_id, requests in list(self._unopened.items()):
-            if not self.capacity or not self._open(requests[0].prompt):
+            if not self.capacity or not self._open(requests[0].prompt, len(requests)):
                 break
             self._ready.extend(self._unopened.pop(prompt_id))
 
-    def _open(self, prompt: Prompt) -> bool:
+    def _pages_for_responses(self, more: int = 0) -> int:
+        """Returns the pages that started and ready requests, and `more` of them, are expected to hold in slots.
+
+        Without it prompts would take all pages but one response's where pages are few, and most slots would be idle.
+        Where nothing has started there is no such limit, so some prompt is always open.
+        """
+        begun = len(self.rows.in_flight) + len(self._ready)
+        running = min(self.options.slots, begun + more) if begun else 0
+        return math.ceil(running * self._lengths.mean())
+
+    def _open(self, prompt: Prompt, requests: int) -> bool:
+        """Opens a prompt with this number of requests, if there is room."""
         check_prompt(self.options, len(prompt.tokens))
         adapter = self._adapter_of(prompt)
         like, shared = self._prefixes.find(prompt.tokens, adapter)
-        if not self.rows.free_prompt_rows or not self.budget.fits(prompt, shared):
+        for_responses = self._pages_for_responses(requests)
+        if not self.rows.free_prompt_rows or not self.budget.fits(prompt, shared, for_responses):
             return False
         row = self.rows.open_prompt(prompt.id)
         self.budget.open_prompt(row, prompt, like, shared)
@@ -146,7 +159,8 @@ class Scheduler:
     ) -> WindowInputs:
         """Starts the requests that are ready: returns the inputs of the next window."""
         waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
-        reserve = self.budget.submit_window(requests[0].prompt for requests in waiting)
+        next_prompts = (requests[0].prompt for requests in waiting)
+        reserve = self.budget.submit_window(next_prompts, self._pages_for_responses())
         cancelled = [row for row, request in self.rows.in_flight.items() if request in self._cancelled]
         self._cancelled.clear()
         entries = []

@@ -158,6 +158,20 @@ def test_the_real_engine_counts_the_same():
         assert counts_of(model, lengths, strategy, barrier=barrier) == expected
 
 
+def test_open_prompts_leave_pages_for_the_responses_of_all_slots():
+    # Six rounds of two draws for 60 prompts of 8 pages, in 16 slots with 3 to 4 pages of their own. 8 prompts keep all
+    # slots busy, with 128 pages. 20 prompts, all that may be open, would leave pages for four slots.
+    lengths = {(f"p{index}", draw): 12 for index in range(60) for draw in range(12)}
+    two_at_a_time = strategies.Strategy(
+        next_draws=lambda record: 0 if record.rounds == 6 else 2,
+        max_draws=12, met=lambda _: True, keep=strategies.keep_all, max_kept=12,
+    )  # fmt: skip
+    sizes = dict(tokens=33, max_prompt_tokens=33, slots=16, open_prompts=20, pages=175, prefill_tokens=64)
+    _, counts, pools = simulated(lengths, strategy=two_at_a_time, **sizes)
+    assert [len(pool.responses) for pool in pools] == [12] * 60
+    assert counts.slot_utilisation > 0.9  # 0.55 if prompts take all pages but one response's
+
+
 def test_utilisation_of_the_tiny_run():
     """The first iteration of configs/tiny.py, with its stop tokens, in the simulator."""
     config = running.tiny()
