@@ -74,8 +74,11 @@ def train(
         return trained_run(run.trainer, outcome.state)
 
 
-def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
-    """Trains, and says where the results are; ends the process with an exit code if the run didn't finish."""
+def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: int | None = None) -> None:
+    """Trains, and says where the results are; ends the process with an exit code if the run didn't finish.
+
+    `page` is the port of a live page of the run (0: any); None: no page.
+    """
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.watchdog import RESTART
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
@@ -85,6 +88,8 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
 
     with contextlib.ExitStack() as stack:
         with cli.user_input():
+            if page is not None and processes.is_writer():
+                _show_page(workdir, page, stack)
             run, state = loop.start(config, workdir, make_evaluator_fn, stack, quiet=quiet)
         outcome = loop.run_to_end(run, state)
     if outcome.ending is not Ending.FINISHED:
@@ -96,6 +101,15 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
             "export them with\n"
             f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
         )
+
+
+def _show_page(workdir: pathlib.Path, port: int, stack: contextlib.ExitStack) -> None:
+    """Serves a live page of the run, in a process that ends with it, and says where."""
+    from reinforce_ada_jax.reporting import live
+
+    listener = live.listen(live.LOOPBACK, port)
+    print(f"page        {live.address_of(listener)}", flush=True)
+    stack.enter_context(live.in_a_process(workdir, listener))
 
 
 def dry_run(config: Config, workdir: pathlib.Path) -> None:
@@ -129,6 +143,10 @@ if __name__ == "__main__":
         "distributed", False, "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
     )
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
+    PAGE = flags.DEFINE_integer(
+        "page", None, "Port of a live page of the run on this machine; 0 chooses a free one. Without it: no page.", 0,
+        65_535,
+    )  # fmt: skip
     QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
 
     def start() -> None:
@@ -141,6 +159,6 @@ if __name__ == "__main__":
             if DRY_RUN.value:
                 dry_run(config, workdir)
             else:
-                main(config, workdir, quiet=QUIET.value)
+                main(config, workdir, quiet=QUIET.value, page=PAGE.value)
 
     cli.run(start)

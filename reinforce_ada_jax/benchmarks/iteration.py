@@ -302,7 +302,7 @@ def measure(
     unknown = sorted(set(variants) - set(VARIANTS))
     if unknown or not variants:
         raise ValueError(f"--variants has {unknown}; it must name some of {', '.join(VARIANTS)}.")
-    quiet = {"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0}
+    quiet = {"logging.tensorboard": False, "logging.wandb": "", "logging.trackio": "", "evaluation.every": 0}
     timed: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {

@@ -96,7 +96,8 @@ def measure(
       ValueError: the configuration can't be run, or there are too few devices.
       RuntimeError: the variants did not do the same work.
     """
-    quiet = {"logging.tensorboard": False, "logging.wandb": "", "evaluation.every": 0, "iterations": 10**6}
+    quiet = dict.fromkeys(("logging.wandb", "logging.trackio"), "")
+    quiet |= {"logging.tensorboard": False, "evaluation.every": 0, "iterations": 10**6}
     settings = variants(config)
     timed: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -442,6 +442,7 @@ class LoggingConfig:
 
     tensorboard: bool = setting(True, "Write TensorBoard files.")
     wandb: str = setting("", "Weights & Biases project (`pip install wandb`); empty: none.", values.WANDB_PROJECT)
+    trackio: str = setting("", "trackio project (`pip install trackio`); empty: none.", values.TRACKIO_PROJECT)
     sampled_prompts: int = setting(
         4, "Prompts of each iteration whose responses are written to samples/.", values.NOT_NEGATIVE
     )

@@ -89,6 +89,10 @@ WANDB_PROJECT = Allowed(
     f"have at most {WANDB_LONGEST} characters and none of {' '.join(WANDB_FORBIDDEN)}",
     lambda value: len(value) <= WANDB_LONGEST and not set(value) & set(WANDB_FORBIDDEN),
 )
+TRACKIO_PROJECT = Allowed(  # the name of a file there
+    "consist of letters, digits, - and _, at most 64",
+    lambda value: re.fullmatch(r"[\w-]{0,64}", value, re.A) is not None,
+)
 TARGETS = Allowed(
     f"name one or more of {', '.join((ALL_LINEAR, *PROJECTIONS))}",
     lambda value: bool(value) and all(target in (ALL_LINEAR, *PROJECTIONS) for target in value),

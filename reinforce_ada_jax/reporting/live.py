@@ -130,7 +130,8 @@ def in_a_process(workdir: pathlib.Path, listener: socket.socket) -> Iterator[Non
     """Serves the page of a run in a process of its own, which ends with this one, however that ends."""
     with listener:
         descriptor = listener.fileno()
-        command = [sys.executable, "-m", __name__, str(descriptor), str(os.getpid()), str(workdir)]
+        module = "reinforce_ada_jax.reporting.live"
+        command = [sys.executable, "-P", "-m", module, str(descriptor), str(os.getpid()), str(workdir)]
         process = subprocess.Popen(
             command, pass_fds=(descriptor,), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
         )

@@ -1,6 +1,7 @@
-"""Metrics of a run: metrics.jsonl, and the same numbers in TensorBoard and Weights & Biases."""
+"""Metrics of a run: metrics.jsonl, and the same numbers in TensorBoard, Weights & Biases and trackio."""
 
 import contextlib
+import io
 import json
 import pathlib
 import socket
@@ -30,10 +31,17 @@ def read_metrics(workdir: pathlib.Path) -> list[Metrics]:
 
 
 class MetricsWriter:
-    """Writer of a run's metrics to metrics.jsonl, TensorBoard and Weights & Biases, with the same names and numbers."""
+    """Writer of a run's metrics to metrics.jsonl and to the trackers, with the same names and numbers."""
 
     def __init__(
-        self, workdir: pathlib.Path, *, last_iteration: int, tensorboard: bool, wandb: str = "", quiet: bool = False
+        self,
+        workdir: pathlib.Path,
+        *,
+        last_iteration: int,
+        tensorboard: bool,
+        wandb: str = "",
+        trackio: str = "",
+        quiet: bool = False,
     ):
         """Opens the files for the iterations after `last_iteration`, and removes later lines of a run that was killed.
 
@@ -44,13 +52,15 @@ class MetricsWriter:
           last_iteration: the last iteration whose metrics stay.
           tensorboard: also write TensorBoard events.
           wandb: project of Weights & Biases; "" for none.
-          quiet: Weights & Biases prints nothing.
+          trackio: project of trackio; "" for none.
+          quiet: the trackers print nothing.
         """
-        self._file = workdir / "metrics.jsonl"
+        self._file, self._quiet = workdir / "metrics.jsonl", quiet
         kept = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
         self.lacking = last_iteration - len({line["iteration"] for line in kept})
         write_atomically(self._file, "".join(json.dumps(line) + "\n" for line in kept))
         self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
+        self._trackio = _start_trackio(workdir, trackio, quiet=quiet) if trackio else None
         self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if tensorboard else None
 
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
@@ -60,15 +70,17 @@ class MetricsWriter:
         self.plot(iteration, metrics)
 
     def plot(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
-        """Writes to TensorBoard and Weights & Biases only."""
+        """Writes to the trackers only."""
         if self._tensorboard is not None:
             self._tensorboard.write(iteration, metrics)
         if self._wandb is not None:
             # Iterations repeated after a resume are dropped there because their step is past; their numbers are equal.
             self._wandb.log(dict(metrics), step=iteration)
+        if self._trackio is not None:
+            self._trackio.log(dict(metrics), step=iteration)  # a repeated iteration is a second, equal point
 
     def close(self) -> None:
-        """Closes the TensorBoard file and ends the run of Weights & Biases.
+        """Closes the TensorBoard file and ends the runs of the trackers.
 
         All lines are on disk before. So an error here is that of a write which failed before, and was raised there.
         """
@@ -77,6 +89,9 @@ class MetricsWriter:
                 self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        if self._trackio is not None:
+            with _silence(self._quiet):
+                self._trackio.finish()
 
 
 class _TensorBoard:
@@ -114,6 +129,48 @@ class _TensorBoard:
         self._records.close()
 
 
+def _kept_id(file: pathlib.Path) -> str:
+    """Returns the id in a file, a random one if there is none yet."""
+    if not file.exists():
+        write_atomically(file, uuid.uuid4().hex)
+    return file.read_text()
+
+
+def _config(workdir: pathlib.Path) -> dict[str, Any] | None:
+    file = workdir / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def _silence(quiet: bool) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context that prints nothing, if `quiet`."""
+    return contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext()
+
+
+def _start_trackio(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
+    """Starts or resumes the trackio run of a work directory: its name there, with an id, because names resume runs.
+
+    Raises:
+      ValueError: trackio is not installed, or cannot start the run.
+    """
+    try:
+        import trackio  # noqa: PLC0415  # pyright: ignore[reportMissingImports]  (optional)
+    except ImportError as error:
+        raise ValueError(
+            f"logging.trackio names the project {project!r}, but trackio is not installed: pip install trackio, or "
+            "leave logging.trackio empty."
+        ) from error
+    name = f"{workdir.resolve().name}-{_kept_id(workdir / 'trackio_id')[:8]}"
+    with _silence(quiet):
+        try:
+            # Its own logging of CPU and GPU asks the machine every ten seconds.
+            return trackio.init(
+                project=project, name=name, config=_config(workdir), resume="allow", embed=False, auto_log_gpu=False,
+                auto_log_cpu=False,
+            )  # fmt: skip
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"logging.trackio: {error} Leave logging.trackio empty to train without it.") from error
+
+
 def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
     """Starts or resumes the Weights & Biases run whose id the work directory holds.
 
@@ -127,18 +184,14 @@ def _start_wandb(workdir: pathlib.Path, project: str, *, quiet: bool) -> Any:
             f"logging.wandb names the project {project!r}, but wandb is not installed: pip install wandb, or leave "
             "logging.wandb empty."
         ) from error
-    file = workdir / "wandb_id"
-    if not file.exists():
-        write_atomically(file, uuid.uuid4().hex)
-    config = workdir / "config.json"
     try:
         return wandb.init(
             project=project,
             name=workdir.resolve().name,
-            id=file.read_text(),
+            id=_kept_id(workdir / "wandb_id"),
             resume="allow",
             dir=str(workdir),
-            config=json.loads(config.read_text(encoding="utf-8")) if config.exists() else None,
+            config=_config(workdir),
             settings=wandb.Settings(silent=quiet),
         )
     except wandb.Error as error:

@@ -48,7 +48,7 @@ from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.reward_check import check_reward
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config
+from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config, write_started
 from reinforce_ada_jax.types import Prompt
 
 if TYPE_CHECKING:
@@ -357,6 +357,7 @@ def start(
     processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
     stack.callback(WorkdirLock(workdir).close)
     write_config(config, workdir)
+    write_started(workdir)
     # From here on no mistake is to be told, whose message would wait for the compiler.
     compiles, compilation = CompileCounter(), stack.enter_context(EarlyCompilation())
     ready_to_sample = compilation.add(components.engine.programs())
@@ -370,8 +371,9 @@ def start(
         written = state.iteration - (state.pending is not None)
         logging = config.logging
         writer = MetricsWriter(
-            workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb, quiet=quiet
-        )
+            workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb,
+            trackio=logging.trackio, quiet=quiet,
+        )  # fmt: skip
         stack.callback(writer.close)
         if writer.lacking:
             print(

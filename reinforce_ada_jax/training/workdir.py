@@ -4,17 +4,24 @@ A second training would cut the first one's metrics back and write over its chec
 """
 
 import contextlib
+import datetime
 import fcntl
+import json
 import os
 import pathlib
 import secrets
 import socket
+import subprocess
 import time
 
+import jax
+
+import reinforce_ada_jax
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import HEADER, write_atomically
+from reinforce_ada_jax.reporting.history import STARTED
 from reinforce_ada_jax.training import records
 
 FILE = "training.lock"
@@ -84,6 +91,27 @@ def run_id(workdir: pathlib.Path) -> str:
         found = records.read_run_id(workdir) or secrets.token_hex(16)
         write_atomically(workdir / records.RUN_ID, found + "\n")
     return processes.exchange(found.encode())[0].decode()
+
+
+def write_started(workdir: pathlib.Path) -> None:
+    """Writes started.json: when this start of the run was, on what devices, from what commit of the program."""
+    if processes.is_writer():
+        device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        started = {"date": date, "commit": _commit(), "device": device}
+        write_atomically(workdir / STARTED, json.dumps(started, indent=2) + "\n")
+
+
+def _commit() -> str:
+    """Returns the commit that the program is a checkout of; the version where it is none, as of a wheel."""
+    root = pathlib.Path(reinforce_ada_jax.__file__).parents[1]
+    if not (root / ".git").exists():
+        return reinforce_ada_jax.__version__
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or a checkout of another user
+        return reinforce_ada_jax.__version__
 
 
 def write_config(config: Config, workdir: pathlib.Path) -> None:

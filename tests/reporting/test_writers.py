@@ -89,7 +89,7 @@ def test_a_finished_line_that_is_none_is_named(tmp_path, line):
 
 
 class StandIn(types.ModuleType):
-    """The little of wandb that is used: what was begun, logged and finished."""
+    """The little of wandb and trackio that is used: what was begun, logged and finished."""
 
     class Error(Exception):
         """Error of wandb."""
@@ -105,6 +105,7 @@ class StandIn(types.ModuleType):
         if self.failure:
             raise self.failure
         self.begun.append(arguments)
+        print("begun")
         return self
 
     def log(self, numbers, step):
@@ -112,6 +113,7 @@ class StandIn(types.ModuleType):
 
     def finish(self):
         self.finished += 1
+        print("finished")
 
 
 @pytest.fixture
@@ -146,6 +148,45 @@ def test_the_same_numbers_reach_wandb(tmp_path, wandb):
     other.mkdir()
     MetricsWriter(other, last_iteration=0, tensorboard=False, wandb="ciphers").close()
     assert wandb.begun[2]["id"] != first["id"]
+
+
+# ---- trackio ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trackio(monkeypatch):
+    module = StandIn()
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return module
+
+
+def test_the_same_numbers_reach_trackio(tmp_path, trackio, capsys):
+    workdir = tmp_path / "balance"
+    workdir.mkdir()
+    (workdir / "config.json").write_text('{"seed": 3}')
+    for last, quiet in ((0, False), (1, True)):
+        lines = MetricsWriter(workdir, last_iteration=last, tensorboard=False, trackio="ciphers", quiet=quiet)
+        lines.write(last + 1, {"update/loss": 0.1})
+        lines.close()
+    assert trackio.logged == [(1, {"update/loss": 0.1}), (2, {"update/loss": 0.1})] and trackio.finished == 2
+    first, second = trackio.begun
+    # A run is found again by its name, so this has an id: another folder of the same name is another run.
+    assert first == second and first["resume"] == "allow" and first["config"] == {"seed": 3}
+    assert first["name"] == "balance-" + (workdir / "trackio_id").read_text()[:8] and first["project"] == "ciphers"
+    assert first["auto_log_cpu"] is first["auto_log_gpu"] is False
+    assert capsys.readouterr().out == "begun\nfinished\n"  # of the one that is not quiet
+
+
+def test_trackio_that_cannot_be_used_is_an_error(tmp_path, trackio, monkeypatch):
+    trackio.failure = OSError("no room")
+    with pytest.raises(ValueError, match="logging.trackio: no room Leave logging.trackio empty"):
+        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, trackio="ciphers")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    with pytest.raises(ValueError, match="names the project 'ciphers', but trackio is not installed: pip install trac"):
+        MetricsWriter(tmp_path, last_iteration=0, tensorboard=False, trackio="ciphers")
+
+
+# ---- none of them ----------------------------------------------------------------------------------------------------
 
 
 def test_wandb_is_left_alone_where_no_project_is_named(tmp_path, wandb):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -91,9 +92,9 @@ def wait_for_lines(process, workdir, count):
 
 @pytest.fixture(scope="module")
 def unbroken(start, tmp_path_factory):
-    """(work directory, stdout) of a run that nothing disturbed."""
+    """(work directory, stdout) of a run that nothing disturbed, with a live page."""
     workdir = tmp_path_factory.mktemp("unbroken") / "run"
-    return workdir, finish(start(workdir))[0]
+    return workdir, finish(start(workdir, "--page=0"))[0]
 
 
 def texts(folder):
@@ -123,6 +124,12 @@ def test_what_a_run_writes(unbroken):
     assert len(os.listdir(workdir / "samples")) == ITERATIONS
     config = saved_config(workdir)
     assert config.collection.prompts_per_iteration == 8 and config.iterations == ITERATIONS
+    started = json.loads((workdir / "started.json").read_text())
+    assert started["device"] == "1 x cpu" and started["date"] and started["commit"]
+    # Its page has ended with it.
+    port = re.search(r"^page +http://127\.0\.0\.1:(\d+)$", shown, re.MULTILINE)[1]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(port)))
     assert "qwen2, 107,392 weights" in shown and f"finished iteration {ITERATIONS}" in shown
 
 
