@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
 from reinforce_ada_jax.sampling import admission
+from reinforce_ada_jax.sampling import drafts as drafts_lib
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
@@ -37,6 +38,7 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     DecodeState,
+    EngineOptions,
     Occupancy,
     Outputs,
     Prefix,
@@ -280,13 +282,15 @@ def _active_first(slots: Slots) -> Slots:
     return jax.tree.map(lambda x: x[order], slots)
 
 
-def _begin_window(state: DecodeState, inputs: WindowInputs) -> DecodeState:
+def _begin_window(state: DecodeState, inputs: WindowInputs, keep_drafts: bool) -> DecodeState:
     """Closes and opens prompts, cancels and queues requests, and clears what the last window counted and finished."""
     state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
     state = slots_lib.open_prompts(state, inputs.opened, _page_size(state))
     prompt_tokens = state.prompt_tokens.at[inputs.opened.row].set(inputs.opened.tokens, mode="drop")
     state = state.replace(prompt_tokens=prompt_tokens)
     state = slots_lib.enqueue(slots_lib.cancel(state, inputs.cancelled), inputs, state.seed)
+    if state.drafts is not None:
+        state = state.replace(drafts=drafts_lib.begin_window(state.drafts, inputs.opened, keep_drafts))
     outputs, size, zero = state.outputs, state.outputs.length.shape[0], jnp.int32(0)
     new = jnp.where(jnp.arange(size) < inputs.count, inputs.output_row, size)
     outputs = outputs.replace(
@@ -325,16 +329,16 @@ def decode_window(
     state: DecodeState,
     inputs: WindowInputs,
     *,
-    window: int,
-    prefill_tokens: int,
+    options: EngineOptions,
     dtype: DTypeLike,
     backend: str,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, WindowOutputs]:
-    """Decodes up to `window` tokens in all slots, which are refilled from the queue as they become free.
+    """Takes up to `options.window` decode steps of all slots, which are refilled from the queue as they become free.
 
-    Before each decode step up to `prefill_tokens` tokens of new prompts are prefilled. Where a quarter of the slots is
-    idle because the next request's prompt is not ready, decoding waits: steps of few slots cost as much as of many.
+    Before each decode step up to `options.prefill_tokens` tokens of new prompts are prefilled. Where a quarter of the
+    slots is idle because the next request's prompt is not ready, decoding waits: steps of few slots cost as much as of
+    many. With `options.drafts` a slot may decode several tokens in a step (drafts.py).
 
     It ends earlier when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and as many
     responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
@@ -342,31 +346,32 @@ def decode_window(
     """
     num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
     widths = (num_slots, *(num_slots // part for part in NARROWER if num_slots >= part))
+    step_rows = tuple(map(options.step_rows, widths))
     forward = functools.partial(
         _forward, pages_per_layer=pages_per_layer, adapters=state.terms.adapter, dtype=dtype, backend=backend, mesh=mesh
     )
-    state = _begin_window(state, inputs)
+    state = _begin_window(state, inputs, options.keep_drafts)
     # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
     floor = jnp.minimum(inputs.reserve, state.pool.available)
     expected = admission.expected_pages(inputs.survivors)
 
-    def compute_logprobs(index, carry, width, slots):
-        """Computes the first `width` slots; a slice that the index moves keeps all of it inside of the loop."""
+    def compute_logprobs(index, carry, num_rows, rows):
+        """Computes the first `num_rows` rows; a slice that the index moves keeps all of it inside of the loop."""
         pools, logprobs = carry
-        first = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * width, width), slots)
+        first = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * num_rows, num_rows), rows)
         pools, new = forward(model, first, pools)
-        return pools, jax.lax.dynamic_update_slice_in_dim(logprobs, new, index * width, axis=0)
+        return pools, jax.lax.dynamic_update_slice_in_dim(logprobs, new, index * num_rows, axis=0)
 
     def prefill(_, carry, prompts, prompt_tokens):
         pools, cached = carry
         prompts = prompts.replace(cached=cached)
-        arrays, sizes = (prompts, prompt_tokens, pools, state.terms.adapter), (prefill_tokens, pages_per_layer)
+        arrays, sizes = (prompts, prompt_tokens, pools, state.terms.adapter), (options.prefill_tokens, pages_per_layer)
         return prefill_chunk(model, *arrays, *sizes, dtype=dtype, backend=backend)
 
     def decode_step(carry):
         state, logprobs, last_width, _ = carry
         state = refill(state, inputs.reserve, expected)
-        go_on, prefilling, decoding = _choose_work(state, window)
+        go_on, prefilling, decoding = _choose_work(state, options.window)
         state = take_pages(state, floor, decoding)
         width = jnp.where(go_on, _choose_width(state, widths), widths[-1])
         slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
@@ -374,28 +379,40 @@ def decode_window(
         one_chunk = functools.partial(prefill, prompts=state.prompts, prompt_tokens=state.prompt_tokens)
         pools, cached = (state.key_pages, state.value_pages), state.prompts.cached
         pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (pools, cached))
+        drafted, num_rows = None, width
+        if state.drafts is not None:
+            num_rows = jnp.asarray(step_rows, jnp.int32)[jnp.argmax(jnp.asarray(widths) == width)]
+            drafted = drafts_lib.draft_rows(state.replace(slots=slots), options, num_rows, len(logprobs))
         computed = pools, logprobs
-        for each in widths:
-            one_pass = functools.partial(compute_logprobs, width=each, slots=slots)
-            computed = jax.lax.fori_loop(0, (decoding & (width == each)).astype(jnp.int32), one_pass, computed)
+        for each in sorted(set(step_rows), reverse=True):
+            one_pass = functools.partial(compute_logprobs, num_rows=each, rows=drafted.slots if drafted else slots)
+            computed = jax.lax.fori_loop(0, (decoding & (num_rows == each)).astype(jnp.int32), one_pass, computed)
         (key_pages, value_pages), logprobs = computed
         prompts = state.prompts.replace(cached=cached)
         state = state.replace(slots=slots, prompts=prompts, key_pages=key_pages, value_pages=value_pages)
-        state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), _at_a_time(num_slots, backend))
+        at_a_time = _at_a_time(len(logprobs), backend)
+        if drafted:
+            state, ended = drafts_lib.append_tokens(state, drafted, logprobs, decoding, at_a_time)
+        else:
+            state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), at_a_time)
         return release_slots(state, ended), logprobs, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend
     # on it exist once in the program: compiling takes longer than anything else at a start.
-    logprobs = jnp.zeros((num_slots, model.architecture.vocab_size), jnp.float32)
+    logprobs = jnp.zeros((max(step_rows), model.architecture.vocab_size), jnp.float32)
     state = jax.lax.while_loop(
         lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(num_slots), jnp.bool(True))
     )[0]
-    outputs = WindowOutputs(
+    return state, _window_outputs(state)
+
+
+def _window_outputs(state: DecodeState) -> WindowOutputs:
+    return WindowOutputs(
         rows=state.outputs,
         waiting=state.queue.end - state.queue.head,
         free_pages=state.pool.available,
         busy=state.busy,
         decode_steps=state.decode_steps,
         redone=state.redone,
+        drafts=drafts_lib.counts(state.drafts),
     )
-    return state, outputs

@@ -98,9 +98,8 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         return decode.prefill(merge(architecture, params), tokens, length, dtype=dtype)
 
     def decode_window(params, state, inputs, *vote):
-        model, sizes = merge(architecture, params), dict(window=options.window, prefill_tokens=options.prefill_tokens)
-        last_steps = state.decode_steps
-        state, outputs = decode.decode_window(model, state, inputs, **sizes, **decoding)
+        model, last_steps = merge(architecture, params), state.decode_steps
+        state, outputs = decode.decode_window(model, state, inputs, options=options, **decoding)
         if vote:
             # All that passes between processes. No token depends on it, so it takes no time beside the window.
             outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), REPLICA_AXES))

@@ -69,7 +69,7 @@ class RolloutCounts:
     """Work of one call of `sample_fn`, for the metrics.
 
     Attributes:
-      tokens: slot-steps that made a token.
+      tokens: response tokens made: one in each slot-step that is not idle, and accepted drafts.
       slot_steps: all slot-steps, idle ones included.
       windows: decode windows that were read.
       steps: decode steps from the first window to the last, where several processes decode: those of the slowest.
@@ -78,6 +78,8 @@ class RolloutCounts:
       prefilled_tokens: their tokens, less the last of each, which starts its draws, and less those shared.
       shared_tokens: their tokens whose keys and values another prompt had.
       dispatches: programs started on the device: windows, and a last one, which only gives pages back.
+      drafted: tokens that were guessed and verified.
+      accepted: of these, tokens of responses.
       redone: tokens of responses that were evicted for lack of pages and drawn again; `tokens` has them, too.
       host_s: seconds from reading outputs to submitting the next window, where the device had no work left by then.
     """
@@ -91,13 +93,15 @@ class RolloutCounts:
     prefilled_tokens: int = 0
     shared_tokens: int = 0
     dispatches: int = 0
+    drafted: int = 0
+    accepted: int = 0
     redone: int = 0
     host_s: float = 0.0
 
     @property
     def slot_utilisation(self) -> float:
         """Share of slot-steps that made a token."""
-        return self.tokens / self.slot_steps if self.slot_steps else 0.0
+        return (self.tokens - self.accepted) / self.slot_steps if self.slot_steps else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +344,11 @@ class _Session:
         self.read_at = time.monotonic()
         self.counts.windows += 1
         self.counts.tokens += sum(int(outputs.busy) for outputs in of_replicas)
+        for drafts in (outputs.drafts for outputs in of_replicas):
+            if drafts is not None:
+                self.counts.tokens += int(drafts.accepted)
+                self.counts.drafted += int(drafts.verified)
+                self.counts.accepted += int(drafts.accepted)
         self.counts.redone += sum(int(outputs.redone) for outputs in of_replicas)
         self._count_steps(of_replicas)
         return [

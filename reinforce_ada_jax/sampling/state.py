@@ -26,6 +26,8 @@ ADDRESS_WORDS = 4
 # Responses that may be in flight for each slot: one decoding, the others waiting or on their way to the host. Short
 # responses end several to a slot and window, and a queue that runs dry inside a window leaves slots idle.
 ROWS_PER_SLOT = 4
+# Texts of earlier responses: 32 MiB at most, unless more prompts are open.
+MOST_DRAFT_TEXTS, MOST_DRAFT_TOKENS = 2**14, 2**23
 
 
 class Sampling(Record):
@@ -162,6 +164,22 @@ class Outputs(Record):
     status: Int[ArrayLike, " O"]
 
 
+class Drafts(Record):
+    """Texts of the last responses to each prompt, from which tokens are guessed (drafts.py)."""
+
+    text: Int[ArrayLike, "texts max_response"]
+    row: Int[ArrayLike, " R"]  # of each open prompt, among the texts
+    verified: Int[ArrayLike, ""]  # guesses that had a row of the model, in this window
+    accepted: Int[ArrayLike, ""]  # of these, tokens of a response
+
+
+class DraftCounts(Record):
+    """`Drafts.verified` and `Drafts.accepted` of a window."""
+
+    verified: Int[ArrayLike, ""]
+    accepted: Int[ArrayLike, ""]
+
+
 class Occupancy(Record):
     """Pages, prompt rows, queue entries and slots in use: the part of a state that the host can check."""
 
@@ -187,6 +205,7 @@ class DecodeState(Record):
     busy: Int[ArrayLike, ""]  # slot-steps that made a token in this window
     decode_steps: Int[ArrayLike, ""]  # taken in this window
     redone: Int[ArrayLike, ""]  # tokens of evicted responses, in this window
+    drafts: Drafts | None = None  # None: the engine guesses nothing
 
 
 def occupancy(state: DecodeState) -> Occupancy:
@@ -205,6 +224,7 @@ class WindowOutputs(Record):
       decode_steps: steps taken, each by all slots.
       redone: tokens of responses that lost their slots and start again.
       agreed: over several processes, the largest vote, and the most steps that a replica took in the window before.
+      drafts: counts, where the engine guesses.
     """
 
     rows: Outputs
@@ -214,6 +234,7 @@ class WindowOutputs(Record):
     decode_steps: Int[ArrayLike, ""]
     redone: Int[ArrayLike, ""]
     agreed: Int[ArrayLike, "2"] | None = None
+    drafts: DraftCounts | None = None
 
 
 class Prefix(Record):
@@ -249,11 +270,23 @@ class EngineOptions:
     attention: str = "jnp"
     kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
+    drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
+    draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
+    keep_drafts: bool = False  # texts of earlier iterations, too
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
     def padded_head_dim(self, architecture: Architecture) -> int:
         """Numbers that a page holds for each token and head: the head dim, padded with zeros for some kernels."""
         return padded_head_dim(architecture.head_dim, self.attention)
+
+    def step_rows(self, width: int) -> int:
+        """Rows of the model in a step of `width` slots."""
+        return max(width, min(width * (self.drafts + 1), self.draft_rows))
+
+    @property
+    def draft_texts(self) -> int:
+        """Texts of earlier responses; two prompts may share one."""
+        return max(self.open_prompts, min(MOST_DRAFT_TEXTS, MOST_DRAFT_TOKENS // self.max_response_tokens))
 
     @property
     def output_rows(self) -> int:
@@ -335,4 +368,14 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         busy=jnp.int32(0),
         decode_steps=jnp.int32(0),
         redone=jnp.int32(0),
+        drafts=_empty_drafts(o) if o.drafts else None,
+    )
+
+
+def _empty_drafts(o: EngineOptions) -> Drafts:
+    return Drafts(
+        text=jnp.full((o.draft_texts, o.max_response_tokens), -1, jnp.int32),
+        row=jnp.zeros(o.open_prompts, jnp.int32),
+        verified=jnp.int32(0),
+        accepted=jnp.int32(0),
     )

@@ -11,6 +11,7 @@ import numpy as np
 
 from reinforce_ada_jax.sampling import admission
 from reinforce_ada_jax.sampling.decode import NARROWER
+from reinforce_ada_jax.sampling.draft_model import DraftModel
 from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -40,6 +41,7 @@ class WindowModel:
         self.options, self._respond = options, respond
         self.state = empty_occupancy(options, np)
         self.responses: dict[int, tuple[np.ndarray, bool]] = {}
+        self._drafts = DraftModel(options)
 
     # ---- what a test may look at ---------------------------------------------------------------------------------
 
@@ -49,7 +51,7 @@ class WindowModel:
     def on_start(self, slot: int, prompt_row: int) -> None:
         """Called when a slot has taken a request of the prompt in a row."""
 
-    def on_advance(self, slots: np.ndarray, num_tokens: int) -> None:
+    def on_advance(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """Called before these slots decode the given numbers of tokens."""
 
     def on_end(self, slot: int) -> None:
@@ -79,20 +81,23 @@ class WindowModel:
             few = queue.head >= queue.end
             return min(width for width in widths if width == o.slots or (few and slots.active.sum() <= width))
 
-        def advance(changed: bool, prefilling: bool) -> None:
+        def advance(changed: bool, prefilling: bool, width: int) -> None:
             """Decodes until a response ends, needs a page or the window ends, if nothing can change in between."""
             nonlocal decode_steps, busy, cached
             active = np.flatnonzero(slots.active)
             left = [len(self.responses[row][0]) for row in slots.output_row[active].tolist()] - slots.count[active]
             to_page_end = o.page_size - slots.position[active] % o.page_size
-            num_tokens = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
+            steps = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
             if changed and len(active) < o.slots and queue.head < queue.end:
-                num_tokens = 1  # with other pages held, requests may be admissible after this token
-            if prefilling:
-                num_tokens = 1  # another chunk follows
-            decode_steps, busy = decode_steps + num_tokens, busy + num_tokens * len(active)
-            cached += num_tokens * int(slots.position[active].sum() + len(active))
-            cached += len(active) * num_tokens * (num_tokens - 1) // 2
+                steps = 1  # with other pages held, requests may be admissible after this token
+            if prefilling or o.drafts:
+                steps = 1  # another chunk follows, or other rows
+            rows = num_tokens = np.full(len(active), steps)
+            if o.drafts:
+                guesses, right = self._drafts.step(slots, self.state.prompts, self.responses, o.step_rows(width))
+                rows, num_tokens = 1 + guesses, 1 + right
+            decode_steps, busy = decode_steps + steps, busy + steps * len(active)
+            cached += int((rows * (slots.position[active] + 1) + rows * (rows - 1) // 2).sum())
             self.on_advance(active, num_tokens)
             slots.position[active] += num_tokens
             slots.count[active] += num_tokens
@@ -115,7 +120,7 @@ class WindowModel:
                 self._prefill_chunk()
                 chunks += 1
             if decoding:
-                advance(changed, prefilling)
+                advance(changed, prefilling, width)
         return self._outputs(ended, decode_steps, busy, redone), cached, chunks
 
     # ---- parts of a window ---------------------------------------------------------------------------------------
@@ -160,6 +165,7 @@ class WindowModel:
             prompts.table[row, shared : shared + len(pages)] = pages
             prompts.length[row], prompts.last_token[row] = length, opened.tokens[index, length - 1]
             prompts.cached[row], prompts.number[row] = shared * self.options.page_size, first + index
+            self._drafts.open_prompt(row, opened.tokens[index], length)
 
     def _missing_tokens(self) -> np.ndarray:
         return self.state.prompts.length - 1 - self.state.prompts.cached
@@ -289,5 +295,5 @@ class WindowModel:
         return WindowOutputs(
             rows=outputs, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
             busy=np.asarray(busy, np.int32), decode_steps=np.asarray(decode_steps, np.int32),
-            redone=np.asarray(redone, np.int32),
+            redone=np.asarray(redone, np.int32), drafts=self._drafts.take_counts(),
         )  # fmt: skip

@@ -151,6 +151,10 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
         attention=choose_backend(sampling.attention, config.model.numerics),
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
+        drafts=sampling.drafts,
+        draft_rows=sampling.draft_rows,
+        # A resumed run has no texts of earlier iterations, and rows round by their position.
+        keep_drafts=not deterministic(config),
         check_invariants=sampling.check_invariants,
     )
     return options if options.pages else dataclasses.replace(options, pages=enough_pages(options))

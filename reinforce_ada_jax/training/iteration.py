@@ -316,10 +316,13 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
     metrics = collection_metrics(groups, config.collection.group_size, len(chosen.prompts), thresholds)
     if speculative:
         metrics |= discarded_metrics(pools)
+    if config.sampling.drafts:
+        metrics["collection/draft_tokens"] = counts["drafted"]
+        metrics["collection/draft_acceptance"] = counts["accepted"] / max(counts["drafted"], 1)
     staleness = [source.iteration - 1 - response.policy_version for pool in pools for response in pool.responses]
     reshard = source.reshard or rollouts.reshard
     metrics |= calibration(pools) | {
-        "collection/slot_utilisation": counts["tokens"] / max(counts["slot_steps"], 1),
+        "collection/slot_utilisation": (counts["tokens"] - counts["accepted"]) / max(counts["slot_steps"], 1),
         "collection/redone_tokens": counts["redone"],
         "collection/prefills": counts["prefills"],
         "collection/prefilled_tokens": counts["prefilled_tokens"],

@@ -64,11 +64,11 @@ class PageReplica(WindowModel):
             self.cache[slots.table[slot, shared]] = self.cache[self.state.prompts.table[prompt_row, shared]]
         self.sequences[row] = prompt + list(self.responses[row][0])
 
-    def on_advance(self, active: np.ndarray, num_tokens: int) -> None:
+    def on_advance(self, active: np.ndarray, num_tokens: np.ndarray) -> None:
         slots = self.state.slots
-        for slot in active.tolist():
+        for slot, count in zip(active.tolist(), num_tokens.tolist(), strict=True):
             begin = int(slots.position[slot])
-            tokens = self.sequences[int(slots.output_row[slot])][begin : begin + num_tokens]
+            tokens = self.sequences[int(slots.output_row[slot])][begin : begin + count]
             self._write(slots.table[slot], begin, tokens)
 
     def on_end(self, slot: int) -> None:

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Iterable
 
+import jax
 import numpy as np
 import pytest
 
@@ -125,26 +126,35 @@ def comparable(state, outputs) -> dict:
         tables=rows(np.where(used, slots.table, 0), slots.active),
         ended=[ended.tolist(), rows(outputs.rows.length, ended)],
         counts=[int(x) for x in (outputs.waiting, outputs.free_pages, outputs.busy, outputs.decode_steps)],
+        drafts=[int(x) for x in jax.tree.leaves(outputs.drafts)],
     )
 
 
-def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -> list:
-    """State after each window of a session, replica by replica; a share of the output rows is cancelled with each."""
+def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -> tuple[list, dict[bytes, np.ndarray]]:
+    """State after each window of a session, replica by replica, and the tokens drawn under each address.
+
+    A share of the output rows is cancelled with each window.
+    """
     engine, windows, rng = rollouts.engine, [], np.random.default_rng(0)
-    decode_window = engine.decode_window
+    decode_window, addresses, tokens = engine.decode_window, {}, {}
 
     def recording(params, state, all_inputs, vote):
         all_inputs = [each.replace(cancelled=rng.random(len(each.cancelled)) < cancelled) for each in all_inputs]
+        for replica, each in enumerate(all_inputs):
+            for row, words in zip(each.output_row[: each.count].tolist(), each.address, strict=False):
+                addresses[replica, row] = words.tobytes()
         state, outputs = decode_window(params, state, all_inputs, vote)
-        windows.append(
-            [comparable(*both) for both in zip(engine.fetch(state), engine.fetch_outputs(outputs), strict=True)]
-        )
+        of_replicas = engine.fetch_outputs(outputs)
+        for replica, rows in enumerate(each.rows for each in of_replicas):
+            for row in np.flatnonzero(rows.status).tolist():
+                tokens[addresses[replica, row]] = rows.tokens[row, : rows.length[row]]
+        windows.append([comparable(*both) for both in zip(engine.fetch(state), of_replicas, strict=True)])
         return state, outputs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "decode_window", recording)
         session(rollouts, stream)
-    return windows
+    return windows, tokens
 
 
 @pytest.mark.parametrize(
@@ -152,6 +162,7 @@ def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -
     [
         tiny.SCARCE,
         dict(fsdp=2, slots=3, pages=20),
+        dict(drafts=3, draft_rows=8, slots=4, pages=17),
         pytest.param(dict(pages=30), marks=pytest.mark.slow),
         pytest.param(dict(slots=1, window=2, pages=15, open_prompts=2), marks=pytest.mark.slow),
         pytest.param(dict(slots=17, window=5, pages=60, page_size=3, open_prompts=7), marks=pytest.mark.slow),
@@ -162,19 +173,22 @@ def test_the_compiled_engine_does_the_same_page_for_page(sizes, monkeypatch):
     """Sixteen streams each, all invariants looked after, against the plain engine: every window leaves the same.
 
     Responses end at their limits only, of which each has its own, so both engines' have the same lengths. In half of
-    the streams random responses are cancelled.
+    the streams random responses are cancelled. The plain engine answers with the tokens that the compiled one drew.
     """
     real = tiny.rollouts(stop_ids=(), check_invariants=True, **sizes)
-    monkeypatch.setattr(page_engine, "response_to", lambda words, limit, longest: ([0] * limit, True))
     options = real.engine.options
     for seed in range(16):
+        streams = [RandomStream(np.random.default_rng(seed), options, vocabulary=24) for _ in range(3)]
+        cancelled = 0.1 * (seed % 2)
+        _, tokens = recorded(real, streams[2])
         real.state = None  # a new one: after a session the free pages lie in another order
-        windows = [
-            recorded(rollouts, RandomStream(np.random.default_rng(seed), options, vocabulary=24), 0.1 * (seed % 2))
-            for rollouts in (real, Rollouts(PageEngine(options, replicas=real.engine.replicas)))
-        ]
-        assert len(windows[0]) == len(windows[1]), f"seed {seed}"
-        for number, (one, other) in enumerate(zip(*windows, strict=True)):
+        compiled, _ = recorded(real, streams[0], cancelled)
+        monkeypatch.setattr(
+            page_engine, "response_to", lambda words, limit, longest, tokens=tokens: (tokens[words.tobytes()], True)
+        )
+        plain, _ = recorded(Rollouts(PageEngine(options, replicas=real.engine.replicas)), streams[1], cancelled)
+        assert len(compiled) == len(plain), f"seed {seed}"
+        for number, (one, other) in enumerate(zip(compiled, plain, strict=True)):
             assert one == other, f"seed {seed}, window {number}"
 
 

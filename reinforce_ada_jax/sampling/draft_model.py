@@ -1,0 +1,68 @@
+"""Drafts of the window model: the texts and guesses of drafts.py in numpy, with prescribed responses."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Int
+
+from reinforce_ada_jax.sampling import drafts
+from reinforce_ada_jax.sampling.state import DraftCounts, EngineOptions, Prompts, Slots
+
+
+class DraftModel:
+    """Texts of one replica, and counts of the current window."""
+
+    def __init__(self, options: EngineOptions):
+        self._options = options
+        self._prompts = np.zeros((options.open_prompts, options.max_prompt_tokens), np.int32)
+        self._row = np.zeros(options.open_prompts, np.int32)
+        self._texts = np.full((options.draft_texts, options.max_response_tokens), drafts.NONE, np.int32)
+        self._counts = np.zeros(2, np.int32)
+
+    def open_prompt(self, row: int, tokens: Int[np.ndarray, " max_prompt"], length: int) -> None:
+        """Finds the text of a prompt."""
+        self._prompts[row] = tokens
+        self._row[row] = drafts.text_rows(tokens[None], np.array([length]), len(self._texts), np)[0]
+        if not self._options.keep_drafts:
+            self._texts[self._row[row]] = drafts.NONE
+
+    def take_counts(self) -> DraftCounts | None:
+        """Returns the counts since the last call; None if the engine guesses nothing."""
+        verified, accepted = self._counts.copy()
+        self._counts[:] = 0
+        return (
+            DraftCounts(verified=np.asarray(verified), accepted=np.asarray(accepted)) if self._options.drafts else None
+        )
+
+    def step(
+        self, slots: Slots, prompts: Prompts, responses: Mapping[int, tuple[np.ndarray, bool]], num_rows: int
+    ) -> tuple[Int[np.ndarray, " active"], Int[np.ndarray, " active"]]:
+        """Guesses for one decode step.
+
+        Args:
+          slots: before the step.
+          prompts: open ones.
+          responses: tokens by output row.
+          num_rows: rows of the step.
+
+        Returns:
+          The number of guesses that are verified for each active slot, and how many of them are right.
+        """
+        o, active = self._options, np.flatnonzero(slots.active)
+        response, left = np.zeros((o.slots, o.max_response_tokens), np.int32), np.zeros(o.slots, int)
+        for slot in active.tolist():
+            tokens = responses[int(slots.output_row[slot])][0]
+            response[slot, : len(tokens)], left[slot] = tokens, len(tokens) - slots.count[slot]
+        text_row, prompt = self._row[slots.prompt_row], self._prompts[slots.prompt_row]
+        length, ahead = prompts.length[slots.prompt_row], np.arange(o.drafts)[None]
+        guessed = drafts.guess(self._texts[text_row], prompt, length, response, slots.count, o.drafts, np)
+        chosen = drafts.verifiable(guessed, slots, o.page_size, num_rows, np)
+        place = np.minimum(slots.count[:, None] + ahead, o.max_response_tokens - 1)
+        tokens = np.take_along_axis(response, place, axis=1)
+        right = drafts.accepted(guessed, chosen, tokens, ahead >= left[:, None] - 1, np)
+        for slot in active.tolist():
+            new = slice(slots.count[slot], slots.count[slot] + 1 + right[slot])
+            self._texts[text_row[slot], new] = response[slot, new]
+        verified = chosen.sum(1)
+        self._counts += [verified[active].sum(), right[active].sum()]
+        return verified[active], right[active]

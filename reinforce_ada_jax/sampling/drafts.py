@@ -1,0 +1,251 @@
+"""Drafts: tokens that a decode step verifies in rows that would be idle, all at once and without any loss.
+
+A token is a function of the tokens before it and of its address (token.py). So the model may compute several positions
+of a response in one step, with guessed tokens as inputs. As long as the token drawn is the one that was guessed, the
+next row is right as well. The first token that differs is kept, and the rows after it are dropped. Whatever the guesses
+are, the response is the one that decoding token by token gives.
+
+Guesses come from the last responses to the same prompt, in a table of fixed size on the device, and else from the
+prompt and the response itself. Functions with `xp` also run in numpy, for draft_model.py.
+"""
+
+import types
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from reinforce_ada_jax.sampling import token as token_lib
+from reinforce_ada_jax.sampling.pages import ArrayLike
+from reinforce_ada_jax.sampling.state import (
+    RUNNING,
+    STOPPED,
+    TRUNCATED,
+    DecodeState,
+    DraftCounts,
+    Drafts,
+    EngineOptions,
+    OpenedPrompts,
+    Outputs,
+    Slots,
+)
+
+# No token; also in the table, where nothing was written.
+NONE = -1
+# An odd number: its powers distinguish the places of a prompt's tokens.
+FACTOR = 0x9E3779B1
+
+
+def text_rows(
+    tokens: Int[ArrayLike, "R max_prompt"], length: Int[ArrayLike, " R"], num_rows: int, xp: types.ModuleType = jnp
+) -> Int[ArrayLike, " R"]:
+    """Returns each prompt's row in the table of texts, a hash of its tokens: prompts that share a row guess worse."""
+    place = np.arange(tokens.shape[1])
+    powers = np.cumprod(np.full(tokens.shape[1], FACTOR, np.uint32), dtype=np.uint32)
+    words = xp.where(place[None] < length[:, None], tokens.astype(xp.uint32) + xp.uint32(1), xp.uint32(0))
+    mixed = xp.sum(words * powers[None], axis=1, dtype=xp.uint32)
+    return ((mixed >> 8) % xp.uint32(num_rows)).astype(xp.int32)
+
+
+def begin_window(drafts: Drafts, opened: OpenedPrompts, keep: bool) -> Drafts:
+    """Finds the texts of prompts that are opened; unless `keep`, what they hold from earlier is cleared."""
+    num_texts, open_prompts, zero = drafts.text.shape[0], drafts.row.shape[0], jnp.int32(0)
+    row, text = text_rows(opened.tokens, opened.length, num_texts), drafts.text
+    if not keep:
+        text = text.at[jnp.where(opened.row < open_prompts, row, num_texts)].set(NONE, mode="drop")
+    return Drafts(text=text, row=drafts.row.at[opened.row].set(row, mode="drop"), verified=zero, accepted=zero)
+
+
+def guess(
+    text: Int[ArrayLike, "S max_response"],
+    prompt: Int[ArrayLike, "S max_prompt"],
+    prompt_length: Int[ArrayLike, " S"],
+    response: Int[ArrayLike, "S max_response"],
+    count: Int[ArrayLike, " S"],
+    num_drafts: int,
+    xp: types.ModuleType = jnp,
+) -> Int[ArrayLike, "S drafts"]:
+    """Returns tokens that may follow each response, up to the first `NONE`.
+
+    They follow the last two tokens in the text, at the place nearest to the response's own. If these two are nowhere in
+    it, they follow the two in the sequence itself, where they came last; and else the text from the same place on.
+
+    Args:
+      text: of earlier responses; `NONE` where there is nothing.
+      prompt: tokens of the prompt.
+      prompt_length: their number.
+      response: its tokens so far, then any others.
+      count: their number.
+      num_drafts: tokens to guess.
+      xp: jnp or numpy.
+    """
+    rows, room = xp.arange(text.shape[0])[:, None], text.shape[1]
+    place = xp.arange(prompt.shape[1] + room)[None]
+    before = xp.minimum(place, prompt.shape[1] - 1)
+    within = xp.clip(place - prompt_length[:, None], 0, room - 1)
+    sequence = xp.where(place < prompt_length[:, None], prompt[rows, before], response[rows, within])
+    position = (prompt_length + count - 1)[:, None]
+    last, second_last = sequence[rows, position], sequence[rows, xp.maximum(position - 1, 0)]
+
+    def follows(tokens):
+        """Returns places of tokens that follow the last two of the sequence."""
+        pair = (tokens[:, :-2] == second_last) & (tokens[:, 1:-1] == last) & (position > 0)
+        return xp.pad(pair, ((0, 0), (2, 0)))
+
+    # The prompt's last two tokens in front: response token t is at place t + 2.
+    start = [sequence[rows, xp.maximum(prompt_length[:, None] - back, 0)] for back in (2, 1)]
+    text = xp.concatenate([*start, text], axis=1)
+    own, far = count[:, None] + 2, text.shape[1] + place.shape[1]
+    text_place = xp.arange(text.shape[1])[None]
+    in_text = follows(text) & (text != NONE)
+    distance = xp.where(in_text, xp.abs(text_place - own), far)
+    nearest = xp.argmin(distance, axis=1)[:, None]
+    in_sequence = xp.where(follows(sequence) & (place <= position), place, NONE)
+    latest = xp.max(in_sequence, axis=1)[:, None]
+
+    ahead = xp.arange(num_drafts)[None]
+    from_text = xp.where(in_text.any(1, keepdims=True), nearest, own) + ahead
+    known = xp.where(from_text < text.shape[1], text[rows, xp.minimum(from_text, text.shape[1] - 1)], NONE)
+    again = latest + ahead
+    repeated = xp.where(again <= position, sequence[rows, xp.clip(again, 0, place.shape[1] - 1)], NONE)
+    return xp.where(~in_text.any(1, keepdims=True) & (latest >= 0), repeated, known)
+
+
+def verifiable(
+    guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int, num_rows: Int[ArrayLike, ""] | int,
+    xp: types.ModuleType = jnp,
+) -> Bool[ArrayLike, "S drafts"]:  # fmt: skip
+    """Returns the guesses to verify: the first ones of each active slot, as many as `num_rows` have room for.
+
+    A draft takes no page: it is verified where its slot holds one already, and before the response's last token.
+    """
+    ahead = xp.arange(1, guessed.shape[1] + 1)[None]
+    in_page = slots.position[:, None] + ahead < (slots.used * page_size)[:, None]
+    in_limit = slots.count[:, None] + ahead < slots.sampling.max_tokens[:, None]
+    fits = slots.active[:, None] & (guessed != NONE) & in_page & in_limit
+    fits = xp.cumsum(~fits, axis=1) == 0
+    # First one guess of each slot, then a second one: the first is more likely to be right.
+    rank = xp.cumsum(fits.T.reshape(-1)).reshape(fits.shape[::-1]).T
+    return fits & (rank <= num_rows - xp.sum(slots.active))
+
+
+def accepted(
+    guessed: Int[ArrayLike, "S drafts"],
+    chosen: Bool[ArrayLike, "S drafts"],
+    tokens: Int[ArrayLike, "S drafts"],
+    stopped: Bool[ArrayLike, "S drafts"],
+    xp: types.ModuleType = jnp,
+) -> Int[ArrayLike, " S"]:
+    """Returns how many of the chosen guesses are the tokens drawn in their places; none after a stop token."""
+    right = chosen & (guessed == tokens) & ~stopped
+    return xp.sum(xp.cumsum(~right, axis=1) == 0, axis=1, dtype=xp.int32)
+
+
+def _drafts(state: DecodeState) -> Drafts:
+    assert state.drafts is not None, "the engine guesses nothing"
+    return state.drafts
+
+
+class Rows(NamedTuple):
+    """Rows of one forward pass: each active slot's next token, and behind it the guesses to verify.
+
+    Attributes:
+      slots: one entry for each row, the active ones first.
+      row_of: row of each slot's input and guesses; beyond the rows where there is none.
+      guessed: tokens.
+      chosen: those that have a row.
+    """
+
+    slots: Slots
+    row_of: Int[Array, "S inputs"]
+    guessed: Int[Array, "S drafts"]
+    chosen: Bool[Array, "S drafts"]
+
+    @property
+    def num_rows(self) -> Int[Array, ""]:
+        """Active rows."""
+        return jnp.sum(self.slots.active, dtype=jnp.int32)
+
+
+def counts(drafts: Drafts | None) -> DraftCounts | None:
+    """Returns the counts of a window."""
+    return None if drafts is None else DraftCounts(verified=drafts.verified, accepted=drafts.accepted)
+
+
+def draft_rows(state: DecodeState, options: EngineOptions, num_rows: Int[Array, ""], most_rows: int) -> Rows:
+    """Guesses, and puts what is verified into `num_rows` rows, which are at most `most_rows`."""
+    slots, drafts = state.slots, _drafts(state)
+    prompt = state.prompt_tokens[slots.prompt_row], state.prompts.length[slots.prompt_row]
+    response = state.outputs.tokens[slots.output_row]
+    guessed = guess(drafts.text[drafts.row[slots.prompt_row]], *prompt, response, slots.count, options.drafts)
+    chosen = verifiable(guessed, slots, options.page_size, num_rows)
+    inputs = jnp.concatenate([slots.active[:, None], chosen], axis=1)
+    index = jnp.where(inputs, jnp.cumsum(inputs).reshape(inputs.shape) - 1, most_rows)
+    slot, ahead = jnp.indices(inputs.shape, dtype=jnp.int32)
+    nothing = jnp.zeros(most_rows, jnp.int32)
+    slot, ahead = (nothing.at[index].set(each, mode="drop") for each in (slot, ahead))
+    rows = jax.tree.map(lambda x: x[slot], slots)
+    rows = rows.replace(
+        active=jnp.arange(most_rows) < jnp.sum(inputs),
+        token=jnp.concatenate([slots.token[:, None], guessed], axis=1)[slot, ahead],
+        position=rows.position + ahead,
+        count=rows.count + ahead,
+    )
+    return Rows(rows, index, guessed, chosen)
+
+
+def append_tokens(
+    state: DecodeState, rows: Rows, logprobs: Float[Array, "rows V"], decoding: Bool[Array, ""], at_a_time: int
+) -> tuple[DecodeState, Bool[Array, " S"]]:
+    """Samples a token for every row, and appends those that follow right guesses.
+
+    Returns:
+      The state, and which responses ended.
+    """
+    slots, outputs, drafts, per_row = state.slots, state.outputs, _drafts(state), rows.slots
+    active, most_rows = slots.active & decoding, logprobs.shape[0]
+    num_rows = jnp.where(decoding, rows.num_rows, 0)
+    drawn = token_lib.sample(logprobs, per_row.key, per_row.count, per_row.sampling, num_rows, at_a_time)
+    tokens, logprobs = (x[jnp.minimum(rows.row_of, most_rows - 1)] for x in drawn)
+
+    is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[slots.prompt_row][:, None], axis=-1)
+    right = accepted(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    kept = active[:, None] & (place <= right[:, None])
+    count = slots.count + 1 + right
+    stopped = jnp.any(kept & is_stop, axis=1)
+    ended = stopped | (active & (count >= slots.sampling.max_tokens))
+    row = jnp.where(active, slots.output_row, outputs.length.shape[0])
+    rows_kept = jnp.where(kept, slots.output_row[:, None], outputs.length.shape[0])
+    at = slots.count[:, None] + place
+    status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
+    outputs = Outputs(
+        tokens=outputs.tokens.at[rows_kept, at].set(tokens, mode="drop"),
+        logprobs=outputs.logprobs.at[rows_kept, at].set(logprobs, mode="drop"),
+        length=outputs.length.at[row].set(count, mode="drop"),
+        status=outputs.status.at[row].set(status, mode="drop"),
+    )
+    # Of responses that write into the same place the last slot stays: it may be wrong, and only costs time.
+    text_row = jnp.where(kept, drafts.row[slots.prompt_row][:, None], drafts.text.shape[0])
+    num_accepted = jnp.sum(jnp.where(active, right, 0), dtype=jnp.int32)
+    drafts = drafts.replace(
+        text=drafts.text.at[text_row, at].set(tokens, mode="drop"),
+        verified=drafts.verified + jnp.sum(active[:, None] & rows.chosen, dtype=jnp.int32),
+        accepted=drafts.accepted + num_accepted,
+    )
+    last = jnp.take_along_axis(tokens, right[:, None], axis=1)[:, 0]
+    slots = slots.replace(
+        token=jnp.where(active, last, slots.token),
+        position=jnp.where(active, slots.position + 1 + right, slots.position),
+        count=jnp.where(active, count, slots.count),
+    )
+    state = state.replace(
+        slots=slots,
+        outputs=outputs,
+        drafts=drafts,
+        busy=state.busy + jnp.sum(active, dtype=jnp.int32),
+        decode_steps=state.decode_steps + decoding.astype(jnp.int32),
+    )
+    return state, ended
