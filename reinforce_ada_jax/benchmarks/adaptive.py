@@ -6,6 +6,7 @@ In a simulation the scheduling is real, there is no model, and the seconds come 
 import dataclasses
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from reinforce_ada_jax.benchmarks.inputs import random_weights
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
+from reinforce_ada_jax.sampling.simulation import Cost, Hosts, SimulatedEngine
 from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training.sharded_collection import split
 from reinforce_ada_jax.types import Pool
 
 
@@ -101,6 +103,51 @@ def simulate(
     return {"simulated": True} | _with_barrier(once, barrier)
 
 
+def simulate_hosts(
+    workload: Workload,
+    options: EngineOptions,
+    cost: Cost,
+    num_hosts: int,
+    *,
+    limit: int | None,
+    speculative: bool = False,
+) -> dict[str, Any]:
+    """Simulates hosts that decode in step, each with the options' slots and its share of the prompts.
+
+    Returns:
+      `waited_share`: share of the collection's time in which a host waits for others, in the mean over hosts;
+      `unequal_work_share`: what it would be if each went through its windows alone and waited at the end only.
+    """
+    hosts, shards = Hosts(num_hosts), split([1.0] * len(workload.prompts), num_hosts)
+
+    def draw(host: int) -> dict[str, Any]:
+        prompts = [workload.prompts[index] for index in shards[host]]
+        lengths = {
+            (str(index), draw): int(n) for index in shards[host] for draw, n in enumerate(workload.lengths[index])
+        }
+        engine = SimulatedEngine(options, cost, lengths, hosts, host)
+        rollouts, shard = Rollouts(engine), dataclasses.replace(workload, prompts=prompts)
+        pools = engines.draw(rollouts, {}, shard, limit=limit, speculative=speculative)
+        return _summary(rollouts, pools, engine.seconds)
+
+    with ThreadPoolExecutor(num_hosts) as threads:
+        summaries = list(threads.map(draw, range(num_hosts)))
+    seconds = hosts.seconds
+    in_step, slowest = float(seconds.max(axis=0).sum()), float(seconds.sum(axis=1).max())
+    return {
+        "simulated": True,
+        "hosts": num_hosts,
+        "seconds": in_step,
+        "waited_share": 1 - seconds.mean(axis=0).sum() / in_step,
+        "unequal_work_share": 1 - seconds.sum(axis=1).mean() / slowest,
+        "in_step_ratio": in_step / slowest,
+        "slot_utilisation": float(np.mean([summary["slot_utilisation"] for summary in summaries])),
+        "useful_tokens": sum(summary["useful_tokens"] for summary in summaries),
+        "responses": sum(summary["responses"] for summary in summaries),
+        "windows": seconds.shape[1],
+    }
+
+
 def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures, or with --simulate simulates, the workload of the flags."""
     sizes = workloads.AdaptiveSizes(
@@ -115,6 +162,10 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     if not options.simulate:
         return measure(options, workload, engine_options, speculative=speculative)
     cost = engines.simulation_cost(options)
+    if options.hosts > 1:
+        return simulate_hosts(
+            workload, engine_options, cost, options.hosts, limit=options.max_response_tokens, speculative=speculative
+        )
     return simulate(
         workload, engine_options, cost, barrier=options.barrier, limit=options.max_response_tokens,
         speculative=speculative,

@@ -49,6 +49,7 @@ INTEGERS = {
     "prompts": (512, "Prompts of the `adaptive` workload."),
     "samples_per_round": (8, "Draws of one round of `adaptive`."),
     "max_rounds": (4, "Most rounds of `adaptive`."),
+    "hosts": (1, "Simulation: hosts that decode in step, each with --slots and a share of --prompts."),
     "max_response_tokens": (
         None,
         "Simulation: token limit of responses; the prescribed lengths by default.",

@@ -154,8 +154,9 @@ class Engine:
         """
         o, params, state = self.options, self.abstract_weights(), self._programs.init_state.eval_shape()
         nothing = window_inputs(o, [], np.zeros(o.open_prompts, bool), [], 0, Lengths(o.table_width).survivors())
-        arguments: Any = (self._stack([nothing] * self.replicas),)
-        if self.spans_processes:
+        if not self.spans_processes:
+            arguments: Any = (self._stack([nothing] * self.replicas),)
+        else:
             layout, rows = by_replica(self.mesh), num_replicas(self.mesh)
             arguments = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype, sharding=layout), (nothing, np.int32(0))

@@ -253,6 +253,18 @@ def test_single_draws_keep_the_slots_busy_by_speculation():
     assert 0 < fast["discarded_tokens"] < 0.02 * fast["useful_tokens"] and slow["discarded_tokens"] == 0
 
 
+def test_hosts_in_step_wait_for_the_one_with_the_most_work(tmp_path):
+    (tmp_path / "lengths").write_text("8\n")
+    # 8 draws of 8 tokens for each prompt in 8 slots: 8 steps of a second. Three prompts on two hosts are two and one.
+    flag = ("adaptive", "--simulate", "--hosts=2", "--slots=8", "--window=8", "--max_rounds=1", "--cost=decode_step=1")
+    flag += (f"--lengths={tmp_path / 'lengths'}",)
+    equal, unequal = (run(*flag, f"--prompts={prompts}") for prompts in (2, 3))
+    assert (equal["seconds"], equal["waited_share"], equal["responses"]) == (8, 0, 16)
+    assert (unequal["seconds"], unequal["responses"]) == (16, 24)
+    # One host decodes for 16 of 16 seconds, the other for 8 of them; the same if they were not in step.
+    assert (unequal["waited_share"], unequal["unequal_work_share"], unequal["in_step_ratio"]) == (0.25, 0.25, 1)
+
+
 def test_lengths(tmp_path):
     random = np.random.default_rng(0)
     drawn = workloads.parse_lengths("500,0.8,16,2048")(random, (10_000,))
