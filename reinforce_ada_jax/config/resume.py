@@ -14,7 +14,8 @@ from reinforce_ada_jax.config.settings import Config
 # A resume may change these; any other difference is another run.
 RESUMABLE = (
     *("iterations", "checkpoint", "evaluation", "logging"),
-    *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped", "reward.max_failed"),
+    *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped"),
+    *("reward.max_failed", "reward.judge_url", "reward.judge_retries", "reward.judge_key_variable"),
 )
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")

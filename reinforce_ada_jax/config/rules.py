@@ -4,7 +4,10 @@ The settings name them (`rule=`), and the first line of each docstring is on the
 `collection` section alone are in collection_rules.py.
 """
 
+import json
 import math
+import re
+import urllib.parse
 from collections.abc import Callable
 
 from ml_collections import ConfigDict
@@ -101,12 +104,12 @@ def kinds(config: Config) -> set[str]:
 
 
 def own_code_has_workers(config: Config) -> None:
-    """A reward of your own, and the kind code, run in worker processes only."""
+    """A reward of your own, and the kinds code and judge, run in worker processes only."""
     reward = config.reward
-    if "code" in kinds(config) and not reward.workers:
+    for kind in kinds(config) & {"code", "judge"} if not reward.workers else ():
         raise ValueError(
-            "reward.workers is 0, and reward.kind or evaluation.graders is 'code': programs are run by grading "
-            "processes only, which can be limited and replaced. Use at least 1."
+            f"reward.workers is 0, and reward.kind or evaluation.graders is {kind!r}: it grades in processes only, "
+            "which can be limited and replaced. Use at least 1."
         )
     if reward.path and not reward.workers:
         raise ValueError(
@@ -123,6 +126,47 @@ def a_test_fits_the_grading(config: Config) -> None:
             f"reward.code_wall_s is {reward.code_wall_s:g} and reward.time_limit_s {reward.time_limit_s:g}: the "
             "grading would be killed before a slow program is. Raise time_limit_s, or lower code_wall_s."
         )
+
+
+def a_judge_is_complete(config: Config) -> None:
+    """The kind judge needs judge_url and judge_model, a parser with one group, a range, and parameters as JSON."""
+    reward = config.reward
+    if "judge" not in kinds(config):
+        return
+    address = urllib.parse.urlsplit(reward.judge_url)
+    if address.scheme not in ("http", "https") or not address.hostname or address.username or address.query:
+        raise ValueError(
+            "reward.judge_url must be http(s)://HOST[:PORT]/v1, without a user and a query: it is written to the work "
+            "directory. The API key belongs in the environment variable that reward.judge_key_variable names."
+        )
+    if not reward.judge_model:
+        raise ValueError(
+            "reward.judge_model is empty: name the model of the endpoint, --config.reward.judge_model=NAME."
+        )
+    if not reward.judge_score.startswith("json:") and _groups(reward.judge_score) != 1:
+        raise ValueError(
+            f"reward.judge_score is {reward.judge_score!r}; it must be a regular expression with one group, or "
+            "json:FIELD."
+        )
+    if len(reward.judge_range) != 2 or not reward.judge_range[0] < reward.judge_range[1]:
+        raise ValueError(f"reward.judge_range is {reward.judge_range}; it must be two numbers, the lower one first.")
+    try:
+        parameters = json.loads(reward.judge_parameters)
+    except (ValueError, RecursionError):
+        parameters = None
+    if not isinstance(parameters, dict) or {"model", "messages", "stream", "n"} & set(parameters):
+        raise ValueError(
+            f"reward.judge_parameters is {reward.judge_parameters!r:.200}; it must be a JSON object without model, "
+            "messages, stream and n."
+        )
+
+
+def _groups(pattern: str) -> int:
+    """Returns the number of groups of a regular expression, -1 if it is none."""
+    try:
+        return re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError):
+        return -1
 
 
 def weights_belong_to_functions(config: Config) -> None:
@@ -276,7 +320,7 @@ def pages_hold_a_response(config: Config) -> None:
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
     texts_belong_to_chat, master_weights_are_float32, invariant_numerics_are_possible,
-    function_has_a_path, own_code_has_workers, a_test_fits_the_grading,
+    function_has_a_path, own_code_has_workers, a_test_fits_the_grading, a_judge_is_complete,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,

@@ -127,6 +127,29 @@ class RewardConfig:
     code_memory_mib: int = setting(1024, "code: memory of all processes of a test.", values.AT_LEAST_1)
     code_files_mib: int = setting(16, "code: files that a test may write.", values.AT_LEAST_1)
     code_processes: int = setting(16, "code: processes and threads of a test at a time.", values.AT_LEAST_1)
+    judge_url: str = setting(
+        "", "judge: OpenAI-compatible endpoint, such as http://localhost:8000/v1.", rule="a_judge_is_complete"
+    )
+    judge_model: str = setting("", "judge: name of the model there.", rule="a_judge_is_complete")
+    judge_template: str = setting(
+        "", "judge: file with the jinja2 template of the request, or its text, with {{ problem }}, {{ response }}, "
+        "{{ answer }} and other columns; empty: a general one.",
+    )  # fmt: skip
+    judge_score: str = setting(
+        r"(?im)^\W*score\W*(-?\d+(?:\.\d+)?)", "judge: regular expression whose group is the score, in its last match; "
+        "or json:FIELD.", rule="a_judge_is_complete",
+    )  # fmt: skip
+    judge_range: tuple[float, ...] = setting(
+        (0.0, 10.0), "judge: scores whose rewards are 0 and 1.", values.FINITE_NUMBERS, rule="a_judge_is_complete"
+    )
+    judge_parameters: str = setting(
+        '{"temperature": 0, "max_tokens": 512}', "judge: further fields of the request, as a JSON object.",
+        rule="a_judge_is_complete",
+    )  # fmt: skip
+    judge_retries: int = setting(4, "judge: most further requests where one fails.", values.NOT_NEGATIVE)
+    judge_key_variable: str = setting(
+        "OPENAI_API_KEY", "judge: environment variable with the API key; it may be unset."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

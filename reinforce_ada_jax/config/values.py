@@ -17,7 +17,17 @@ DECODE_DTYPES = ("model", "int8")
 KEEPS = ("group", "pool")
 NUMERICS = ("fast", "invariant")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
-REWARDS = ("cipher", "math", "minerva", "gsm8k", "reference", "reference_evaluation", "reference_minerva", "code")
+REWARDS = (
+    "cipher",
+    "math",
+    "minerva",
+    "gsm8k",
+    "reference",
+    "reference_evaluation",
+    "reference_minerva",
+    "code",
+    "judge",
+)
 UNMET = ("keep", "drop", "replace")
 # The data sets that the paper evaluates (hf:weqweasdas/NAME) are graded by its rules, files by ours.
 DEFAULT_GRADERS = (

@@ -22,7 +22,7 @@ from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
 from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
-from reinforce_ada_jax.rewards.loading import files_hash
+from reinforce_ada_jax.rewards.loading import files_hash, judge_template
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
@@ -83,9 +83,17 @@ def graded_by(config: Config, grader: str, prompts: Iterable[Prompt]) -> dict[st
         "reward": grader or reward.path or reward.kind,
         "file": files_hash(reward.path) if of_user else "",
         **({"weights": list(reward.weights), "completions": reward.completions} if of_user else {}),
+        **({} if of_user else _settings_of(config, grader or reward.kind)),
         "positive_threshold": reward.positive_threshold,
         "answers": json_hash([prompt.answer for prompt in prompts]),
     }
+
+
+def _settings_of(config: Config, kind: str) -> dict[str, Any]:
+    """Returns the settings of a built-in reward, by the beginning of their names; of a template its text."""
+    settings = json.loads(json.dumps(dataclasses.asdict(config.reward)))
+    settings["judge_template"] = judge_template(config.reward.judge_template)
+    return {name: value for name, value in settings.items() if name.startswith(f"{kind}_")}
 
 
 def hash_of_problems(prompts: Iterable[Prompt]) -> str:

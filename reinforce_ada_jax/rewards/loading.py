@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from reinforce_ada_jax import user_code
+from reinforce_ada_jax.config import RewardConfig
 from reinforce_ada_jax.rewards import dialects
 from reinforce_ada_jax.rewards.dialects import RewardFn
 
@@ -28,11 +29,11 @@ class Made:
     """Grader that each worker makes for itself.
 
     Attributes:
-      factory: a function at the top level of a module, which returns the grader.
+      reference: "module:function" of the function that returns the grader, which this process need not import.
       settings: its keyword arguments, as JSON.
     """
 
-    factory: Callable[..., RewardFn]
+    reference: str
     settings: Mapping[str, Any]
 
 
@@ -118,6 +119,29 @@ def files_hash(path: str) -> str:
     """Returns a hash of the files in `reward.path`, "" for none: a function that was edited is another one."""
     texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference in split(path)]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16] if texts else ""
+
+
+def judge_template(setting: str) -> str:
+    """Returns the text of `reward.judge_template`: the setting itself where it has a place to fill in, else its file.
+
+    Raises:
+      ValueError: there is no such file.
+    """
+    if not setting or "{{" in setting:
+        return setting
+    try:
+        return pathlib.Path(setting).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"reward.judge_template is {setting!r}, which can't be read ({error}): name a text file, or give the "
+            "template itself, with {{ response }}."
+        ) from None
+
+
+def settings_hash(reward: RewardConfig) -> str:
+    """Returns a hash of the user's files that decide a reward, "" for none."""
+    template = judge_template(reward.judge_template)
+    return files_hash(reward.path) or (hashlib.sha256(template.encode()).hexdigest()[:16] if template else "")
 
 
 def source_text(grade_fn: GradeFn) -> str:

@@ -49,8 +49,7 @@ class GradingFailed(ValueError):
 def _entry(grade_fn: GradeFn | Made | str, weights: Sequence[float]) -> dict[str, Any]:
     """Returns what a worker needs to know of one grader; only functions of files have names in the metrics."""
     if isinstance(grade_fn, Made):
-        reference = loading.function_reference(grade_fn.factory)
-        return {"references": [reference], "names": [], "weights": [], "settings": dict(grade_fn.settings)}
+        return {"references": [grade_fn.reference], "names": [], "weights": [], "settings": dict(grade_fn.settings)}
     if not isinstance(grade_fn, str):
         return {"references": [loading.function_reference(grade_fn)], "names": [], "weights": []}
     references = [loading.file_reference(each) for each in loading.split(grade_fn) or [grade_fn]]

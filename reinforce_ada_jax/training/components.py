@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import json
 import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from reinforce_ada_jax.data.rows import NO_ANSWER, Columns
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -33,7 +35,6 @@ from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards import (
     cipher,
-    code,
     code_tests,
     gsm8k,
     math_answer,
@@ -41,7 +42,7 @@ from reinforce_ada_jax.rewards import (
     reference,
     reference_minerva,
 )
-from reinforce_ada_jax.rewards.loading import GradeFn, Made
+from reinforce_ada_jax.rewards.loading import GradeFn, Made, judge_template
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.worker_process import Pair
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -227,6 +228,25 @@ def _code_settings(config: Config) -> dict[str, Any]:
     return {"time_limit_s": reward.time_limit_s, "max_tests": reward.code_max_tests, "limits": limits}
 
 
+def _judge_settings(config: Config, folder: pathlib.Path | None) -> dict[str, Any]:
+    reward, cache = config.reward, None
+    if folder is not None:
+        index = processes.index()
+        cache = str(folder.absolute() / (f"judge.{index}.sqlite3" if index else "judge.sqlite3"))
+    return {
+        "url": reward.judge_url,
+        "model": reward.judge_model,
+        "template": judge_template(reward.judge_template),
+        "score": reward.judge_score,
+        "score_range": reward.judge_range,
+        "parameters": json.loads(reward.judge_parameters),
+        "retries": reward.judge_retries,
+        "key_variable": reward.judge_key_variable,
+        "cache": cache,
+        "time_limit_s": reward.time_limit_s,
+    }
+
+
 def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: GradeFn | None = None) -> VerifierPool:
     """The verifier processes of a run; a context manager.
 
@@ -246,7 +266,8 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
         "reference": reference.grade,
         "reference_evaluation": reference.grade_evaluation,
         "reference_minerva": reference_minerva.grade,
-        "code": Made(code.grader, _code_settings(config)),
+        "code": Made("reinforce_ada_jax.rewards.code:grader", _code_settings(config)),
+        "judge": Made("reinforce_ada_jax.rewards.judge:grader", _judge_settings(config, folder)),
     }
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
     if grade_fn is not None:

@@ -30,7 +30,7 @@ def identity(
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
-        "reward": loading.files_hash(config.reward.path) if reward is None else json_hash(loading.source_text(reward)),
+        "reward": loading.settings_hash(config.reward) if reward is None else json_hash(loading.source_text(reward)),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }

@@ -452,6 +452,9 @@ def test_a_resume_may_change_these_and_nothing_else():
         "learning.non_finite": "skip",
         "learning.max_skipped": 7,
         "reward.max_failed": 0.9,
+        "reward.judge_url": "http://localhost/v1",
+        "reward.judge_retries": 7,
+        "reward.judge_key_variable": "MY_KEY",
         "evaluation.every": 7,
         "evaluation.benchmarks": ("x",),
         "evaluation.graders": ("x=math",),
@@ -476,7 +479,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         elif isinstance(value, str):
             other = f"{value}x"
         elif isinstance(value, tuple):
-            other = (1.0,) if key == "reward.weights" else ("x",)
+            other = (1.0,) if key in ("reward.weights", "reward.judge_range") else ("x",)
         else:
             other = (value or 0) + 1
         assert len(resume.differences(changed(**{key: other}), saved)) == 1, key

@@ -44,7 +44,7 @@ def settings(**changes):
 @pytest.fixture(scope="module")
 def pool():
     os.environ["HOSTILE_TEST_KEY"] = SECRET
-    with VerifierPool(Made(code.grader, settings()), workers=2, time_limit_s=20.0) as pool:
+    with VerifierPool(Made("reinforce_ada_jax.rewards.code:grader", settings()), workers=2, time_limit_s=20.0) as pool:
         yield pool
     del os.environ["HOSTILE_TEST_KEY"]
 

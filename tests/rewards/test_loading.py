@@ -149,7 +149,7 @@ def test_a_file_that_fails_when_it_is_run_is_an_error_at_once(text, message, tmp
 
 
 def test_a_file_is_never_run_in_the_parent(mine):
-    with pytest.raises(ValueError, match="workers is 0 .* a file is run in workers only"):
+    with pytest.raises(ValueError, match="workers is 0 .* it is run in workers only"):
         VerifierPool(mine, workers=0, time_limit_s=1.0)
 
 

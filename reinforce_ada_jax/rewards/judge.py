@@ -1,0 +1,243 @@
+"""Reward of a judge: a model behind an OpenAI-compatible endpoint scores the response.
+
+Each verifier worker sends one request at a time, so `reward.workers` bounds the requests under way. Answers are kept in
+a file in the work directory, so that a resumed run and a response drawn twice get the same score. The file has the key
+of no one: neither it nor any message contains the API key.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import sqlite3
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+from jinja2 import StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from reinforce_ada_jax.rewards.dialects import Columns, RewardFn
+from reinforce_ada_jax.types import Verdict
+
+TEMPLATE = """You grade a response to a problem.
+
+Problem:
+{{ problem }}
+
+{% if answer %}Reference answer:
+{{ answer }}
+
+{% endif %}Response:
+{{ response }}
+
+Say in a few sentences what is right and what is wrong. Then end with one line "Score: N", where N is a number from
+{{ lowest }} to {{ highest }}.
+"""
+_JSON = "json:"
+_MAX_ANSWER_BYTES = 2**20
+_SPARE_S = 0.5  # before the worker would be killed
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
+_AGAIN = (408, 409, 425, 429)  # statuses below 500 that may pass by themselves
+_WAIT_FOR_LOCK_S = 30.0
+
+
+class JudgeFailed(Exception):
+    """Failure to get a score; the text is one line without the API key."""
+
+
+class _Temporary(Exception):
+    """Failure that a later request may not have; `wait_s` is what the endpoint asks for, or 0."""
+
+    def __init__(self, text: str, wait_s: float = 0.0):
+        super().__init__(text)
+        self.wait_s = wait_s
+
+
+def score_of(text: str, parser: str) -> float:
+    """Returns the number that the parser finds in a judge's answer.
+
+    Args:
+      text: the answer.
+      parser: regular expression, whose only group is the number in its last match; or "json:FIELD", the field of the
+        last JSON object in the text that has it.
+
+    Raises:
+      JudgeFailed: there is none.
+    """
+    found: Any = None
+    if parser.startswith(_JSON):
+        name, decoder = parser.removeprefix(_JSON), json.JSONDecoder()
+        for brace in re.finditer(r"\{", text):
+            with contextlib.suppress(ValueError, RecursionError):
+                value, _ = decoder.raw_decode(text, brace.start())
+                found = value.get(name, found)
+    else:
+        for match in re.finditer(parser, text):
+            found = match[1]
+    try:
+        if isinstance(found, int | float | str) and not isinstance(found, bool):
+            return float(found)
+    except (ValueError, OverflowError):
+        pass
+    raise JudgeFailed(f"the judge's answer has no score for reward.judge_score={parser!r}; it ends {text[-200:]!r}")
+
+
+class _Answers:
+    """Answers of judges by the hash of all that decides them; a file that several processes may use at a time."""
+
+    def __init__(self, path: str | None):
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    def _open(self) -> sqlite3.Connection | None:
+        # Nothing is written before a command makes its folder, as in a dry run.
+        if self._connection is None and self._path is not None and os.path.isdir(os.path.dirname(self._path)):
+            self._connection = sqlite3.connect(self._path, timeout=_WAIT_FOR_LOCK_S, isolation_level=None)
+            self._connection.execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL)")
+        return self._connection
+
+    def get(self, key: str) -> str | None:
+        """Returns a stored answer, or None."""
+        connection = self._open()
+        row = connection and connection.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+        return row[0] if row else None
+
+    def put(self, key: str, answer: str) -> str:
+        """Stores an answer unless there is one, and returns the stored one: equal responses have equal scores."""
+        connection = self._open()
+        if connection is None:
+            return answer
+        connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, answer))
+        return self.get(key) or answer
+
+
+class _Endpoint:
+    """Judge behind an address."""
+
+    def __init__(self, url: str, key_variable: str):
+        self.url = f"{url.rstrip('/')}/chat/completions"
+        self._key = os.environ.get(key_variable, "") if key_variable else ""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._client = httpx.Client(headers=headers, follow_redirects=False)  # a redirect could take the key elsewhere
+
+    def _without_key(self, text: str) -> str:
+        text = " ".join(text.split())
+        return text.replace(self._key, "(API key)") if self._key else text
+
+    def _content(self, body: Mapping[str, Any], deadline: float) -> tuple[httpx.Response, bytes]:
+        content = b""
+        timeout = max(0.01, deadline - time.monotonic())
+        with self._client.stream("POST", self.url, json=body, timeout=timeout) as response:
+            for part in response.iter_bytes():
+                content += part
+                if len(content) > _MAX_ANSWER_BYTES:
+                    raise JudgeFailed(f"{self.url} answered more than {_MAX_ANSWER_BYTES:,} bytes")
+                if time.monotonic() > deadline:
+                    raise _Temporary("the answer did not end in time")
+        return response, content
+
+    def ask(self, body: Mapping[str, Any], deadline: float) -> str:
+        """Returns the text of the answer to one request.
+
+        Raises:
+          _Temporary: another request may succeed.
+          JudgeFailed: it can't.
+        """
+        try:
+            response, content = self._content(body, deadline)
+        except httpx.HTTPError as error:
+            raise _Temporary(self._without_key(f"{type(error).__name__}: {error}")) from None
+        if response.status_code != httpx.codes.OK:
+            text = self._without_key(f"status {response.status_code}: {content[:300].decode(errors='replace')}")
+            if response.status_code < httpx.codes.INTERNAL_SERVER_ERROR and response.status_code not in _AGAIN:
+                raise JudgeFailed(f"{self.url} refused the request with {text}")
+            wait = response.headers.get("Retry-After", "")
+            raise _Temporary(text, min(float(wait), _LONGEST_WAIT_S) if wait.isdecimal() else 0.0)
+        try:
+            answer = json.loads(content)["choices"][0]["message"]["content"]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            answer = None
+        if not isinstance(answer, str):
+            raise JudgeFailed(
+                self._without_key(f"{self.url} answered no chat completion with a text: {content[:200]!r}")
+            )
+        return answer
+
+    def ask_until(self, body: Mapping[str, Any], deadline: float, retries: int) -> str:
+        """Returns the text of the answer, after further requests with growing pauses where one fails.
+
+        Raises:
+          JudgeFailed: the retries or the time are used up, or the endpoint refuses the request.
+        """
+        attempt = 0
+        while True:
+            try:
+                return self.ask(body, deadline)
+            except _Temporary as error:
+                pause = min(_FIRST_WAIT_S * 2**attempt, _LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+                pause, attempt = max(pause, error.wait_s), attempt + 1
+                if attempt > retries or time.monotonic() + pause > deadline:
+                    raise JudgeFailed(
+                        f"{self.url} gave no answer to {attempt} requests (reward.judge_retries={retries}, within "
+                        f"reward.time_limit_s): {error}"
+                    ) from None
+            time.sleep(pause)
+
+
+def grader(
+    *,
+    url: str,
+    model: str,
+    template: str,
+    score: str,
+    score_range: tuple[float, float],
+    parameters: Mapping[str, Any],
+    retries: int,
+    key_variable: str,
+    cache: str | None,
+    time_limit_s: float,
+) -> RewardFn:
+    """Returns a grader that asks a judge, for a verifier worker.
+
+    Args:
+      url: of the endpoint, as OpenAI's clients take it: it ends with /v1.
+      model: name of the judge there.
+      template: jinja2 text of the user's message, with problem, response, answer, the other columns of the problem,
+        and lowest and highest; "": `TEMPLATE`.
+      score: parser of the answer (`score_of`).
+      score_range: lowest and highest score, whose rewards are 0 and 1.
+      parameters: further fields of the request, such as temperature.
+      retries: most requests after the first one that fails.
+      key_variable: name of the environment variable with the API key; it may be unset.
+      cache: file of the answers; None: none.
+      time_limit_s: of one grading, all requests together.
+    """
+    lowest, highest = score_range
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+    compiled = environment.from_string(template or TEMPLATE)
+    endpoint, answers = _Endpoint(url, key_variable), _Answers(cache)
+
+    def grade(response: str, answer: str, columns: Columns) -> Verdict:
+        deadline = time.monotonic() + time_limit_s - _SPARE_S
+        given = {"answer": answer, "lowest": lowest, "highest": highest} | dict(columns) | {"response": response}
+        try:
+            text = compiled.render(given)
+        except TemplateError as error:
+            raise JudgeFailed(f"reward.judge_template can't be filled in: {error}") from error
+        body = {"model": model, "messages": [{"role": "user", "content": text}], **parameters}
+        key = hashlib.sha256(json.dumps([endpoint.url, body], sort_keys=True).encode()).hexdigest()
+        found = answers.get(key)
+        said = endpoint.ask_until(body, deadline, retries) if found is None else found
+        value = score_of(said, score)
+        if not lowest <= value <= highest:
+            raise JudgeFailed(f"the judge's score {value:g} is not in reward.judge_range, {lowest:g} to {highest:g}")
+        if found is None:
+            value = score_of(answers.put(key, said), score)
+        reward = (value - lowest) / (highest - lowest)
+        return Verdict(reward >= 1.0, reward)
+
+    return grade
