@@ -48,7 +48,8 @@ class SampleJob:
       seed: the draws are a function of it; None: of the id.
       done: is called with the responses, or with what went wrong. A cancelled response has the tokens drawn by then.
       adapter: name of the adapters, as the weights know it; "" for none.
-      watch: is called with the index of a draw and its new tokens, after each window that brought some.
+      watch: is called with the index of a draw and its new tokens, after each window that brought some; with True at
+        the end of the draw.
       responses: those that are there, by draw.
       num_watched: tokens of each draw that `watch` got.
     """
@@ -61,7 +62,7 @@ class SampleJob:
     seed: int | None
     done: Callable[[list[Sampled] | Exception], None]
     adapter: str = ""
-    watch: Callable[[int, Sampled], None] | None = None
+    watch: Callable[[int, Sampled, bool], None] | None = None
     responses: dict[int, Sampled] = dataclasses.field(default_factory=dict)
     num_watched: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
 
@@ -270,13 +271,16 @@ class Sampler:
                 # In this row and not finished; the row of a later window's request has nothing of it yet.
                 if scheduler.rows.in_flight.get(row) is request:
                     length = outputs.rows.length[row]
-                    _watch(request, outputs.rows.tokens[row, :length], outputs.rows.logprobs[row, :length])
+                    found = Sampled(
+                        outputs.rows.tokens[row, :length], outputs.rows.logprobs[row, :length], stopped=False
+                    )
+                    _watch(request, found, ended=False)
 
     def _finish(self, prompt_id: str, number: int, found: Sampled) -> None:
         draw = self._open[prompt_id].pop(number)
         job = draw.job
         assert job is not None
-        _watch(draw, found.tokens, found.logprobs)
+        _watch(draw, found, ended=True)
         job.responses[draw.index] = found
         if len(job.responses) == job.num_samples:
             job.done([job.responses[index] for index in range(job.num_samples)])
@@ -289,14 +293,14 @@ class Sampler:
                 kept.pop(prompt_id)
 
 
-def _watch(request: Request, tokens: Int[np.ndarray, " T"], logprobs: Float[np.ndarray, " T"]) -> None:
+def _watch(request: Request, found: Sampled, ended: bool) -> None:
     """Passes the tokens that are new; a response that was evicted has fewer for a while, and the same ones."""
     assert isinstance(request, _Draw) and request.job is not None
     job, index = request.job, request.index
     begin = job.num_watched[index]
-    if job.watch is not None and len(tokens) > begin:
-        job.num_watched[index] = len(tokens)
-        job.watch(index, Sampled(tokens[begin:].copy(), logprobs[begin:].copy(), stopped=False))
+    if job.watch is not None and (ended or len(found.tokens) > begin):
+        job.num_watched[index] = max(begin, len(found.tokens))
+        job.watch(index, Sampled(found.tokens[begin:].copy(), found.logprobs[begin:].copy(), found.stopped), ended)
 
 
 def _ignore(found: list[Sampled] | Exception) -> None:

@@ -26,8 +26,10 @@ class TextStops:
         self._seen: dict[int, list[Sampled]] = {}
         self._stopped: dict[int, Sampled] = {}  # up to their stops
 
-    def watch(self, index: int, new: Sampled) -> None:
-        """Ends a response if its new tokens complete a stop."""
+    def watch(self, index: int, new: Sampled, ended: bool) -> None:
+        """Ends a response if its new tokens complete a stop; one that has ended is left to `cut`."""
+        if ended:
+            return
         seen = self._seen.setdefault(index, [])
         seen.append(new)
         if index in self._stopped:

@@ -22,9 +22,10 @@ def stops():
 def test_a_response_ends_once_with_the_window_that_completes_a_stop(stops):
     stops, ended = stops
     for window, so_far in (("abcEN", []), ("xE", []), ("N", []), ("Dabc", [0]), ("END", [0])):
-        stops.watch(0, sampled(window))
+        stops.watch(0, sampled(window), False)
         assert ended == so_far
-    stops.watch(2, sampled("a\nb"))
+    stops.watch(2, sampled("a\nb"), False)
+    stops.watch(3, sampled("a\nb"), True)
     assert ended == [0, 2]
     # Whatever is there when the slot is free: less if it was evicted meanwhile.
     for left in ("", "abcENxENDabcEND"):
@@ -34,7 +35,7 @@ def test_a_response_ends_once_with_the_window_that_completes_a_stop(stops):
 
 def test_what_no_stop_ended_stays_as_it_is(stops):
     stops, ended = stops
-    stops.watch(1, sampled("abcEN"))
+    stops.watch(1, sampled("abcEN"), False)
     whole = Sampled(np.array([7, 8], np.int32), np.zeros(2, np.float32), stopped=True)
     assert stops.cut(1, whole) is whole and ended == []
 

@@ -23,9 +23,11 @@ from tinker import types  # noqa: E402
 from reinforce_ada_jax import serve  # noqa: E402
 from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: E402
 from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
+from reinforce_ada_jax.serving import http as http_lib  # noqa: E402
 from reinforce_ada_jax.serving.settings import ServerSettings  # noqa: E402
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
+from reinforce_ada_jax.serving.tinker.app import App  # noqa: E402
 from reinforce_ada_jax.training.components import ASSETS  # noqa: E402
 from tests.running import ROOT, environment  # noqa: E402
 from tests.test_docs import code_block  # noqa: E402
@@ -53,7 +55,7 @@ def settings_for(workdir, **changes):
 def served(settings):
     """The packaged model under the name "cipher"."""
     components = serve.build(dataclasses.replace(settings, model="package:cipher"))
-    return server_lib.Served(
+    return http_lib.Served(
         "cipher", components.folder, components.tokenizer, components.engine,
         lambda: huggingface.load(components.folder, components.mesh, "float32"), tokenizer_id=str(components.folder),
     )  # fmt: skip
@@ -63,8 +65,8 @@ def served(settings):
 def running(settings, started=None):
     """(address, service, worker) of a server in this process; `started` has the parts of an earlier one."""
     service, worker = started or server_lib.start_worker(settings, [served(settings)])
-    listener = server_lib.listen(settings)
-    http = server_lib.http_server(settings, service)
+    listener = http_lib.listen(settings)
+    http = http_lib.http_server(settings, App(service).asgi())
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     worker.start()
     thread.start()

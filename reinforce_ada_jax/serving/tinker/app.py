@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from reinforce_ada_jax.serving.http import Refusal, has_key, read_body
 from reinforce_ada_jax.serving.tinker import protocol
 from reinforce_ada_jax.serving.tinker.protocol import types
-from reinforce_ada_jax.serving.tinker.service import KINDS, SCHEME, Refusal, Service
+from reinforce_ada_jax.serving.tinker.service import KINDS, SCHEME, Service
 from reinforce_ada_jax.serving.tinker.store import CheckpointRow
 
 # The client waits 45 s for an answer to a poll.
@@ -36,7 +37,6 @@ class App:
     def __init__(self, service: Service):
         self.service = service
         self._key = service.settings.api_key
-        self._max_bytes = service.settings.request_mib * 2**20
         self._secret = secrets.token_bytes(32)  # signs the addresses of files
         self._polls: dict[str, list[asyncio.Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,7 +90,7 @@ class App:
 
         async def guarded(request: Request) -> Response:
             self._loop = asyncio.get_running_loop()
-            if self._key and not hmac.compare_digest(request.headers.get("x-api-key", "").encode(), self._key.encode()):
+            if not has_key(request.headers.get("x-api-key", ""), self._key):
                 return _error(401, "the API key is not that of this server (--api_key).")
             try:
                 return await handler(request)
@@ -102,16 +102,7 @@ class App:
         return guarded
 
     async def _body(self, request: Request) -> bytes:
-        """Reads a body up to the limit."""
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refusal(415, "this server takes bodies without compression.")
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > self._max_bytes:
-                raise Refusal(413, f"the request is larger than {self._max_bytes:,} bytes (--request_mib).")
-            parts.append(part)
-        return b"".join(parts)
+        return await read_body(request, self.service.settings.request_mib)
 
     # ---- configuration and sessions ------------------------------------------------------------------------------
 
@@ -126,7 +117,7 @@ class App:
     async def client_config(self, _: Request) -> Response:
         """Tells the client which variants of the interface it may use."""
         # The client divides large batches by this estimate, which leaves out names and headers.
-        chunk = min(5_000_000, self._max_bytes // 2)
+        chunk = min(5_000_000, self.service.settings.request_mib * 2**20 // 2)
         return JSONResponse({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk})
 
     async def dynamic_config(self, _: Request) -> Response:

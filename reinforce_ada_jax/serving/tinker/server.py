@@ -4,19 +4,16 @@ import asyncio
 import dataclasses
 import pathlib
 import signal
-import socket
 import time
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
-import uvicorn
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.serving import http
+from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.sampler import Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
@@ -25,18 +22,6 @@ from reinforce_ada_jax.serving.tinker.service import ALPHA, MAX_STOPS, Base, Ser
 from reinforce_ada_jax.serving.tinker.worker import Worker
 
 NO_TOKEN = -1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Served:
-    """A model to serve; `load` reads (architecture, weights)."""
-
-    name: str
-    folder: pathlib.Path
-    tokenizer: Tokenizer
-    engine: Engine
-    load: Callable[[], tuple[Any, Any]]
-    tokenizer_id: str | None = None
 
 
 def make_base(settings: ServerSettings, served: Served) -> Base:
@@ -64,15 +49,6 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     )
 
 
-def listen(settings: ServerSettings) -> socket.socket:
-    """Returns a socket that listens where the settings say."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((settings.host, settings.port))
-    return listener
-
-
 def start_worker(settings: ServerSettings, models: list[Served]) -> tuple[Service, Worker]:
     """Reads weights, brings back what the work directory has, and compiles what sampling runs; the thread waits.
 
@@ -88,29 +64,17 @@ def start_worker(settings: ServerSettings, models: list[Served]) -> tuple[Servic
     return service, worker
 
 
-def http_server(settings: ServerSettings, service: Service) -> uvicorn.Server:
-    """Returns the HTTP server of a service."""
-    return uvicorn.Server(uvicorn.Config(
-        App(service).asgi(), log_level="warning", access_log=False, lifespan="off", server_header=False, ws="none",
-        timeout_graceful_shutdown=int(min(settings.grace_s, 3600)),
-    ))  # fmt: skip
-
-
 def run(settings: ServerSettings, models: list[Served]) -> None:
     """Serves until SIGINT or SIGTERM."""
     started = time.monotonic()
     with cli.user_input():
-        listener = listen(settings)
-        port = listener.getsockname()[1]
-        for served in models:
-            print(f"model       {served.name}: {served.folder}, {served.engine.architecture.family}", flush=True)
-        key = "with the key of --api_key" if settings.api_key else "without a key: for this machine"
-        print(f"address     http://{settings.address}:{port}, {key}; not ready yet", flush=True)
+        listener = http.listen(settings)
+        print(http.summary(settings, models, listener.getsockname()[1]), flush=True)
         service, worker = start_worker(settings, models)
     worker.start()
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
         signal.signal(number, lambda *_: None)
-    asyncio.run(http_server(settings, service).serve(sockets=[listener]))
+    asyncio.run(http.http_server(settings, App(service).asgi()).serve(sockets=[listener]))
     worker.stop(settings.grace_s)
     print("stopped     requests that were accepted for training run at the next start", flush=True)

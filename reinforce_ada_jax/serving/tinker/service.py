@@ -22,6 +22,7 @@ from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
+from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.serving.text_stops import TextStops
@@ -38,14 +39,6 @@ ALPHA = 32.0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-
-
-class Refusal(Exception):
-    """A request that is answered with an HTTP status and a sentence."""
-
-    def __init__(self, status: int, why: str):
-        super().__init__(why)
-        self.status = status
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,9 +17,10 @@ from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterState,
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
-from reinforce_ada_jax.serving.tinker.service import ALPHA, RESUME, SCHEME, Base, Refusal, Service, checked_name
+from reinforce_ada_jax.serving.tinker.service import ALPHA, RESUME, SCHEME, Base, Service, checked_name
 from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, RequestRow, SamplerRow
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
