@@ -1,7 +1,8 @@
-"""Serves a Hugging Face folder over JetStream's gRPC protocol.
+"""Serves a Hugging Face folder over JetStream's gRPC protocol, or over HTTP.
 
     python -m reinforce_ada_jax.serve --model=HF_DIR
     python -m reinforce_ada_jax.serve --model=package:cipher --dtype=float32 --greedy
+    python -m reinforce_ada_jax.serve --model=NAME=HF_DIR --api=openai --port=8000
     python -m reinforce_ada_jax.serve --model=HF_DIR --api=tinker --workdir=DIR --port=8000
 
 The engine is the one that training samples with. The first SIGINT (Ctrl-C) or SIGTERM stops it when the running
@@ -43,18 +44,23 @@ def build(settings: ServerSettings) -> "Components":
     return components_lib.build(config, components_lib.model_folder(settings.model))
 
 
-def serve_tinker(settings: ServerSettings) -> None:
-    """Checks what needs no weights, then serves the tinker client."""
+def serve_http(settings: ServerSettings) -> None:
+    """Checks what needs no weights, then serves over HTTP."""
     from reinforce_ada_jax.distributed.program_cache import keep_programs
     from reinforce_ada_jax.policy import huggingface
 
     with cli.user_input():
         settings.check()
         try:
-            from reinforce_ada_jax.serving.tinker import server
+            from reinforce_ada_jax.serving.http import Served
+
+            if settings.api == "tinker":
+                from reinforce_ada_jax.serving.tinker import server
+            else:
+                from reinforce_ada_jax.serving.openai import server
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"--api=tinker needs more packages ({error}): pip install 'reinforce_ada_jax[tinker]'."
+                f"--api={settings.api} needs more packages ({error}): pip install 'reinforce_ada_jax[{settings.api}]'."
             ) from error
         check_address(settings.host, settings.port)
         keep_programs(settings.compilation_cache)
@@ -62,7 +68,7 @@ def serve_tinker(settings: ServerSettings) -> None:
         for name, folder in settings.model_folders().items():
             components = build(dataclasses.replace(settings, model=folder))
             load = functools.partial(huggingface.load, components.folder, components.mesh, settings.dtype)
-            served.append(server.Served(
+            served.append(Served(
                 name, components.folder, components.tokenizer, components.engine, load,
                 # A name of its own is one that clients know the tokenizer by.
                 tokenizer_id=str(components.folder.absolute()) if name == folder else None,
@@ -73,8 +79,8 @@ def serve_tinker(settings: ServerSettings) -> None:
 
 def main(settings: ServerSettings) -> None:
     """Checks what needs no weights, then serves."""
-    if settings.api == "tinker":
-        serve_tinker(settings)
+    if settings.api != "grpc":
+        serve_http(settings)
         return
     from reinforce_ada_jax.distributed.program_cache import keep_programs
     from reinforce_ada_jax.policy import huggingface

@@ -128,9 +128,10 @@ def test_every_block_of_python_is_run_somewhere():
     run_here = {"README.md", "docs/problems.md", "docs/strategies.md", "docs/how_to/reward.md"}
     assert with_blocks == run_here | {
         "docs/api.md",
+        "docs/how_to/openai.md",
         "docs/how_to/serve.md",
         "docs/how_to/tinker.md",
-    }  # test_public_api.py, test_serve.py, test_tinker.py
+    }  # test_public_api.py, test_openai.py, test_serve.py, test_tinker.py
 
 
 # ---- docs/reference --------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_the_metadata_name_the_command_and_the_extras(wheel):
     for line in ("License-Expression: Apache-2.0", "Requires-Python: >=3.11", f"Version: {ada.__version__}"):
         assert line in lines
     assert {line for line in lines if line.startswith("Provides-Extra")} >= {
-        f"Provides-Extra: {name}" for name in ("cuda", "data", "hub", "serve", "tinker", "tpu")
+        f"Provides-Extra: {name}" for name in ("cuda", "data", "hub", "openai", "serve", "tinker", "tpu")
     }
     assert not any("jetstream" in line.lower() for line in lines)  # it would bring TensorFlow
 

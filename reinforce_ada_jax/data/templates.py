@@ -13,7 +13,7 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -236,7 +236,11 @@ def _compile(template: str, date: datetime.date) -> tuple[_Environment, jinja2.T
 
 
 def render_chat(
-    template: str, messages: list[dict[str, str]], special_tokens: dict[str, str], date: datetime.date = DATE
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: dict[str, str],
+    date: datetime.date = DATE,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Returns the text of a conversation up to the start of the assistant's answer.
 
@@ -245,6 +249,7 @@ def render_chat(
       messages: dicts with "role" and "content".
       special_tokens: "bos_token", ... to their text.
       date: date that templates print.
+      tools: descriptions of functions that the model may call.
 
     Raises:
       jinja2.TemplateError: the template refuses the messages, is invalid, fails, or exceeds the sandbox or its limits.
@@ -254,7 +259,7 @@ def render_chat(
         environment.begin()
         return compiled.render(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=True,
             date_string=date.strftime("%d %b %Y"),

@@ -7,6 +7,7 @@ may silently replace a custom tokenizer, and no code from the folder except its 
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -146,6 +147,23 @@ class Tokenizer:
                 f"The chat template of {self.folder} can't render a system and a user message ({error}): copy another "
                 "one there as chat_template.jinja, or set data.template='plain' and prepare the problems' text."
             ) from error
+
+    def render_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Returns the text of a conversation of any roles, and of the tools that the model may call.
+
+        Raises:
+          ValueError: there is no template, it knows no tools, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise ValueError("the model has no chat template: send a prompt without roles.")
+        if tools and "tools" not in self.chat_template:
+            raise ValueError("the chat template of the model knows no tools: leave them out.")
+        try:
+            return render_chat(self.chat_template, messages, self.special_tokens, tools=tools or None)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of the model refuses these messages ({error!s:.300}).") from error
 
     def render(
         self, problem: str, template: str, chat: Chat | None = None, messages: list[dict[str, str]] | None = None

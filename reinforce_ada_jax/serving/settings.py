@@ -27,21 +27,23 @@ class ServerSettings:
 
     model: str = dataclasses.field(
         metadata={
-            "text": "Hugging Face folder, or package:cipher. With --api=tinker also NAME=FOLDER, and several of them.",
+            "text": "Hugging Face folder, or package:cipher. Not with --api=grpc: NAME=FOLDER, and several of them.",
             "allowed": None,
         }
     )
     api: str = setting(
-        "grpc", "grpc: JetStream's interface; tinker: training and sampling for the tinker client.",
-        values.one_of(("grpc", "tinker")),
+        "grpc",
+        "grpc: JetStream's interface; openai: completions and chat over HTTP; tinker: training and sampling for the "
+        "tinker client.",
+        values.one_of(("grpc", "openai", "tinker")),
     )  # fmt: skip
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
     port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))
     slots: int = setting(16, "Responses decoded at the same time.", values.AT_LEAST_1)
     waiting: int = setting(256, "Requests that may wait for a slot; further ones are refused.", values.NOT_NEGATIVE)
-    peer_calls: int = setting(128, "Open calls of one address; further ones are refused.", values.AT_LEAST_1)
+    peer_calls: int = setting(128, "Open calls of one address, with --api=grpc.", values.AT_LEAST_1)
     request_s: float = setting(
-        10.0, "Seconds in which the request of a call must arrive.",
+        10.0, "Seconds in which a request must arrive; not with --api=tinker.",
         Allowed("be above 0 and finite", lambda value: 0 < value < math.inf),
     )  # fmt: skip
     # JetStream's longest bucket is 32,768.
@@ -63,7 +65,7 @@ class ServerSettings:
     )  # fmt: skip
 
     workdir: str = setting("", "Folder of --api=tinker, for models and checkpoints.")
-    api_key: str = setting("", "Key that clients of --api=tinker must send; it begins with tml-.")
+    api_key: str = setting("", "Key that clients must send, not with --api=grpc; for tinker it begins with tml-.")
     adapters: int = setting(8, "Adapters that --api=tinker samples with at the same time.", values.AT_LEAST_1)
     max_rank: int = setting(32, "Largest rank of adapters of --api=tinker.", values.AT_LEAST_1)
     models: int = setting(16, "Models that --api=tinker has in training; further ones are refused.", values.AT_LEAST_1)
@@ -72,14 +74,14 @@ class ServerSettings:
         300.0, "Seconds without a heartbeat after which --api=tinker ends a session.",
         Allowed("be at least 30", lambda value: value >= 30),
     )  # fmt: skip
-    request_mib: int = setting(32, "MiB of the largest request of --api=tinker.", _within(1, 1024))
+    request_mib: int = setting(32, "MiB of the largest HTTP request.", _within(1, 1024))
 
     def check(self) -> None:
         """Raises ValueError with the rule, the value and the remedy."""
-        if self.api == "tinker":
-            self._check_tinker()
-        else:
+        if self.api == "grpc":
             check_local("--model", self.model)
+        else:
+            self._check_http()
         for field in dataclasses.fields(self):
             if field.metadata["allowed"] is not None:
                 field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))
@@ -88,21 +90,27 @@ class ServerSettings:
                 f"--greedy takes the most probable token, and --temperature={self.temperature} draws: drop one of them."
             )
 
-    def _check_tinker(self) -> None:
-        if not self.workdir:
+    def _check_http(self) -> None:
+        tinker = self.api == "tinker"
+        if tinker and not self.workdir:
             raise ValueError("--api=tinker needs --workdir=DIR, where models and checkpoints are kept.")
-        check_local("--workdir", self.workdir)
+        if tinker:
+            check_local("--workdir", self.workdir)
         for folder in self.model_folders().values():
             check_local("--model", folder)
-        if self.api_key and not self.api_key.startswith("tml-"):
+        if tinker and self.api_key and not self.api_key.startswith("tml-"):
             raise ValueError("--api_key must begin with tml-: the client refuses other keys.")
+        if not (self.api_key.isascii() and self.api_key.isprintable()) or " " in self.api_key:
+            raise ValueError("--api_key must be printable ASCII without spaces: it is sent in a header.")
         if not self.is_loopback and not self.api_key:
             raise ValueError(
-                f"--host={self.host} lets other machines in, and there is no --api_key: set one that begins with tml-."
+                f"--host={self.host} lets other machines in, and there is no --api_key: set one"
+                + " that begins with tml-." * tinker
+                + "." * (not tinker)
             )
 
     def model_folders(self) -> dict[str, str]:
-        """Returns the folder of each model that --api=tinker serves, by its name; a folder's own if it has no other."""
+        """Returns the folder of each model that an HTTP server has, by its name; a folder's own if it has no other."""
         found: dict[str, str] = {}
         for entry in self.model.split(","):
             name, _, folder = entry.partition("=") if "=" in entry else (entry, "", entry)

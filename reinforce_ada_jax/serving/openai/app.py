@@ -1,0 +1,312 @@
+"""The HTTP interface that OpenAI's clients speak: routes, keys, limits, and requests into the sampler."""
+
+import asyncio
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import prometheus_client
+from jaxtyping import Int
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.serving.http import Refusal, Served, has_key, read_body
+from reinforce_ada_jax.serving.openai import protocol
+from reinforce_ada_jax.serving.openai.answer import Answer
+from reinforce_ada_jax.serving.openai.call import Call, Terms
+from reinforce_ada_jax.serving.openai.metrics import Metrics
+from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest, Invalid
+from reinforce_ada_jax.serving.sampler import Sampler
+from reinforce_ada_jax.serving.settings import ServerSettings
+
+# The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
+BYTES_PER_TOKEN = 64
+HUNG_UP = 499  # nobody reads this status; it is counted
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+Handler = Callable[[Request], Awaitable[Response]]
+Prompts = list[Int[np.ndarray, " T"]]
+
+
+class App:
+    """Routes over the samplers of the models.
+
+    Attributes:
+      num_open: responses that are not finished.
+    """
+
+    def __init__(self, settings: ServerSettings, models: Sequence[Served], wake: threading.Event):
+        """`wake` is set when there is something to sample."""
+        self.settings, self.models = settings, {each.name: each for each in models}
+        self._wake, self.num_open = wake, 0
+        self.metrics = Metrics(self._num_running, lambda: self.num_open)
+        self._samplers: dict[str, Sampler] = {}
+        self._num_requests = 0
+        # One thread: a template's limits are counted in one rendering at a time.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
+
+    def set_ready(self, samplers: dict[str, Sampler]) -> None:
+        """Begins to answer requests, with the sampler of each model."""
+        self._samplers = samplers
+
+    def _num_running(self) -> int:
+        return sum(sampler.num_running for sampler in self._samplers.values())
+
+    def asgi(self) -> Starlette:
+        """Returns the application."""
+        routes = [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/metrics", self._guarded(self.metrics_page, needs_models=False), methods=["GET"]),
+            Route("/v1/models", self._guarded(self.list_models, needs_models=False), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self.describe_model, needs_models=False), methods=["GET"]),
+            Route("/v1/completions", self._guarded(self.completions, "completions"), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self.chat_completions, "chat"), methods=["POST"]),
+        ]
+        handlers: Any = {404: self._guarded(self._unknown, needs_models=False), 405: _wrong_method}
+        return Starlette(routes=routes, exception_handlers={
+            status: _without_exception(handler) for status, handler in handlers.items()
+        })  # fmt: skip
+
+    def _guarded(self, handler: Handler, endpoint: str = "", needs_models: bool = True) -> Handler:
+        """Answers what a handler refuses, what comes without the key, and what comes too early."""
+
+        async def answer(request: Request) -> Response:
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if self.settings.api_key and (scheme.lower() != "bearer" or not has_key(given, self.settings.api_key)):
+                return protocol.error_response(Refusal(401, "the API key is not that of this server (--api_key)."))
+            try:
+                if needs_models and not self._samplers:
+                    raise Refusal(503, "the server reads weights and compiles: try again in some seconds.")
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=HUNG_UP)
+            except Refusal as refusal:
+                return protocol.error_response(refusal)
+            except Exception as error:
+                traceback.print_exc(file=sys.stderr)
+                return protocol.error_response(Refusal(500, f"{type(error).__name__}: {error!s:.300}"))
+
+        async def counted(request: Request) -> Response:
+            response = await answer(request)
+            if endpoint:
+                self.metrics.requests.labels(endpoint, response.status_code).inc()
+            return response
+
+        return counted
+
+    # ---- what is asked without a model ---------------------------------------------------------------------------
+
+    async def health(self, _: Request) -> Response:
+        """Says if requests are answered; it needs no key."""
+        if self._samplers:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "loading"}, status_code=503)
+
+    async def metrics_page(self, _: Request) -> Response:
+        """Returns the numbers for Prometheus."""
+        return Response(self.metrics.page(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def _unknown(self, request: Request) -> Response:
+        raise Refusal(404, f"{request.method} {request.url.path:.200}: this server does not have it.")
+
+    def _description(self, name: str) -> dict[str, Any]:
+        options = self.models[name].engine.options
+        longest = options.max_prompt_tokens + options.max_response_tokens
+        return {"id": name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": longest}
+
+    async def list_models(self, _: Request) -> Response:
+        """Lists the models."""
+        return JSONResponse({"object": "list", "data": [self._description(name) for name in self.models]})
+
+    async def describe_model(self, request: Request) -> Response:
+        """Describes one model."""
+        return JSONResponse(self._description(self._served(request.path_params["name"]).name))
+
+    def _served(self, name: str) -> Served:
+        if name not in self.models:
+            names = ", ".join(self.models)
+            raise Invalid(
+                f"the model {name!r:.160} does not exist; this server has {names}.", "model", "model_not_found", 404
+            )
+        return self.models[name]
+
+    # ---- completions ---------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """Continues prompts."""
+        asked = protocol.parse(CompletionRequest, await self._body(request))
+        served = self._served(asked.model)
+        if not asked.prompts:
+            raise Invalid("the prompt is an empty list.", "prompt")
+        tokens = await self._tokenize(served, lambda: [self._prompt(served, prompt) for prompt in asked.prompts])
+        most = protocol.DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+        return await self._answer(request, asked, served, tokens, most)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Continues a conversation."""
+        asked = protocol.parse(ChatRequest, await self._body(request))
+        served = self._served(asked.model)
+        messages = protocol.template_messages(asked.messages)
+
+        def render() -> Prompts:
+            text = served.tokenizer.render_messages(messages, asked.offered_tools)
+            self._check_size(served, text)
+            # The template writes BOS itself where the model has one.
+            return [self._checked(served, served.tokenizer.encode(text, add_special_tokens=False))]
+
+        tokens = await self._tokenize(served, render)
+        most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+        return await self._answer(request, asked, served, tokens, most)
+
+    async def _body(self, request: Request) -> bytes:
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            # A page of another site could make a browser send anything else.
+            raise Refusal(415, "send the header Content-Type: application/json.")
+        return await read_body(request, self.settings.request_mib, self.settings.request_s)
+
+    async def _tokenize(self, served: Served, make_prompts: Callable[[], Prompts]) -> Prompts:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make_prompts)
+        except ValueError as error:
+            # Where the folder is concerns no client.
+            raise Invalid(str(error).replace(str(served.tokenizer.folder), served.name)) from error
+
+    def _check_size(self, served: Served, text: str) -> None:
+        most = served.engine.options.max_prompt_tokens * BYTES_PER_TOKEN
+        if len(text) > most:
+            why = (
+                f"the prompt has {len(text):,} characters, more than {served.engine.options.max_prompt_tokens:,} tokens"
+            )
+            raise Invalid(f"{why} can have (--max_prompt_tokens).", "prompt", "context_length_exceeded")
+
+    def _prompt(self, served: Served, prompt: str | list[int]) -> Int[np.ndarray, " T"]:
+        if isinstance(prompt, str):
+            self._check_size(served, prompt)
+            return self._checked(served, served.tokenizer.encode(prompt))
+        vocabulary = served.engine.architecture.vocab_size
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise Invalid(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.", "prompt")
+        return self._checked(served, np.asarray(prompt, np.int32))
+
+    def _checked(self, served: Served, tokens: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
+        longest = served.engine.options.max_prompt_tokens
+        if not 1 <= len(tokens) <= longest:
+            raise Invalid(
+                f"the prompt has {len(tokens):,} tokens, this server takes 1 to {longest:,} (--max_prompt_tokens).",
+                "prompt", "context_length_exceeded" if len(tokens) else None,
+            )  # fmt: skip
+        return tokens
+
+    def _terms(self, asked: CompletionRequest | ChatRequest, served: Served, max_tokens: int | None) -> Terms:
+        longest, default = served.engine.options.max_response_tokens, self.settings.sampling
+        max_tokens = longest if max_tokens is None else max_tokens
+        if max_tokens > longest:
+            raise Invalid(
+                f"max_tokens is {max_tokens:,}; it must be 1 to {longest:,} (--max_response_tokens).", "max_tokens"
+            )
+        sampling = SamplingParams(
+            max_tokens,
+            default.temperature if asked.temperature is None else asked.temperature,
+            default.top_k if asked.top_k is None else max(asked.top_k, 0),
+            default.top_p if asked.top_p is None else asked.top_p,
+        )
+        if (asked.num_top_logprobs or 0) > (sampling.temperature == 0):
+            raise Invalid(
+                f"{asked.num_top_logprobs} most probable tokens are asked for; this server has log-probabilities of "
+                "the drawn tokens: ask for 0, or for 1 with temperature 0.",
+                "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs",
+            )
+        keeps = asked.num_top_logprobs is not None
+        return Terms(asked.n or 1, sampling, asked.seed, asked.stops, keeps)
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: CompletionRequest | ChatRequest,
+        served: Served,
+        prompts: Prompts,
+        max_tokens: int | None,
+    ) -> Response:
+        terms = self._terms(asked, served, max_tokens)
+        self._admit(terms.num_samples * len(prompts))
+        self._num_requests += 1
+        name, sampler = f"request {self._num_requests}", self._samplers[served.name]
+        call = Call(prompts, terms, served.tokenizer, sampler, name, self._response_ended)
+        self.num_open += len(call.choices)
+        self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
+        call.submit()
+        self._wake.set()
+        answer = Answer(asked, call)
+        if asked.stream:
+            return StreamingResponse(
+                answer.events(), media_type="text/event-stream", headers=STREAM_HEADERS,
+                background=BackgroundTask(self._end_call, call),
+            )  # fmt: skip
+        try:
+            if not await _finished(request, call):
+                return Response(status_code=HUNG_UP)
+            return JSONResponse(answer.whole())
+        finally:
+            await self._end_call(call)
+
+    def _admit(self, num_responses: int) -> None:
+        most = self.settings.slots + self.settings.waiting
+        if not 1 <= num_responses <= most:
+            raise Invalid(
+                f"{num_responses:,} responses are asked for; a request may have 1 to {most:,} (--waiting).", "n"
+            )
+        if self.num_open + num_responses > most:
+            raise Refusal(429, f"{self.num_open:,} responses are running or waiting (--waiting): try again later.")
+
+    def _response_ended(self, num_tokens: int) -> None:
+        self.num_open -= 1
+        self.metrics.generated_tokens.inc(num_tokens)
+
+    async def _end_call(self, call: Call) -> None:
+        call.cancel()
+        if call.is_cancelled:
+            self.metrics.cancelled.inc()
+        self._wake.set()  # slots to free
+        self.metrics.request_s.observe(call.seconds)
+        if call.first_token_s is not None:
+            self.metrics.first_token_s.observe(call.first_token_s)
+
+
+async def _finished(request: Request, call: Call) -> bool:
+    """Waits until all responses have ended, or the client has hung up: then returns False."""
+
+    async def wait() -> None:
+        while not call.is_finished:
+            await call.changed()
+
+    async def hung_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waits = asyncio.create_task(wait()), asyncio.create_task(hung_up())
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if waits[0].done():
+            waits[0].result()
+        return waits[0].done()
+    finally:
+        for each in waits:
+            each.cancel()
+
+
+def _without_exception(handler: Handler) -> Any:
+    async def handle(request: Request, _: Exception) -> Response:
+        return await handler(request)
+
+    return handle
+
+
+async def _wrong_method(request: Request) -> Response:
+    return protocol.error_response(Refusal(405, f"{request.url.path:.200} has no method {request.method}."))

@@ -1,0 +1,278 @@
+"""Requests of OpenAI's interface, and the errors in its format.
+
+A field that would change the answer and that this server does not have is refused, never ignored.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from reinforce_ada_jax.serving.http import Refusal
+
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+DEFAULT_COMPLETION_TOKENS = 16
+# By status: the type and the code of an error, as OpenAI's clients know them.
+ERRORS = {
+    400: ("invalid_request_error", None),
+    401: ("invalid_request_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+    500: ("server_error", "internal_error"),
+    503: ("server_error", "not_ready"),
+}
+# Names of types in the places that pydantic reports.
+TYPES = ("str", "int", "constrained-str")
+# Refused for now only: a client may send the same again.
+RETRIED = (429, 503)
+
+
+class Invalid(Refusal):
+    """A request with a wrong field, which `param` names."""
+
+    def __init__(self, why: str, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(status, why)
+        self.param, self.code = param, code
+
+
+def error_response(refusal: Refusal) -> Response:
+    """Returns an error in OpenAI's format."""
+    headers = {"Retry-After": "1"} if refusal.status in RETRIED else {}
+    if refusal.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(refusal), status_code=refusal.status, headers=headers)
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """Returns the content of an error."""
+    kind, code = ERRORS.get(refusal.status, ERRORS[400])
+    param = refusal.param if isinstance(refusal, Invalid) else None
+    code = (refusal.code if isinstance(refusal, Invalid) else None) or code
+    return {"error": {"message": str(refusal), "type": kind, "param": param, "code": code}}
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def _only(*values: Any) -> AfterValidator:
+    """Returns the check of a field that may be there with values that change nothing."""
+
+    def check(value: Any) -> Any:
+        if value not in values:
+            raise ValueError(f"this server does not have it: leave it out, or send {json.dumps(values[-1])}")
+        return value
+
+    return AfterValidator(check)
+
+
+Absent = Annotated[Any, _only(None)]
+Off = Annotated[Any, _only(None, False)]
+Zero = Annotated[Any, _only(None, 0)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # nothing is padded
+
+
+class Request(BaseModel):
+    """Fields that completions and chat have in common; `top_k` is an addition of this server."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model: str
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # They change nothing here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    store: Off = None
+    service_tier: Annotated[Any, _only(None, "default", "auto")] = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    logit_bias: Annotated[Any, _only(None, {})] = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end a response."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """True if a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class CompletionRequest(Request):
+    """Request of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[Any, _only(None, 1)] = None
+    echo: Off = None
+    suffix: Annotated[Any, _only(None, "")] = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each as text or as tokens."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Most probable tokens beside each token; None where no log-probabilities are asked for."""
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(BaseModel):
+    """A call that the model made; the arguments are JSON."""
+
+    model_config = ConfigDict(strict=True)
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool in a message of the assistant."""
+
+    model_config = ConfigDict(strict=True)
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)  # clients send back what they were answered
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Request):
+    """Request of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, _only(None, True)] = None
+    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
+    modalities: Annotated[Any, _only(None, ["text"])] = None
+    functions: Absent = None
+    function_call: Absent = None
+    reasoning_effort: Absent = None
+    verbosity: Absent = None
+    prediction: Absent = None
+    audio: Absent = None
+    web_search_options: Absent = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Most probable tokens beside each token; None where no log-probabilities are asked for."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Tools that the model may call, as chat templates take them."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """Returns a request.
+
+    Raises:
+      Invalid: the body is no JSON, or a field is unknown, missing or wrong.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        # A union adds the names of its members, which are no fields.
+        param = ".".join(str(part) for part in first["loc"] if part not in TYPES and not str(part).endswith("]"))
+        if first["type"] == "extra_forbidden":
+            raise Invalid(f"{param:.200}: this server does not know the field.", param[:200]) from None
+        reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+        raise Invalid(f"{param or 'body':.200}: {reason:.300}.", param[:200] or None) from None
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them: text alone, arguments of calls as objects."""
+    rendered = []
+    for index, message in enumerate(messages):
+        content = message.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        if content is None and not message.tool_calls:
+            raise Invalid(f"messages.{index}.content: it is missing.", f"messages.{index}.content")
+        row: dict[str, Any] = {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": content or "",
+        }
+        for name in ("name", "tool_call_id"):
+            if getattr(message, name) is not None:
+                row[name] = getattr(message, name)
+        if message.tool_calls:
+            row["tool_calls"] = [_template_call(call, f"messages.{index}.tool_calls") for call in message.tool_calls]
+        rendered.append(row)
+    return rendered
+
+
+def _template_call(call: ToolCall, param: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError) as error:
+        raise Invalid(
+            f"{param}: the arguments of {call.function.name:.100} are no JSON ({error!s:.100}).", param
+        ) from error
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

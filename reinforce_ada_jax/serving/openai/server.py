@@ -1,0 +1,104 @@
+"""The OpenAI-compatible server from start to end: it listens, loads, compiles, and serves until a signal."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.serving import http
+from reinforce_ada_jax.serving.http import Served
+from reinforce_ada_jax.serving.openai.app import App
+from reinforce_ada_jax.serving.sampler import PlainWeights, Sampler
+from reinforce_ada_jax.serving.settings import ServerSettings
+
+IDLE_S = 1.0
+
+
+def make_sampler(served: Served) -> Sampler:
+    """Reads the weights of a model, and compiles what sampling runs."""
+    _, params = served.load()
+    sampler = Sampler(served.engine, PlainWeights(served.engine.decode_weights(params)))
+    sampler.warm_up()
+    return sampler
+
+
+class Worker:
+    """The thread that owns the devices: it makes the samplers, and then runs their windows."""
+
+    def __init__(self, models: Sequence[Served], wake: threading.Event):
+        self.samplers: dict[str, Sampler] = {}
+        self.error: Exception | None = None
+        self._models, self.wake, self._stopping = models, wake, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
+
+    def start(self, on_loaded: Callable[[], object]) -> None:
+        """Starts the thread; `on_loaded` is called in it when there are samplers, or an error."""
+        self._on_loaded = on_loaded
+        self._thread.start()
+
+    def stop(self, within_s: float) -> None:
+        """Ends the thread after the window that it runs."""
+        self._stopping.set()
+        self.wake.set()
+        self._thread.join(within_s)
+
+    def _run(self) -> None:
+        try:
+            self.samplers = {each.name: make_sampler(each) for each in self._models}
+        except Exception as error:
+            self.error = error
+        self._on_loaded()
+        while not self._stopping.is_set():
+            self.wake.clear()
+            busy = [sampler for sampler in self.samplers.values() if sampler.busy]
+            for sampler in busy:
+                sampler.turn()
+            if not busy:
+                self.wake.wait(IDLE_S)
+
+
+async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
+    """Serves until a signal comes; returns False if that was before the models were loaded.
+
+    Raises:
+      Exception: a model could not be loaded.
+    """
+    started, loop, loaded = time.monotonic(), asyncio.get_running_loop(), asyncio.Event()
+    with cli.user_input():
+        listener = http.listen(settings)
+    print(http.summary(settings, models, listener.getsockname()[1]), flush=True)
+    wake = threading.Event()
+    app = App(settings, models, wake)
+    server = http.http_server(settings, app.asgi())
+    worker = Worker(models, wake)
+    worker.start(lambda: loop.call_soon_threadsafe(loaded.set))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    waiting = asyncio.create_task(loaded.wait())
+    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+    if not loaded.is_set():
+        return False
+    if worker.error is not None:
+        server.should_exit = True
+        await serving
+        raise worker.error
+    app.set_ready(worker.samplers)
+    print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
+    await serving
+    worker.stop(settings.grace_s)
+    return True
+
+
+def run(settings: ServerSettings, models: Sequence[Served]) -> None:
+    """Serves until SIGINT or SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
+        signal.signal(number, lambda *_: None)
+    with cli.user_input():
+        was_ready = asyncio.run(serve(settings, models))
+    print("stopped" if was_ready else "stopped     before it was ready", flush=True)
+    if not was_ready:
+        sys.stderr.flush()
+        os._exit(0)  # a compilation cannot be interrupted, and there is nothing to save

@@ -1,0 +1,409 @@
+"""The OpenAI-compatible server with real sockets, in one process: `serve --api=openai` has the same parts."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from reinforce_ada_jax import serve
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.serving import http as http_lib
+from reinforce_ada_jax.serving.openai.app import App
+from reinforce_ada_jax.serving.openai.server import Worker
+from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.training.components import ASSETS
+from tests.running import ROOT, environment
+from tests.test_docs import code_block
+
+PROMPT = "рСУш..="
+# A template of two lines: content with a letter for each role, and the number of tools.
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if tools %}{{ tools | length }}{% endif %}="
+)
+SETTINGS = ServerSettings(
+    "cipher=package:cipher", api="openai", dtype="float32", port=0, slots=8, waiting=256, page_size=16,
+    max_prompt_tokens=64, max_response_tokens=4096, compilation_cache="", request_mib=1, request_s=60.0,
+)  # fmt: skip
+
+
+def models(folder):
+    """The packaged model under two names: as it is, with a chat template, and with no end token."""
+    components = serve.build(dataclasses.replace(SETTINGS, model="package:cipher"))
+    shutil.copytree(ASSETS / "cipher", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer, engine = Tokenizer.load(folder), components.engine
+    endless = Engine(engine.architecture, dataclasses.replace(engine.options, stop_ids=(-1,)), mesh=engine.mesh)
+
+    def load():
+        return huggingface.load(components.folder, components.mesh, "float32")
+
+    return [
+        http_lib.Served("cipher", folder, tokenizer, engine, load),
+        http_lib.Served("endless", folder, tokenizer, endless, load),
+    ]
+
+
+@contextlib.contextmanager
+def running(settings, served, worker=None):
+    """(client, app) of a server in this process; without a worker it is not ready."""
+    app = App(settings, served, threading.Event() if worker is None else worker.wake)
+    if worker is not None:
+        app.set_ready(worker.samplers)
+    listener = http_lib.listen(settings)
+    server = http_lib.http_server(settings, app.asgi())
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=120) as client:
+            yield client, app
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    return models(tmp_path_factory.mktemp("openai") / "cipher")
+
+
+@pytest.fixture(scope="module")
+def worker(served):
+    loaded, worker = threading.Event(), Worker(served, threading.Event())
+    worker.start(loaded.set)
+    loaded.wait()
+    assert worker.error is None
+    yield worker
+    worker.stop(10)
+
+
+@pytest.fixture(scope="module")
+def server(served, worker):
+    with running(SETTINGS, served, worker) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def unready(served):
+    with running(dataclasses.replace(SETTINGS, api_key="secret"), served) as started:
+        yield started
+
+
+def complete(client, **fields):
+    answer = client.post("/v1/completions", json={"model": "cipher", "prompt": PROMPT, "max_tokens": 32} | fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client, path="/v1/completions", **fields):
+    """The chunks of a stream, which ends with [DONE]."""
+    body = {"model": "cipher", "prompt": PROMPT, "max_tokens": 32, "stream": True} | fields
+    with client.stream("POST", path, json={name: value for name, value in body.items() if value is not None}) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_greedy_completion_with_the_probability_of_each_token(server):
+    client, _ = server
+    answer = complete(client, temperature=0, logprobs=1)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["index"]) == ("z1tU", "stop", 0)
+    # BOS and 7 letters; 4 letters and the end token.
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 5, "total_tokens": 13}
+    logprobs = choice["logprobs"]
+    assert (logprobs["tokens"], logprobs["text_offset"]) == (["z", "1", "t", "U"], [0, 1, 2, 3])
+    assert logprobs["token_logprobs"] == pytest.approx([-0.02866, -0.04713, -0.37400, -0.39660], abs=1e-4)
+    assert [list(top) for top in logprobs["top_logprobs"]] == [["z"], ["1"], ["t"], ["U"]]
+    tokens = Tokenizer.load(ASSETS / "cipher").encode(PROMPT).tolist()
+    assert complete(client, temperature=0, prompt=tokens)["choices"][0]["text"] == "z1tU"
+    several = complete(client, temperature=0, prompt=[PROMPT, "рСУ"], n=2)["choices"]
+    assert [each["index"] for each in several] == [0, 1, 2, 3] and [each["text"] for each in several[:2]] == [
+        "z1tU"
+    ] * 2
+
+
+def test_a_seed_is_an_address(server):
+    client, _ = server
+    texts = [[choice["text"] for choice in complete(client, seed=seed, n=4)["choices"]] for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) > 1
+    assert [choice["text"] for choice in complete(client, seed=7)["choices"]] == texts[0][:1]
+    free = {complete(client, model="endless", max_tokens=12)["choices"][0]["text"] for _ in range(3)}
+    assert len(free) == 3
+
+
+def test_a_stream_joined_is_the_whole_answer(server):
+    client, _ = server
+    fields = dict(model="endless", seed=3, n=2, max_tokens=100, logprobs=0)
+    whole = complete(client, **fields)
+    chunks = events(client, stream_options={"include_usage": True}, **fields)
+    assert len(chunks) > 6  # they came window by window
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert whole["usage"] == {"prompt_tokens": 8, "completion_tokens": 200, "total_tokens": 208}
+    for choice in whole["choices"]:
+        own = [row for chunk in chunks for row in chunk["choices"] if row["index"] == choice["index"]]
+        assert "".join(row["text"] for row in own) == choice["text"] and choice["text"]
+        assert [row["finish_reason"] for row in own] == [None] * (len(own) - 1) + ["length"]
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            parts = [value for row in own if row["logprobs"] for value in row["logprobs"][name]]
+            assert parts == choice["logprobs"][name]
+
+
+def test_a_stop_cuts_exactly_and_ends_the_slot(server):
+    client, app = server
+    fields = dict(model="endless", seed=5, max_tokens=400)
+    text = complete(client, **fields)["choices"][0]["text"]
+    stop = text[40:43]
+    before = text[: text.index(stop)]
+    (choice,) = complete(client, stop=[stop, "no such text"], **fields)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (before, "stop")
+    rows = [row for chunk in events(client, stop=stop, **fields) for row in chunk["choices"]]
+    assert "".join(row["text"] for row in rows) == before and rows[-1]["finish_reason"] == "stop"
+    # It ends in the device as well, long before 4,096 tokens.
+    begun = time.monotonic()
+    assert complete(client, **(fields | {"max_tokens": 4096, "stop": stop}))["choices"][0]["text"] == before
+    wait_until(lambda: app._num_running() == 0)
+    assert time.monotonic() - begun < 5
+
+
+def test_chat(server):
+    client, _ = server
+    messages = [{"role": "developer", "content": "рС"}, {"role": "user", "content": [{"type": "text", "text": "У"}]}]
+    body = {"model": "endless", "messages": messages, "temperature": 0, "max_completion_tokens": 20}
+    whole = client.post("/v1/chat/completions", json=body | {"logprobs": True, "top_logprobs": 1}).json()
+    assert whole["object"] == "chat.completion" and whole["usage"]["prompt_tokens"] == len("sрСuУ=")
+    (choice,) = whole["choices"]
+    text = choice["message"]["content"]
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None} and text
+    tokens = Tokenizer.load(ASSETS / "cipher").encode("sрСuУ=").tolist()[1:]  # the template has no BOS
+    plain = complete(client, model="endless", prompt=tokens, max_tokens=20, temperature=0)
+    assert plain["choices"][0]["text"] == text
+    entries = choice["logprobs"]["content"]
+    assert "".join(bytes(entry["bytes"]).decode() for entry in entries) == text
+    assert all(entry["top_logprobs"][0]["logprob"] == entry["logprob"] for entry in entries)
+    deltas = [
+        row["delta"]
+        for chunk in events(client, "/v1/chat/completions", prompt=None, max_tokens=None, **body)
+        for row in chunk["choices"]
+    ]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[-1] == {}
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}] * 3
+    answers = [
+        client.post("/v1/chat/completions", json=body | {"tools": tools, "tool_choice": choice}).json()
+        for choice in ("auto", "none")
+    ]
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [len("sрСuУ3="), len("sрСuУ=")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"model": "other"}, 404, "model", "model_not_found"),
+        ({"temperature": "hot"}, 400, "temperature", None),
+        ({"temperature": -1}, 400, "temperature", None),
+        ({"top_p": 0}, 400, "top_p", None),
+        ({"n": 0}, 400, "n", None),
+        ({"n": 265}, 400, "n", None),
+        ({"max_tokens": 4097}, 400, "max_tokens", None),
+        ({"max_tokens": True}, 400, "max_tokens", None),
+        ({"prompt": ""}, 200, None, None),  # BOS alone
+        ({"prompt": []}, 400, "prompt", None),
+        ({"prompt": [1, 10**6]}, 400, "prompt", None),
+        ({"prompt": [PROMPT, 3]}, 400, "prompt", None),
+        ({"prompt": "а" * 65}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": "а" * 10**5}, 400, "prompt", "context_length_exceeded"),
+        ({"prompt": "no such letters: ß"}, 400, None, None),
+        ({"logprobs": 2}, 400, "logprobs", None),
+        ({"stop": ["a"] * 17}, 400, "stop", None),
+        ({"stop": ""}, 400, "stop", None),
+        ({"echo": True}, 400, "echo", None),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", None),
+        ({"presence_penalty": 0, "echo": False, "user": "me", "top_k": 5, "top_p": 0.9}, 200, None, None),
+        ({"guided_json": {}}, 400, "guided_json", None),
+    ],
+    ids=str,
+)
+def test_what_is_refused_says_why(server, fields, status, param, code):
+    client, _ = server
+    answer = client.post("/v1/completions", json={"model": "cipher", "prompt": PROMPT, "max_tokens": 4} | fields)
+    assert answer.status_code == status, answer.text
+    if status != 200:
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == (param, code)
+        assert error["message"].endswith(".") and len(error["message"]) < 300 and "/cipher" not in error["message"]
+
+
+def test_what_is_refused_before_a_model_is_asked(unready):
+    client, _ = unready
+    key = {"Authorization": "Bearer secret"}
+    body = {"model": "cipher", "prompt": PROMPT}
+    for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
+        answer = client.post("/v1/completions", json=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert client.get("/metrics", headers=headers).status_code == 401
+        assert client.get("/nothing", headers=headers).status_code == 401
+    early = client.post("/v1/completions", json=body, headers=key)
+    assert (early.status_code, early.headers["retry-after"]) == (503, "1")
+    assert client.get("/health").status_code == 503  # without the key
+    assert client.get("/nothing", headers=key).json()["error"]["code"] == "not_found"
+    assert client.get("/v1/models/other", headers=key).json()["error"]["code"] == "model_not_found"
+    assert client.put("/v1/models", headers=key).status_code == 405
+    names = [model["id"] for model in client.get("/v1/models", headers=key).json()["data"]]
+    assert names == ["cipher", "endless"] and client.get("/v1/models/endless", headers=key).json()["id"] == "endless"
+
+
+def test_bodies_are_json_of_a_bounded_size_and_come_in_time(server, served, worker):
+    client, _ = server
+    json_type = {"Content-Type": "application/json"}
+    for content, headers, status in (
+        (b"{", json_type, 400), (b"\xff", json_type, 400), (b"[" * 10**5, json_type, 400), (b"{}", {}, 415),
+        (b"x" * (2**20 + 1), json_type, 413), (b"{}", json_type | {"Content-Encoding": "gzip"}, 415),
+    ):  # fmt: skip
+        answer = client.post("/v1/completions", content=content, headers=headers)
+        assert (answer.status_code, "message" in answer.json()["error"]) == (status, True), content[:9]
+    with running(dataclasses.replace(SETTINGS, request_s=0.2), served, worker) as (client, _):
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            slow.sendall(b"Content-Length: 10\r\n\r\n{")
+            assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+
+def wait_until(condition, within_s=30.0):
+    limit = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_hang_up_free_their_slots(server, stream):
+    """264 responses of 4,096 tokens are all that may be open; the next client has to wait until they are given up."""
+    client, app = server
+    body = {"model": "endless", "prompt": PROMPT, "max_tokens": 4096, "n": 264, "stream": stream}
+    before = app.metrics.cancelled._value.get()
+    with httpx.Client(base_url=client.base_url) as rude:
+        if stream:
+            with rude.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()  # without a name it would end here, and with it the connection
+                next(lines)
+                full = client.post("/v1/completions", json={"model": "cipher", "prompt": PROMPT})
+                assert full.status_code == 429 and full.headers["retry-after"] == "1", full.text
+                assert full.json()["error"]["code"] == "rate_limit_exceeded" and app._num_running() > 8
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                rude.post("/v1/completions", json=body, timeout=0.5)
+    begun = time.monotonic()
+    wait_until(lambda: app.num_open == 0 and app._num_running() == 0)
+    assert time.monotonic() - begun < 5  # alone on a machine it takes 0.1 s; the responses would take minutes
+    assert app.metrics.cancelled._value.get() == before + 1
+    assert complete(client, temperature=0)["choices"][0]["text"] == "z1tU"
+
+
+def test_two_hundred_clients_lose_nothing(server):
+    """Half of them read streams; each gets what its seed gives to one client alone."""
+    client, app = server
+    alone = [complete(client, seed=seed)["choices"][0]["text"] for seed in range(20)]
+
+    async def ask(asking, number):
+        body = {"model": "cipher", "prompt": PROMPT, "max_tokens": 32, "seed": number % 20, "stream": number % 2 == 0}
+        answer = await asking.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        if number % 2:
+            return answer.json()["choices"][0]["text"]
+        chunks = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+        return "".join(row["text"] for chunk in chunks for row in chunk["choices"])
+
+    async def ask_all():
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=120, limits=limits) as asking:
+            return await asyncio.gather(*(ask(asking, number) for number in range(200)))
+
+    assert asyncio.run(ask_all()) == alone * 10
+    assert app.num_open == 0
+
+
+def test_metrics_and_health(server):
+    client, _ = server
+    assert client.get("/health").json() == {"status": "ok"}
+
+    def numbers():
+        lines = client.get("/metrics").text.splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+    before = numbers()
+    complete(client, temperature=0)
+    after = numbers()
+    added = {name: float(after[name]) - float(before.get(name, 0)) for name in after if after[name] != before.get(name)}
+    assert added['reinforce_ada_requests_total{endpoint="completions",status="200"}'] == 1
+    assert added["reinforce_ada_prompt_tokens_total"] == 8 and added["reinforce_ada_generated_tokens_total"] == 5
+    assert after["reinforce_ada_open_responses"] == "0.0"
+
+
+def test_the_official_client(server):
+    openai = pytest.importorskip("openai")
+    client, _ = server
+    with openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="x") as asking:
+        assert [model.id for model in asking.models.list()] == ["cipher", "endless"]
+        code = code_block("how_to/openai.md", "chat.completions")
+        names = {"client": asking, "openai": openai}
+        lines = [line for line in code.splitlines() if "import" not in line and "OpenAI(" not in line]
+        exec("\n".join(lines).replace("mine", "cipher").replace("2 + 2 =", PROMPT), names)
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            asking.completions.create(model="other", prompt="a")
+
+
+def test_the_command_answers_early_and_ends_with_a_signal():
+    command = [
+        sys.executable,
+        "-m",
+        "reinforce_ada_jax.serve",
+        "--api=openai",
+        "--model=cipher=package:cipher",
+        "--port=0",
+    ]
+    options = ["--dtype=float32", "--slots=2", "--max_prompt_tokens=16", "--max_response_tokens=16", "--grace_s=1"]
+    with subprocess.Popen(command + options, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline().startswith("model       cipher: ")
+            address = process.stdout.readline().split()[1].rstrip(",")
+            wait_until(lambda: _status(address) == 503)
+            ready = process.stdout.readline()
+            assert ready.startswith("ready") and _status(address) == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.stdout.read() == "stopped\n" and process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def _status(address):
+    try:
+        return httpx.get(f"{address}/health").status_code
+    except httpx.ConnectError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host": "0.0.0.0"}, "lets other machines in, and there is no --api_key: set one."),
+        ({"api_key": "two words"}, "without spaces"),
+        ({"model": "a=x,a=y"}, "different names"),
+    ],
+)
+def test_settings_that_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SETTINGS, **changes).check()
+    dataclasses.replace(SETTINGS, host="0.0.0.0", api_key="secret").check()

@@ -1,0 +1,220 @@
+"""Texts of the OpenAI-compatible server without an engine: stops, tokens, calls of tools, streams."""
+
+import asyncio
+import json
+import types
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.data.templates import render_chat
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.serving.openai import protocol, tools
+from reinforce_ada_jax.serving.openai.answer import Answer
+from reinforce_ada_jax.serving.openai.call import Call, Terms
+from reinforce_ada_jax.serving.openai.protocol import ChatRequest, Invalid
+from reinforce_ada_jax.serving.openai.response_text import ResponseText
+from reinforce_ada_jax.serving.openai.tools import parse_calls, partial_length, settled_length
+from reinforce_ada_jax.serving.sampler import Sampled, Sampler
+from tests.serving.test_tokenizer import of_bytes
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+def sampled(tokens):
+    return Sampled(np.asarray(tokens, np.int32), -0.5 * np.ones(len(tokens), np.float32), stopped=False)
+
+
+def grown(text, stops=(), at_a_time=1, keep=False):
+    """A response's text after each addition, and the response."""
+    tokenizer = of_bytes()
+    response, shown = ResponseText(tokenizer, (-7,), stops, keep), []
+    tokens = tokenizer.encode(text)
+    for begin in range(0, len(tokens), at_a_time):
+        response.add(sampled(tokens[begin : begin + at_a_time]))
+        shown.append(response.text[: response.settled_length])
+    response.finish()
+    return shown, response
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 100])
+def test_stops_are_cut_exactly_and_never_shown(at_a_time):
+    shown, response = grown("one\n\ntwo Question: three", ["\n\nQ", "Quest"], at_a_time)
+    assert response.text == "one\n\ntwo " and response.at_stop_text
+    assert response.num_tokens == len("one\n\ntwo Quest")
+    assert all("one\n\ntwo ".startswith(text) for text in shown)
+    if at_a_time == 1:
+        # "\n", "\n\n" and "Q" may be the beginning of a stop.
+        assert shown[:6] == ["o", "on", "one", "one", "one", "one\n\nt"]
+        assert shown[8:10] == ["one\n\ntwo ", "one\n\ntwo "]
+
+
+def test_the_stop_that_begins_first_cuts():
+    assert grown("abcd", ["cd", "bcd"])[1].text == "a"
+    assert grown("abcd", ["bc", "c"])[1].text == "a"
+    assert grown("aab", ["ab"])[1].text == "a"
+    assert grown("ab", ["abc"])[1].text == "ab"  # it never came
+
+
+def test_tokens_joined_are_the_text():
+    _, response = grown("aé你!", keep=True)
+    assert [(piece.text, piece.begin) for piece in response.pieces] == [
+        ("a", 0), ("", 1), ("é", 1), ("", 2), ("", 2), ("你", 2), ("!", 3)
+    ]  # fmt: skip
+    _, cut = grown("aé你!b", ["你!"], keep=True)
+    assert "".join(piece.text for piece in cut.pieces) == cut.text == "aé"
+
+
+def test_an_incomplete_character_at_the_end_is_its_last_tokens():
+    tokenizer = of_bytes()
+    response = ResponseText(tokenizer, (), (), True)
+    response.add(sampled(tokenizer.encode("a🙂")[:3]))
+    assert response.text == "a"
+    response.finish()
+    assert response.text == "a\ufffd" == "".join(piece.text for piece in response.pieces)
+
+
+def test_an_end_token_has_no_text_and_is_counted():
+    tokenizer = of_bytes()
+    letter = tokenizer.encode("a").tolist()
+    for keep in (False, True):
+        response = ResponseText(tokenizer, letter, (), keep)
+        response.add(sampled([*tokenizer.encode("bc"), *letter]))
+        response.finish()
+        assert (response.text, response.num_tokens) == ("bc", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (CALL, "", [("add", '{"a": 1, "b": [2]}')]),
+        (f"I add.\n{CALL}\n{CALL}", "I add.\n", [("add", '{"a": 1, "b": [2]}')] * 2),
+        ('<tool_call>{"name": "é", "arguments": {}}', "", [("é", "{}")]),  # the end token came instead
+        ('{"name": "add", "parameters": {"a": "ä"}}', "", [("add", '{"a": "ä"}')]),  # Llama
+        ('{"name": "other", "parameters": {}}', None, []),
+        ('{"answer": 42}', None, []),
+        ("42", None, []),
+        ("<tool_call>{broken</tool_call>", None, []),
+        ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', None, []),
+        ("<tool_call>" + "[" * 100_000, None, []),
+    ],
+)
+def test_calls_of_tools(text, content, calls):
+    assert parse_calls(text, {"add"}) == (text if content is None else content, [tools.Call(*call) for call in calls])
+
+
+def test_text_is_held_back_while_it_may_be_a_call():
+    assert [settled_length(text) for text in ("", " ", "{", " {a", "a", "a<", "a<b", "a<tool_", "a<tool_call>x")] == [
+        0, 0, 0, 0, 1, 1, 3, 1, 1
+    ]  # fmt: skip
+    assert [partial_length("ab", word) for word in ("bc", "abc", "ab", "x", "b")] == [1, 2, 0, 0, 0]
+
+
+class ScriptedSampler(Sampler):
+    """Answers every response with the bytes of a text, some at a time."""
+
+    def __init__(self, tokenizer, text, at_a_time):
+        self.engine = types.SimpleNamespace(options=types.SimpleNamespace(stop_ids=(-7,)))
+        self._tokens, self._at_a_time, self.cancelled = tokenizer.encode(text), at_a_time, []
+
+    def submit(self, job):
+        for draw in range(job.num_samples):
+            for begin in range(0, len(self._tokens), self._at_a_time):
+                tokens = self._tokens[begin : begin + self._at_a_time]
+                job.watch(draw, sampled(tokens), begin + self._at_a_time >= len(self._tokens))
+
+    def cancel(self, job, draw):
+        self.cancelled.append(draw)
+
+
+def answered(text, at_a_time=4, stops=(), **fields):
+    """(whole answer, deltas of each response in a stream, draws that were cancelled)."""
+    asked = ChatRequest(model="m", messages=[{"role": "user", "content": "?"}], **fields)
+    tokenizer = of_bytes()
+
+    async def ask():
+        sampler = ScriptedSampler(tokenizer, text, at_a_time)
+        terms = Terms(asked.n or 1, SamplingParams(1000), None, tuple(stops), asked.num_top_logprobs is not None)
+
+        def call():
+            made = Call([np.zeros(3, np.int32)], terms, tokenizer, sampler, "name", lambda _: None)
+            made.submit()
+            return made
+
+        first = call()
+        while not first.is_finished:
+            await first.changed()
+        events = "".join([event async for event in Answer(asked, call()).events()]).split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        rows = [row for chunk in chunks for row in chunk["choices"]]
+        streams = [[row for row in rows if row["index"] == index] for index in range(asked.n or 1)]
+        return Answer(asked, first).whole(), streams, sampler.cancelled
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("at_a_time", [1, 7, 1000])
+def test_a_stream_with_tools_says_what_the_whole_answer_says(at_a_time):
+    whole, streams, _ = answered(f"I add.{CALL}", at_a_time, tools=[ADD], n=2)
+    for choice, rows in zip(whole["choices"], streams, strict=True):
+        message, deltas = choice["message"], [row["delta"] for row in rows]
+        assert (message["content"], choice["finish_reason"]) == ("I add.", "tool_calls")
+        assert "".join(delta.get("content", "") for delta in deltas) == "I add."
+        (call,), (streamed,) = message["tool_calls"], [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": [2]}'}
+        assert streamed[0]["index"] == 0 and streamed[0]["function"] == call["function"]
+        assert [row["finish_reason"] for row in rows] == [None] * (len(rows) - 1) + ["tool_calls"]
+
+
+def test_a_call_alone_has_no_content_and_without_tools_it_is_text():
+    assert answered(CALL, tools=[ADD])[0]["choices"][0]["message"]["content"] is None
+    for fields in ({}, {"tools": [ADD], "tool_choice": "none"}):
+        (choice,) = answered(CALL, **fields)[0]["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "length")
+
+
+def test_a_stop_text_cancels_the_draw():
+    whole, streams, cancelled = answered("abcdef" * 10, 4, stops=["ef"], n=2)
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["abcd"] * 2
+    assert ["".join(row["delta"].get("content", "") for row in rows) for rows in streams] == ["abcd"] * 2
+    assert cancelled == [0, 1] * 2 and whole["usage"]["completion_tokens"] == 12
+
+
+def test_messages_as_templates_take_them():
+    asked = protocol.parse(ChatRequest, json.dumps({"model": "m", "messages": [
+        {"role": "developer", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]}).encode())  # fmt: skip
+    messages = protocol.template_messages(asked.messages)
+    assert messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "ab", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    ]  # fmt: skip
+    names, call = (
+        "{% for t in tools %}{{ t.function.name }} {% endfor %}",
+        "messages[2].tool_calls[0].function.arguments",
+    )
+    assert render_chat(names + "{{ " + call + " | tojson }}", messages, {}, tools=[ADD]) == 'add {"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "nobody", "content": "a"}, "messages.0.role"),
+        ({"role": "user"}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content"),
+    ],
+)
+def test_messages_that_are_refused(message, param):
+    with pytest.raises(Invalid) as caught:
+        asked = protocol.parse(ChatRequest, json.dumps({"model": "m", "messages": [message]}).encode())
+        protocol.template_messages(asked.messages)
+    assert caught.value.status == 400 and caught.value.param.startswith(param)
