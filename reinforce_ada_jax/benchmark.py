@@ -15,12 +15,14 @@
     python -m reinforce_ada_jax.benchmark split --config=configs/tiny.py --shape=128x4 --json=OUT
     python -m reinforce_ada_jax.benchmark split --config=configs/qwen_1p5b.py --topology=v5e:2x4
     python -m reinforce_ada_jax.benchmark start --json=OUT
+    python -m reinforce_ada_jax.benchmark serve --shape=512x8 --slots=64 --requests=256 --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
 `learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
 policy loss and its gradients, and `iteration` whole iterations by their phases. `split` measures iterations that are
 drawn while the one before is learned, and predicts them for a TPU slice. `start` measures the seconds until the first
-sampled token. --simulate runs only the scheduling. docs/performance.md explains the numbers and lists results.
+sampled token. `serve` samples through the server of the tinker client, beside the engine alone. --simulate runs only
+the scheduling. docs/performance.md explains the numbers and lists results.
 """
 
 import importlib
@@ -35,7 +37,7 @@ from reinforce_ada_jax.benchmarks import options
 from reinforce_ada_jax.config.paths import check_output
 
 # Modules of `benchmarks`, each with a function `run` from the flags to its numbers.
-BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "split", "start")
+BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "split", "start", "serve")
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:

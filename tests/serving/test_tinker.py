@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
+import json
 import signal
 import socket
 import subprocess
@@ -70,6 +72,8 @@ def running(settings, started=None):
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     worker.start()
     thread.start()
+    while not http.started:
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", service, worker
     finally:
@@ -405,20 +409,59 @@ def test_the_page_is_what_a_client_does(server):
     names["service"].close(status="success").result()
 
 
-def test_limits_of_the_listener(server, tmp_path):
-    def status(path, body=b"{}", key=KEY, method="POST"):
-        request = urllib.request.Request(f"{server[0]}{path}", body, {"X-API-Key": key}, method=method)
-        try:
-            with urllib.request.urlopen(request) as answer:
-                return answer.status
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.status
+def posted(address, path, body=b"{}", key=KEY, method="POST", parsed=True, **headers):
+    """(status, answer) of a request, or the status alone; a body that is no bytes is sent as JSON."""
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}{path}", content, {"X-API-Key": key, **headers}, method=method)
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return (answer.status, json.load(answer)) if parsed else answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return (error.code, json.load(error)) if parsed else error.code
 
+
+def test_requests_that_wait_have_a_limit_and_can_be_cancelled(server, monkeypatch):
+    address, service, _ = server
+    post = functools.partial(posted, address)
+    begin = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    session = post("/api/v1/create_session", begin)[1]["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "cipher"}
+    sampler = post("/api/v1/create_sampling_session", asked)[1]["sampling_session_id"]
+    limits = {"waiting": 2, "sessions": len(service.seen)}
+    monkeypatch.setattr(service, "settings", dataclasses.replace(service.settings, **limits))
+    monkeypatch.setattr(service.bases["cipher"].sampler, "submit", lambda job: None)  # nothing is answered
+
+    def sample(number, **changes):
+        request = {"sampling_session_id": sampler, "seq_id": number, "num_samples": 1, "sampling_params": {}}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+        return post("/api/v1/asample", request | {"prompt": prompt} | changes)
+
+    def result(number):
+        return post("/api/v1/retrieve_future", {"request_id": f"{sampler}:{number}"})
+
+    assert [sample(number)[0] for number in (0, 1, 1)] == [200, 200, 200]  # the third is the second, sent again
+    status, answer = sample(2)
+    assert (status, answer["detail"]) == (429, "2 requests are waiting (--waiting): try again later.")
+    status, answer = post("/api/v1/create_session", begin)
+    assert status == 429 and "more may not (--sessions)" in answer["detail"]
+    for _ in range(2):  # the second time there is nothing to cancel
+        assert post("/api/v1/cancel_future", {"request_id": f"{sampler}:0"}) == (200, {})
+        assert result(0) == (200, {"error": "the client cancelled this request.", "category": "user"})
+    assert sample(2, sampling_params={"stop": ""})[0] == 200
+    assert result(2)[1]["error"].startswith("stop has an empty text")
+    service.end_session(session, "of this test")
+    assert result(1)[1]["error"] == f"session {session} has ended: of this test."
+    assert sample(3)[0] == 404 and result(3)[0] == 410
+
+
+def test_limits_of_the_listener(server, tmp_path):
+    status = functools.partial(posted, server[0], parsed=False)
     assert status("/api/v1/healthz", None, method="GET") == 200
     assert status("/api/v1/healthz", None, key="", method="GET") == 401
     assert status("/api/v1/create_session", b"x" * (32 * 2**20 + 1)) == 413
     assert [status("/api/v1/create_session", body) for body in (b"", b"[]", b"[" * 10**5, b"\xff")] == [422] * 4
+    assert status("/api/v1/create_session", **{"Content-Encoding": "gzip"}) == 415
     assert status("/api/v1/forward_backward", b"\xff" * 100) == 422
     assert status("/api/v1/weights_info", b"7") == 422
     assert status("/api/v1/billing/usage/events", None, method="GET") == 404
