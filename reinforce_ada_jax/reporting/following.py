@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from reinforce_ada_jax.reporting import comparison, curves, page, samples
-from reinforce_ada_jax.reporting.history import NEEDED, History, of_lines, unique_names
+from reinforce_ada_jax.reporting.history import CONFIG, NEEDED, STARTED, History, of_lines, read_json, unique_names
 from reinforce_ada_jax.reporting.samples import SampledResponses
 from reinforce_ada_jax.reporting.writers import Metrics
 
@@ -75,19 +75,34 @@ class FollowedRun:
             self._problem = ""
         return replaced or len(self._lines) > before
 
+    def unread(self) -> dict[str, Any]:
+        """Returns the run as the page's program reads it, without anything of its files."""
+        return {"name": self.name, "workdir": str(self.workdir), "begin": 0, "keys": [], "rows": []}
+
+    def _run(self, begin: int) -> dict[str, Any]:
+        if self.history is not None:
+            return page.run_data(self.name, self.workdir, self.history, begin)
+        run = self.unread()  # no iteration is finished: how many there will be, and on what devices
+        if (self.workdir / CONFIG).exists():
+            run["iterations"] = read_json(self.workdir / CONFIG).get("iterations")
+        if (self.workdir / STARTED).exists():
+            run["started"] = read_json(self.workdir / STARTED)
+        return run
+
     def news(self, known: Known) -> tuple[dict[str, Any], SampledResponses]:
         """Returns the run, and its responses, for a reader with what is `known`."""
         generation, count, seen = known
         if generation != self._generation or not 0 <= count <= len(self._lines) + 1:
             count = seen = 0
         last = int(self.history.metrics["iteration"][-1]) if self.history else 0
-        problem = self._problem
+        problem, run, sampled = self._problem, self.unread(), SampledResponses([], 0, 0, 0)
         try:
-            sampled = samples.read(self.workdir, samples.MOST_ROWS, samples.MOST_BYTES, after=seen, last=last)
+            run = self._run(count)
+            if seen < last:
+                sampled = samples.read(self.workdir, samples.MOST_ROWS, samples.MOST_BYTES, after=seen, last=last)
         except (OSError, ValueError) as error:
-            sampled, problem = SampledResponses([], 0, 0, 0), str(error).splitlines()[0]
+            problem = str(error).splitlines()[0]
         age = round(max(time.time() - self._written, 0.0), 1)
-        run = page.run_data(self.name, self.workdir, self.history, count)
         return run | {"generation": self._generation, "age": age, "problem": problem, "seen": last}, sampled
 
 
@@ -122,7 +137,7 @@ class FollowedRuns:
 
     def page(self) -> str:
         """Returns the page, which asks for all that it shows."""
-        runs = [page.run_data(run.name, run.workdir, None) for run in self.runs]
+        runs = [run.unread() for run in self.runs]
         return page.render({"live": True, "runs": runs})
 
     def news(self, known: Sequence[Known], version: int) -> dict[str, Any]:

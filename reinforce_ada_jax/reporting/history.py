@@ -16,6 +16,7 @@ from reinforce_ada_jax.reporting.writers import Metrics, read_metrics
 WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
 NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
+CONFIG = "config.json"
 STARTED = "started.json"  # date, commit and device of the newest start of a run
 # {"pass" or "all_correct": {updates: {k: value}}} of one benchmark.
 PassCurves = dict[str, dict[float, dict[int, float]]]
@@ -56,7 +57,8 @@ class History:
         return np.interp(updates, np.insert(self.updates, 0, 0.0), np.insert(values, 0, 0.0))
 
 
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """Returns the object in a JSON file of a run; raises ValueError if there is none."""
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
@@ -71,7 +73,7 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
 def _pass_curves(folder: pathlib.Path, per_iteration: int) -> dict[str, PassCurves]:
     curves: dict[str, PassCurves] = {}
     for file in sorted(folder.glob("*.json")):
-        result = _read_json(file)
+        result = read_json(file)
         for key, value in result.items():
             match = re.fullmatch(r"evaluation/(.+)/(pass|all_correct)_at_(\d+)", key)
             if match:
@@ -83,7 +85,7 @@ def _pass_curves(folder: pathlib.Path, per_iteration: int) -> dict[str, PassCurv
 def _difficulties(folder: pathlib.Path, per_iteration: int) -> dict[str, DifficultyCurves]:
     curves: dict[str, DifficultyCurves] = {}
     for file in sorted(folder.glob("*.json")):
-        result = _read_json(file)
+        result = read_json(file)
         for key, value in result.items():
             match = re.fullmatch(r"evaluation/(.+)/avg_initial_([\d._]+)", key)
             if match:
@@ -122,7 +124,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     Raises:
       ValueError: a line lacks what every run writes, or another file is one that a run does not write.
     """
-    config = _read_json(workdir / "config.json")
+    config = read_json(workdir / CONFIG)
     try:
         per_iteration = config["collection"]["prompts_per_iteration"] // config["learning"]["prompts_per_update"]
         samples = config["evaluation"]["samples"]
@@ -141,7 +143,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
     first = workdir / "evaluations" / f"{0:06d}.json"
-    before = _read_json(first) if first.exists() else {}
+    before = read_json(first) if first.exists() else {}
     return History(
         name=workdir.resolve().name,
         samples=samples,
@@ -155,7 +157,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         config=config,
         workdir=workdir,
         before=before,
-        started=_read_json(workdir / STARTED) if (workdir / STARTED).exists() else {},
+        started=read_json(workdir / STARTED) if (workdir / STARTED).exists() else {},
     )
 
 

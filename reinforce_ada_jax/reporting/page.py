@@ -24,7 +24,7 @@ from reinforce_ada_jax.reporting.comparison import Comparison
 from reinforce_ada_jax.reporting.curves import BUDGETS, EVALUATING, Figure
 from reinforce_ada_jax.reporting.history import History
 from reinforce_ada_jax.reporting.panels import DARK_COLORS, LIGHT_COLORS, Curve, Panel
-from reinforce_ada_jax.reporting.samples import SampledResponses, description
+from reinforce_ada_jax.reporting.samples import SampledResponses, description, evenly_spaced
 
 ASSETS = pathlib.Path(__file__).parents[1] / "assets" / "report"
 PROGRAM = ("charts.js", "responses.js", "report.js")
@@ -34,6 +34,7 @@ COLUMNS = (
     "run", "iteration", "prompt", "problem", "draw", "response", "boxed", "correct", "reason", "reward", "advantage",
     "tokens", "truncated",
 )  # fmt: skip
+MOST_POINTS = 400  # of a curve that is no metric over time: a live page gets all of it again with each iteration
 RECENT = 10  # iterations whose mean time says how long the others take
 
 
@@ -88,11 +89,9 @@ def seconds_left(history: History) -> float | None:
     return mean * max(iterations - int(history.metrics["iteration"][-1]), 0)
 
 
-def run_data(name: str, workdir: pathlib.Path, history: History | None, begin: int = 0) -> dict[str, Any]:
-    """Returns a run as the page's program reads it; a run without a history has not finished an iteration."""
+def run_data(name: str, workdir: pathlib.Path, history: History, begin: int = 0) -> dict[str, Any]:
+    """Returns a run as the page's program reads it, its metrics from row `begin` on."""
     run: dict[str, Any] = {"name": name, "workdir": str(workdir), "begin": begin}
-    if history is None:
-        return run | {"keys": [], "rows": []}
     iterations = history.config.get("iterations")
     run |= {"iterations": iterations if isinstance(iterations, int) else None, "left": _number(seconds_left(history))}
     if begin == 0:
@@ -105,7 +104,8 @@ def run_data(name: str, workdir: pathlib.Path, history: History | None, begin: i
 
 
 def _curve(curve: Curve, runs: Sequence[int]) -> dict[str, Any]:
-    kept = np.isfinite(curve.x) & np.isfinite(curve.y)
+    kept = np.flatnonzero(np.isfinite(curve.x) & np.isfinite(curve.y))
+    kept = kept[evenly_spaced(len(kept), MOST_POINTS)]
     found = {"run": runs[curve.style], "x": _numbers(curve.x[kept]), "y": _numbers(curve.y[kept]), "faint": curve.faint}
     return found if curve.error is None else found | {"error": _numbers(curve.error[kept])}
 

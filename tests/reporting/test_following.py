@@ -98,7 +98,12 @@ def test_a_resume_replaces_the_lines_of_a_killed_run(workdir):
 def test_a_run_that_has_not_begun(tmp_path):
     page = Reader(FollowedRuns([tmp_path / "run"], 0))
     assert page.ask()["runs"][0]["rows"] == []
-    make_run(tmp_path / "run", [5], {})
+    make_run(tmp_path / "run", [], {}, config={"iterations": 7})
+    (tmp_path / "run" / "started.json").write_text('{"device": "8 x TPU"}')
+    run = page.ask()["runs"][0]
+    assert (run["rows"], run["iterations"], run["started"]["device"]) == ([], 7, "8 x TPU")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(line(1))
     assert page.iterations() == [0, 1]
 
 

@@ -91,7 +91,7 @@ function nearest(sorted, value) {
   return Math.abs(sorted[low] - value) <= Math.abs(sorted[high] - value) ? low : high;
 }
 
-// One chart. `spec`: title, key, xLabel, limits, powers (x in powers of 2), diagonal, counted, xEnd, and series of
+// One chart. `spec`: title, key, xLabel, named (the label is always shown), limits, powers (x in powers of 2), diagonal, counted, xEnd, and series of
 // {run, name, x, y, raw, error, band, faint}, whose x rise. `view`: log, hidden (runs), and emphasis (a run, or null).
 class Chart {
   constructor(group) {
@@ -122,8 +122,9 @@ class Chart {
     }
   }, { rootMargin: "200px" });
 
-  update(spec, view) {
-    this.spec = spec;
+  // `makeSpec` returns the spec: it is called when the chart is drawn.
+  update(makeSpec, view) {
+    this.makeSpec = makeSpec;
     this.view = view;
     this.stale = true;
     this.refresh();
@@ -132,7 +133,8 @@ class Chart {
   // Draws it if it is near the window: dozens of charts that nobody sees cost nothing.
   refresh() {
     const width = this.plot.clientWidth;
-    if (!this.spec || !this.visible || !width || (!this.stale && width === this.width)) return;
+    if (!this.makeSpec || !this.visible || !width || (!this.stale && width === this.width)) return;
+    if (this.stale) this.spec = this.makeSpec();
     this.stale = false;
     this.width = width;
     this.draw();
@@ -307,7 +309,9 @@ class Chart {
 
   // The legend: the value of each line at the crosshair, otherwise the last one.
   values(found, x) {
-    this.at.textContent = found ? `${this.spec.xLabel} ${short(x, 6)}` : "";
+    const { xLabel, named } = this.spec;
+    this.at.textContent = found ? `${xLabel} ${short(x, 6)}` : named ? `against ${xLabel}` : "";
+    this.legend.classList.toggle("long", this.spec.series.some((one) => one.error || one.band || one.faint));
     const entries = (this.series || []).map((one) => {
       const index = found ? found.get(one) : one.x.length - 1;
       const entry = element("li", one.faint ? "faint" : "");

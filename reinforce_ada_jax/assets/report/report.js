@@ -334,14 +334,14 @@ class Page {
     const ends = this.runs.filter((run) => !this.view.hidden.has(run.index)).map((run) => run.columns[column].at(-1) ?? 0);
     const xEnd = Math.max(...ends, 0);
     for (const [key, chart] of this.charts) {
-      const series = this.runs.filter((run) => run.metrics.has(key)).map((run) => run.points(key, axis, window));
       const share = /_share$|clip_fraction$|\/avg$|pass_at_|first_round/.test(key);
-      chart.update({
+      chart.update(() => ({
         title: this.titles.get(key) || key, key, xLabel, xEnd, counted: axis === "updates",
-        limits: share && !this.view.log ? [0, null] : [null, null], series: series.filter((one) => one.x.length),
-      }, this.view);
+        limits: share && !this.view.log ? [0, null] : [null, null],
+        series: this.runs.map((run) => run.points(key, axis, window)).filter((one) => one.x.length),
+      }), this.view);
     }
-    for (const [spec, chart] of this.figures) chart.update(spec, this.view);
+    for (const [spec, chart] of this.figures) chart.update(() => spec, this.view);
     const last = window === 1 ? "" : `Means over the last ${window} iterations, on the faint values of each one. `;
     get("curves-note").textContent = last + "Bars are one standard error over problems, shaded is the range from the 10th to the 90th percentile.";
     get("smoothing-text").textContent = window === 1 ? "none" : String(window);
@@ -364,9 +364,9 @@ class Page {
     const key = `${figure.name}/${panel.title}`, chart = this.panels.get(key) || new Group().add();
     this.panels.set(key, chart);
     const series = panel.series.map((one) => ({ ...one, name: this.names[one.run] + (one.faint ? ", first" : "") }));
-    const spec = { ...panel, series, title: panel.title };
+    const spec = { ...panel, series, named: true };
     this.figures.push([spec, chart]);
-    if (this.shown) chart.update(spec, this.view);
+    chart.update(() => spec, this.view);
     return chart.box;
   }
 

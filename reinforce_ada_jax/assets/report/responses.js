@@ -279,8 +279,8 @@ class Responses {
     if (series.some((one) => one.x.length > 1)) {
       const chart = new Group().add();
       made.append(chart.box);
-      chart.update({ title: "Share correct of this prompt", xLabel: "iteration", limits: [0, 1.05], counted: true, series },
-        { log: false, hidden: new Set(), emphasis: null });
+      const spec = { title: "Share correct of this prompt", xLabel: "iteration", named: true, limits: [0, 1.05], counted: true, series };
+      chart.update(() => spec, { log: false, hidden: new Set(), emphasis: null });
     }
     const others = element("p", "facts", "Also drawn in:");
     for (const one of pools.filter((other) => other !== pool).slice(-20)) {
