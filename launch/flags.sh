@@ -35,12 +35,18 @@ How it is made (create, up, resume, watch)
 What runs (start, up, resume, watch)
     --config=FILE      such as configs/qwen_1p5b.py
     --workdir=DIR      a folder on the hosts; must outlive them (mounted bucket, NFS) where --spot is used
+    --env=NAME=VALUE   a variable of the trainer's environment, such as HF_HOME=/mnt/bucket/hub; may be repeated. Its
+                       value is in the hosts' command file and in the log: use a file of --setup for secrets
     -- FLAGS           further flags of the trainer, such as --config.model.path=/mnt/bucket/model
 
 How it is installed (install, up, resume, watch)
     --setup=FILE       a bash script that each host runs before the packages are installed (Python, mounts, data)
     --python=PYTHON    the hosts' interpreter; else the newest of python3.13, 3.12, 3.11, python3
     --dirty            take uncommitted changes of tracked files along, in place of refusing them
+
+How the hosts are reached (all but create, delete)
+    --tunnel-through-iap  through Identity-Aware Proxy, for hosts without an address outside
+    --ssh-flag=FLAG    a further flag for gcloud's ssh and scp, such as --internal-ip; may be repeated
 
 Otherwise
     --worker=N         whose log is shown (0)
@@ -67,7 +73,7 @@ parse() {
   name='' zone='' project='' type='' version='' config='' workdir='' setup='' python=''
   worker=0 retries=3 poll=60 backoff=30
   spot=false queued=false dirty=false yes=false dry_run=false
-  create_flags=() trainer_flags=()
+  create_flags=() ssh_flags=() variables=() trainer_flags=()
   local argument value
   while (($#)); do
     argument=$1 value=${1#*=}
@@ -79,6 +85,9 @@ parse() {
       --type=*) type=$value ;;
       --version=*) version=$value ;;
       --create-flag=*) create_flags+=("$value") ;;
+      --ssh-flag=*) ssh_flags+=("$value") ;;
+      --tunnel-through-iap) ssh_flags+=(--tunnel-through-iap) ;;
+      --env=*) variables+=("$value") ;;
       --config=*) config=$value ;;
       --workdir=*) workdir=$value ;;
       --setup=*) setup=$value ;;
@@ -101,8 +110,8 @@ parse() {
         break
         ;;
       --config.*) refuse "$argument is the trainer's: write it after --." ;;
-      --name | --zone | --project | --type | --version | --create-flag | --config | --workdir | --setup | --python | \
-        --worker | --retries | --poll | --backoff)
+      --name | --zone | --project | --type | --version | --create-flag | --ssh-flag | --env | --config | --workdir | \
+        --setup | --python | --worker | --retries | --poll | --backoff)
         refuse "$argument needs a value: options are written $argument=VALUE."
         ;;
       *) refuse "unknown flag '$argument': $script --help lists them; flags of the trainer come after --." ;;
@@ -145,7 +154,23 @@ need() { # FLAG VALUE FLAG VALUE...
 }
 
 check_node_flags() {
+  local flag
   need --type "$type"
+  for flag in ${create_flags[@]+"${create_flags[@]}"}; do
+    case $flag in
+      --node-count* | --node-prefix*)
+        refuse "--create-flag=$flag asks for several slices, and a run has one: its devices form one mesh over one" \
+          "interconnect. Take a larger slice, such as --type=v5litepod-64."
+        ;;
+    esac
+  done
+  case $type in
+    [0-9]*x*) refuse "--type=$type names several slices, and a run has one: take one larger slice." ;;
+    v2-* | v3-*)
+      refuse "--type=$type: this generation is not supported; the programs are made for v4 and newer, such as" \
+        "--type=v5litepod-8."
+      ;;
+  esac
   [[ -z $version ]] || return 0
   case $type in # https://cloud.google.com/tpu/docs/runtimes
     v4-*) version=tpu-ubuntu2204-base ;;
@@ -157,7 +182,11 @@ check_node_flags() {
 }
 
 check_run_flags() {
+  local variable
   need --config "$config" --workdir "$workdir"
+  for variable in ${variables[@]+"${variables[@]}"}; do
+    [[ $variable =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || refuse "--env=$variable is not of the form --env=NAME=VALUE."
+  done
   local remedy="mount the bucket on the hosts (--setup; launch/README.md has an example) and name the folder there."
   case $workdir in
     gs://*) refuse "--workdir=$workdir: the trainer writes to folders, not to buckets: $remedy" ;;

@@ -42,6 +42,8 @@ quoted() {
 again() {
   local line=("$script" "$1" "--name=$name" "${where[@]}")
   if "$queued"; then line+=(--queued); fi
+  local flag
+  for flag in ${ssh_flags[@]+"${ssh_flags[@]}"}; do line+=("--ssh-flag=$flag"); done
   quoted "${line[@]}"
 }
 
@@ -63,7 +65,7 @@ call() {
 fail_step() { # STEP CODE [WHY]
   if (($2 == RUNNING)); then
     fail "$1: a run is under way on $name. Attach to it:
-  $(quoted gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" "--worker=$worker") -- -t tmux attach -t $name
+  $(quoted gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" "--worker=$worker" ${ssh_flags[@]+"${ssh_flags[@]}"}) -- -t tmux attach -t $name
 or follow its log: $(again logs)
 or end it: $(again stop)"
   fi
@@ -81,7 +83,7 @@ tpu() { # STEP GROUP VERB ARGUMENTS...
 }
 
 on_workers() { # STEP COMMAND_LINE [WORKERS]
-  tpu "$1" tpu-vm ssh "$name" "--worker=${3:-$workers}" "--command=$2"
+  tpu "$1" tpu-vm ssh "$name" "--worker=${3:-$workers}" "--command=$2" ${ssh_flags[@]+"${ssh_flags[@]}"}
 }
 
 # ask COMMAND...: its stdout in `answer`, its stderr in `complaint`.
@@ -273,7 +275,7 @@ install() {
   pack
   node_left
   say "copying the code"
-  tpu "copying the code" tpu-vm scp "${files[@]}" "$name:" "--worker=$workers"
+  tpu "copying the code" tpu-vm scp "${files[@]}" "$name:" "--worker=$workers" ${ssh_flags[@]+"${ssh_flags[@]}"}
   say "installing (minutes, the first time)"
   on_workers install "tar -xzOf reinforce_ada_jax.tar.gz launch/worker.sh >reinforce_ada_jax_worker.sh && $(
     quoted bash reinforce_ada_jax_worker.sh install "$name" "$python" "${setup:+setup}"
@@ -284,7 +286,7 @@ start() {
   node_left
   say "starting"
   on_workers start "$(
-    quoted bash reinforce_ada_jax_worker.sh start "$name" \
+    quoted bash reinforce_ada_jax_worker.sh start "$name" ${variables[@]+env "${variables[@]}"} \
       .venv/bin/python -m reinforce_ada_jax.train ${member:+"$member"} "--config=$config" "--workdir=$workdir" \
       ${trainer_flags[@]+"${trainer_flags[@]}"}
   )"

@@ -15,7 +15,8 @@ look_at_run() {
     run=gone
     return
   fi
-  if ! ask gcloud compute tpus tpu-vm ssh "$name" "--worker=$workers" "--command=$(status_line)" "${where[@]}"; then
+  local look=(gcloud compute tpus tpu-vm ssh "$name" "--worker=$workers" "--command=$(status_line)")
+  if ! ask "${look[@]}" ${ssh_flags[@]+"${ssh_flags[@]}"} "${where[@]}"; then
     say "$complaint"
     return
   fi

@@ -1,5 +1,6 @@
 """tpu_vm.sh and tpu_pod.sh against a stand-in gcloud: what is called, in which order, what a failure says."""
 
+import shlex
 import subprocess
 
 import pytest
@@ -196,6 +197,10 @@ def test_without_gcloud(cloud):
         (["up", *ALL, "--config.seed=1"], ["--config.seed=1 is the trainer's", "after --"]),
         (["up", *ALL, "--poll=soon"], ["whole numbers", "soon"]),
         (["up", *ALL, "--type=v9-8"], ["--type=v9-8", "--version=VERSION"]),
+        (["up", *ALL, "--type=v3-8"], ["--type=v3-8", "v4 and newer"]),
+        (["up", *ALL, "--type=2xv5litepod-16"], ["2xv5litepod-16", "several slices", "larger slice"]),
+        (["up", *ALL, "--create-flag=--node-count=2"], ["--node-count=2", "several slices", "larger slice"]),
+        (["up", *ALL, "--env=1A=b"], ["--env=1A=b", "--env=NAME=VALUE"]),
         (["up", *ALL, "--name=A b"], ["--name=A b", "small letters"]),
         (["up", *ALL, "--workdir=gs://b/run"], ["gs://b/run", "folders, not to buckets", "mount"]),
         (["up", *ALL, "--workdir=runs/a", "--spot"], ["runs/a", "lost with it", "mount"]),
@@ -222,6 +227,32 @@ def test_values_arrive_as_they_were_given(cloud):
     flags = [f"--config.model.path={value}" for value in NASTY]
     check(cloud.run("up", *NODE, *MADE, *QUICK, RUN[0], f"--workdir={workdir}", "--", *flags, *NASTY))
     assert cloud.trained() == [["reinforce_ada_jax", RUN[0], f"--workdir={workdir}", *flags, *NASTY]]
+
+
+def test_variables_of_the_trainer(cloud):
+    check(cloud.run("up", *ALL, "--env=NASTY=it's; $HOME", "--env=EMPTY="))
+    assert cloud.trained() == [["reinforce_ada_jax", *RUN]]
+    started = (cloud.folder / "host0" / "reinforce_ada_jax_run" / "command").read_text()
+    assert subprocess.check_output(["bash", "-c", started.replace(".venv/bin/python", "printenv NASTY #")]) == (
+        b"it's; $HOME\n"
+    )
+
+
+def test_hosts_behind_a_proxy(cloud):
+    flags = ("--tunnel-through-iap", "--ssh-flag=--ssh-flag=-o ServerAliveInterval=30")
+    result = check(cloud.run("up", *ALL, *flags))
+    reached = [call for call in cloud.calls() if call[1] in ("ssh", "scp")]
+    assert len(reached) == 4
+    assert all({"--tunnel-through-iap", "--ssh-flag=-o ServerAliveInterval=30"} <= set(call) for call in reached)
+    # The command that is printed for later reaches them in the same way.
+    line = next(line for line in result.stderr.splitlines() if "launch/tpu_vm.sh logs" in line)
+    cloud.forget_calls()
+    words = shlex.split(line[line.index("launch/tpu_vm.sh") :].split("   ")[0])
+    check(cloud.run(*words[1:]))
+    check(cloud.run("resume", *ALL, *flags))
+    reached = [call for call in cloud.calls() if call[1] == "ssh"]
+    assert len(reached) == 2
+    assert all({"--tunnel-through-iap", "--ssh-flag=-o ServerAliveInterval=30"} <= set(call) for call in reached)
 
 
 # ---- what is copied --------------------------------------------------------------------------------------------------
