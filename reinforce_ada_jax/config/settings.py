@@ -477,6 +477,10 @@ class LoggingConfig:
     sampled_prompts: int = setting(
         4, "Prompts of each iteration whose responses are written to samples/.", values.NOT_NEGATIVE
     )
+    profile: int = setting(
+        0, "Iteration whose `jax.profiler` trace is written to WORKDIR/profile; 0: none. The first one compiles: take "
+        "a later one.", values.NOT_NEGATIVE,
+    )  # fmt: skip
     compilation_cache: str = setting(
         "auto", "Folder that keeps compiled programs for later starts; auto: $XDG_CACHE_HOME/reinforce_ada_jax/"
         "programs (~/.cache/...); empty: none. JAX_COMPILATION_CACHE_DIR, where it is set, is used instead.",

@@ -158,7 +158,8 @@ def iterations(run: Run, state: RunState) -> Iterator[RunState]:
         run.checkpoints.check()
         stop = None
         if state.pending is None:  # otherwise the iteration was saved before its evaluation
-            state, stop = run.iterate(state)
+            with _traced(run, state.iteration + 1):
+                state, stop = run.iterate(state)
             yield state
         if state.pending is not None:  # otherwise nothing of the iteration is in the weights
             if run.evaluator and is_due(config.evaluation.every, state.iteration, last):
@@ -230,6 +231,13 @@ def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
     run.progress.note(f"iteration {state.iteration}: avg@{run.config.evaluation.samples} {', '.join(averages)}")
     return metrics | {"time/evaluate_s": time.monotonic() - begin}
+
+
+def _traced(run: Run, iteration: int) -> contextlib.AbstractContextManager[None]:
+    """Returns a context that traces an iteration into the work directory, if it is the one to be traced."""
+    if iteration != run.config.logging.profile:
+        return contextlib.nullcontext()
+    return jax.profiler.trace(run.workdir / "profile")
 
 
 def write_metrics(run: Run, state: RunState) -> RunState:

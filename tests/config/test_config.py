@@ -467,6 +467,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "logging.wandb": "ciphers",
         "logging.trackio": "ciphers",
         "logging.sampled_prompts": 7,
+        "logging.profile": 3,
         "logging.compilation_cache": "",
         "sampling.check_invariants": True,
     }

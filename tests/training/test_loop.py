@@ -103,6 +103,20 @@ def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
     assert iterations == ([] if donated else [3])
 
 
+def test_one_iteration_is_traced(tmp_path):
+    seen = []
+
+    def watched(state):
+        seen.append((state.iteration + 1, (tmp_path / "profile").exists()))
+        jnp.add(state.iteration, 1).block_until_ready()
+        return iterate(state)
+
+    run(tmp_path, watched, **{"logging.profile": 3, "iterations": 4})
+    assert seen == [(1, False), (2, False), (3, False), (4, True)]
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    assert trace.stat().st_size > 100
+
+
 @pytest.mark.parametrize(("minutes", "saved"), [(0, [6]), (60, [6]), (1e-9, [1, 2, 3, 4, 5, 6])])
 def test_a_checkpoint_is_written_after_some_minutes(tmp_path, minutes, saved):
     changes = {"checkpoint.minutes": minutes, "checkpoint.every": 0, "checkpoint.keep": 9}
