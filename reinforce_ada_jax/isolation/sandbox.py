@@ -119,7 +119,7 @@ def _fork_and_keep() -> None:
 def _set_limits(limits: Limits, other_processes: int) -> None:
     chosen = {
         resource.RLIMIT_CPU: limits.processor_s,
-        resource.RLIMIT_AS: limits.memory_bytes,
+        **({resource.RLIMIT_AS: limits.memory_bytes} if process_tree.SUPPORTED else {}),  # macOS refuses it
         resource.RLIMIT_FSIZE: limits.files_bytes,
         resource.RLIMIT_NPROC: other_processes + limits.processes,
         resource.RLIMIT_NOFILE: _OPEN_FILES,

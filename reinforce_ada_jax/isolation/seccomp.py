@@ -88,6 +88,8 @@ def install(*, signals: bool) -> None:
     Args:
       signals: it may send signals, because it is in a process namespace of its own.
     """
+    if sys.platform != "linux":
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")

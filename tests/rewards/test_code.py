@@ -19,6 +19,7 @@ from reinforce_ada_jax.rewards import code
 from reinforce_ada_jax.rewards.code_tests import Assertions, FunctionCall, InputOutput, read_tests
 from reinforce_ada_jax.rewards.loading import Made
 from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.training import reward_check
 from reinforce_ada_jax.types import Verdict
 
 HOSTILE = sorted((pathlib.Path(__file__).parent / "hostile_programs").glob("*.txt"))
@@ -52,6 +53,8 @@ def pool():
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Things that the programs try to reach, by their names in the texts."""
+    if "WITHOUT" in (how := reward_check.isolation()):
+        pytest.skip(how)  # tests/isolation/test_sandbox.py has what holds then
     folder = tmp_path_factory.mktemp("secrets")
     secret = folder / "secret"
     secret.write_text(SECRET)

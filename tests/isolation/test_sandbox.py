@@ -1,0 +1,49 @@
+"""Sandboxes where the system refuses namespaces, as many containers do."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.running import ROOT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there are namespaces and filters on Linux only")
+
+# The filter of programs refuses unshare() to this process. Its own programs then run without namespaces.
+WITHOUT_NAMESPACES = """
+import json, os, sys
+from reinforce_ada_jax.isolation import sandbox, seccomp
+from reinforce_ada_jax.isolation.sandbox import Limits, Program
+
+seccomp.install(signals=True)
+limits = Limits(processor_s=2, wall_s=10.0, memory_bytes=2**28, files_bytes=2**20, processes=8)
+text = b"import os, socket\\nfor f in (socket.socket, lambda: os.kill(os.getppid(), 9)):\\n"
+text += b"    try:\\n        f()\\n    except PermissionError as e:\\n        print(e.errno)"
+try:
+    outcome = sandbox.run([Program(["program.py"], {"program.py": text})], limits)
+    found = {"output": outcome.output.decode(), "code": outcome.code}
+except sandbox.SandboxFailed as error:
+    found = {"error": str(error)}
+print(json.dumps({"weakness": sandbox.weakness(), **found}))
+"""
+
+
+def others_may_run(path):
+    """Returns True if an ordinary user may run a file."""
+    folders = [os.path.realpath(path)]
+    while folders[-1] != "/":
+        folders.append(os.path.dirname(folders[-1]))
+    return all(os.stat(each).st_mode & 0o001 for each in folders)
+
+
+def test_without_namespaces_the_filter_and_the_limits_remain():
+    command = [sys.executable, "-c", WITHOUT_NAMESPACES]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(result.stdout)
+    assert found.pop("weakness") == "[Errno 1] unshare: Operation not permitted"
+    if os.getuid() == 0 and not others_may_run(sys.executable):
+        assert found == {"error": f"[Errno 13] Permission denied: {sys.executable!r}"}  # it never runs as root
+    else:
+        assert found == {"output": "1\n1\n", "code": 0}
