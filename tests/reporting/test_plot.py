@@ -3,6 +3,7 @@
 import pytest
 
 from reinforce_ada_jax import plot
+from reinforce_ada_jax.reporting import live
 from tests.plotted import make_run, sample, write_samples
 
 
@@ -63,6 +64,32 @@ def test_samples_that_are_none_are_an_error(tmp_path, runs, capsys):
     with pytest.raises(SystemExit, match="2"):
         plot.main(runs, tmp_path / "figures")
     assert "000003.jsonl, line 1 is not a sampled response" in capsys.readouterr().err
+
+
+def test_watching_says_where_and_writes_nothing(tmp_path, runs, capsys, monkeypatch):
+    served = []
+
+    def serve(workdirs, listener):
+        served.append((workdirs, listener.getsockname()))
+        listener.close()
+        raise KeyboardInterrupt  # Ctrl-C is how it ends
+
+    monkeypatch.setattr(live, "serve", serve)
+    before = sorted(tmp_path.rglob("*"))
+    plot.watch(runs, "127.0.0.1", 0)
+    ((workdirs, (host, port)),) = served
+    assert workdirs == runs and host == "127.0.0.1"
+    assert capsys.readouterr().out == f"open in a browser: http://127.0.0.1:{port}\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [([], "name at least one work directory"), (["grpo", "gpro"], "gpro is not a folder: name the")]
+)
+def test_watching_what_is_not_there_is_an_error(tmp_path, runs, capsys, names, said):
+    with pytest.raises(SystemExit, match="2"):
+        plot.watch([tmp_path / name for name in names], "127.0.0.1", 0)
+    assert said in capsys.readouterr().err
 
 
 def test_no_folder_is_an_error(tmp_path, capsys):

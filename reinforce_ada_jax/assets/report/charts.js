@@ -82,17 +82,17 @@ function thinned(x, y, columns) {
   return kept;
 }
 
-function nearest(sorted, value) {
-  let low = 0, high = sorted.length - 1;
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (sorted[middle] <= value) low = middle; else high = middle;
+// Index of the value that is nearest; values need no order: entropy rises and falls.
+function nearest(values, wanted) {
+  let found = 0;
+  for (let index = 1; index < values.length; index += 1) {
+    if (Math.abs(values[index] - wanted) < Math.abs(values[found] - wanted)) found = index;
   }
-  return Math.abs(sorted[low] - value) <= Math.abs(sorted[high] - value) ? low : high;
+  return found;
 }
 
-// One chart. `spec`: title, key, xLabel, named (the label is always shown), limits, powers (x in powers of 2), diagonal, counted, xEnd, and series of
-// {run, name, x, y, raw, error, band, faint}, whose x rise. `view`: log, hidden (runs), and emphasis (a run, or null).
+// One chart. `spec`: title, key, xLabel, named (the label is below the axis), limits, powers (x in powers of 2), diagonal, counted, xEnd, and series of
+// {run, name, x, y, raw, error, band, faint}. `view`: log, hidden (runs), and emphasis (a run, or null).
 class Chart {
   constructor(group) {
     this.group = group; // charts that share a crosshair
@@ -103,7 +103,8 @@ class Chart {
     heading.append(this.title, this.at);
     this.plot = drawn("svg", { class: "plot", role: "img", tabindex: "0" });
     this.legend = element("ul", "legend");
-    this.box.append(heading, this.plot, this.legend);
+    this.axisName = element("p", "axis-name");
+    this.box.append(heading, this.plot, this.axisName, this.legend);
     this.visible = false;
     this.stale = true;
     this.box.chart = this;
@@ -282,7 +283,7 @@ class Chart {
 
   share(x) {
     this.group.x = x;
-    for (const chart of this.group.charts()) if (chart.visible) chart.show(x);
+    for (const chart of this.group.members) if (chart.visible) chart.show(x);
   }
 
   show(x) {
@@ -310,7 +311,8 @@ class Chart {
   // The legend: the value of each line at the crosshair, otherwise the last one.
   values(found, x) {
     const { xLabel, named } = this.spec;
-    this.at.textContent = found ? `${xLabel} ${short(x, 6)}` : named ? `against ${xLabel}` : "";
+    this.at.textContent = found ? `${named ? "" : xLabel} ${short(x, 6)}`.trim() : "";
+    this.axisName.textContent = named ? xLabel : "";
     this.legend.classList.toggle("long", this.spec.series.some((one) => one.error || one.band || one.faint));
     const entries = (this.series || []).map((one) => {
       const index = found ? found.get(one) : one.x.length - 1;
@@ -331,15 +333,10 @@ class Group {
     this.x = null;
     this.members = new Set();
   }
-  charts() { return this.members; }
   add() {
     const made = new Chart(this);
     this.members.add(made);
     return made;
-  }
-  clear() {
-    for (const chart of this.members) Chart.watcher.unobserve(chart.box);
-    this.members.clear();
   }
 }
 

@@ -7,7 +7,7 @@ const AXES = { updates: [1, "updates"], tokens: [2, "generated tokens"], seconds
 const FIRST = [
   ["evaluation/<name>/avg", "<name>: accuracy"], ["reward/first_round", "First-round reward"],
   ["collection/zero_signal_share", "Groups without a signal"], ["collection/draws_mean", "Draws for a prompt"],
-  ["met_within_two", "Rule met within two rounds"], ["completions/mean_length", "Response length, tokens"],
+  ["met_within_two", "Rule met in two rounds"], ["completions/mean_length", "Response length, tokens"],
   ["collection/truncated_share", "Truncated responses"], ["update/entropy", "Entropy, nats a token"],
   ["update/grad_norm", "Gradient norm"], ["update/kl", "KL to the first weights"],
   ["update/approx_kl", "KL of an update"], ["update/clip_fraction", "Clipped tokens"],

@@ -3,7 +3,6 @@
 class Responses {
   constructor() {
     this.pools = new Map(); // by key
-    this.waiting = []; // pools of a live page that the table does not show yet
     this.runs = [];
     this.open = new Set(); // keys
     this.sort = { key: "iteration", descending: true };
