@@ -20,6 +20,7 @@ from tests.browser import browser, needs_browser
 from tests.plotted import make_run, sample, write_samples
 from tests.reporting.test_following import line
 from tests.reporting.test_page import HOSTILE
+from tests.reporting.test_page_in_browser import GRAD_NORM, LEGEND, POINT, SEE, resize
 
 ALL = "/data?runs=-1:0:0&version=-1"
 
@@ -136,8 +137,7 @@ AT_LAST = """
 def test_new_points_and_responses_come_by_themselves(served, tmp_path):
     workdir, port = served
     with browser(tmp_path / "profile") as window:
-        screen = {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-        window.devtools("Emulation.setDeviceMetricsOverride", screen)
+        resize(window, 400, 800)
         window.go(f"http://127.0.0.1:{port}/")
         assert window.run(AT_LAST, "document.getElementById('status').innerText.startsWith('2 / 5 running')") is True
         assert window.run(AT_LAST, "document.querySelectorAll('#table .pool').length === 1") is True
@@ -148,13 +148,18 @@ def test_new_points_and_responses_come_by_themselves(served, tmp_path):
             file.write(line(3, **{"update/grad_norm": 3.0, "time/collect_s": 1.0}))
         assert window.run(AT_LAST, "document.getElementById('status').innerText.startsWith('3 / 5 running')") is True
         assert time.monotonic() - begin < 5
-        see = "document.querySelector('[data-metric=\"update/grad_norm\"]').scrollIntoView()"
-        window.run(see)
-        assert window.run(AT_LAST, "document.querySelector('[data-metric=\"update/grad_norm\"] b').innerText === '2'")
+        window.run(SEE, GRAD_NORM)
+        assert window.run(LEGEND, "update/grad_norm") == ["run\n2"]
         assert window.run("return document.querySelectorAll('#table .pool').length") == 1
         window.click("#fresh")
         assert window.run("return document.querySelectorAll('#table .pool').length") == 2
         assert window.run("return document.querySelectorAll('#table .whole').length") == 1
+        resize(window, 1400, 900)
+        window.run(SEE, GRAD_NORM)
+        window.run(POINT, "update/grad_norm", 0.99)
+        assert window.run(LEGEND, "update/grad_norm") == ["run\n2"]  # of 1, 2 and 3
+        window.type("#filter-text", "new")
+        assert window.run("return document.getElementById('count').innerText") == "1 of 2 responses to 1 prompt"
         window.go("about:blank")
         window.go(f"http://127.0.0.1:{port}/#pool/run/3/q/0")
         assert window.run(AT_LAST, "document.querySelectorAll('.named').length === 1") is True

@@ -168,7 +168,7 @@ def test_the_summary_has_errors_and_the_best_in_bold(window):
 def test_pools_open_and_equal_responses_are_one(window):
     window.type("#filter-text", "the same")
     window.run(CHOOSE, "filter-iteration", "2")
-    assert count(window) == "4 of 65 responses to 1 prompts"
+    assert count(window) == "4 of 65 responses to 1 prompt"
     window.click("#table .pool .open")
     found = texts(window, "#table .response")
     # Three right ones, kept, and a wrong one.
@@ -206,7 +206,7 @@ def test_filters(window):
     assert count(window) == "No response matches; there are 65 on this page."
     window.click("button[type=reset]")
     window.type("#filter-text", "ANSWER 29")
-    assert count(window) == "1 of 65 responses to 1 prompts"
+    assert count(window) == "1 of 65 responses to 1 prompt"
 
 
 def test_pages(window):

@@ -133,8 +133,9 @@ class Chart {
 
   // Draws it if it is near the window: dozens of charts that nobody sees cost nothing.
   refresh() {
-    const width = this.plot.clientWidth;
-    if (!this.makeSpec || !this.visible || !width || (!this.stale && width === this.width)) return;
+    if (!this.makeSpec || !this.visible) return;
+    const width = this.plot.clientWidth; // the browser lays the page out for it, so only where it is needed
+    if (!width || (!this.stale && width === this.width)) return;
     if (this.stale) this.spec = this.makeSpec();
     this.stale = false;
     this.width = width;

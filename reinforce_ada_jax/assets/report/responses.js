@@ -151,7 +151,7 @@ class Responses {
     const responses = found.reduce((sum, entry) => sum + entry.shown.length, 0), total = this.total;
     document.getElementById("count").textContent = found.length === 0
       ? `No response matches; there are ${many(total)} on this page.`
-      : `${many(responses)} ${responses < total ? `of ${many(total)} ` : ""}responses to ${many(found.length)} prompts`;
+      : `${many(responses)} ${responses < total ? `of ${many(total)} ` : ""}responses to ${many(found.length)} ${found.length === 1 ? "prompt" : "prompts"}`;
     document.getElementById("page").textContent = `Page ${many(this.page + 1)} of ${many(pages)}`;
     document.getElementById("previous").disabled = this.page === 0;
     document.getElementById("next").disabled = this.page === pages - 1;
