@@ -13,14 +13,14 @@ import random
 import re
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from reinforce_ada_jax.rewards.dialects import Columns, RewardFn
+from reinforce_ada_jax.rewards.dialects import Columns
 from reinforce_ada_jax.types import Verdict
 
 TEMPLATE = """You grade a response to a problem.
@@ -114,15 +114,24 @@ class _Answers:
         connection.execute("INSERT OR IGNORE INTO answers VALUES (?, ?)", (key, answer))
         return self.get(key) or answer
 
+    def close(self) -> None:
+        """Closes the file."""
+        if self._connection is not None:
+            self._connection.close()
+
 
 class _Endpoint:
-    """Judge behind an address."""
+    """Chat completions behind an address."""
 
     def __init__(self, url: str, key_variable: str):
         self.url = f"{url.rstrip('/')}/chat/completions"
         self._key = os.environ.get(key_variable, "") if key_variable else ""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         self._client = httpx.Client(headers=headers, follow_redirects=False)  # a redirect could take the key elsewhere
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
 
     def _without_key(self, text: str) -> str:
         text = " ".join(text.split())
@@ -188,20 +197,8 @@ class _Endpoint:
             time.sleep(pause)
 
 
-def grader(
-    *,
-    url: str,
-    model: str,
-    template: str,
-    score: str,
-    score_range: tuple[float, float],
-    parameters: Mapping[str, Any],
-    retries: int,
-    key_variable: str,
-    cache: str | None,
-    time_limit_s: float,
-) -> RewardFn:
-    """Returns a grader that asks a judge, for a verifier worker.
+class Judge:
+    """Grader that asks a judge, for a verifier worker; `close` ends its connections.
 
     Args:
       url: of the endpoint, as OpenAI's clients take it: it ends with /v1.
@@ -216,28 +213,59 @@ def grader(
       cache: file of the answers; None: none.
       time_limit_s: of one grading, all requests together.
     """
-    lowest, highest = score_range
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-    compiled = environment.from_string(template or TEMPLATE)
-    endpoint, answers = _Endpoint(url, key_variable), _Answers(cache)
 
-    def grade(response: str, answer: str, columns: Columns) -> Verdict:
-        deadline = time.monotonic() + time_limit_s - _SPARE_S
-        given = {"answer": answer, "lowest": lowest, "highest": highest} | dict(columns) | {"response": response}
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        template: str,
+        score: str,
+        score_range: Sequence[float],
+        parameters: Mapping[str, Any],
+        retries: int,
+        key_variable: str,
+        cache: str | None,
+        time_limit_s: float,
+    ):
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        self._template = environment.from_string(template or TEMPLATE)
+        self._endpoint, self._answers = _Endpoint(url, key_variable), _Answers(cache)
+        self._request = {"model": model, **parameters}
+        self._score, self._retries, self._time_limit_s = score, retries, time_limit_s
+        self._lowest, self._highest = score_range
+
+    def __call__(self, response: str, answer: str, columns: Columns) -> Verdict:
+        """Returns the score as a reward in [0, 1].
+
+        Raises:
+          JudgeFailed: there is no score.
+        """
+        deadline = time.monotonic() + self._time_limit_s - _SPARE_S
+        given = {"answer": answer, "lowest": self._lowest, "highest": self._highest}
         try:
-            text = compiled.render(given)
+            text = self._template.render(given | dict(columns) | {"response": response})
         except TemplateError as error:
             raise JudgeFailed(f"reward.judge_template can't be filled in: {error}") from error
-        body = {"model": model, "messages": [{"role": "user", "content": text}], **parameters}
-        key = hashlib.sha256(json.dumps([endpoint.url, body], sort_keys=True).encode()).hexdigest()
-        found = answers.get(key)
-        said = endpoint.ask_until(body, deadline, retries) if found is None else found
-        value = score_of(said, score)
-        if not lowest <= value <= highest:
-            raise JudgeFailed(f"the judge's score {value:g} is not in reward.judge_range, {lowest:g} to {highest:g}")
+        body = self._request | {"messages": [{"role": "user", "content": text}]}
+        key = hashlib.sha256(json.dumps([self._endpoint.url, body], sort_keys=True).encode()).hexdigest()
+        found = self._answers.get(key)
         if found is None:
-            value = score_of(answers.put(key, said), score)
-        reward = (value - lowest) / (highest - lowest)
+            said = self._endpoint.ask_until(body, deadline, self._retries)
+            self._value(said)  # an answer without a score is not stored
+            found = self._answers.put(key, said)
+        value = self._value(found)
+        reward = (value - self._lowest) / (self._highest - self._lowest)
         return Verdict(reward >= 1.0, reward)
 
-    return grade
+    def _value(self, said: str) -> float:
+        value = score_of(said, self._score)
+        if not self._lowest <= value <= self._highest:
+            limits = f"{self._lowest:g} to {self._highest:g}"
+            raise JudgeFailed(f"the judge's score {value:g} is not in reward.judge_range, {limits}")
+        return value
+
+    def close(self) -> None:
+        """Closes connections and file."""
+        self._endpoint.close()
+        self._answers.close()

@@ -267,7 +267,7 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
         "reference_evaluation": reference.grade_evaluation,
         "reference_minerva": reference_minerva.grade,
         "code": Made("reinforce_ada_jax.rewards.code:grader", _code_settings(config)),
-        "judge": Made("reinforce_ada_jax.rewards.judge:grader", _judge_settings(config, folder)),
+        "judge": Made("reinforce_ada_jax.rewards.judge:Judge", _judge_settings(config, folder)),
     }
     others = {kind: kinds[kind] for kind in benchmark_graders(config).values()}
     if grade_fn is not None:

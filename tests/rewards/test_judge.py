@@ -1,5 +1,6 @@
 """Judges behind a small endpoint of this process, which answers as the response tells it."""
 
+import contextlib
 import http.server
 import json
 import sqlite3
@@ -18,7 +19,7 @@ from reinforce_ada_jax.types import Prompt
 from tests.running import tiny
 
 KEY = "sk-a-key-that-is-secret"
-GRADER = "reinforce_ada_jax.rewards.judge:grader"
+GRADER = "reinforce_ada_jax.rewards.judge:Judge"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -86,7 +87,8 @@ def settings(server, **changes):
 
 
 def graded(server, response, **changes):
-    return judge.grader(**settings(server, **changes))(response, "", {"problem": "Say it."})
+    with contextlib.closing(judge.Judge(**settings(server, **changes))) as grade:
+        return grade(response, "", {"problem": "Say it."})
 
 
 def test_a_request_has_the_model_the_text_and_the_key(server, monkeypatch):
@@ -147,6 +149,8 @@ def test_of_two_answers_to_one_request_the_first_counts(tmp_path):
     first, second = (judge._Answers(str(tmp_path / "judge.sqlite3")) for _ in range(2))
     assert first.put("key", "one") == "one"
     assert second.put("key", "two") == "one"
+    first.close()
+    second.close()
 
 
 def test_without_its_folder_nothing_is_kept(server, tmp_path):

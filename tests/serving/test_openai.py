@@ -18,6 +18,7 @@ import pytest
 from reinforce_ada_jax import serve
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.rewards import judge
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http as http_lib
 from reinforce_ada_jax.serving.openai.app import App
@@ -407,3 +408,18 @@ def test_settings_that_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SETTINGS, **changes).check()
     dataclasses.replace(SETTINGS, host="0.0.0.0", api_key="secret").check()
+
+
+def test_a_judge_may_be_a_model_of_this_server(server, tmp_path):
+    client, _ = server
+    settings = {
+        "url": f"{client.base_url}/v1", "model": "cipher", "template": "{{ response }}", "score": r"(\d+)",
+        "score_range": (0.0, 1e6), "parameters": {"temperature": 0, "max_tokens": 8}, "retries": 0,
+        "key_variable": "", "cache": str(tmp_path / "judge.sqlite3"), "time_limit_s": 60.0,
+    }  # fmt: skip
+    with contextlib.closing(judge.Judge(**settings)) as grade:
+        # The model deciphers these two words without a mistake.
+        assert [grade(word, "", {}).reward for word in ("яяяяяя", "ееееее", "яяяяяя")] == [0.777777, 0.333333, 0.777777]
+    with contextlib.closing(judge.Judge(**settings | {"model": "another"})) as grade:
+        with pytest.raises(judge.JudgeFailed, match="refused the request with status 404"):
+            grade("яяяяяя", "", {})
