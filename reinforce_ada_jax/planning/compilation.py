@@ -14,6 +14,9 @@ from reinforce_ada_jax.planning import collectives, roofline
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import Chip
 
+# Slices of eight chips that are one host; the compiler's default is four chips to a host.
+ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
+
 
 @dataclasses.dataclass(frozen=True)
 class ProgramResult:
@@ -64,8 +67,9 @@ def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[repo
     # No chip is touched: several may compile at a time, and beside a run that has the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")  # leave a TPU of this machine to its users
+    shape = {"chips_per_host_bounds": ONE_HOST[topology]} if topology in ONE_HOST else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **shape).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--topology={topology}: {error}") from error
 

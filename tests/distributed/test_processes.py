@@ -164,6 +164,25 @@ def test_eight_devices_in_two_processes_make_the_run_of_one(start, tmp_path, mes
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 4])
+def test_more_processes_make_the_run_of_one_through_an_end_of_any(start, tmp_path, count):
+    # The model's width divides by 4 and not by 3: the copies of three devices are along `data`.
+    flags = ["--config.iterations=4", "--config.mesh.fsdp=1", f"--config.mesh.data={count}"]
+    flags += ["--config.collection.prompts_per_iteration=12", "--config.learning.prompts_per_update=6"]
+    finished(start(tmp_path / "one", 1, *flags, devices=count))
+    processes = start(tmp_path / "many", count, *flags, devices=count)
+    until_iteration(tmp_path / "many", 2, processes)
+    processes[count - 1].send_signal(signal.SIGKILL)
+    for process in processes[:-1]:
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == RESTART
+        assert f"error: process {count - 1} of {count} is gone" in said
+    finished(start(tmp_path / "many", count, *flags, devices=count))
+    assert_same_run(tmp_path / "one", tmp_path / "many")
+    assert all(0 < line["collection/waited_share"] < 1 for line in writers.read_metrics(tmp_path / "many"))
+
+
+@pytest.mark.slow
 def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
     flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
     finished(start(tmp_path / "two", 2, *flags))

@@ -389,7 +389,17 @@ def test_adapters_fit_where_all_weights_do(tmp_path):
 
 
 @needs_libtpu
-def test_a_host_of_a_pod_decodes_on_its_own_chips(tmp_path):
+def test_eight_chips_are_one_host():
+    count = "from reinforce_ada_jax.planning.compilation import topology_devices\n"
+    count += "for name in ('v5e:2x4', 'v6e:2x4', 'v5e:4x4'):\n"
+    count += "    print(len({device.process_index for device in topology_devices(name)}))"
+    command = [sys.executable, "-c", count]
+    result = subprocess.run(command, cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["1", "1", "4"], result.stderr
+
+
+@needs_libtpu
+def test_a_window_is_one_program_of_all_hosts(tmp_path):
     sizes = "--config.mesh.fsdp=32", "--config.mesh.tensor=2"
     result = run(tmp_path, "--topology=v5e:8x8", "--json", *sizes)
     assert result.returncode == 0, result.stderr
