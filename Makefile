@@ -20,11 +20,11 @@ EXACT := strategy=positive objective=log samples_per_round=1 max_rounds=16 specu
 setup: $(VENV)/.installed
 
 # --no-deps: the lists are complete, and google-jetstream's own dependencies would bring TensorFlow.
-$(VENV)/.installed: requirements.txt pyproject.toml
+$(VENV)/.installed: requirements.txt requirements-gcs.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed; $(PYTHON) is `$(PYTHON) --version`. Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt -r requirements-gcs.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 

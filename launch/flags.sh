@@ -34,7 +34,7 @@ How it is made (create, up, resume, watch)
 
 What runs (start, up, resume, watch)
     --config=FILE      such as configs/qwen_1p5b.py
-    --workdir=DIR      a folder on the hosts; must outlive them (mounted bucket, NFS) where --spot is used
+    --workdir=DIR      gs://BUCKET/NAME, or a folder on the hosts that outlives them (NFS) where --spot is used
     --env=NAME=VALUE   a variable of the trainer's environment, such as HF_HOME=/mnt/bucket/hub; may be repeated. Its
                        value is in the hosts' command file and in the log: use a file of --setup for secrets
     -- FLAGS           further flags of the trainer, such as --config.model.path=/mnt/bucket/model
@@ -187,10 +187,9 @@ check_run_flags() {
   for variable in ${variables[@]+"${variables[@]}"}; do
     [[ $variable =~ ^[A-Za-z_][A-Za-z0-9_]*= ]] || refuse "--env=$variable is not of the form --env=NAME=VALUE."
   done
-  local remedy="mount the bucket on the hosts (--setup; launch/README.md has an example) and name the folder there."
+  local remedy="name a folder of a bucket, gs://BUCKET/NAME, or one that is mounted on the hosts (--setup)."
   case $workdir in
-    gs://*) refuse "--workdir=$workdir: the trainer writes to folders, not to buckets: $remedy" ;;
-    /*) ;;
+    gs://?* | /*) ;;
     *)
       if "$spot" || [[ $action == watch ]]; then
         refuse "--workdir=$workdir lies in the code's folder on the host and is lost with it: $remedy"

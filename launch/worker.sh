@@ -79,7 +79,7 @@ install_packages() {
   local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check) jax_version
   jax_version=$(sed -n 's/^jax==//p' requirements.txt)
   [[ -n $jax_version ]] || fail "requirements.txt has no line jax==VERSION."
-  "${pip[@]}" --no-deps -r requirements.txt
+  "${pip[@]}" --no-deps -r requirements.txt -r requirements-gcs.txt
   # The extra brings libtpu; what is pinned already stays as it is.
   "${pip[@]}" --constraint requirements.txt "jax[tpu]==$jax_version"
   "${pip[@]}" --no-deps --no-build-isolation --editable .

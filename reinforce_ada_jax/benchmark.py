@@ -27,7 +27,6 @@ the scheduling. docs/performance.md explains the numbers and lists results.
 
 import importlib
 import json
-import pathlib
 from typing import Any
 
 from absl import flags
@@ -35,6 +34,7 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.benchmarks import options
 from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.files import buckets
 
 # Modules of `benchmarks`, each with a function `run` from the flags to its numbers.
 BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "split", "start", "serve")
@@ -82,8 +82,9 @@ def main(arguments: list[str], values: flags.FlagValues) -> None:
     result = {"benchmark": arguments[0], **measured(arguments[0], values)}
     print(summary(result))
     if values.json:
-        pathlib.Path(values.json).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(pathlib.Path(values.json), json.dumps(result, indent=2) + "\n")
+        with buckets.output(values.json) as file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(result, indent=2) + "\n")
         print(f"kept in {values.json}")
 
 

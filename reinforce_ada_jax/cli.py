@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
 from reinforce_ada_jax.config import aliases, config_files, reference
+from reinforce_ada_jax.files.buckets import BucketError
 
 Converted = TypeVar("Converted")
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
@@ -102,6 +103,8 @@ def user_input() -> Iterator[None]:
         yield
     except ValueError as error:
         fail(error)
+    except BucketError as error:
+        fail(f"{error}. Run the same command again when the bucket answers.", STOPPED)
     except OSError as error:
         if error.filename is not None and error.errno in _FOR_GOOD:
             fail(f"{_text(error)}: name another path, or fix the file there or its permissions.")
@@ -137,6 +140,8 @@ def _ends_in_one_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)
+    except BucketError as error:
+        fail(f"{error}. Run the same command again when the bucket answers.", STOPPED)
     except OSError as error:
         if error.errno in _OF_DISKS:
             _fail_of_disk(error)

@@ -12,7 +12,6 @@ the hardware is used. Nothing here has run on a TPU.
 
 import dataclasses
 import json
-import pathlib
 import sys
 
 from absl import flags
@@ -21,6 +20,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.files import buckets
 
 
 def main(
@@ -53,8 +53,9 @@ def main(
     if file == "-":
         print(text)
     elif file is not None:
-        pathlib.Path(file).parent.mkdir(parents=True, exist_ok=True)
-        pathlib.Path(file).write_text(text + "\n")
+        with buckets.output(file) as written:
+            written.parent.mkdir(parents=True, exist_ok=True)
+            written.write_text(text + "\n")
     if not all(result.fits for result in results):
         sys.exit(cli.STOPPED)
 

@@ -11,7 +11,7 @@ WORKDIR/evaluations/ITERATION/, for a model folder in evaluations/NAME/ below th
 table is stored there as table.md.
 """
 
-import pathlib
+import contextlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -19,7 +19,8 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.config.paths import check_local, check_output
+from reinforce_ada_jax.config.paths import check_input, check_output
+from reinforce_ada_jax.files import buckets, local_copy
 
 
 def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
@@ -57,39 +58,42 @@ def main(
     from reinforce_ada_jax.files.durable import write_atomically
     from reinforce_ada_jax.training import components as components_lib
 
-    with cli.user_input():
-        if (workdir is None) == (model is None):
-            raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
-        if dry_run and regrade:
-            raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
-        for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
-            check_local(name, path)
-        if output is not None:
-            check_output("--output", output, folder=True)
-        config = with_flags(config, benchmarks, samples)
-        run = None if workdir is None else pathlib.Path(workdir)
-        if run is not None:
-            config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + (() if regrade else config_lib.GRADED_BY))
-        named = (config.model.path, config.model.revision) if model is None else (model,)
-        source = PolicySource(run, components_lib.model_folder(*named))
-    with cli.interruptible("Graded responses are stored"):
-        folders = (None if folder is None else pathlib.Path(folder) for folder in (output, initial))
-        if regrade:
-            evaluation = stored_evaluation.regrade(config, source, *folders)
+    with contextlib.ExitStack() as stack:
+        with cli.user_input():
+            if (workdir is None) == (model is None):
+                raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
+            if dry_run and regrade:
+                raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
+            for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
+                check_input(name, path)
+            if output is not None:
+                check_output("--output", output, folder=True)
+            config = with_flags(config, benchmarks, samples)
+            run = None if workdir is None else stack.enter_context(local_copy.opened(workdir))[0]
+            written = None if output is None else stack.enter_context(local_copy.opened(output, "--output"))[0]
+            before = None if initial is None else buckets.local(initial)
+            if run is not None:
+                graded_by = () if regrade else config_lib.GRADED_BY
+                config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + graded_by)
+            named = (config.model.path, config.model.revision) if model is None else (model,)
+            source = PolicySource(run, components_lib.model_folder(*named))
+        with cli.interruptible("Graded responses are stored"):
+            if regrade:
+                evaluation = stored_evaluation.regrade(config, source, written, before)
+            else:
+                evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=dry_run)
+        if evaluation is None:
+            return
+        results, table = results_table.summarize(evaluation, run)
+        print(table)
+        write_atomically(evaluation.output / "table.md", table + "\n")
+        if run is None:
+            file, about = evaluation.output / "results.json", {"model": model}
         else:
-            evaluation = stored_evaluation.evaluate(config, source, *folders, dry_run=dry_run)
-    if evaluation is None:
-        return
-    results, table = results_table.summarize(evaluation, run)
-    print(table)
-    write_atomically(evaluation.output / "table.md", table + "\n")
-    if run is None:
-        file, about = evaluation.output / "results.json", {"model": model}
-    else:
-        iteration = evaluation.drawn["iteration"]
-        file, about = evaluator.results_file(run, iteration), {"iteration": iteration}
-    evaluator.save_results(file, about, evaluator.as_metrics(results))
-    print(f"responses and table.md are in {evaluation.output}, results in {file}")
+            iteration = evaluation.drawn["iteration"]
+            file, about = evaluator.results_file(run, iteration), {"iteration": iteration}
+        evaluator.save_results(file, about, evaluator.as_metrics(results))
+        print(f"responses and table.md are in {buckets.origin(evaluation.output)}, results in {buckets.origin(file)}")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@
 in the format of `peft`.
 """
 
+import contextlib
 import dataclasses
 import math
-import pathlib
 
 from absl import flags
 
@@ -17,20 +17,24 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import MeshConfig
 from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.files import buckets, local_copy
 
 
-def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, adapter: bool = False) -> None:
+def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, adapter: bool = False) -> None:
     """Writes the folder."""
     from reinforce_ada_jax.distributed.mesh import available_devices
     from reinforce_ada_jax.policy import adapter_files, huggingface, lora, weight_files
     from reinforce_ada_jax.training import components as components_lib
     from reinforce_ada_jax.training.trained import merged, read_trained
 
-    with cli.user_input():
+    named, target = workdir, output
+    with cli.user_input(), contextlib.ExitStack() as stack:
+        workdir, _ = stack.enter_context(local_copy.opened(named))
         config = config_lib.read(workdir)
         if config is None:
-            raise ValueError(f"{workdir} is no work directory of a run: it has no config.json. Name another --workdir.")
+            raise ValueError(f"{named} is no work directory of a run: it has no config.json. Name another --workdir.")
         check_output("--output", output, folder=True)
+        output = stack.enter_context(buckets.output(target, new=True))
         weight_files.check_new(output)
         if math.prod(config.mesh.axes.values()) + config.mesh.sampler > len(available_devices()):
             config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
@@ -38,14 +42,14 @@ def main(workdir: pathlib.Path, iteration: int | None, output: pathlib.Path, ada
         adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         if adapter:
             if adapters is None:
-                raise ValueError(f"{workdir} trained all weights (lora.rank is 0): export them without --adapter.")
+                raise ValueError(f"{named} trained all weights (lora.rank is 0): export them without --adapter.")
             iteration, params = read_trained(workdir, config, components, iteration)
             adapter_files.save(output, components.architecture, params, adapters, base=components.folder)
         else:
             iteration, trained = read_trained(workdir, config, components, iteration)
             params = merged(config, components, trained)
             huggingface.save(output, components.architecture, params, tokenizer_from=components.folder)
-    print(f"iteration {iteration} of {workdir} written to {output}")
+    print(f"iteration {iteration} of {named} written to {target}")
 
 
 if __name__ == "__main__":
@@ -53,4 +57,4 @@ if __name__ == "__main__":
     ITERATION = flags.DEFINE_integer("iteration", None, "Which checkpoint; the newest by default.")
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
     ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapters alone, in PEFT's format.")
-    cli.run(lambda: main(pathlib.Path(WORKDIR.value), ITERATION.value, pathlib.Path(OUTPUT.value), ADAPTER.value))
+    cli.run(lambda: main(buckets.named(WORKDIR.value), ITERATION.value, buckets.named(OUTPUT.value), ADAPTER.value))

@@ -17,21 +17,30 @@ from collections.abc import Sequence
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.config.paths import check_local, check_output
+from reinforce_ada_jax.files import buckets, local_copy
 
 
-def _check_named(workdirs: Sequence[pathlib.Path]) -> None:
+def _check_named(workdirs: Sequence[buckets.Named]) -> None:
     if not workdirs:
         raise ValueError("name at least one work directory: python -m reinforce_ada_jax.plot DIR [DIR ...].")
 
 
-def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
-    """Prints the tables, draws the figures, and writes the page."""
+def main(workdirs: Sequence[buckets.Named], output: buckets.Named) -> None:
+    """Prints the tables, draws the figures, and writes the page; runs and page may be in buckets."""
+    with contextlib.ExitStack() as stack:
+        with cli.user_input():
+            _check_named(workdirs)
+            check_output("--output", output, folder=True)
+            folders = [stack.enter_context(local_copy.opened(workdir, "a run"))[0] for workdir in workdirs]
+            written = stack.enter_context(buckets.output(output))
+        _plot(folders, written, output)
+
+
+def _plot(workdirs: Sequence[pathlib.Path], output: pathlib.Path, named: buckets.Named) -> None:
     from reinforce_ada_jax.reporting import comparison, curves, drawing, history, page, samples
 
     with cli.user_input():
-        _check_named(workdirs)
-        check_output("--output", output, folder=True)
         histories = history.with_unique_names([history.load(workdir) for workdir in workdirs])
         responses = samples.read_all([run.workdir for run in histories])
     comparisons = comparison.compare_all(histories)
@@ -43,24 +52,27 @@ def main(workdirs: Sequence[pathlib.Path], output: pathlib.Path) -> None:
     drawn = [figure for figure in figures if figure.panels]
     for figure in drawn:
         drawing.draw(figure.panels, output / figure.name, figure.columns)
-    print(f"figures (PNG and SVG): {output}/{{{','.join(figure.name for figure in drawn)}}}")
+    print(f"figures (PNG and SVG): {named}/{{{','.join(figure.name for figure in drawn)}}}")
     written = page.write(output, page.render(page.data(histories, comparisons, figures, responses)))
-    print(f"open in a browser: {written}")
+    print(f"open in a browser: {named if buckets.is_bucket(named) else written.parent}/{written.name}")
 
 
-def watch(workdirs: Sequence[pathlib.Path], host: str, port: int) -> None:
+def watch(workdirs: Sequence[buckets.Named], host: str, port: int) -> None:
     """Serves the live page of the runs until Ctrl-C."""
     from reinforce_ada_jax.reporting import live
 
     with cli.user_input():
         _check_named(workdirs)
-        absent = [str(workdir) for workdir in workdirs if not workdir.is_dir()]
+        for workdir in workdirs:
+            check_local("with --watch, a run", workdir)
+        folders = [pathlib.Path(workdir) for workdir in workdirs]
+        absent = [str(folder) for folder in folders if not folder.is_dir()]
         if absent:
             raise ValueError(f"{', '.join(absent)} is not a folder: name the work directory of a run.")
         listener = live.listen(host, port)
         print(f"open in a browser: {live.address_of(listener)}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            live.serve(workdirs, listener)
+            live.serve(folders, listener)
 
 
 if __name__ == "__main__":
@@ -70,10 +82,10 @@ if __name__ == "__main__":
     PORT = flags.DEFINE_integer("port", 8080, "Port of --watch; 0 chooses a free one.", 0, 65_535)
 
     def start(arguments: list[str]) -> None:
-        workdirs = [pathlib.Path(argument) for argument in arguments]
+        workdirs = [*map(buckets.named, arguments)]
         if WATCH.value:
             watch(workdirs, HOST.value, PORT.value)
         else:
-            main(workdirs, pathlib.Path(OUTPUT.value))
+            main(workdirs, buckets.named(OUTPUT.value))
 
     cli.run_with_arguments(start)

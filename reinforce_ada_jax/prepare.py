@@ -13,6 +13,7 @@ prompts.manifest.json lists the problems that were left out, with reasons. The f
 response. So the same command continues after a kill, and another range of pass rates needs no new draws.
 """
 
+import contextlib
 import pathlib
 
 from absl import flags
@@ -20,6 +21,7 @@ from absl import flags
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.files import buckets, local_copy
 
 SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
 
@@ -27,7 +29,7 @@ SAMPLES, MIN_PASS_RATE, MAX_PASS_RATE = 16, 0.0, 0.313
 def main(
     config: Config,
     source: str,
-    output: pathlib.Path,
+    output: buckets.Named,
     pass_rates: tuple[float, float],
     samples: int,
     dry_run: bool = False,
@@ -35,8 +37,13 @@ def main(
     """Prepares the prompts; Ctrl-C ends it with a message."""
     from reinforce_ada_jax.evaluation.preparation import OutputFiles, prepare
 
-    files = OutputFiles(output)
-    with cli.interruptible(f"Graded responses are stored in {files.draws}"):
+    folder, name = pathlib.Path(output).parent, pathlib.Path(output).name  # also of a URL, as pathlib shortens it
+    with contextlib.ExitStack() as stack:
+        with cli.user_input():
+            ours = OutputFiles(pathlib.Path(name)).names
+            copied, _ = stack.enter_context(local_copy.opened(folder, "--output", lambda file: file.startswith(ours)))
+        files = OutputFiles(copied / name)
+        stack.enter_context(cli.interruptible(f"Graded responses are stored in {folder}/{files.draws.name}"))
         prepare(config, source, files, pass_rates, samples, dry_run=dry_run)
 
 
@@ -52,7 +59,7 @@ if __name__ == "__main__":
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
     cli.run(
         lambda: main(
-            cli.converted(CONFIG, config_lib.resolve), INPUT.value, pathlib.Path(OUTPUT.value),
+            cli.converted(CONFIG, config_lib.resolve), INPUT.value, buckets.named(OUTPUT.value),
             (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
         )
     )  # fmt: skip

@@ -26,7 +26,7 @@ from reinforce_ada_jax.analysis.comparison import compare
 from reinforce_ada_jax.analysis.inputs import NUM_RATES, Inputs, parse_pass_rates, read_histogram, strategy_settings
 from reinforce_ada_jax.analysis.studies import STRATEGIES, STUDIES
 from reinforce_ada_jax.config import CollectionConfig, defaults, resolve
-from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.config.paths import check_local, check_output
 
 # Settings of the `collection` section that decide what is drawn and kept, by the type of their flag.
 SETTINGS = {
@@ -85,6 +85,7 @@ def read_inputs(options: flags.FlagValues) -> Inputs:
     section = resolve(options.config).collection
     section = dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
     if options.output is not None:
+        check_local("--output", options.output)
         check_output("--output", options.output, folder=True)
     entries = list(dict.fromkeys(options.strategy)) or STRATEGIES.get(options.study, (section.strategy,))
     inputs = Inputs(

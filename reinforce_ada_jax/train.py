@@ -11,6 +11,7 @@ and what a checkpoint holds in training/state.py.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import sys
 import types
@@ -23,6 +24,8 @@ from ml_collections import ConfigDict
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.files import buckets, local_copy
 
 if TYPE_CHECKING:
     import reinforce_ada_jax.training.trained
@@ -65,13 +68,14 @@ def train(
     if processes.count() > 1:
         raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
-        run, state = loop.start(config, pathlib.Path(workdir), make_evaluator_fn, stack, reward=reward, quiet=quiet)
+        folder, copy = stack.enter_context(local_copy.opened(workdir))
+        run, state = loop.start(config, folder, make_evaluator_fn, stack, reward=reward, copy=copy, quiet=quiet)
         outcome = loop.run_to_end(run, state)
         if outcome.ending is loop.Ending.STOPPED:
             raise TrainingStopped(outcome.message)
         if outcome.ending is not loop.Ending.FINISHED or outcome.state is None:
             raise Interrupted(outcome.message)
-        return trained_run(run.trainer, outcome.state)
+        return dataclasses.replace(trained_run(run.trainer, outcome.state), workdir=pathlib.Path(workdir))
 
 
 def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: int | None = None) -> None:
@@ -88,18 +92,21 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
 
     with contextlib.ExitStack() as stack:
         with cli.user_input():
+            folder, copy = stack.enter_context(local_copy.opened(workdir))
             if page is not None and processes.is_writer():
-                _show_page(workdir, page, stack)
-            run, state = loop.start(config, workdir, make_evaluator_fn, stack, quiet=quiet)
+                _show_page(folder, page, stack)
+            run, state = loop.start(config, folder, make_evaluator_fn, stack, copy=copy, quiet=quiet)
         outcome = loop.run_to_end(run, state)
+        ungraded = not_graded(folder)
     if outcome.ending is not Ending.FINISHED:
         codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
         cli.fail(outcome.message, codes[outcome.ending])
     if processes.is_writer() and outcome.state is not None:
+        named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
         print(
-            f"finished iteration {outcome.state.iteration}{not_graded(workdir)}. Weights: {workdir}/checkpoints; "
+            f"finished iteration {outcome.state.iteration}{ungraded}. Weights: {named}/checkpoints; "
             "export them with\n"
-            f"  python -m reinforce_ada_jax.export --workdir={workdir} --output=HF_DIR"
+            f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
         )
 
 
@@ -118,10 +125,12 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
     from reinforce_ada_jax.training import loop, summary
 
-    with cli.user_input():
-        inputs = loop.read_inputs(config, workdir, make_evaluator_fn)
-    if processes.is_writer():
-        print(summary.dry_run(config, inputs.summary(config, workdir)))
+    with contextlib.ExitStack() as stack, cli.user_input():
+        check_output("--workdir", workdir, folder=True)
+        folder, _ = stack.enter_context(local_copy.opened(workdir))
+        inputs = loop.read_inputs(config, folder, make_evaluator_fn)
+        if processes.is_writer():
+            print(summary.dry_run(config, inputs.summary(config, folder)))
 
 
 class _Command(types.ModuleType):

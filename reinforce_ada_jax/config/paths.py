@@ -1,8 +1,10 @@
-"""Checks of the paths that a user names, made before any work: inputs are on this machine, outputs can be written."""
+"""Checks of the paths that a user names, made before any work: inputs can be read, outputs can be written."""
 
 import os
 import pathlib
 import re
+
+from reinforce_ada_jax.files import buckets
 
 # "gs://bucket/x", also as pathlib shortens it; "hf:NAME" and "cipher:train" are sources of problems.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -23,15 +25,34 @@ def check_local(name: str, path: object) -> None:
         )
 
 
+def check_input(name: str, path: object) -> None:
+    """Raises ValueError if `path` is a URL, other than one of a bucket of Google Cloud that can be used.
+
+    Args:
+      name: the flag or the setting, for the message.
+      path: text, or a pathlib.Path.
+    """
+    if buckets.is_bucket(path):
+        buckets.check(name, path)
+    elif _URL.match(str(path)):
+        url = _URL.sub(r"\1://", str(path))
+        raise ValueError(
+            f"{name} is {url!r}, and only folders and files of this machine and buckets of Google Cloud (gs://) can be "
+            "read and written. Copy it, and name the path here."
+        )
+
+
 def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:
     """Raises ValueError if `path` can't be written: work of hours must not end with that.
 
     Args:
       name: the flag, for the message.
-      path: may exist; the folders above it need not.
+      path: may exist; the folders above it need not. In a bucket (gs://) nothing is asked yet.
       folder: `path` is a folder, otherwise a file.
     """
-    check_local(name, path)
+    check_input(name, path)
+    if buckets.is_bucket(path):
+        return
     path = pathlib.Path(path)
     if path.exists() and path.is_dir() != folder:
         found, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")

@@ -10,6 +10,7 @@ from typing import Any
 from reinforce_ada_jax.config.defaults import flatten, resolve
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.config.settings import Config
+from reinforce_ada_jax.files import buckets
 
 # A resume may change these; any other difference is another run.
 RESUMABLE = (
@@ -87,10 +88,10 @@ def shortened(lines: Sequence[str]) -> str:
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:
     """Raises ValueError when `workdir` can't be written, or holds a run of another configuration."""
     check_output("--workdir", workdir, folder=True)
-    different = _of_saved_run(config, workdir)
+    different, named = _of_saved_run(config, workdir), buckets.origin(workdir)
     if different:
         raise ValueError(
-            f"{workdir} holds a run of another configuration (saved -> now):\n{shortened([*different.values()])}\n"
+            f"{named} holds a run of another configuration (saved -> now):\n{shortened([*different.values()])}\n"
             "Resume it with its own values, or choose another --workdir. docs/concepts/resume.md lists what may change."
         )
 
@@ -103,7 +104,8 @@ def check_evaluated(config: Config, workdir: pathlib.Path, keys: tuple[str, ...]
         if any(f"{key}.".startswith(f"{prefix}.") for prefix in keys)
     ]
     if different:
+        named = buckets.origin(workdir)
         raise ValueError(
-            f"{workdir} holds a run of another configuration (saved -> now):\n{shortened(different)}\n"
+            f"{named} holds a run of another configuration (saved -> now):\n{shortened(different)}\n"
             "Its figures would be another policy's or another task's. Evaluate it with its own --config and values."
         )

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from reinforce_ada_jax.config.collection_rules import check_collection, correction
 from reinforce_ada_jax.config.defaults import resolve, settings
-from reinforce_ada_jax.config.paths import check_local
+from reinforce_ada_jax.config.paths import check_input
 from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
 
 
@@ -36,15 +36,15 @@ def least_pages(config: Config) -> int:
 
 
 def model_and_prompts_are_named(config: Config) -> None:
-    """A run names its model and its prompts; a path is of this machine, no URL."""
+    """A run names its model and its prompts; a path is of this machine, or of a bucket (gs://)."""
     if not config.model.path:
         raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
     if not config.data.prompts:
         raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
-    check_local("model.path", config.model.path)
-    check_local("data.prompts", config.data.prompts)
+    check_input("model.path", config.model.path)
+    check_input("data.prompts", config.data.prompts)
     for source in config.evaluation.benchmarks:
-        check_local("evaluation.benchmarks", source)
+        check_input("evaluation.benchmarks", source)
 
 
 def texts_belong_to_chat(config: Config) -> None:

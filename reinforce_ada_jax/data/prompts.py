@@ -15,6 +15,7 @@ from reinforce_ada_jax.data.problems import Problem, place
 from reinforce_ada_jax.data.rows import BY_RULES, Columns
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.types import Prompt
 
 _CIPHER = "cipher:"
@@ -38,11 +39,14 @@ def load_problems(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     Args:
       source: "cipher:train" or "cipher:heldout" for the built-in task; "tfds:NAME/SPLIT" or "tfds:DIR" for a data set
         prepared with TensorFlow Datasets; "hf:NAME", "hf:NAME:SPLIT" or "hf:NAME:SUBSET:SPLIT" for Hugging Face's
-        `datasets`; else the path of a JSONL or Parquet file, or of a folder that `datasets` reads.
+        `datasets`; else the path of a JSONL or Parquet file, or of a folder that `datasets` reads, here or in a
+        bucket (gs://).
       columns: those that the user named; by default the rules of rows.py find them.
     """
     if source.startswith(_CIPHER):
         return cipher.problems(source.removeprefix(_CIPHER))
+    if buckets.is_bucket(source):
+        source = str(buckets.fetch(source))
     if source.startswith(tfds_problems.PREFIX):
         return tfds_problems.read_tfds(source, columns)
     if source.startswith(hub_problems.PREFIX) or pathlib.Path(source).is_dir():

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.config.paths import check_local, check_output
+from reinforce_ada_jax.config.paths import check_input, check_output
 from reinforce_ada_jax.data.problems import Problem, description, to_row
 from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
@@ -83,9 +83,14 @@ class OutputFiles:
     def draws(self) -> pathlib.Path:
         return self.output.with_suffix(".draws")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Beginnings of the names of all files."""
+        return tuple(path.name for path in (self.output, self.manifest, self.draws))
+
     def check(self, source: str) -> None:
         """Raises ValueError if the output can't be written, or is a file that this command did not write."""
-        check_local("--input", source)
+        check_input("--input", source)
         check_output("--output", self.output, folder=False)
         if self.output.suffix != ".jsonl":
             raise ValueError(f"--output is {self.output}; it must end with .jsonl, because it gets one problem a line.")

@@ -8,15 +8,21 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.buckets import AnyPath
+
 T = TypeVar("T")
 HEADER = ".header.json"  # NAME.header.json says how the stored responses NAME.jsonl were drawn and graded
 
 
-def write_atomically(file: pathlib.Path, text: str) -> None:
+def write_atomically(file: AnyPath, text: str) -> None:
     """Writes `text` such that a kill, or the loss of the machine, leaves the old content or all of the new one.
 
     If writing fails, nothing new is left.
     """
+    if buckets.is_bucket(file):  # an object appears as a whole
+        file.write_text(text, encoding="utf-8")
+        return
     partial = file.with_name(f"{file.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as stream:

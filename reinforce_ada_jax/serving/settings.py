@@ -6,7 +6,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from reinforce_ada_jax.config import values
-from reinforce_ada_jax.config.paths import check_local
+from reinforce_ada_jax.config.paths import check_input, check_local
 from reinforce_ada_jax.config.settings import setting
 from reinforce_ada_jax.config.values import Allowed
 
@@ -79,7 +79,7 @@ class ServerSettings:
     def check(self) -> None:
         """Raises ValueError with the rule, the value and the remedy."""
         if self.api == "grpc":
-            check_local("--model", self.model)
+            check_input("--model", self.model)
         else:
             self._check_http()
         for field in dataclasses.fields(self):

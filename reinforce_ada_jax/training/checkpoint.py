@@ -20,7 +20,6 @@ import logging
 import os
 import pathlib
 import re
-import shutil
 import sys
 import time
 import warnings
@@ -32,6 +31,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.buckets import AnyPath
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy.transformer import Params
@@ -40,6 +41,7 @@ from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 
 # Folders beside `checkpoints`: for damaged ones, and for those of other runs that were in the way.
 DAMAGED, FOREIGN = "damaged_checkpoints", "foreign_checkpoints"
+COMMITTED = "commit_success.txt"  # Orbax's last object of a checkpoint in a bucket
 # Threads of a failed save may still write files into its folder while it is removed.
 REMOVALS = 20
 
@@ -126,7 +128,7 @@ class Checkpoints:
         `writes` this is the one training in the work directory, and files of unfinished saves are removed. A reader
         beside a training would remove what that is writing.
         """
-        self.folder = workdir.absolute() / "checkpoints"
+        self.folder = buckets.checkpoints(workdir)
         self._writes, self._run_id = writes, run_id
         self._saved_at = time.monotonic()
         _ignore_coroutines()
@@ -145,12 +147,19 @@ class Checkpoints:
         if not processes.is_writer():
             return
         for _ in range(REMOVALS):
-            unfinished = list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+            unfinished = self._unfinished()
             for folder in unfinished:
-                shutil.rmtree(folder, ignore_errors=True)  # a folder that stays only costs space
+                buckets.remove(folder)  # a folder that stays only costs space
             if not unfinished:
                 return
             time.sleep(0.1)
+
+    def _unfinished(self) -> list[AnyPath]:
+        """Returns the folders of saves that were cut off; in a bucket Orbax marks those that are finished."""
+        if buckets.is_bucket(self.folder):
+            folders = self.folder.iterdir() if self.folder.exists() else ()
+            return [folder for folder in folders if not (folder / COMMITTED).exists()]
+        return list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
 
     def _saved(self) -> tuple[dict[int, float], dict[int, str]]:
         """Returns evaluations, and why those of other runs are such, by iteration, as process 0 reads them.
@@ -381,8 +390,8 @@ class Checkpoints:
         if processes.is_writer():
             there = self.folder.with_name(name)
             there.mkdir(exist_ok=True)
-            number = sum(1 for _ in there.iterdir())
-            (self.folder / str(iteration)).rename(there / f"{iteration}.{number}")
+            number = sum(1 for _ in there.iterdir()) if there.exists() else 0  # in a bucket no folder is empty
+            buckets.move(self.folder / str(iteration), there / f"{iteration}.{number}")
         self._kept.evaluations.pop(iteration, None)
         self._kept.foreign.pop(iteration, None)
         processes.any_of(False)  # waits until it is gone

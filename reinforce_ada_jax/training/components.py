@@ -28,6 +28,7 @@ from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -64,11 +65,13 @@ def local_folder(path: str) -> pathlib.Path:
 
 
 def model_folder(path: str, revision: str = "") -> pathlib.Path:
-    """Returns the folder of a model: a folder of this machine, else a model of the hub, fetched once.
+    """Returns the folder of a model: a folder of this machine; one of a bucket or of the hub is fetched once.
 
     Raises:
-      ValueError: `path` names a model of the hub that can't be fetched.
+      ValueError: `path` names a model of the hub that can't be fetched, or nothing in its bucket.
     """
+    if buckets.is_bucket(path):
+        return buckets.fetch(path)
     folder = local_folder(path)
     return folder if folder.exists() or not hub_models.is_name(path) else hub_models.fetch(path, revision)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.training import records
@@ -47,7 +48,7 @@ def recorded(workdir: pathlib.Path, iteration: int) -> str:
     Raises:
       DamagedError: the record can't be read.
     """
-    folder = workdir / "checkpoints"
+    folder = buckets.checkpoints(workdir)
     try:
         numbers = records.read(folder, iteration)["fingerprints"]
     except KeyError as error:

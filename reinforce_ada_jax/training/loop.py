@@ -25,6 +25,8 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready, abstract, always_ready
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
@@ -93,6 +95,7 @@ class Run:
       progress: the line at the terminal.
       interrupt: Ctrl-C, SIGTERM, and notices that a machine is taken away.
       compiles: counter of XLA compilations.
+      copy: local copy of a work directory in a bucket.
       ready_to_sample: waits until the engine's programs are compiled.
     """
 
@@ -109,6 +112,7 @@ class Run:
     progress: Progress
     interrupt: Interrupt
     compiles: CompileCounter
+    copy: LocalCopy | None
     ready_to_sample: Ready = always_ready
 
 
@@ -261,13 +265,16 @@ def write_metrics(run: Run, state: RunState) -> RunState:
 
 
 def save(run: Run, state: RunState) -> None:
-    """Begins to write a checkpoint of a state."""
+    """Begins to write a checkpoint of a state, whose metrics are in the bucket before it where the run has one."""
+    if run.copy is not None:
+        run.copy.upload()
     record = to_record(state) | dict(run.identity)
     run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
 
 
 def _resuming(run: Run) -> str:
-    return f"python -m reinforce_ada_jax.train with the same --config and --workdir={run.workdir} goes on from there."
+    named = buckets.origin(run.workdir)
+    return f"python -m reinforce_ada_jax.train with the same --config and --workdir={named} goes on from there."
 
 
 def run_to_end(run: Run, state: RunState) -> Outcome:
@@ -346,11 +353,13 @@ def start(
     stack: contextlib.ExitStack,
     *,
     reward: GradeFn | None = None,
+    copy: LocalCopy | None = None,
     quiet: bool = False,
 ) -> tuple[Run, RunState]:
     """Checks the input and builds a run, or resumes the one in `workdir`; `stack` closes its files.
 
-    `reward` grades instead of the configured reward, in this process.
+    `reward` grades instead of the configured reward, in this process. `workdir` is the folder of `copy`, if it is in
+    a bucket.
 
     Raises:
       ValueError: the user must change the configuration, a file or the work directory.
@@ -363,7 +372,11 @@ def start(
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))
     processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
-    stack.callback(WorkdirLock(workdir).close)
+    lock = WorkdirLock(workdir)
+    stack.callback(lock.close)
+    if copy is not None:
+        copy.may_upload = lock.check
+        stack.callback(copy.close)  # while the lock is held
     write_config(config, workdir)
     write_started(workdir)
     # From here on no mistake is to be told, whose message would wait for the compiler.
@@ -396,7 +409,7 @@ def start(
     stack.callback(progress.close)
     ahead = DrawAhead[Drawn]()
     iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress, ahead)
-    files = (identity, checkpoints, writer, progress, interrupt, compiles, ready_to_sample)
+    files = (identity, checkpoints, writer, progress, interrupt, compiles, copy, ready_to_sample)
     return Run(config, workdir, trainer, iterate, evaluator, verifiers, ahead, *files), state
 
 

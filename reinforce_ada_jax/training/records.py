@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.buckets import AnyPath, BucketError
+
 # File of a work directory that holds the run's random id.
 RUN_ID = "run_id"
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -21,17 +24,17 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def damaged(folder: pathlib.Path, iteration: int, what: str) -> DamagedError:
+def damaged(folder: AnyPath, iteration: int, what: str) -> DamagedError:
     """Returns the error of a damaged checkpoint."""
     return DamagedError(f"the checkpoint of iteration {iteration} in {folder} is damaged: {what}.")
 
 
 def holds_checkpoint(workdir: pathlib.Path) -> bool:
     """Returns True if there may be a checkpoint to resume from, without opening anything."""
-    return any((workdir / "checkpoints").glob("[0-9]*"))
+    return any(buckets.checkpoints(workdir).glob("[0-9]*"))
 
 
-def record_file(folder: pathlib.Path, iteration: int) -> pathlib.Path:
+def record_file(folder: AnyPath, iteration: int) -> AnyPath:
     """Returns the file that Orbax writes for `JsonSave`."""
     return folder / str(iteration) / "run" / "metadata"
 
@@ -46,13 +49,15 @@ def with_checksum(record: Mapping[str, Any]) -> dict[str, Any]:
     return {"record": record, "checksum": checksum(record)}
 
 
-def read(folder: pathlib.Path, iteration: int) -> dict[str, Any]:
+def read(folder: AnyPath, iteration: int) -> dict[str, Any]:
     """Returns the record of an iteration; raises DamagedError if it can't be read or is not what was saved."""
     try:
-        saved = json.loads(record_file(folder, iteration).read_bytes())
+        saved = json.loads(buckets.read_bytes(record_file(folder, iteration)))
         record, expected = saved["record"], saved["checksum"]
         if not isinstance(record, dict):
             raise TypeError("it is no object")
+    except BucketError:  # it says nothing of the checkpoint
+        raise
     except _UNREADABLE as error:
         raise damaged(folder, iteration, f"its record can't be read ({first_line(error)})") from error
     if checksum(record) != expected:
@@ -77,7 +82,7 @@ def foreign(record: Mapping[str, Any], iteration: int, run_id: str | None) -> st
 
 def read_run_id(workdir: pathlib.Path) -> str | None:
     """Returns the id in a work directory; if its file was lost, that of the newest readable record, or None."""
-    file, folder = workdir / RUN_ID, workdir / "checkpoints"
+    file, folder = workdir / RUN_ID, buckets.checkpoints(workdir)
     text = file.read_text(errors="replace").strip() if file.is_file() else ""
     if re.fullmatch("[0-9a-f]{32}", text):
         return text

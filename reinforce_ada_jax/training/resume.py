@@ -8,6 +8,7 @@ from typing import Any
 
 from reinforce_ada_jax.config import Config, resume
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.rewards import loading
 from reinforce_ada_jax.rewards.loading import GradeFn
@@ -53,11 +54,12 @@ def check(
       saved: a record with the `identity` of the run that wrote it.
       accept_reward: the user's reward functions may have changed.
     """
+    named = buckets.origin(workdir)
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
     if different:
         raise ValueError(
-            f"{workdir} holds checkpoints of another model than {folder}: {'; '.join(different)}. Name the model that "
+            f"{named} holds checkpoints of another model than {folder}: {'; '.join(different)}. Name the model that "
             "the run began with, or another --workdir."
         )
     if ours["base"] is not None:
@@ -69,16 +71,16 @@ def check(
     for part, differs in parts.items():
         if ours[part] != saved[part]:
             raise ValueError(
-                f"the {differs} that the run in {workdir} began with. Use the same again, or choose another --workdir."
+                f"the {differs} that the run in {named} began with. Use the same again, or choose another --workdir."
             )
     if ours["config"] != saved["config"]:
         raise ValueError(
-            f"{workdir} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
+            f"{named} holds checkpoints of another configuration: its config.json was changed or lost. Restore that "
             "file, or choose another --workdir."
         )
     if ours["reward"] != saved["reward"] and not accept_reward:
         raise ValueError(
-            f"the reward function (reward.path, train(..., reward=)) is not the one that the run in {workdir} began "
+            f"the reward function (reward.path, train(..., reward=)) is not the one that the run in {named} began "
             "with. Use the same again, choose another --workdir, or go on with the new one: "
             "--config.checkpoint.accept_changed_reward=True."
         )

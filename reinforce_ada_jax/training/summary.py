@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import output_file
@@ -118,6 +119,6 @@ def summary(
             f"groups of {collection.group_size}",
             f"lengths     up to {longest:,} tokens{made_for}",
             *([f"reward      {reward}{prints}"] if reward else []),
-            f"files       {workdir}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
+            f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/, evaluations/, samples/",
         ]
     )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def _opened(workdir: pathlib.Path, config: Config) -> Iterator["Checkpoints"]:
     if not holds_checkpoint(workdir):
-        raise ValueError(f"{workdir} holds no checkpoint: train first, or name another --workdir.")
+        raise ValueError(f"{buckets.origin(workdir)} holds no checkpoint: train first, or name another --workdir.")
     from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax takes 0.2 s)
 
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep, run_id=read_run_id(workdir))
@@ -45,7 +46,9 @@ def newest_iteration(workdir: pathlib.Path, config: Config) -> int:
     with _opened(workdir, config) as checkpoints:
         newest = checkpoints.latest()
     if newest is None:
-        raise ValueError(f"{workdir} holds no finished checkpoint: train on, or name another --workdir.")
+        raise ValueError(
+            f"{buckets.origin(workdir)} holds no finished checkpoint: train on, or name another --workdir."
+        )
     return newest
 
 
@@ -62,7 +65,7 @@ def read_trained(
         iteration = checkpoints.latest() if iteration is None else iteration
         if iteration is None or iteration not in available:
             raise ValueError(
-                f"{workdir} holds no finished checkpoint of iteration {iteration}; there are "
+                f"{buckets.origin(workdir)} holds no finished checkpoint of iteration {iteration}; there are "
                 f"{', '.join(map(str, available)) or 'none'}."
             )
         learner = Learner(components.architecture, config, components.mesh)

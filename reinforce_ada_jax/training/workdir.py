@@ -20,7 +20,9 @@ import reinforce_ada_jax
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import HEADER, write_atomically
+from reinforce_ada_jax.files.lease import Lease
 from reinforce_ada_jax.reporting.history import STARTED
 from reinforce_ada_jax.training import records
 
@@ -31,6 +33,7 @@ class WorkdirLock:
     """Held by process 0 until `close`, or until that process ends, however it does: it is the kernel's `flock`.
 
     The file stays, and says who had it last. On file systems without `flock` (some mounted buckets) nothing is held.
+    For the local copy of a folder in a bucket, a lease in the bucket is held (files/lease.py).
     """
 
     def __init__(self, workdir: pathlib.Path):
@@ -40,6 +43,7 @@ class WorkdirLock:
           ValueError: another training holds it; in every process.
         """
         self._descriptor: int | None = None
+        self._lease: Lease | None = None
         refused = self._take(workdir.absolute()) if processes.is_writer() else ""
         refused = processes.exchange(refused.encode())[0].decode()
         if refused:
@@ -47,6 +51,14 @@ class WorkdirLock:
 
     def _take(self, workdir: pathlib.Path) -> str:
         """Why it can't be had, or ""."""
+        named = buckets.origin(workdir)
+        if buckets.is_bucket(named):
+            self._lease = Lease(f"{named}/{FILE}")
+            holder = self._lease.take()
+            return holder and (
+                f"another training runs in {named} ({holder}), and two would write over each other's files: wait for "
+                "it, end it, or name another --workdir."
+            )
         workdir.mkdir(parents=True, exist_ok=True)
         file = workdir / FILE
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)  # no child process gets it (PEP 446)
@@ -68,8 +80,15 @@ class WorkdirLock:
             os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         return ""
 
+    def check(self) -> None:
+        """Raises BucketError if another training has taken the bucket over; in process 0 alone."""
+        if self._lease is not None:
+            self._lease.check()
+
     def close(self) -> None:
         """Lets the next training in."""
+        if self._lease is not None:
+            self._lease.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -80,7 +99,8 @@ def check_not_evaluation(workdir: pathlib.Path) -> None:
     stored = next(workdir.glob(f"*{HEADER}"), None)
     if stored is not None and not (workdir / "config.json").exists():
         raise ValueError(
-            f"{workdir} holds the responses of an evaluation ({stored.name}), and no run: name another --workdir."
+            f"{buckets.origin(workdir)} holds the responses of an evaluation ({stored.name}), and no run: name another "
+            "--workdir."
         )
 
 
@@ -116,10 +136,13 @@ def _commit() -> str:
 
 def write_config(config: Config, workdir: pathlib.Path) -> None:
     """config.json, in a folder that all processes of the run see; raises ValueError where they don't."""
-    file = workdir / "config.json"
+    file, named = workdir / "config.json", buckets.origin(workdir)
     if processes.is_writer():
         workdir.mkdir(parents=True, exist_ok=True)
         write_atomically(file, config_lib.to_json(config))
+    if buckets.is_bucket(named):
+        processes.check_same("the work directories", named)
+        return
     processes.any_of(False)  # until it is written
     for _ in range(processes.SHARED_AFTER_S):
         if not processes.any_of(not file.exists()):

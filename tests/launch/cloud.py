@@ -28,7 +28,7 @@ def make_checkout(folder: pathlib.Path) -> None:
     """A repository of what the scripts need, with one commit."""
     shutil.copytree(ROOT / "launch", folder / "launch")
     (folder / "configs").mkdir()
-    for file in ("configs/tiny.py", "requirements.txt", "pyproject.toml", ".gitignore"):
+    for file in ("configs/tiny.py", "requirements.txt", "requirements-gcs.txt", "pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / file, folder / file)
     (folder / "reinforce_ada_jax").mkdir()
     (folder / "reinforce_ada_jax" / "module.py").write_text("committed\n")

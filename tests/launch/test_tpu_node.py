@@ -202,7 +202,7 @@ def test_without_gcloud(cloud):
         (["up", *ALL, "--create-flag=--node-count=2"], ["--node-count=2", "several slices", "larger slice"]),
         (["up", *ALL, "--env=1A=b"], ["--env=1A=b", "--env=NAME=VALUE"]),
         (["up", *ALL, "--name=A b"], ["--name=A b", "small letters"]),
-        (["up", *ALL, "--workdir=gs://b/run"], ["gs://b/run", "folders, not to buckets", "mount"]),
+        (["up", *ALL, "--workdir=gs://", "--spot"], ["--workdir=gs://", "name a folder of a bucket"]),
         (["up", *ALL, "--workdir=runs/a", "--spot"], ["runs/a", "lost with it", "mount"]),
         (["watch", *ALL, "--workdir=runs/a"], ["runs/a", "lost with it"]),
         (["up", *ALL, "--setup=none.sh"], ["--setup=none.sh"]),

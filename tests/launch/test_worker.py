@@ -20,7 +20,7 @@ def test_the_pins_are_kept(cloud):
     cloud.set(node="READY")
     check(cloud.run("install", *NODE))
     assert cloud.installs() == [
-        "--no-deps -r requirements.txt",
+        "--no-deps -r requirements.txt -r requirements-gcs.txt",
         f"--constraint requirements.txt jax[tpu]=={jax_version()}",
         "--no-deps --no-build-isolation --editable .",
     ]

@@ -1,0 +1,148 @@
+"""A folder of a bucket as a folder of this machine, and what is written there brought back to the bucket.
+
+Programs append to their files (metrics.jsonl, TensorBoard's events, stored responses), and objects can't be appended
+to. So a changed file is uploaded as a whole, at the latest after UPLOAD_S seconds, and a reader of the bucket sees the
+run while it goes on. Where uploads take long, they are as rare as to take a tenth of the time.
+"""
+
+import contextlib
+import pathlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from reinforce_ada_jax.files import buckets
+
+UPLOAD_S = 30.0
+SHARE = 0.1  # most of the time that uploads in the background may take
+_NOT_COPIED = (f"{buckets.CHECKPOINTS}/", "damaged_checkpoints/", "foreign_checkpoints/", "tensorboard/", "logs/")
+_LOCAL = (buckets.ORIGIN, ".partial")  # ends of names that are never uploaded
+
+
+def _is_wanted(name: str) -> bool:
+    return bool(name) and not name.startswith(_NOT_COPIED) and not name.endswith(_LOCAL)
+
+
+class LocalCopy:
+    """Files of a folder in a bucket, and a thread that uploads those that change.
+
+    Attributes:
+      folder: on this machine.
+      url: of the folder in the bucket.
+      may_upload: called before each upload; raises BucketError if another process owns the folder.
+    """
+
+    def __init__(self, url: str, *, wanted: Callable[[str], bool] = _is_wanted, every_s: float = UPLOAD_S):
+        """Downloads the files.
+
+        Args:
+          url: of the folder; it need not exist.
+          wanted: says of the name of a file, relative to the folder, whether it is downloaded.
+          every_s: time between two uploads.
+
+        Raises:
+          BucketError: the bucket can't be read.
+        """
+        self.url = buckets.url(url)
+        self._home = tempfile.TemporaryDirectory(prefix="reinforce_ada_jax-", ignore_cleanup_errors=True)
+        self.folder = pathlib.Path(self._home.name) / self.url.rpartition("/")[2]
+        self.folder.mkdir()
+        (self.folder / buckets.ORIGIN).write_text(self.url, encoding="utf-8")
+        names = [name for name in buckets.objects(self.url) if wanted(name)]
+        buckets.download(self.url, names, self.folder)
+        self._uploaded = self._states()
+        self._lock, self._end = threading.Lock(), threading.Event()
+        self._every_s = every_s
+        self.may_upload: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._upload_while_open, name="upload", daemon=True)
+        self._thread.start()
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """Returns (time of the last change, size) of each file that belongs to the bucket."""
+        states = {}
+        for file in self.folder.rglob("*"):
+            name = str(file.relative_to(self.folder))
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                if file.is_file() and not file.is_symlink() and not name.endswith(_LOCAL):
+                    status = file.stat()
+                    states[name] = (status.st_mtime_ns, status.st_size)
+        return states
+
+    def upload(self) -> None:
+        """Brings the bucket up to date: it has every change made before this call.
+
+        Raises:
+          BucketError: the bucket can't be written.
+        """
+        with self._lock:
+            self.may_upload()
+            states = self._states()
+            changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
+            # A file may grow or be replaced while it is read: what is sent is a copy.
+            with tempfile.TemporaryDirectory(dir=self._home.name) as frozen:
+                files = {}
+                for number, name in enumerate(changed):
+                    with contextlib.suppress(FileNotFoundError):
+                        copy = shutil.copyfile(self.folder / name, pathlib.Path(frozen) / str(number))
+                        files[copy] = f"{self.url}/{name}"
+                buckets.upload(files)
+            removed = [f"{self.url}/{name}" for name in self._uploaded.keys() - states.keys()]
+            if removed:
+                with buckets.reachable(self.url):
+                    buckets.file_system().rm(removed)
+            self._uploaded = states
+
+    def _upload_while_open(self) -> None:
+        pause = self._every_s
+        while not self._end.wait(pause):
+            begin = time.monotonic()
+            with contextlib.suppress(buckets.BucketError):  # the next one tries again; `upload` and `close` tell
+                self.upload()
+            pause = max(self._every_s, (time.monotonic() - begin) / SHARE)
+
+    def close(self) -> None:
+        """Uploads the last changes and removes the folder; a second call does nothing.
+
+        Raises:
+          BucketError: the bucket can't be written; the folder is kept.
+        """
+        if self._end.is_set():
+            return
+        self._end.set()
+        self._thread.join()
+        try:
+            self.upload()
+        except buckets.BucketError as error:
+            kept = self.folder.rename(pathlib.Path(tempfile.mkdtemp(prefix="reinforce_ada_jax-kept-")) / "files")
+            raise buckets.BucketError(f"{error}. The newest files are in {kept}: copy them to {self.url}") from error
+        finally:
+            self._home.cleanup()
+
+
+@contextlib.contextmanager
+def opened(
+    folder: str | pathlib.Path, name: str = "--workdir", wanted: Callable[[str], bool] = _is_wanted
+) -> Iterator[tuple[pathlib.Path, LocalCopy | None]]:
+    """Gives (folder of this machine, its copy); a folder that is on this machine already has none.
+
+    Args:
+      folder: a folder, or the URL of one in a bucket.
+      name: the flag, for messages.
+      wanted: as LocalCopy has it.
+
+    Raises:
+      ValueError: the bucket can't be read.
+      BucketError: at the end, it can't be written.
+    """
+    if not buckets.is_bucket(folder):
+        yield pathlib.Path(folder), None
+        return
+    buckets.check(name, folder)
+    try:
+        copy = LocalCopy(str(folder), wanted=wanted)
+    except buckets.BucketError as error:
+        raise ValueError(f"{name}: {error}. Check the name, and the rights of this machine on the bucket.") from error
+    with contextlib.closing(copy):
+        yield copy.folder, copy
