@@ -48,15 +48,17 @@ def server(
       ValueError: the packages of the server are not there.
     """
     try:
-        from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: PLC0415  (an extra)
+        from reinforce_ada_jax.serving import http as http_lib  # noqa: PLC0415  (an extra)
+        from reinforce_ada_jax.serving.tinker.app import App  # noqa: PLC0415
+        from reinforce_ada_jax.serving.tinker.server import start_worker  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ValueError(f"`serve` needs more packages ({error}): pip install 'reinforce_ada_jax[tinker]'.") from error
     engine = Engine(architecture, options, mesh=mesh_lib.make_mesh())
     # Nothing is encoded or decoded: any tokenizer will do.
     folder = ASSETS / "cipher"
-    model = server_lib.Served(MODEL, folder, Tokenizer.load(folder), engine, lambda: (architecture, params))
-    service, worker = server_lib.start_worker(settings, [model])
-    listener, http = server_lib.listen(settings), server_lib.http_server(settings, service)
+    model = http_lib.Served(MODEL, folder, Tokenizer.load(folder), engine, lambda: (architecture, params))
+    service, worker = start_worker(settings, [model])
+    listener, http = http_lib.listen(settings), http_lib.http_server(settings, App(service).asgi())
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     worker.start()
     thread.start()
