@@ -107,7 +107,10 @@ class Page {
     if (data.comparisons) this.comparisons = data.comparisons;
     if (data.figures) this.showFigures(data.figures);
     if (data.responses) this.takeResponses(data);
+    const states = this.runs.map((run) => this.state(run)).join();
     if (news || !this.shown) this.show();
+    else if (states !== this.states) this.table(); // a run that has stopped says nothing itself
+    this.states = states;
     this.shown = true;
     this.status();
   }
