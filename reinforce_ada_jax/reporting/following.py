@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.reporting import comparison, curves, page, samples
 from reinforce_ada_jax.reporting.history import CONFIG, NEEDED, STARTED, History, of_lines, read_json, unique_names
 from reinforce_ada_jax.reporting.samples import SampledResponses
@@ -77,7 +78,7 @@ class FollowedRun:
 
     def unread(self) -> dict[str, Any]:
         """Returns the run as the page's program reads it, without anything of its files."""
-        return {"name": self.name, "workdir": str(self.workdir), "begin": 0, "keys": [], "rows": []}
+        return {"name": self.name, "workdir": buckets.origin(self.workdir), "begin": 0, "keys": [], "rows": []}
 
     def _run(self, begin: int) -> dict[str, Any]:
         if self.history is not None:

@@ -19,6 +19,7 @@ import jinja2
 import numpy as np
 
 from reinforce_ada_jax.config import flatten
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.reporting.comparison import Comparison
 from reinforce_ada_jax.reporting.curves import BUDGETS, EVALUATING, Figure
@@ -91,7 +92,7 @@ def seconds_left(history: History) -> float | None:
 
 def run_data(name: str, workdir: pathlib.Path, history: History, begin: int = 0) -> dict[str, Any]:
     """Returns a run as the page's program reads it, its metrics from row `begin` on."""
-    run: dict[str, Any] = {"name": name, "workdir": str(workdir), "begin": begin}
+    run: dict[str, Any] = {"name": name, "workdir": buckets.origin(workdir), "begin": begin}
     iterations = history.config.get("iterations")
     run |= {"iterations": iterations if isinstance(iterations, int) else None, "left": _number(seconds_left(history))}
     if begin == 0:
