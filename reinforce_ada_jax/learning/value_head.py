@@ -128,6 +128,7 @@ class ValueHead:
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self._rows = -(-rows // shards) * shards
         self._placed = mesh_lib.sharding(mesh, ("rows", None)), mesh_lib.sharding(mesh, ("rows",))
+        self._whole = mesh_lib.sharding(mesh, ())
         self._program = functools.partial(prompt_features, architecture, dtype=dtype)
         self._fit = functools.partial(fit, learning_rate=learning_rate, steps=steps)
         self._head = Head(np.zeros(architecture.hidden_size, np.float32), np.float32(0))
@@ -171,8 +172,10 @@ class ValueHead:
         for row, pool in enumerate(pools):
             features[row] = self._features[pool.prompt.id]
             correct[row], drawn[row] = pool.correct.sum(), len(pool.verdicts)
-        inputs = jax.device_put((self._head, self._optimizer, features, correct, drawn))
-        self._head, self._optimizer, loss = jax.device_get(self._fit(*inputs))
+        # On all devices, as every program of a run: one on the devices of this process alone may stop a pod.
+        inputs = self._head, self._optimizer, features, correct, drawn
+        fitted = self._fit(*jax.tree.map(lambda x: mesh_lib.place(np.asarray(x), self._whole), inputs))
+        self._head, self._optimizer, loss = jax.tree.map(processes.fetch, fitted)
         return {"estimator/loss": float(loss)}
 
     def to_json(self) -> dict[str, Any]:
