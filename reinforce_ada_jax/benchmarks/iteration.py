@@ -25,7 +25,7 @@ from absl import flags
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import models, workloads
 from reinforce_ada_jax.benchmarks import options as options_lib
-from reinforce_ada_jax.benchmarks.options import VARIANTS
+from reinforce_ada_jax.benchmarks.options import DEFAULT_VARIANTS, VARIANTS
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
@@ -281,7 +281,7 @@ def begin(
 def measure(
     config: Config,
     *,
-    variants: Sequence[str] = tuple(VARIANTS),
+    variants: Sequence[str] = DEFAULT_VARIANTS,
     repeat: int = 3,
     lengths: Lengths,
     architecture: Architecture | None = None,
@@ -293,8 +293,8 @@ def measure(
     `lengths` are those of the responses of random weights.
 
     Returns:
-      By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio" and "overlap_ratio", tokens
-      a second of "rounds" over theirs.
+      By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio", "overlap_ratio" and
+      "invariant_ratio", tokens a second of "rounds" over theirs.
 
     Raises:
       ValueError: an unknown variant, or a configuration that can't be run.

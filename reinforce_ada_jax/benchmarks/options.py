@@ -82,7 +82,9 @@ VARIANTS = {
     "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
     "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
     "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
+    "invariant": {"collection.barrier": False, "collection.overlap_iterations": 0, "model.numerics": "invariant"},
 }
+DEFAULT_VARIANTS = ("rounds", "barrier", "overlap")  # possible with any configuration
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
@@ -111,7 +113,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
     flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
-    flags.DEFINE_list("variants", list(VARIANTS), "Variants of `iteration`.", flag_values=values)
+    flags.DEFINE_list(
+        "variants", list(DEFAULT_VARIANTS), f"Variants of `iteration`, of {', '.join(VARIANTS)}.", flag_values=values
+    )
     cli.config_flag(values, "The configuration of `iteration` and `split`: a packaged one, or a file.")
     return values
 
