@@ -321,7 +321,7 @@ class SamplingConfig:
     )  # fmt: skip
     draft_rows: int = setting(
         0, "Rows up to which drafts make a decode step larger than its slots; 0: they only fill idle rows.",
-        values.NOT_NEGATIVE,
+        values.NOT_NEGATIVE, rule="draft_rows_hold_drafts",
     )  # fmt: skip
     check_invariants: bool = setting(
         False, "Check all pages, rows and requests after every window; slow, for finding faults."
