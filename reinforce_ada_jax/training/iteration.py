@@ -190,7 +190,7 @@ def train_iteration(
       must. If no update was made before that one, the state is still that of the iteration before.
 
     Raises:
-      Interrupted: the run was asked to end during the collection.
+      Interrupted: the run was asked to end before the first update; `state` is unchanged.
       TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
     """
     report = functools.partial(report_unless_asked_to_end, interrupt, progress)
@@ -224,8 +224,9 @@ def train_iteration(
     _warn_of_missing_groups(trainer, state, groups, progress)
 
     updates = trainer.updates
-    minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference)
+    minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference, interrupt.agree)
     finite, skipped, gaps = updates.check_logprobs(minibatches, after.iteration, state.skipped_in_a_row, progress.say)
+    interrupt.agree()  # from here on the updates take the state, and have to end
     done = updates.update(state.learner, trainer.base, finite, after.iteration, skipped, progress.say)
     num_updates = done.metrics["update/count"]
     if done.stop is not None and not num_updates:

@@ -96,12 +96,21 @@ class Updates:
 
     # ---- minibatches -------------------------------------------------------------------------------------------------
 
-    def minibatches(self, groups: Sequence[Group], policy: Params, reference: Params | None) -> list[Minibatch]:
+    def minibatches(
+        self,
+        groups: Sequence[Group],
+        policy: Params,
+        reference: Params | None,
+        agree: Callable[[], None] = lambda: None,
+    ) -> list[Minibatch]:
         """Deals the iteration's groups to one minibatch per update, and adds log-probabilities.
 
         Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one
         update an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows
         where they contribute nothing to the gradient; they count in its denominators.
+
+        `agree` is called in all processes before each minibatch is scored, and may raise to end the scoring. Scores of
+        the one before are complete then: programs that are queued would have to end before a checkpoint is written.
         """
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
         rounds = sum(group.pool.rounds for group in groups)
@@ -120,6 +129,10 @@ class Updates:
                 per_row=self.config.learning.responses_per_row,
                 micro_rows=None if loss_config(self.config).needs_zero_advantages else self.learner.micro_rows,
             )
+            if minibatches:
+                before = minibatches[-1].batch
+                jax.block_until_ready((before.old_logprobs, before.reference_logprobs))
+            agree()
             minibatches.append(Minibatch(dealt, self._scored(batch, policy, reference)))
         return minibatches
 

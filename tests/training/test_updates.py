@@ -10,6 +10,7 @@ import pytest
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.training.updates import TrainingStopped, Updates, update_means
@@ -303,3 +304,23 @@ def test_an_aggregation_that_divides_by_length_is_refused():
     with pytest.raises(ValueError, match="divides the weight of a response by its length"):
         config_lib.check(tiny(**changes))
     config_lib.check(tiny(**changes | {"collection.correction": "none"}))
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_request_to_end_is_heard_before_each_minibatch_is_scored(updates, calls):
+    asked, scored = [], []
+
+    def agree() -> None:
+        asked.append(len(scored))
+        if len(asked) == calls:
+            raise Interrupted
+
+    def score(logprobs):
+        scored.append(logprobs)
+        return logprobs
+
+    made, _ = updates([], score)
+    scored.clear()
+    with pytest.raises(Interrupted):
+        made.minibatches(make_groups(made.config), {}, None, agree)
+    assert asked == [*range(calls)] and len(scored) == calls - 1
