@@ -32,18 +32,9 @@ OPTIONS = EngineOptions(
     slots=8, window=4, page_size=4, pages=0, open_prompts=5, prefill_tokens=8, max_prompt_tokens=PROMPT_TOKENS,
     max_response_tokens=RESPONSE_TOKENS, stop_ids=(5, 6, 7), seed=0, dtype="float32", attention="invariant",
 )  # fmt: skip
-<<<<<<< HEAD
 # Drafts in both; chunks that end anywhere, or several tiles of slots and of a chunk; pages larger than a tile of keys.
 ONE_SLOT = dict(slots=1, prefill_tokens=3, page_size=16, drafts=4, draft_rows=5)
 FORTY_SLOTS = dict(slots=40, prefill_tokens=64, page_size=48, window=32, open_prompts=9, drafts=2)
-=======
-# One slot, with drafts, and chunks that end anywhere; several tiles of slots and of a chunk, and pages larger than a
-# tile of keys.
-OTHER_SIZES = (
-    dict(slots=1, prefill_tokens=3, page_size=16, drafts=4, draft_rows=5),
-    dict(slots=40, prefill_tokens=64, page_size=48, window=32, open_prompts=9),
-)
->>>>>>> c483fd6 (Refuse rows for drafts without drafts)
 
 
 @functools.cache
