@@ -133,7 +133,7 @@ def test_an_update_allows_no_difference():
 
     state, metrics = updated(rows)
     assert (state.updates, metrics.gap.largest, metrics.gap.total) == (1, 0, 0)
-    assert metrics.gap.num_tokens == rows.response_mask.sum()
+    assert int(metrics.gap.num_tokens) == rows.response_mask.sum()
     one_bit = rows.behaviour_logprobs.copy()
     one_bit[0, 0] = np.nextafter(one_bit[0, 0], np.float32(-9))
     state, metrics = updated(rows.replace(behaviour_logprobs=one_bit))
