@@ -110,7 +110,7 @@ def test_right_guesses_are_counted():
         dict(drafts=2),  # in idle rows only
         dict(drafts=7, draft_rows=64, slots=1),
         dict(drafts=3, draft_rows=16, page_size=16),
-        dict(drafts=5, draft_rows=32, page_size=1),
+        dict(drafts=5, draft_rows=32, page_size=2),  # one guess in a page: drafts take none
         dict(drafts=3, draft_rows=24, fsdp=2, slots=6),
     ],
     ids=str,
