@@ -1,10 +1,11 @@
 """Forward passes whose bits depend on a token and those before it alone, not on what is computed beside it.
 
 A compiled product or sum rounds by its shape. So every row is computed in a tile of `ROWS` rows, and its attention in
-tiles of `KEYS` keys, in ascending order. The loop over tiles has the same body in every program, and the compiler fuses
-nothing across a loop's border. Sampler and learner call these functions in their own layouts.
+tiles of `KEYS` keys, in ascending order. The loop over tiles has the same body in every program, and a loop is a border
+for the compiler: nothing is fused across it. The number of iterations is known at run time only, or the compiler would
+dissolve a loop of one iteration. Sampler and learner call these functions in their own layouts.
 
-Forward only: the loops cannot be differentiated. Tested for float32 on CPUs.
+Forward only: the loops cannot be differentiated. Measured for float32 on CPUs.
 """
 
 from collections.abc import Callable
@@ -53,10 +54,10 @@ def by_tiles(count: Int[Array, ""]) -> Rowwise:
 
         def one_tile(index, results):
             tile = [jax.lax.dynamic_slice_in_dim(x, index * ROWS, ROWS) for x in padded]
+            new = jax.lax.optimization_barrier(function(*jax.lax.optimization_barrier(tile)))
             return jax.tree.map(
-                lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, index * ROWS, axis=0),
-                results, function(*tile),
-            )  # fmt: skip
+                lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, index * ROWS, axis=0), results, new
+            )
 
         results = jax.lax.fori_loop(0, num_tiles(count, ROWS), one_tile, results)
         return jax.tree.map(lambda x: x[: rows[0].shape[0]], results)
@@ -77,7 +78,8 @@ def attention(
 
     def add(index, partial):
         seen = index * KEYS + jnp.arange(KEYS)[None] < lengths[:, None]
-        return _add_keys(grouped, *read(index), seen, partial)
+        inputs = jax.lax.optimization_barrier((*read(index), seen, partial))
+        return jax.lax.optimization_barrier(_add_keys(grouped, *inputs))
 
     none = jnp.zeros(grouped.shape[:3], jnp.float32)
     partial = none + SMALLEST, none, jnp.zeros(grouped.shape, jnp.float32)
@@ -143,8 +145,12 @@ def target_logprobs(
 ) -> Float[Array, " M"]:
     """Computes the log-probability of each row's target, for the tiles of the first `count` rows."""
 
-    def one_tile(hidden, targets):
-        logprobs = distribution(head_logits(model, hidden)[:, 0], temperature)
+    def one_tile(hidden, targets, temperature):
+        # Behind barriers, because the sampler does the same without a target, and [M, V] exists nowhere.
+        logits = head_logits(model, hidden)[:, 0]
+        logprobs = jax.lax.optimization_barrier(distribution(logits, temperature[:, None]))
         return jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
 
-    return by_tiles(count)(one_tile, hidden, targets)
+    # Of data: division by a number that the compiler knows would become a product with its reciprocal.
+    temperatures = jnp.where(targets < 0, 1.0, jnp.float32(temperature))
+    return by_tiles(count)(one_tile, hidden, targets, temperatures)
