@@ -145,10 +145,13 @@ def target_logprobs(
 ) -> Float[Array, " M"]:
     """Computes the log-probability of each row's target, for the tiles of the first `count` rows."""
 
+    def all_logprobs(hidden, temperature):
+        return distribution(head_logits(model, hidden)[:, 0], temperature[:, None])
+
     def one_tile(hidden, targets, temperature):
-        # Behind barriers, because the sampler does the same without a target, and [M, V] exists nowhere.
-        logits = head_logits(model, hidden)[:, 0]
-        logprobs = jax.lax.optimization_barrier(distribution(logits, temperature[:, None]))
+        # The sampler's very loop, of one iteration: fused with the choice of targets, division and sum round otherwise.
+        # [M, V] exists nowhere.
+        logprobs = by_tiles(jnp.minimum(count, ROWS))(all_logprobs, hidden, temperature)
         return jnp.take_along_axis(logprobs, targets[:, None], axis=1)[:, 0]
 
     # Of data: division by a number that the compiler knows would become a product with its reciprocal.
