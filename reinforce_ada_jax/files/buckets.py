@@ -58,10 +58,10 @@ def check(name: str, path: object) -> None:
       name: the flag or the setting, for the message.
       path: the URL.
     """
-    if importlib.util.find_spec("gcsfs") is None:
-        raise ValueError(f"{name} is {url(path)!r}, and buckets need the extra gcs: {INSTALL}.")
     if not _BUCKET.sub("", str(path)).partition("/")[0]:
         raise ValueError(f"{name} is {str(path)!r}, which names no bucket: gs://BUCKET/NAME.")
+    if importlib.util.find_spec("gcsfs") is None:
+        raise ValueError(f"{name} is {url(path)!r}, and buckets need the extra gcs: {INSTALL}.")
 
 
 def file_system() -> Any:

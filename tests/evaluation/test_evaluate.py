@@ -91,6 +91,10 @@ def test_rewards_that_fail_are_counted_and_can_be_graded_again(tmp_path, monkeyp
     reward.write_text(REWARD)
     benchmark = four_answers(tmp_path / "four.jsonl")
     changes = {"reward.path": f"{reward}:grade", "reward.workers": 2, "reward.time_limit_s": 0.5}
+    with pytest.raises(SystemExit, match=str(cli.STOPPED)):  # more failures than allowed; the responses are stored
+        run(benchmark, output, **changes)
+    assert "could not grade 6 of the 8 responses" in capsys.readouterr().err
+    changes["reward.max_failed"] = 0.75
     run(benchmark, output, **changes)
     rows = [json.loads(line) for line in (output / "four.jsonl").read_text("utf-8").splitlines()]
     reasons = {(row["prompt"][-1], row["reason"], row["correct"]) for row in rows}
