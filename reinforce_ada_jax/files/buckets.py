@@ -152,11 +152,17 @@ def objects(folder: str) -> dict[str, Mapping[str, Any]]:
     """Returns the objects of a folder, or the one object itself, with what the bucket says of each.
 
     The keys are names relative to the folder; "" for the object that `folder` itself names.
+
+    Raises:
+      BucketError: the bucket can't be read, or a copy of an object would not lie in the copy of the folder.
     """
     with reachable(folder):
         begin = folder.removeprefix("gs://").rstrip("/")
         found = file_system().find(begin, detail=True)
     names = sorted(name for name in found if not name.endswith("/"))
+    for name in names:  # anybody who may write into the bucket chooses them
+        if ".." in pathlib.PurePosixPath(name.removeprefix(begin)).parts:
+            raise BucketError(f"{url(folder)} holds an object whose name has '..', gs://{name}: remove or rename it.")
     return {name.removeprefix(begin).strip("/"): found[name] for name in names}
 
 

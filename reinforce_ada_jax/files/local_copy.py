@@ -50,8 +50,12 @@ class LocalCopy:
         self.folder = pathlib.Path(self._home.name) / self.url.rpartition("/")[2]
         self.folder.mkdir()
         (self.folder / buckets.ORIGIN).write_text(self.url, encoding="utf-8")
-        names = [name for name in buckets.objects(self.url) if wanted(name)]
-        buckets.download(self.url, names, self.folder)
+        try:
+            names = [name for name in buckets.objects(self.url) if wanted(name)]
+            buckets.download(self.url, names, self.folder)
+        except BaseException:
+            self._home.cleanup()
+            raise
         self._uploaded = self._states()
         self._lock, self._end = threading.Lock(), threading.Event()
         self._every_s = every_s

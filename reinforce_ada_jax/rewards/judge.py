@@ -1,8 +1,8 @@
 """Reward of a judge: a model behind an OpenAI-compatible endpoint scores the response.
 
 Each verifier worker sends one request at a time, so `reward.workers` bounds the requests under way. Answers are kept in
-a file in the work directory, so that a resumed run and a response drawn twice get the same score. The file has the key
-of no one: neither it nor any message contains the API key.
+a file in the work directory, so that a resumed run and a response drawn twice get the same score. Neither this file nor
+any message contains the API key.
 """
 
 import contextlib
@@ -204,7 +204,7 @@ class Judge:
       url: of the endpoint, as OpenAI's clients take it: it ends with /v1.
       model: name of the judge there.
       template: jinja2 text of the user's message, with problem, response, answer, the other columns of the problem,
-        and lowest and highest; "": `TEMPLATE`.
+        and lowest and highest; "": `TEMPLATE`. A column with one of the other names is not seen.
       score: parser of the answer (`score_of`).
       score_range: lowest and highest score, whose rewards are 0 and 1.
       parameters: further fields of the request, such as temperature.
@@ -242,9 +242,9 @@ class Judge:
           JudgeFailed: there is no score.
         """
         deadline = time.monotonic() + self._time_limit_s - _SPARE_S
-        given = {"answer": answer, "lowest": self._lowest, "highest": self._highest}
+        given = {"response": response, "answer": answer, "lowest": self._lowest, "highest": self._highest}
         try:
-            text = self._template.render(given | dict(columns) | {"response": response})
+            text = self._template.render(dict(columns) | given)
         except TemplateError as error:
             raise JudgeFailed(f"reward.judge_template can't be filled in: {error}") from error
         body = self._request | {"messages": [{"role": "user", "content": text}]}

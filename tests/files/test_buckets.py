@@ -82,6 +82,18 @@ def test_a_folder_whose_name_begins_another_is_not_mixed_with_it(server):
     assert [*buckets.objects("gs://names/run")] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize("name", ["../outside", "deep/../../../outside", "deep/.."])
+def test_an_object_whose_copy_would_lie_outside_of_the_folder_is_refused(server, cache, name):
+    bucket = f"gs://outside{len(name)}"
+    server.write(f"{bucket}/run/metrics.jsonl", b"1")
+    server.write(f"{bucket}/run/{name}", b"hostile")
+    with pytest.raises(buckets.BucketError, match=r"has '..', gs:.*: remove or rename it"):
+        buckets.fetch(f"{bucket}/run")
+    with pytest.raises(buckets.BucketError, match="remove or rename it"):
+        LocalCopy(f"{bucket}/run")
+    assert not [file for file in cache.parent.rglob("*") if file.name == "outside"]
+
+
 def test_a_local_copy_brings_back_what_is_written_appended_and_removed(server):
     server.write("gs://copy/run/metrics.jsonl", b"1\n")
     server.write("gs://copy/run/old", b"old")

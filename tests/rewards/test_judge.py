@@ -102,6 +102,14 @@ def test_a_request_has_the_model_the_text_and_the_key(server, monkeypatch):
     assert server.requests == [("/v1/chat/completions", f"Bearer {KEY}", body)]
 
 
+def test_a_column_of_a_problem_cannot_change_the_scale_or_the_answer(server):
+    template = "{{ problem }} {{ answer }} {{ lowest }} {{ highest }} {{ level }}\n{{ response }}"
+    columns = {"problem": "Say it.", "answer": "mine", "response": "mine", "lowest": 9, "highest": 0, "level": 3}
+    with contextlib.closing(judge.Judge(**settings(server, template=template))) as grade:
+        assert grade("Score: 5", "42", columns).reward == 0.5
+    assert server.requests[0][2]["messages"][0]["content"] == "Say it. 42 0.0 10.0 3\nScore: 5"
+
+
 def test_what_may_pass_is_asked_again(server):
     assert graded(server, "fails twice").reward == 0.8
     assert len(server.requests) == 3
