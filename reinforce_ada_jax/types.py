@@ -65,16 +65,18 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Response:
-    """One finished draw.
+    """One finished draw: a response, or a trajectory of several turns.
 
     Attributes:
       prompt_id: `Prompt.id`.
       draw: `Request.draw`.
       tokens: T >= 1; includes a stop token that ended the response (sampled, kept, scored, trained).
       logprobs: of each token under the distribution that it was sampled from: the behaviour policy at the sampling
-        temperature, untruncated.
+        temperature, untruncated; 0 at tokens of the environment.
       truncated: the length limit ended it, not a stop token.
       policy_version: of the weights that drew all of its tokens: the number of iterations finished by then.
+      segments: of a trajectory: lengths of its parts, by turns the model's and the environment's; the first and the
+        last are the model's. Empty: the model sampled all tokens.
     """
 
     prompt_id: str
@@ -83,6 +85,24 @@ class Response:
     logprobs: Float[np.ndarray, " T"]
     truncated: bool
     policy_version: int = 0
+    segments: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.segments and (len(self.segments) % 2 == 0 or sum(self.segments) != len(self.tokens)):
+            raise ValueError(
+                f"a response of {len(self.tokens)} tokens has the segments {self.segments}: their number must be odd "
+                "(model, environment, ..., model), and their sum the number of tokens."
+            )
+
+    @property
+    def sampled(self) -> Bool[np.ndarray, " T"]:
+        """True at the model's tokens, False at those of the environment."""
+        return np.repeat(np.arange(max(len(self.segments), 1)) % 2 == 0, self.segments or len(self.tokens))
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of the model's tokens."""
+        return sum(self.segments[::2]) if self.segments else len(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +139,7 @@ class Pool:
       met: the strategy's stopping rule was met (False: the round limit ended the prompt).
       estimate: pass rate expected before drawing, where the strategy plans; else None.
       round_sizes: draws of each round, in order; empty: all rounds have the same size.
-      discarded: tokens of each speculative draw that was not needed; such draws have no verdict.
+      discarded: sampled tokens of each speculative draw that was not needed; such draws have no verdict.
     """
 
     prompt: Prompt

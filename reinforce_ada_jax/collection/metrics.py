@@ -79,7 +79,9 @@ def _mean_of_firsts(values: Sequence[Shaped[np.ndarray, " _"]], counts: Sequence
 def _sampled_entropy(pools: Sequence[Pool], counts: Sequence[int]) -> float:
     """Computes the mean negative log-probability of the tokens of each prompt's first draws, in nats per token."""
     firsts = [
-        response.logprobs for pool, count in zip(pools, counts, strict=True) for response in pool.responses[:count]
+        response.logprobs[response.sampled]
+        for pool, count in zip(pools, counts, strict=True)
+        for response in pool.responses[:count]
     ]
     return -float(np.concatenate(firsts).mean(dtype=np.float64))
 
@@ -94,7 +96,7 @@ def discarded_metrics(pools: Sequence[Pool]) -> dict[str, int]:
 
 def _names_of_trl(pools: Sequence[Pool]) -> dict[str, float]:
     """Computes metrics under the names that TRL gives them: share of prompts with equal rewards, mean length."""
-    lengths = [len(response.tokens) for pool in pools for response in pool.responses]
+    lengths = [response.num_sampled for pool in pools for response in pool.responses]
     return {
         "frac_reward_zero_std": float(np.mean([np.ptp(pool.rewards) == 0 for pool in pools])),
         "completions/mean_length": float(np.mean(lengths)),
@@ -150,7 +152,7 @@ def collection_metrics(
         "reward/pool": float(np.concatenate([pool.rewards for pool in pools]).mean()),
         "collection/entropy": _sampled_entropy(first, first_draws),
         "collection/responses": len(responses),
-        "collection/tokens": sum(len(response.tokens) for response in responses),
+        "collection/tokens": sum(response.num_sampled for response in responses),
         "collection/kept": sum(len(group.kept) for group in groups),
         "collection/replacements": len(pools) - len(first),
         "collection/rounds_mean": float(np.mean([pool.rounds for pool in pools])),

@@ -91,7 +91,7 @@ class PromptRollouts:
         """Returns the pool of a closed prompt."""
         met = strategy.met(self.progress())
         responses = tuple(response for response in self.responses if response is not None)
-        discarded = tuple(len(response.tokens) for response in self.speculative.values() if response is not None)
+        discarded = tuple(response.num_sampled for response in self.speculative.values() if response is not None)
         return Pool(
             self.prompt, responses, tuple(self.verdicts), self.rounds, met, self.estimate, tuple(self.round_sizes),
             discarded,

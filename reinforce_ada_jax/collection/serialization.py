@@ -93,7 +93,8 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
         "round_sizes": rollouts.round_sizes,
         "verdicts": [[v.correct, v.reward, v.reason, v.penalty, dict(v.rewards)] for v in rollouts.verdicts],
         "responses": [
-            None if r is None else [r.draw, len(r.tokens), r.truncated, r.policy_version] for r in rollouts.responses
+            None if r is None else [r.draw, len(r.tokens), r.truncated, r.policy_version, r.segments]
+            for r in rollouts.responses
         ],
     }
 
@@ -101,7 +102,7 @@ def _header(prompt_id: str, rollouts: Pool | PartialRollouts) -> dict[str, Any]:
 def _rollouts(record: Mapping[str, Any], arrays: Iterator[tuple[np.ndarray, np.ndarray]]) -> tuple[Any, Any, int]:
     """Returns (responses, verdicts, rounds) of one record; takes the arrays of its responses from the iterator."""
     responses = tuple(
-        entry and Response(record["prompt"], entry[0], *next(arrays), entry[2], entry[3])
+        entry and Response(record["prompt"], entry[0], *next(arrays), entry[2], entry[3], tuple(entry[4]))
         for entry in record["responses"]
     )
     return responses, tuple(Verdict(*verdict) for verdict in record["verdicts"]), record["rounds"]

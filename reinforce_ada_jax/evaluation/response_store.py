@@ -35,14 +35,14 @@ Header = dict[str, dict[str, Any]]
 class GradedResponse:
     """One graded response, as statistics need it."""
 
-    tokens: int  # their number, including the stop token
+    tokens: int  # number of sampled tokens, including the stop token
     truncated: bool
     verdict: Verdict
 
     @classmethod
     def of(cls, response: Response, verdict: Verdict) -> "GradedResponse":
         """Returns the record of a drawn response."""
-        return cls(len(response.tokens), response.truncated, verdict)
+        return cls(response.num_sampled, response.truncated, verdict)
 
 
 # By prompt id; the responses of a prompt in the order of their draws.

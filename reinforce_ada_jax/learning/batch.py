@@ -42,6 +42,9 @@ class Batch:
     those of the first response, of the second, ... An unpacked batch has S = 1 and R = longest response; a packed one
     has R = T. Masks and ids are made from lengths, whatever token ids the padding has.
 
+    Response tokens are those that the policy sampled. Tokens of an environment (`Response.segments`) are inputs, as the
+    prompt's are: they are in `tokens` alone, and no loss, length or metric has them.
+
     A row without response tokens is padding; rows with tokens come first. `Learner.put` cuts the rows into
     micro-batches, and every array then has their axis in front.
 
@@ -209,7 +212,7 @@ def make_batch(
     advantages, logprobs = np.zeros((2, size, columns), np.float32)
     left_out = np.zeros((size, 2), np.int32)
     for index in set(range(len(examples))).difference(*rows):
-        left_out[0] += len(examples[index].response.tokens), len(examples[index].response.tokens) > 0
+        left_out[0] += examples[index].response.num_sampled, len(examples[index].response.tokens) > 0
     for row, indices in enumerate(rows):
         start = column = 0
         for segment, index in enumerate(indices):
@@ -218,12 +221,13 @@ def make_batch(
             here = row, slice(start, start + before + length)
             tokens[here] = np.concatenate([prompt, response.tokens])
             positions[here], segment_ids[here] = np.arange(before + length), segment
-            response_length[row, segment] = length
-            there = row, slice(column, column + length)
-            response_positions[there] = np.arange(start + before, start + before + length)
+            sampled, count = response.sampled, response.num_sampled
+            response_length[row, segment] = count
+            there = row, slice(column, column + count)
+            response_positions[there] = start + before + np.flatnonzero(sampled)
             response_segment_ids[there], policy_version[there] = segment, response.policy_version
-            advantages[there], logprobs[there] = advantage[index], response.logprobs
-            start, column = start + before + length, column + length
+            advantages[there], logprobs[there] = advantage[index], response.logprobs[sampled]
+            start, column = start + before + length, column + count
     return Batch(
         tokens=tokens,
         positions=positions,

@@ -41,7 +41,7 @@ def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndar
             for response, verdict in zip(pool.responses, pool.verdicts, strict=True):
                 line = {
                     "prompt": pool.prompt.id, "problem": pool.prompt.problem, "answer": pool.prompt.answer,
-                    "draw": response.draw, "response": decode(response.tokens), "tokens": len(response.tokens),
+                    "draw": response.draw, "response": decode(response.tokens), "tokens": response.num_sampled,
                     "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
                     "reason": verdict.reason, "penalty": verdict.penalty, "advantage": advantage.get(response.draw),
                 }  # fmt: skip

@@ -125,7 +125,7 @@ class Components:
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
             texts = itertools.starmap(graded, pairs)
-            lengths = [len(response.tokens) for _, response in pairs]
+            lengths = [response.num_sampled for _, response in pairs]
             if verifiers.workers:
                 return shaping.later(verifiers.submit(texts, grader), lengths)
             return shaping.all(verifiers.grade_all(texts, grader), lengths)

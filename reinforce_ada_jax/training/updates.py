@@ -378,7 +378,7 @@ def described(minibatch: Minibatch) -> dict[str, list[dict[str, float | int | st
             response = group.pool.responses[draw]
             rows.append({
                 "prompt": group.pool.prompt.id, "draw": draw, "prompt_tokens": len(group.pool.prompt.tokens),
-                "response_tokens": len(response.tokens), "reward": number(float(group.pool.rewards[draw])),
+                "response_tokens": response.num_sampled, "reward": number(float(group.pool.rewards[draw])),
                 "advantage": number(advantage), "least_logprob": number(float(response.logprobs.min())),
             })  # fmt: skip
     return {"responses": rows}

@@ -106,6 +106,15 @@ def test_replacements_are_counted_and_kept_out_of_the_first_round():
     assert metrics["collection/kept"] == 4
 
 
+def test_tokens_of_an_environment_are_not_counted():
+    logprobs = np.array([-1, 0, 0, 0, -3], np.float32)
+    response = Response("p", 0, np.zeros(5, np.int32), logprobs, False, segments=(1, 3, 1))
+    pool = Pool(Prompt("p", "", "", np.zeros(1, np.int32)), (response,), (Verdict(True, 1.0),), 1, True)
+    metrics = collection_metrics([Group(pool, np.zeros(0, int), np.zeros(0), np.zeros(0), 1.0)], group_size=1)
+    assert metrics["collection/tokens"] == metrics["completions/mean_length"] == 2
+    assert metrics["collection/entropy"] == 2  # (1 + 3) / 2; over all tokens 4 / 5
+
+
 def first_round_of_all_sequences(sizes, group_size, met) -> float:
     """`reward/first_round` over all sequences of outcomes, once each: its expectation at a pass rate of 1/2."""
     outcomes = list(itertools.product((0.0, 1.0), repeat=sum(sizes)))

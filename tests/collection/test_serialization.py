@@ -39,6 +39,13 @@ def test_a_shard_is_read_as_it_was_written():
     assert from_bytes(to_bytes(CollectedShard([])), []).pools == []
 
 
+def test_segments_of_a_trajectory_come_back():
+    trajectory = Response("p0", 0, np.arange(3, dtype=np.int32), LOGPROBS, truncated=False, segments=(1, 1, 1))
+    pool = Pool(PROMPTS[0], (trajectory, response("p0", 1)), (Verdict(True, 1.0), Verdict(False, 0.0)), 1, True)
+    found = from_bytes(to_bytes(CollectedShard([pool])), PROMPTS)
+    assert [each.segments for each in found.pools[0].responses] == [(1, 1, 1), ()]
+
+
 def test_partial_rollouts_of_a_checkpoint_are_text():
     text = json.loads(json.dumps(serialization.partial_to_text(PARTIAL)))
     found = serialization.partial_from_text(text)
