@@ -1,7 +1,7 @@
 """A user's own Python file, named as "file.py:function": parsed and run.
 
-`collection.strategy` and `reward.path` name such files. They are trusted (docs/security.md). The caller checks the
-function itself.
+`collection.strategy`, `reward.path` and `environment.path` name such files. They are trusted (docs/security.md). The
+caller checks the function or class itself.
 """
 
 import ast
@@ -12,6 +12,7 @@ import sys
 import types
 import warnings
 import zlib
+from collections.abc import Iterable
 
 
 def parse(path: pathlib.Path, setting: str) -> ast.Module:
@@ -35,6 +36,23 @@ def parse(path: pathlib.Path, setting: str) -> ast.Module:
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         raise ValueError(f"{setting}, but {path} is not valid Python: {error}.") from error
     return tree
+
+
+def bound(statements: Iterable[ast.stmt]) -> Iterable[str]:
+    """Yields the names that a module's statements bind, "*" for an import of everything, without function bodies."""
+    for statement in statements:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield statement.name
+            case ast.Import() | ast.ImportFrom():
+                yield from (alias.asname or alias.name for alias in statement.names)
+            case ast.Assign():
+                yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
+            case ast.If():
+                yield from bound([*statement.body, *statement.orelse])
+            case ast.Try():
+                yield from bound([*statement.body, *statement.orelse, *statement.finalbody])
+                yield from (name for handler in statement.handlers for name in bound(handler.body))
 
 
 class _WithoutBytecode(importlib.machinery.SourceFileLoader):

@@ -18,7 +18,7 @@ LAYERS = (
     {"config"},
     {"cli"},
     {"distributed"},
-    {"data", "rewards", "policy", "collection"},
+    {"data", "rewards", "environments", "policy", "collection"},
     {"sampling", "learning"},
     {"reporting", "analysis", "serving"},
     {"training"},
@@ -28,7 +28,7 @@ LAYERS = (
 )
 # Stages are joined by functions that `training` and the commands hand over. The policy is no stage: it is what they
 # are about.
-STAGES = {"rewards", "data", "collection", "sampling", "learning"}
+STAGES = {"rewards", "environments", "data", "collection", "sampling", "learning"}
 HOST_ROOMS = (
     "types",
     "user_code",
@@ -37,6 +37,7 @@ HOST_ROOMS = (
     "config",
     "collection",
     "rewards",
+    "environments",
     "data",
     "analysis",
     "reporting",

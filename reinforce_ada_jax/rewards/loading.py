@@ -4,7 +4,6 @@ The parent makes and checks them, the worker loads. The parent never runs a user
 threads, or hang.
 """
 
-import ast
 import dataclasses
 import functools
 import hashlib
@@ -12,7 +11,7 @@ import importlib
 import inspect
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reinforce_ada_jax import user_code
@@ -69,23 +68,6 @@ def _is_file(reference: str) -> bool:
     return path.endswith(".py") and function.isidentifier()
 
 
-def _bound(statements: Iterable[ast.stmt]) -> Iterable[str]:
-    """Yields the names that a module's statements bind, "*" for an import of everything, without function bodies."""
-    for statement in statements:
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield statement.name
-            case ast.Import() | ast.ImportFrom():
-                yield from (alias.asname or alias.name for alias in statement.names)
-            case ast.Assign():
-                yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
-            case ast.If():
-                yield from _bound([*statement.body, *statement.orelse])
-            case ast.Try():
-                yield from _bound([*statement.body, *statement.orelse, *statement.finalbody])
-                yield from (name for handler in statement.handlers for name in _bound(handler.body))
-
-
 def file_reference(reference: str) -> str:
     """Returns "file.py:function" with an absolute path; the file is parsed, not run.
 
@@ -96,7 +78,7 @@ def file_reference(reference: str) -> str:
         raise ValueError(f"a grade function in a file is named file.py:function, not {reference!r}.")
     path_name, _, function = reference.rpartition(":")
     path = pathlib.Path(path_name).resolve()
-    bound = list(_bound(user_code.parse(path, f"the grade function is {reference!r}").body))
+    bound = list(user_code.bound(user_code.parse(path, f"the grade function is {reference!r}").body))
     if function not in bound and "*" not in bound:
         found = ", ".join(entry for entry in bound if "." not in entry) or "nothing"
         raise ValueError(

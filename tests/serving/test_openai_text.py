@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.data.templates import render_chat
+from reinforce_ada_jax.environments import tool_calls
+from reinforce_ada_jax.environments.tool_calls import parse_calls, partial_length, settled_length
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serving.openai import protocol, tools
+from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
 from reinforce_ada_jax.serving.openai.call import Call, Terms
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, Invalid
 from reinforce_ada_jax.serving.openai.response_text import ResponseText
-from reinforce_ada_jax.serving.openai.tools import parse_calls, partial_length, settled_length
 from reinforce_ada_jax.serving.sampler import Sampled, Sampler
 from tests.serving.test_tokenizer import of_bytes
 
@@ -101,7 +102,10 @@ def test_an_end_token_has_no_text_and_is_counted():
     ],
 )
 def test_calls_of_tools(text, content, calls):
-    assert parse_calls(text, {"add"}) == (text if content is None else content, [tools.Call(*call) for call in calls])
+    assert parse_calls(text, {"add"}) == (
+        text if content is None else content,
+        [tool_calls.Call(*call) for call in calls],
+    )
 
 
 def test_text_is_held_back_while_it_may_be_a_call():

@@ -5,8 +5,9 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from reinforce_ada_jax.environments import tool_calls
 from reinforce_ada_jax.serving.http import Refusal
-from reinforce_ada_jax.serving.openai import protocol, tools
+from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.call import Call, Choice
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest
 from reinforce_ada_jax.serving.openai.response_text import Piece
@@ -30,11 +31,11 @@ class Answer:
         prompt, completion = self._call.num_prompt_tokens, self._call.num_tokens
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _end(self, choice: Choice) -> tuple[str, list[tools.Call], str]:
+    def _end(self, choice: Choice) -> tuple[str, list[tool_calls.Call], str]:
         """Returns the text of a finished response, the calls of tools after it, and the reason of its end."""
         text, calls = choice.text.text, []
         if self._tools:
-            text, calls = tools.parse_calls(text, self._tools)
+            text, calls = tool_calls.parse_calls(text, self._tools)
         return text, calls, "tool_calls" if calls else choice.finish_reason
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
@@ -119,7 +120,7 @@ class Answer:
         else:
             length = choice.text.settled_length
             if self._tools:
-                length = min(length, tools.settled_length(choice.text.text))
+                length = min(length, tool_calls.settled_length(choice.text.text))
             text = choice.text.text[:length]
             pieces = [
                 each for each in choice.text.pieces[growing.num_pieces :] if each.begin + len(each.text) <= length
@@ -145,7 +146,7 @@ class _Growing:
         self.index, self.num_chars, self.num_pieces, self.ended = index, 0, 0, False
 
 
-def _tool_call(call: tools.Call) -> dict[str, Any]:
+def _tool_call(call: tool_calls.Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.serving.openai.tools import partial_length
+from reinforce_ada_jax.environments.tool_calls import partial_length
 from reinforce_ada_jax.serving.sampler import Sampled
 from reinforce_ada_jax.serving.text_stream import TextStream
 

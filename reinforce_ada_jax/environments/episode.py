@@ -1,0 +1,100 @@
+"""Episode: one trajectory's environment, in a worker process.
+
+The user's class has `reset(problem)`, which returns the first messages, and `step(messages)`, which returns the next
+messages or a number, the final reward. `tools` are functions that the model may call; a turn that calls some is
+answered by their results, and `step` is not called. If `__init__` has an argument `rng`, it gets a NumPy generator of
+the trajectory's own.
+"""
+
+import inspect
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from reinforce_ada_jax.environments import tools as tools_lib
+from reinforce_ada_jax.environments.tool_calls import parse_calls
+
+Message = dict[str, str]
+
+
+class Invalid(Exception):
+    """An environment returned what none may return."""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def messages_of(value: Any, method: str) -> list[Message]:
+    """Returns the messages that a method of an environment returned.
+
+    Raises:
+      Invalid: it is no list of messages, it is empty, or one of them is the assistant's.
+    """
+    if isinstance(value, list | tuple) and value:
+        found = [{"role": each["role"], "content": each["content"]} for each in value if _is_message(each)]
+        if len(found) == len(value):
+            return found
+    end = "" if method == "reset" else ", or a finite number, the final reward"
+    raise Invalid(
+        f"{method}() returned {_shown(value)}: it must return a list of messages, each with role (not assistant) and "
+        f"content{end}"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value.keys() >= {"role", "content"}:
+        return False
+    role, content = value["role"], value["content"]
+    return isinstance(role, str) and isinstance(content, str) and role not in ("", "assistant")
+
+
+def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:
+    """Returns the tools of an environment, or of its class, by name."""
+    return {tool.__name__: tool for tool in getattr(environment, "tools", ())}
+
+
+def make(environment_class: type, address: Sequence[int]) -> Any:
+    """Returns a new environment, with the generator of its address if it takes one."""
+    takes_rng = "rng" in inspect.signature(environment_class).parameters
+    return environment_class(rng=np.random.default_rng(list(address))) if takes_rng else environment_class()
+
+
+class Episode:
+    """Environment of one trajectory, and the conversation so far."""
+
+    def __init__(self, environment_class: type, problem: Mapping[str, Any], address: Sequence[int]):
+        """Makes the environment and resets it.
+
+        Raises:
+          Invalid: `reset` did not return messages.
+        """
+        self._environment = make(environment_class, address)
+        self.messages = messages_of(self._environment.reset(dict(problem)), "reset")
+
+    def answer(self, text: str) -> list[Message] | float:
+        """Returns the answer to a turn of the model: the next messages, or the final reward.
+
+        Raises:
+          Invalid: `step` returned something else.
+        """
+        self.messages.append({"role": "assistant", "content": text})
+        tools = tools_of(self._environment)
+        calls = parse_calls(text, tools)[1] if tools else []
+        if calls:
+            reply = [{"role": "tool", "name": call.name, "content": tools_lib.run(tools, call)} for call in calls]
+            self.messages += reply
+            return reply
+        value = self._environment.step([dict(message) for message in self.messages])
+        if isinstance(value, numbers.Real):
+            reward = float(value)
+            if not math.isfinite(reward):
+                raise Invalid(f"step() returned {_shown(value)}: the final reward must be finite")
+            return reward
+        reply = messages_of(value, "step")
+        self.messages += reply
+        return reply

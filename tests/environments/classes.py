@@ -1,0 +1,96 @@
+"""Environments for tests: `Obedient` does what the model's text says."""
+
+import os
+import signal
+import sys
+import time
+from typing import ClassVar
+
+import numpy as np
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+      a: the first number,
+        on two lines.
+      b: the second one.
+    """
+    return a + b
+
+
+def fail() -> str:
+    """Fails."""
+    raise RuntimeError("no luck")
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+def throw(error):
+    raise error
+
+
+class Obedient:
+    """Answers each text with its number of turns, or misbehaves as it says."""
+
+    acts: ClassVar = {
+        "hang": lambda self: time.sleep(3600),
+        "raise": lambda self: throw(KeyError("secret")),
+        "exit": lambda self: os._exit(3),
+        "quit": lambda self: sys.exit(),
+        "die": lambda self: os.kill(os.getpid(), signal.SIGKILL),
+        "nan": lambda self: float("nan"),
+        "text": lambda self: "well done",
+        "assistant": lambda self: [{"role": "assistant", "content": "I am you"}],
+        "empty": lambda self: [],
+        "long": lambda self: user("x" * 200_000),
+        "time": lambda self: user(str(time.time())),
+        "random": lambda self: user(str(self.rng.integers(10**9))),
+        "numpy": lambda self: np.float32(0.5),
+        "end": lambda self: self.turns,
+    }
+
+    def __init__(self, rng):
+        self.rng, self.turns = rng, 0
+
+    def reset(self, problem):
+        return user(problem["problem"])
+
+    def step(self, messages):
+        self.turns += 1
+        act = self.acts.get(messages[-1]["content"])
+        return act(self) if act else user(f"turn {self.turns} of {len(messages)} messages")
+
+
+class WithTools:
+    """Ends with 1 where the text has no call."""
+
+    tools = (add, fail)
+
+    def reset(self, problem):
+        return [{"role": "user", "content": problem["problem"]}]
+
+    def step(self, messages):
+        return float(messages[-1]["content"] == "done")
+
+
+class Moody:
+    """Begins otherwise each time."""
+
+    def reset(self, problem):
+        return [{"role": "user", "content": str(time.time_ns())}]
+
+    def step(self, messages):
+        return 0.0
+
+
+class NoStep:
+    def reset(self, problem):
+        return []
+
+
+def function():
+    pass

@@ -1,0 +1,136 @@
+"""Environments in worker processes that hang, die and lie (`classes.Obedient` does what the model's text says)."""
+
+import contextlib
+import pathlib
+
+import pytest
+
+from reinforce_ada_jax.environments import loading
+from reinforce_ada_jax.environments.workers import EnvironmentPool, Episode
+
+FILE = pathlib.Path(__file__).with_name("classes.py")
+PROBLEM = {"problem": "2 + 3"}
+FIRST = ({"role": "user", "content": "2 + 3"},)
+
+
+def episode(key: str, address=(1, 2)) -> Episode:
+    return Episode(key, PROBLEM, address, FIRST)
+
+
+def says(pool: EnvironmentPool, trajectory: Episode, text: str):
+    reply = pool.step(trajectory, text).result()
+    return reply.failure or (reply.messages[0]["content"] if reply.messages else reply.reward)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with contextlib.closing(EnvironmentPool(f"{FILE}:Obedient", workers=1, timeout_s=1.0)) as pool:
+        yield pool
+
+
+def test_turns_of_many_trajectories_in_one_process(pool):
+    assert pool.reset(PROBLEM).result().messages == FIRST
+    a, b = episode("a"), episode("b")
+    assert says(pool, a, "x") == "turn 1 of 2 messages"
+    assert says(pool, b, "x") == "turn 1 of 2 messages"
+    assert says(pool, a, "y") == "turn 2 of 4 messages"
+    assert says(pool, a, "end") == 3.0
+    assert says(pool, b, "numpy") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("hostile", "failure", "why"),
+    [
+        ("raise", "error", "KeyError: 'secret'"),
+        ("quit", "error", "SystemExit"),
+        ("nan", "error", "the final reward must be finite"),
+        ("text", "error", "step() returned 'well done': it must return a list of messages"),
+        ("assistant", "error", "each with role (not assistant)"),
+        ("empty", "error", "step() returned []"),
+        ("long", "error", "messages of more than"),
+        ("exit", "crash", "exit code 3"),
+        ("hang", "timeout", "took more than 1 s (environment.timeout_s)"),
+    ],
+)
+def test_a_failure_ends_one_trajectory_and_leaves_its_neighbour(pool, hostile, failure, why):
+    neighbour, failing = episode("neighbour"), episode("failing")
+    drawn = says(pool, neighbour, "random")
+    assert says(pool, neighbour, "x") == "turn 2 of 4 messages"
+    pool.failure = ""
+    assert says(pool, failing, hostile) == failure
+    assert why in pool.failure
+    # Made again where the process ended: the random number of its first turn is drawn again, and is the same.
+    assert says(pool, neighbour, "x") == "turn 3 of 6 messages"
+    assert says(pool, neighbour, "end") == 4.0
+    assert says(pool, episode(f"after {hostile}"), "random") == drawn
+
+
+def test_a_worker_killed_from_outside_is_replaced_and_no_trajectory_fails(pool):
+    trajectory = episode("survivor")
+    assert says(pool, trajectory, "x") == "turn 1 of 2 messages"
+    pool._workers[0].start().process.kill()
+    assert says(pool, trajectory, "x") == "turn 2 of 4 messages"
+    pool.failure = ""
+    assert says(pool, trajectory, "die") == "crash"  # at every try
+    assert "killed at every try" in pool.failure
+
+
+def test_an_answer_that_differs_when_it_is_repeated_is_a_failure(pool):
+    trajectory = episode("clock")
+    says(pool, trajectory, "time")
+    assert says(pool, episode("other"), "exit") == "crash"
+    pool.failure = ""
+    assert says(pool, trajectory, "x") == "error"
+    assert "answered otherwise when it was repeated" in pool.failure
+
+
+def test_randomness_is_that_of_the_address(pool):
+    numbers = [says(pool, episode(f"r{index}", address), "random") for index, address in enumerate([(1,), (1,), (2,)])]
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_first_messages_depend_on_the_problem_only():
+    with contextlib.closing(EnvironmentPool(f"{FILE}:Moody", workers=1, timeout_s=5.0)) as pool:
+        first = pool.reset(PROBLEM).result().messages
+        assert says(pool, Episode("a", PROBLEM, (), first), "x") == "error"
+        assert "reset() returned other messages than at the start" in pool.failure
+
+
+def test_calls_of_tools_are_answered_and_other_turns_are_stepped():
+    with contextlib.closing(EnvironmentPool(f"{FILE}:WithTools", workers=2, timeout_s=5.0)) as pool:
+        pool.check()
+        assert [tool["function"]["name"] for tool in pool.tools] == ["add", "fail"]
+        a, b = episode("a"), episode("b")
+        call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+        assert pool.step(a, call).result().messages == ({"role": "tool", "name": "add", "content": "5"},)
+        assert says(pool, b, "wrong") == 0.0
+        assert says(pool, a, "done") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("NoStep", "the class NoStep has no method step()"), ("function", "and not a class")],
+)
+def test_what_is_no_environment_is_refused(name, message):
+    with contextlib.closing(EnvironmentPool(f"{FILE}:{name}", workers=1, timeout_s=5.0)) as pool:
+        with pytest.raises(ValueError) as caught:
+            pool.check()
+    assert message in str(caught.value)
+
+
+def test_the_file_is_parsed_before_a_process_starts(tmp_path):
+    assert loading.file_reference(f"{FILE}:Moody") == f"{FILE}:Moody"
+    with pytest.raises(ValueError, match="defines no 'Mody'"):
+        loading.file_reference(f"{FILE}:Mody")
+    with pytest.raises(ValueError, match="there is no file"):
+        loading.file_reference(f"{tmp_path / 'none.py'}:Moody")
+
+
+def test_close_ends_every_process():
+    pool = EnvironmentPool(f"{FILE}:Obedient", workers=2, timeout_s=60.0)
+    says(pool, episode("a"), "x")
+    hanging = pool.step(episode("b"), "hang")
+    running = [worker.start().process for worker in pool._workers[:1]]
+    pool.close()
+    assert all(process.returncode is not None for process in running)
+    assert isinstance(hanging.exception(), RuntimeError)
