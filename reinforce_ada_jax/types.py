@@ -56,11 +56,14 @@ class Request:
       prompt: the prompt to draw for.
       draw: number of the response in the prompt's pool, from 0.
       prefetch: the prompt belongs to the next iteration, and a slot would be idle without it.
+      continues: another turn may follow: a prompt that begins with the tokens of this one and of the response, and has
+        one request. Until then, or until `RequestQueue.closed` names this prompt, a sampler may keep what it computed.
     """
 
     prompt: Prompt
     draw: int
     prefetch: bool = False
+    continues: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

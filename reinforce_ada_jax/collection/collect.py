@@ -14,6 +14,7 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.prompt_rollouts import PromptRollouts
 from reinforce_ada_jax.collection.request_queue import CollectionQueue
 from reinforce_ada_jax.collection.strategies import Strategy, StrategyConfig
+from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.collection.verification import VerificationQueue, VerifyFn
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, RequestQueue, Response
 
@@ -36,6 +37,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     partial: Mapping[str, PartialRollouts] | None = None,
     prefetch: Prefetch | None = None,
     speculative: bool = False,
+    turns: Trajectories | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
@@ -61,6 +63,8 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
       prefetch: prompts of the next collection, drawn where slots would be idle.
       speculative: where slots would still be idle, start a prompt's next rounds before its verdicts are there
         (speculation.py). The pools are the same; `Pool.discarded` has the draws that were not needed.
+      turns: where responses are trajectories, the queue from which the sampler takes their turns; `verify_fn` must
+        return its verdicts.
       on_progress: called after every yield with (closed prompts, responses) so far.
 
     Returns:
@@ -84,12 +88,13 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         seed=seed,
         iteration=iteration,
     )
-    num_responses = 0
-    for responses in sample_fn(queue):
-        queue.receive(responses)
-        num_responses += len(responses)
+    if turns is not None:
+        turns.attach(queue)
+    offered = turns or queue
+    for responses in sample_fn(offered):
+        offered.receive(responses)
         if on_progress is not None:
-            on_progress(queue.num_closed, num_responses)
+            on_progress(queue.num_closed, queue.num_responses)
     queue.finish()
     for rollouts in queue.prompts:
         if rollouts.prefetch and any(response is not None for response in rollouts.responses):

@@ -49,6 +49,7 @@ class CollectionQueue:
         self._order = itertools.count()
         self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
         self._newly_closed: list[str] = []
+        self.num_responses = 0  # received so far
         for rollouts in prompts:
             if rollouts.phase is Phase.SAMPLING:
                 self._put(rollouts)
@@ -112,6 +113,7 @@ class CollectionQueue:
                 how = "twice" if rollouts and any(rollouts.responses[response.draw : response.draw + 1]) else "unasked"
                 raise RuntimeError(f"The sampler returned draw {response.draw} of prompt {response.prompt_id!r} {how}.")
             del self._in_flight[address]
+            self.num_responses += 1
             was_sampling = rollouts.phase is Phase.SAMPLING
             rollouts.add(response)
             if was_sampling and rollouts.phase is Phase.VERIFYING:

@@ -1,0 +1,240 @@
+"""Trajectories: several turns of the model with an environment's answers between them, drawn as one response.
+
+`Trajectories` is between the queue of a collection and its sampler, and is itself a types.RequestQueue. The sampler
+draws turns. A finished turn goes to the environment, which works beside the sampler. Its answer becomes a further
+request, whose prompt is all that was said so far; or it ends the trajectory, and the collection receives one response
+with the verdict.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
+
+# Reasons of trajectories that a limit ended: the reward is 0, and no failure of the environment.
+TRUNCATED, MAX_TURNS = "truncated", "max_turns"
+
+Tokens = Int32[np.ndarray, " T"]
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Environment of many trajectories; `Any` is what it needs to know of one, or of an answer."""
+
+    def begin(self, prompt: Prompt, draw: int) -> Any:
+        """Returns a new trajectory."""
+        ...
+
+    def submit(self, trajectory: Any, tokens: Tokens) -> Future[Any]:
+        """Gives a finished turn to the environment, which works on it meanwhile."""
+        ...
+
+    def read(self, trajectory: Any, answer: Any) -> Tokens | Verdict:
+        """Returns the tokens with which the answer continues the trajectory, or the verdict that ends it."""
+        ...
+
+    def end(self, trajectory: Any) -> None:
+        """Forgets a trajectory that gets no further turn."""
+        ...
+
+
+@runtime_checkable
+class ReceivingQueue(RequestQueue, Protocol):
+    """Queue that also takes responses between two yields of the sampler."""
+
+    def receive(self, responses: Iterable[Response]) -> None:
+        """Takes finished responses."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Trajectory:
+    """State of one trajectory.
+
+    Attributes:
+      request: of the collection.
+      environment: the environment's own state.
+      turns: the model's turns so far.
+      tokens: all segments so far, by turns the model's and the environment's.
+    """
+
+    request: Request
+    environment: Any
+    turns: list[Response] = dataclasses.field(default_factory=list)
+    tokens: list[Tokens] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    def turn_id(self, turn: int) -> str:
+        """Returns the id of a turn's prompt: part of the address of its tokens."""
+        prompt = self.request.prompt
+        return f"{prompt.id}#{self.request.draw}.{turn}" if turn else prompt.id
+
+    def next_request(self, max_turns: int) -> Request:
+        """Returns the request for the next turn."""
+        prompt, turn = self.request.prompt, len(self.turns)
+        tokens = np.concatenate([prompt.tokens, *self.tokens])
+        following = dataclasses.replace(prompt, id=self.turn_id(turn), tokens=tokens)
+        return Request(following, self.request.draw, continues=turn + 1 < max_turns)
+
+    def response(self, *, truncated: bool) -> Response:
+        """Returns all segments as one response, which ends with the model's last one."""
+        segments = self.tokens[: 2 * len(self.turns) - 1]
+        logprobs = [np.zeros(len(segment), np.float32) for segment in segments]
+        logprobs[::2] = [turn.logprobs for turn in self.turns]
+        return Response(
+            self.request.prompt.id, self.request.draw, np.concatenate(segments), np.concatenate(logprobs), truncated,
+            self.turns[-1].policy_version, tuple(map(len, segments)) if len(segments) > 1 else (),
+        )  # fmt: skip
+
+
+class Trajectories:
+    """types.RequestQueue of turns, over the queue of a collection (`collect` attaches it).
+
+    With `deterministic` the order of events follows from the sampler's yields alone: answers are read at the next
+    yield, in the order of the turns, or one by one when the sampler has nothing else to do. Turns of trajectories that
+    have begun precede new requests: the sampler may hold their pages.
+    """
+
+    def __init__(self, environment: Environment, *, max_turns: int, max_tokens: int, deterministic: bool):
+        """Makes the queue of a collection's turns.
+
+        Args:
+          environment: answers turns.
+          max_turns: most turns of the model; a trajectory that needs more has the reward 0.
+          max_tokens: most tokens after the prompt, those of the environment included.
+          deterministic: see above.
+        """
+        self._environment, self._max_turns, self._max_tokens = environment, max_turns, max_tokens
+        self._deterministic = deterministic
+        self._verdicts: dict[tuple[str, int], Verdict] = {}
+
+    def attach(self, queue: ReceivingQueue) -> None:
+        """Begins a collection."""
+        self._queue = queue
+        self._decoding: dict[tuple[str, int], _Trajectory] = {}  # turns at the sampler, by their address
+        self._pending: dict[Future[Any], _Trajectory] = {}  # turns at the environment, in order
+        self._ready: collections.deque[tuple[Request, _Trajectory]] = collections.deque()  # next turns
+        self._turn_ids: set[str] = set()  # of the prompts of all turns but the first ones
+        self._over: list[str] = []  # those whose trajectory has ended
+        self._verdicts.clear()
+
+    def verdicts(self, pairs: Sequence[tuple[Prompt, Response]]) -> list[Verdict]:
+        """Returns the environment's verdicts on responses of this collection."""
+        return [self._verdicts.pop((prompt.id, response.draw)) for prompt, response in pairs]
+
+    # ---- what the sampler calls --------------------------------------------------------------------------------------
+
+    def take(self, limit: int, *, wait: bool = True) -> list[Request]:
+        while True:
+            if not self._deterministic:
+                self._hand_over(self._read([future for future in self._pending if future.done()]))
+            taken = self._take_ready(limit)
+            taken += self._begin(self._queue.take(limit - len(taken), wait=wait)) if len(taken) < limit else []
+            if taken or self._decoding or not (wait and self._pending):
+                return taken
+            self._wait_for_answer()
+
+    def take_prefetch(self, limit: int) -> list[Request]:
+        return self._begin(self._queue.take_prefetch(limit))
+
+    def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
+        prompts = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._turn_ids]
+        return self._begin(self._queue.take_speculative(limit, prompts))
+
+    def wait(self) -> bool:
+        if not self._pending:
+            return self._queue.wait()
+        self._wait_for_answer()
+        return True
+
+    def awaits_verdicts(self) -> bool:
+        return bool(self._pending) or self._queue.awaits_verdicts()
+
+    def closed(self) -> list[str]:
+        over, self._over = self._over, []
+        return over + self._queue.closed()
+
+    # ---- what the collection calls -----------------------------------------------------------------------------------
+
+    def receive(self, turns: Iterable[Response]) -> None:
+        """Reads the answers that are due, then gives the finished turns to the environment.
+
+        Raises:
+          RuntimeError: a turn was not asked for, or came before.
+        """
+        finished = self._read(list(self._pending) if self._deterministic else [])
+        for turn in turns:
+            trajectory = self._decoding.pop((turn.prompt_id, turn.draw), None)
+            if trajectory is None:
+                raise RuntimeError(f"The sampler returned draw {turn.draw} of prompt {turn.prompt_id!r} unasked.")
+            trajectory.turns.append(turn)
+            trajectory.tokens.append(turn.tokens)
+            if turn.truncated:
+                finished.append(self._end(trajectory, Verdict(False, 0.0, TRUNCATED), truncated=True))
+            else:
+                self._pending[self._environment.submit(trajectory.environment, turn.tokens)] = trajectory
+        self._queue.receive(finished)
+
+    # ---- turns -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, requests: Sequence[Request]) -> list[Request]:
+        """Returns the requests of first turns."""
+        begun = [dataclasses.replace(request, continues=self._max_turns > 1) for request in requests]
+        for request in begun:
+            environment = self._environment.begin(request.prompt, request.draw)
+            self._decoding[request.prompt.id, request.draw] = _Trajectory(request, environment)
+        return begun
+
+    def _take_ready(self, limit: int) -> list[Request]:
+        """Returns up to `limit` requests of next turns."""
+        taken = [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
+        self._decoding |= {(request.prompt.id, request.draw): trajectory for request, trajectory in taken}
+        return [request for request, _ in taken]
+
+    def _wait_for_answer(self) -> None:
+        """Waits for the oldest turn at the environment; for any one if time may decide."""
+        due = list(self._pending)[:1]
+        if not self._deterministic:
+            futures.wait(self._pending, return_when=futures.FIRST_COMPLETED)
+            due = [future for future in self._pending if future.done()]
+        self._hand_over(self._read(due))
+
+    def _hand_over(self, finished: list[Response]) -> None:
+        if finished:
+            self._queue.receive(finished)
+
+    def _read(self, due: Sequence[Future[Any]]) -> list[Response]:
+        """Reads answers, waiting for each; returns the responses of the trajectories that end."""
+        finished = []
+        for future in due:
+            trajectory = self._pending.pop(future)
+            found = self._environment.read(trajectory.environment, future.result())
+            if isinstance(found, Verdict):
+                finished.append(self._end(trajectory, found))
+            elif len(trajectory.turns) == self._max_turns:
+                finished.append(self._end(trajectory, Verdict(False, 0.0, MAX_TURNS)))
+            elif trajectory.num_tokens + len(found) >= self._max_tokens:
+                finished.append(self._end(trajectory, Verdict(False, 0.0, TRUNCATED), truncated=True))
+            else:
+                trajectory.tokens.append(found)
+                self._ready.append((trajectory.next_request(self._max_turns), trajectory))
+                self._turn_ids.add(trajectory.turn_id(len(trajectory.turns)))
+        return finished
+
+    def _end(self, trajectory: _Trajectory, verdict: Verdict, *, truncated: bool = False) -> Response:
+        """Ends a trajectory; returns its response."""
+        self._environment.end(trajectory.environment)
+        self._over += [trajectory.turn_id(turn) for turn in range(1, len(trajectory.turns))]
+        response = trajectory.response(truncated=truncated)
+        self._verdicts[response.prompt_id, response.draw] = verdict
+        return response
