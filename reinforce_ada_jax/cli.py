@@ -80,6 +80,12 @@ def define_config() -> flags.FlagHolder[ConfigDict]:
     return holder
 
 
+def define_distributed() -> flags.FlagHolder[bool]:
+    """Defines the flag --distributed of a command that several processes run together."""
+    text = "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
+    return flags.DEFINE_bool("distributed", False, text)  # pyright: ignore[reportReturnType]
+
+
 def converted(holder: flags.FlagHolder[ConfigDict], convert: Callable[[ConfigDict], Converted]) -> Converted:
     """Returns the configuration as `convert` makes it; an error in it ends the process with one message."""
     with user_input():

@@ -12,7 +12,9 @@ table is stored there as table.md.
 """
 
 import contextlib
+import pathlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -21,6 +23,9 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.paths import check_input, check_output
 from reinforce_ada_jax.files import buckets, local_copy
+
+if TYPE_CHECKING:
+    from reinforce_ada_jax.evaluation.stored_evaluation import StoredEvaluation
 
 
 def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -> Config:
@@ -53,15 +58,17 @@ def main(
     dry_run: bool = False,
 ) -> None:
     """Evaluates, or grades stored responses again; prints and writes the table and the results."""
-    from reinforce_ada_jax.evaluation import evaluator, results_table, stored_evaluation
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.evaluation import stored_evaluation
     from reinforce_ada_jax.evaluation.stored_evaluation import PolicySource
-    from reinforce_ada_jax.files.durable import write_atomically
     from reinforce_ada_jax.training import components as components_lib
 
     with contextlib.ExitStack() as stack:
         with cli.user_input():
             if (workdir is None) == (model is None):
                 raise ValueError("give either --workdir (a run of ours) or --model (a Hugging Face folder).")
+            if regrade and processes.count() > 1:
+                raise ValueError(f"--regrade reads no model: start it in one process, not in {processes.count()}.")
             if dry_run and regrade:
                 raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
             for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
@@ -82,18 +89,26 @@ def main(
                 evaluation = stored_evaluation.regrade(config, source, written, before)
             else:
                 evaluation = stored_evaluation.evaluate(config, source, written, before, dry_run=dry_run)
-        if evaluation is None:
-            return
-        results, table = results_table.summarize(evaluation, run)
-        print(table)
-        write_atomically(evaluation.output / "table.md", table + "\n")
-        if run is None:
-            file, about = evaluation.output / "results.json", {"model": model}
-        else:
-            iteration = evaluation.drawn["iteration"]
-            file, about = evaluator.results_file(run, iteration), {"iteration": iteration}
-        evaluator.save_results(file, about, evaluator.as_metrics(results))
-        print(f"responses and table.md are in {buckets.origin(evaluation.output)}, results in {buckets.origin(file)}")
+        if evaluation is not None:
+            _write(evaluation, run, model)
+        processes.any_of(False)  # until process 0 has written everything
+
+
+def _write(evaluation: "StoredEvaluation", run: pathlib.Path | None, model: str | None) -> None:
+    """Prints the table, and writes it and the results."""
+    from reinforce_ada_jax.evaluation import evaluator, results_table
+    from reinforce_ada_jax.files.durable import write_atomically
+
+    results, table = results_table.summarize(evaluation, run)
+    print(table)
+    write_atomically(evaluation.output / "table.md", table + "\n")
+    if run is None:
+        file, about = evaluation.output / "results.json", {"model": model}
+    else:
+        iteration = evaluation.drawn["iteration"]
+        file, about = evaluator.results_file(run, iteration), {"iteration": iteration}
+    evaluator.save_results(file, about, evaluator.as_metrics(results))
+    print(f"responses and table.md are in {buckets.origin(evaluation.output)}, results in {buckets.origin(file)}")
 
 
 if __name__ == "__main__":
@@ -116,9 +131,15 @@ if __name__ == "__main__":
         "began with: the table shows accuracy by initial pass rate. Default: pass_rate of the problems that have one.",
     )
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
-    cli.run(
-        lambda: main(
-            cli.converted(CONFIG, config_lib.resolve), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
-            OUTPUT.value, REGRADE.value, INITIAL.value, dry_run=DRY_RUN.value,
-        )
-    )  # fmt: skip
+    DISTRIBUTED = cli.define_distributed()
+
+    def start() -> None:
+        from reinforce_ada_jax.distributed import processes
+
+        with processes.joined(cluster=DISTRIBUTED.value):
+            main(
+                cli.converted(CONFIG, config_lib.resolve), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
+                OUTPUT.value, REGRADE.value, INITIAL.value, dry_run=DRY_RUN.value,
+            )  # fmt: skip
+
+    cli.run(start)

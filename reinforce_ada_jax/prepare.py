@@ -57,9 +57,15 @@ if __name__ == "__main__":
     MOST = flags.DEFINE_float("max_pass_rate", MAX_PASS_RATE, "Pass rates may reach it (inclusive).")
     COUNT = flags.DEFINE_integer("samples", SAMPLES, "Responses drawn for each problem.")
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
-    cli.run(
-        lambda: main(
-            cli.converted(CONFIG, config_lib.resolve), INPUT.value, buckets.named(OUTPUT.value),
-            (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
-        )
-    )  # fmt: skip
+    DISTRIBUTED = cli.define_distributed()
+
+    def start() -> None:
+        from reinforce_ada_jax.distributed import processes
+
+        with processes.joined(cluster=DISTRIBUTED.value):
+            main(
+                cli.converted(CONFIG, config_lib.resolve), INPUT.value, buckets.named(OUTPUT.value),
+                (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
+            )  # fmt: skip
+
+    cli.run(start)

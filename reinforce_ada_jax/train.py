@@ -148,9 +148,7 @@ if __name__ == "__main__":
     WORKDIR = flags.DEFINE_string(
         "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
     )
-    DISTRIBUTED = flags.DEFINE_bool(
-        "distributed", False, "One process of several, which the cluster (TPU pod, Slurm, MPI) knows; start it on all."
-    )
+    DISTRIBUTED = cli.define_distributed()
     DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
     PAGE = flags.DEFINE_integer(
         "page", None, "Port of a live page of the run on this machine; 0 chooses a free one. Without it: no page.", 0,
@@ -161,9 +159,7 @@ if __name__ == "__main__":
     def start() -> None:
         from reinforce_ada_jax.distributed import processes
 
-        with processes.member():  # a process that can't join must end at once, too
-            with cli.user_input():
-                processes.initialize(cluster=DISTRIBUTED.value)
+        with processes.joined(cluster=DISTRIBUTED.value):
             config, workdir = cli.converted(CONFIG, config_lib.resolve), pathlib.Path(WORKDIR.value)
             if DRY_RUN.value:
                 dry_run(config, workdir)

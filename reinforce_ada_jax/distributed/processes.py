@@ -172,6 +172,11 @@ def exchange(payload: bytes) -> list[bytes]:
     return [bytes(theirs[:size]) for theirs, size in zip(received, sizes, strict=True)]
 
 
+def of_writer(text: str) -> str:
+    """Returns the text of process 0 in every process; every process must call it."""
+    return exchange(text.encode() if is_writer() else b"")[0].decode()
+
+
 def any_of(flag: bool) -> bool:
     """Returns True in every process if the flag is set in any; every process must call it."""
     return flag if count() == 1 else any(map(bool, exchange(b"1" if flag else b"")))
@@ -235,6 +240,15 @@ def member() -> Iterator[None]:
         sys.stderr.flush()
         os._exit(code)
     leave()
+
+
+@contextlib.contextmanager
+def joined(*, cluster: bool) -> Iterator[None]:
+    """Makes the block of a command one process of the run: `initialize` as a `member`, who leaves at the end."""
+    with member():  # a process that can't join must end at once, too
+        with cli.user_input():
+            initialize(cluster=cluster)
+        yield
 
 
 def wait_for_news() -> None:

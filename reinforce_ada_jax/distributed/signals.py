@@ -5,9 +5,11 @@ The first one becomes a flag, which is read where the state can be saved; a seco
 
 import signal
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import preemption, processes
+from reinforce_ada_jax.distributed.watchdog import RESTART
 
 
 class Interrupted(Exception):
@@ -64,3 +66,11 @@ class Interrupt:
         """Raises `Interrupted` in all processes if any was asked to end; every process must call it."""
         if processes.any_of(self._requested or processes.asked_to_stop()):
             raise Interrupted
+
+
+def end(interrupt: Interrupt, kept: str) -> NoReturn:
+    """Ends all processes after `Interrupted`, which each has got; `kept` says what of the results is kept."""
+    told = interrupt.preempted()
+    processes.leave()
+    event, code = ("told to end", RESTART) if told else ("interrupted", cli.INTERRUPTED)
+    cli.fail(f"{event}. {kept}; the same command again goes on from there.", code)

@@ -264,7 +264,7 @@ class Watchdog:
             self._send(_GONE, process)
         print(
             f"\nerror: process {process} of {self.count} is gone, so process {self.index} ends too. See the log of "
-            f"process {process}. The same command, started for all processes, goes on from the newest checkpoint.",
+            f"process {process}. The same command, started for all processes, goes on from what is saved.",
             file=sys.stderr,
             flush=True,
         )

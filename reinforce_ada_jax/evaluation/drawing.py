@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -10,9 +11,12 @@ import numpy as np
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
+from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted, end
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
@@ -45,11 +49,15 @@ def draw(
       sample_fn: as for `collect`, as are verify_fn and deterministic; called once per chunk of prompts.
       verify_fn: grades responses.
       samples: responses per prompt.
-      slots: responses that are decoded at the same time.
+      slots: responses that are decoded at the same time, by all processes.
       deterministic: the order of events must not depend on time.
-      store: opened for writing; gets each response as soon as it is graded.
+      store: opened for writing; gets each response of this process as soon as it is graded; in process 0, those of
+        the others at the end of a chunk.
       decode: tokens to the text that is stored.
-      on_progress: called with (prompts done, responses drawn) so far.
+      on_progress: called with (prompts done, responses drawn) so far; of the newest chunk, those of this process.
+
+    Raises:
+      Interrupted: in every process, if `on_progress` raised it in any.
     """
     drawn: GradedResponses = {}
     pending: collections.deque[tuple[Pairs, list[Verdict] | Future[list[Verdict]]]] = collections.deque()
@@ -83,10 +91,49 @@ def draw(
         collect_fn = functools.partial(
             collect, sample_fn=sample_fn, verify_fn=verify, deterministic=deterministic, on_progress=report
         )
-        for pool in draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_fn):
-            drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
+        pools = draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_fn)
         keep_graded()
+        for pool in pools:
+            drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
+            if store is not None and processes.is_writer() and store.missing([pool.prompt], samples):
+                texts = [decode(response.tokens) for response in pool.responses]
+                draws = [response.draw for response in pool.responses]
+                names = itertools.repeat(pool.prompt.id)
+                store.add(zip(names, draws, texts, drawn[pool.prompt.id], strict=False))
     return drawn
+
+
+def fill(
+    store: ResponseStore,
+    prompts: Sequence[Prompt],
+    draw_fn: Callable[..., object],
+    progress: Progress,
+    kept: str,
+    name: str = "",
+) -> None:
+    """Draws the prompts that a store lacks; a signal to any process ends all.
+
+    Args:
+      store: opened for writing.
+      prompts: that lack responses.
+      draw_fn: `draw`, of whose arguments these remain.
+      progress: counts the prompts.
+      kept: says what is kept after a signal.
+      name: precedes the number of responses in the progress line.
+    """
+    done = progress.done
+    with Interrupt() as interrupt:
+
+        def report(closed: int, drawn: int) -> None:
+            interrupt.check()
+            progress.reach(done + closed, f"{name}{drawn:,} responses")
+
+        try:
+            draw_fn(prompts, store=store, on_progress=report)
+        except Interrupted:
+            progress.close()
+            end(interrupt, kept)
+    progress.reach(done + len(prompts))
 
 
 def compile_early(engine: Engine, prompts: Sequence[Prompt]) -> tuple[EarlyCompilation, Ready]:
@@ -113,7 +160,7 @@ def from_policy(
     return functools.partial(
         draw,
         sample_fn=rollouts.sampler(params, stream=stream, sampling=sampling),
-        slots=engine.options.slots * engine.replicas,
+        slots=engine.options.slots * engine.replicas * processes.count(),
         deterministic=components_lib.deterministic(config),
         decode=decode,
     )

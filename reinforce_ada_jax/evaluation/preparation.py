@@ -6,12 +6,13 @@ command continues after a kill, and choosing by another band draws nothing again
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
@@ -20,6 +21,7 @@ from reinforce_ada_jax.config.paths import check_input, check_output
 from reinforce_ada_jax.data.problems import Problem, description, to_row
 from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import drawing
 from reinforce_ada_jax.evaluation.response_store import (
@@ -29,8 +31,11 @@ from reinforce_ada_jax.evaluation.response_store import (
     drawn_with,
     graded_by,
     hash_of_problems,
+    of_process,
+    wanted_by_writer,
     writing,
 )  # fmt: skip
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.policy import adapter_files, huggingface
 from reinforce_ada_jax.rewards.shaping import Shaping
@@ -156,6 +161,19 @@ def verify_references(
     return graded
 
 
+def _verify_everywhere(
+    config: Config, prompts: Sequence[Prompt], verifiers: VerifierPool, shaping: Shaping
+) -> list[tuple[str, Verdict]]:
+    """Returns what `verify_references` does; each process grades its share."""
+    count = processes.count()
+    own = verify_references(config, prompts[processes.index() :: count], verifiers, shaping)
+    message = json.dumps([[text, dataclasses.astuple(verdict)] for text, verdict in own]).encode()
+    graded: list[tuple[str, Verdict]] = [("", Verdict(False, 0.0))] * len(prompts)
+    for index, shard in enumerate(processes.exchange(message)):
+        graded[index::count] = [(text, Verdict(*verdict)) for text, verdict in json.loads(shard)]
+    return graded
+
+
 def _with_valid_reference(
     config: Config, prompts: Sequence[Prompt], files: OutputFiles, verifiers: VerifierPool
 ) -> list[Prompt]:
@@ -163,20 +181,22 @@ def _with_valid_reference(
     with cli.user_input():
         header = {"drawn": {"problems": hash_of_problems(prompts)}, "graded": graded_by(config, "", prompts)}
         store = ResponseStore(files.draws / "references.jsonl", header)
-    if missing := store.missing(prompts, 1):
+    if missing := wanted_by_writer(prompts, store.missing(prompts, 1)):
         shaping, done = Shaping(config.reward.positive_threshold), len(prompts) - len(missing)
-        with writing([store], len(prompts), done, "references") as progress:
-            for first in range(0, len(missing), VERIFIED_AT_ONCE):
-                chunk = missing[first : first + VERIFIED_AT_ONCE]
-                verified = verify_references(config, chunk, verifiers, shaping)
-                store.add(
-                    (prompt.id, 0, text, GradedResponse(0, False, verdict))
-                    for prompt, (text, verdict) in zip(chunk, verified, strict=True)
-                )
+        size, writer = VERIFIED_AT_ONCE * processes.count(), processes.is_writer()
+        with writing([store] if writer else [], len(prompts), done, "references") as progress:
+            for first in range(0, len(missing), size):
+                chunk = missing[first : first + size]
+                verified = _verify_everywhere(config, chunk, verifiers, shaping)
+                if writer:
+                    store.add(
+                        (prompt.id, 0, text, GradedResponse(0, False, verdict))
+                        for prompt, (text, verdict) in zip(chunk, verified, strict=True)
+                    )
                 progress.reach(progress.done + len(chunk))
     correct = num_correct(store.complete(prompts, 1))
     # Without an answer (data.answer_column=none) there is nothing that could fail.
-    passed = [prompt for prompt in prompts if correct[prompt.id] or not prompt.answer]
+    passed = wanted_by_writer(prompts, [each for each in prompts if correct.get(each.id) or not each.answer])
     if not passed:
         cli.fail(
             f"none of {len(prompts):,} reference answers passes its own verification by "
@@ -281,11 +301,52 @@ def _write(
 def _check_verdicts(
     config: Config, verifiers: VerifierPool, store: ResponseStore, prompts: Sequence[Prompt], samples: int
 ) -> None:
-    """Ends the process if no response could be graded."""
-    verdicts = [response.verdict for draws in store.complete(prompts, samples).values() for response in draws]
-    remedy = f"Fix it, remove {store.file} and its header, and run the same command again."
-    if message := too_many_failed(config, verifiers, "the problems", verdicts, remedy):
+    """Ends all processes if no response could be graded; process 0 has the store."""
+    message = ""
+    if processes.is_writer():
+        verdicts = [response.verdict for draws in store.complete(prompts, samples).values() for response in draws]
+        remedy = f"Fix it, remove {store.file} and its header, and run the same command again."
+        message = too_many_failed(config, verifiers, "the problems", verdicts, remedy)
+    if message := processes.of_writer(message):
+        processes.leave()
         cli.fail(message, cli.STOPPED)
+
+
+def _drawn(
+    config: Config,
+    components: Components,
+    prompts: Sequence[Prompt],
+    files: OutputFiles,
+    verifiers: VerifierPool,
+    samples: int,
+    describe: Callable[[int], str],
+) -> ResponseStore:
+    """Returns the store with the responses to the prompts; draws those that it lacks.
+
+    `describe` returns what is printed before, from the number of prompts that lack responses.
+    """
+    with cli.user_input():
+        fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
+        drawn = drawn_with(config, fingerprint, config.sampling, samples, prompts, stop_ids=stop_ids)
+        header = {"drawn": drawn, "graded": graded_by(config, "", prompts)}
+        store = ResponseStore(of_process(files.draws / "responses.jsonl"), header)
+        missing = wanted_by_writer(prompts, store.missing(prompts, samples))
+        compilation, ready = drawing.compile_early(components.engine, missing)
+        params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
+    if processes.is_writer():
+        print(describe(len(missing)), flush=True)
+    if params is not None:
+        done = len(prompts) - len(missing)
+        with compilation, writing([store], len(prompts), done, "prompts") as progress:
+            ready(progress.phase)
+            rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
+            draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, decode)
+            verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
+            kept = f"Graded responses are stored in {buckets.origin(files.draws)}"
+            draw = functools.partial(draw, verify_fn=verify, samples=samples)
+            drawing.fill(store, missing, draw, progress, kept)
+            store.finish(prompts)
+    return store
 
 
 def prepare(
@@ -312,8 +373,10 @@ def prepare(
         config = config_lib.check(config_lib.replaced(config, changes))
         problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
+        processes.check_same("the configurations", config_lib.to_json(config))
         verifier_pool = components_lib.verifier_pool(config, files.draws)
         prompts, counts = _unique_and_short(config, components, problems)
+        processes.check_same("the problems", hash_of_problems(prompts))
         reward = check_reward(config, verifier_pool, prompts[:1])
         if dry_run:
             huggingface.check_weights(components.folder, components.architecture)
@@ -322,36 +385,25 @@ def prepare(
         sets = {source: (len(prompts), len(prompts))}
         drawn_as = (sets, read, samples, config.sampling, files.output)
         text = summary.drawing(config, components, policy, *drawn_as, reward=reward)
-        print(summary.dry_run(config, text))
+        if processes.is_writer():
+            print(summary.dry_run(config, text))
         return
     keep_programs(config.logging.compilation_cache)
     with verifier_pool as verifiers:
         passed = _with_valid_reference(config, prompts, files, verifiers)
         counts["reference_fails"] = len(prompts) - len(passed)
-        if warning := few_prompts(len(passed), config.collection.prompts_per_iteration):
+        warning = few_prompts(len(passed), config.collection.prompts_per_iteration)
+        if warning and processes.is_writer():
             print(warning, file=sys.stderr)  # no band of pass rates can keep enough
-        with cli.user_input():
-            fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
-            drawn = drawn_with(config, fingerprint, config.sampling, samples, passed, stop_ids=stop_ids)
-            header = {"drawn": drawn, "graded": graded_by(config, "", passed)}
-            store = ResponseStore(files.draws / "responses.jsonl", header)
-            missing = store.missing(passed, samples)
-            compilation, ready = drawing.compile_early(components.engine, missing)
-            params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
-        drawn_as = ({source: (len(passed), len(missing))}, read, samples, config.sampling, files.output)
-        print(summary.drawing(config, components, policy, *drawn_as, reward=reward), flush=True)
-        if params is not None:
-            done = len(passed) - len(missing)
-            with compilation, writing([store], len(passed), done, "prompts") as progress:
-                ready(progress.phase)
-                rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
-                draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, decode)
-                verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
+        drawn_as = (read, samples, config.sampling, files.output)
 
-                def report(closed: int, drawn: int) -> None:
-                    progress.reach(done + closed, f"{drawn:,} responses")
+        def describe(missing: int) -> str:
+            sets = {source: (len(passed), missing)}
+            return summary.drawing(config, components, policy, sets, *drawn_as, reward=reward)
 
-                draw(missing, verify_fn=verify, samples=samples, store=store, on_progress=report)
+        store = _drawn(config, components, passed, files, verifiers, samples, describe)
     _check_verdicts(config, verifiers, store, passed, samples)
-    correct = num_correct(store.complete(passed, samples))
-    _write(config, files, problems, correct, counts, band, store)
+    if processes.is_writer():
+        correct = num_correct(store.complete(passed, samples))
+        _write(config, files, problems, correct, counts, band, store)
+    processes.any_of(False)  # until process 0 has written everything

@@ -3,12 +3,16 @@
 A store is NAME.jsonl, one response per line, and NAME.header.json, which says what they were drawn with and graded by.
 Lines are only added, as soon as the responses are graded. The address of a sample decides its randomness, so responses
 that a kill lost are drawn again with the same tokens. What is computed from them is not here.
+
+Of several processes, process 0 writes the store. Each other one keeps the responses that it graded in a part of the
+store, NAME.part-K.jsonl, until process 0 has them.
 """
 
 import collections
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import itertools
 import json
 import os
@@ -20,6 +24,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards.loading import files_hash, judge_template
@@ -27,6 +32,7 @@ from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
 REGRADED_AT_ONCE = 1024
+PART = ".part-"
 
 Header = dict[str, dict[str, Any]]
 
@@ -101,6 +107,18 @@ def hash_of_problems(prompts: Iterable[Prompt]) -> str:
     return problems_hash((prompt.id, prompt.source_text) for prompt in prompts)
 
 
+def of_process(file: pathlib.Path) -> pathlib.Path:
+    """Returns the file that this process adds to: the store in process 0, else a part of it."""
+    index = processes.index()
+    return file.with_name(f"{file.stem}{PART}{index}{file.suffix}") if index else file
+
+
+def wanted_by_writer(prompts: Iterable[Prompt], wanted: Iterable[Prompt]) -> list[Prompt]:
+    """Returns those prompts that process 0 wants, in every process; `wanted` counts in process 0 alone."""
+    ids = set(json.loads(processes.of_writer(json.dumps([prompt.id for prompt in wanted]))))
+    return [prompt for prompt in prompts if prompt.id in ids]
+
+
 def read_header(file: pathlib.Path) -> Header:
     """Returns the header of an existing store; ValueError if there is none."""
     header = file.with_suffix(HEADER)
@@ -158,6 +176,8 @@ class ResponseStore:
             if not self._header_file.exists():
                 raise ValueError(f"{self._header_file} is missing, which says what {file} holds: remove or rename it.")
             self._check(json.loads(self._header_file.read_text("utf-8")), regrade)
+        pattern = f"{glob.escape(file.stem)}{PART}*{file.suffix}"
+        self._parts = [ResponseStore(part, header, regrade=regrade) for part in sorted(file.parent.glob(pattern))]
         self._read()
 
     def _size(self) -> int:
@@ -186,6 +206,11 @@ class ResponseStore:
         for row in self._rows():
             self._by_draw[row["prompt"]].setdefault(row["draw"], _from_row(row))
 
+    def _draws(self, prompt_id: str) -> Mapping[int, GradedResponse]:
+        """Returns the responses of a prompt by draw, with those that only parts hold."""
+        found = [each._by_draw.get(prompt_id, {}) for each in (*self._parts, self)]
+        return dict(itertools.chain.from_iterable(draws.items() for draws in found))
+
     def __len__(self) -> int:
         return sum(map(len, self._by_draw.values()))
 
@@ -202,7 +227,26 @@ class ResponseStore:
         if self._size() != self._seen_bytes:  # another process has written since
             self._read()
         os.truncate(self.file, sum(map(len, finished_lines(self.file))))
+        for part in self._parts:
+            self._take_over(part)
+        self._parts = []
         return self
+
+    def _take_over(self, part: "ResponseStore") -> None:
+        """Adds the responses of a part, and removes the part if no process of this run has it."""
+        for row in part._rows():
+            if row["draw"] not in self._by_draw[row["prompt"]]:
+                self._by_draw[row["prompt"]][row["draw"]] = _from_row(row)
+                self._stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+        self._stream.flush()
+        owner = part.file.stem.rpartition(PART)[2]
+        if owner not in map(str, range(processes.count())):
+            part.remove()
+
+    def remove(self) -> None:
+        """Removes the files."""
+        for file in (self.file, self._header_file):
+            file.unlink(missing_ok=True)
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
@@ -212,7 +256,7 @@ class ResponseStore:
 
     def complete(self, prompts: Iterable[Prompt], samples: int) -> GradedResponses:
         """Returns the responses of those prompts that have all `samples` of them."""
-        found = ((prompt.id, self._by_draw.get(prompt.id, {})) for prompt in prompts)
+        found = ((prompt.id, self._draws(prompt.id)) for prompt in prompts)
         return {name: [draws[draw] for draw in range(samples)] for name, draws in found if len(draws) == samples}
 
     def missing(self, prompts: Iterable[Prompt], samples: int) -> list[Prompt]:
@@ -228,6 +272,29 @@ class ResponseStore:
                 lines.append(_line(prompt_id, draw, text, graded))
         self._stream.write("".join(lines).encode())
         self._stream.flush()
+
+    def finish(self, prompts: Iterable[Prompt]) -> None:
+        """Brings the responses into the order of the prompts and their draws; nothing is added after it.
+
+        The parts of other processes are removed. Every process must call it.
+        """
+        if processes.is_writer():
+            self._sort({prompt.id: number for number, prompt in enumerate(prompts)})
+        processes.any_of(False)  # from now on no part is needed
+        if not processes.is_writer():
+            self.remove()
+
+    def _sort(self, numbers: Mapping[str, int]) -> None:
+        partial, begins, begin = self.file.with_name(f"{self.file.name}.partial"), {}, 0
+        with self.file.open("rb") as stored, partial.open("wb") as ordered:
+            for line in stored:
+                row = json.loads(line)
+                begins.setdefault((numbers[row["prompt"]], row["draw"]), begin)
+                begin += len(line)
+            for _, begin in sorted(begins.items()):
+                stored.seek(begin)
+                ordered.write(stored.readline())
+        partial.replace(self.file)
 
     def regrade(self, grade: Callable[[list[tuple[str, str]], list[int]], list[Verdict]]) -> Iterator[int]:
         """Writes the file again with new verdicts; yields the number of responses graded so far.
@@ -281,4 +348,5 @@ def writing(stores: Iterable[ResponseStore], total: int, done: int, unit: str) -
         with cli.user_input():
             for store in stores:
                 stack.enter_context(store)
-        yield stack.enter_context(contextlib.closing(Progress(total, done, unit)))
+        progress = Progress(total, done, unit, quiet=not processes.is_writer())
+        yield stack.enter_context(contextlib.closing(progress))

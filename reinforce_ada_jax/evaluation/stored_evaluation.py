@@ -1,6 +1,7 @@
 """Evaluation by the command: every response is stored with its verdict, and can be graded again without a model."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.evaluation import drawing, evaluator
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
@@ -19,10 +22,13 @@ from reinforce_ada_jax.evaluation.response_store import (
     drawn_with,
     graded_by,
     hash_of_problems,
+    of_process,
     pass_rates,
     read_header,
+    wanted_by_writer,
     writing,
 )  # fmt: skip
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files, hub_models, huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
@@ -122,15 +128,19 @@ def evaluate(
     """Draws and grades the responses that the stores lack; they are in `output`, or in the default folder.
 
     `initial` is the folder of an earlier evaluation of the same problems, which gives their initial pass rates. With
-    `dry_run` the input is checked and described, nothing is written, and the result is None.
+    `dry_run` the input is checked and described, nothing is written, and the result is None. Of several processes only
+    process 0 gets a result.
     """
     settings = config.evaluation
     with cli.user_input():
-        iteration = source.newest_iteration(config)
+        # A training may write another checkpoint meanwhile.
+        iteration = int(processes.of_writer(str(source.newest_iteration(config))))
         components = components_lib.build(config, source.folder)
         read: list[str] = []
         benchmarks = evaluator.load_benchmarks(components, config, read.append)
-        rates = _initial_pass_rates(initial, benchmarks)
+        processes.check_same("the configurations", config_lib.to_json(config))
+        processes.check_same("the problems", "".join(map(hash_of_problems, benchmarks.values())))
+        rates = _initial_pass_rates(initial, benchmarks) if processes.is_writer() else {}
         output, graders = output or source.output(iteration), components_lib.benchmark_graders(config)
         fingerprint = source.fingerprint(iteration)
         details = {"stop_ids": list(components.tokenizer.stop_ids), "iteration": iteration}
@@ -138,8 +148,11 @@ def evaluate(
         for name, prompts in benchmarks.items():
             drawn = drawn_with(config, fingerprint, settings, settings.samples, prompts, **details)
             header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
-            stores[name] = ResponseStore(output / f"{name}.jsonl", header)
-        missing = {name: stores[name].missing(prompts, settings.samples) for name, prompts in benchmarks.items()}
+            stores[name] = ResponseStore(of_process(output / f"{name}.jsonl"), header)
+        missing = {
+            name: wanted_by_writer(prompts, stores[name].missing(prompts, settings.samples))
+            for name, prompts in benchmarks.items()
+        }
         verifier_pool = components_lib.verifier_pool(config, output)
         of_user = [prompts[0] for name, prompts in missing.items() if prompts and name not in graders]
         reward = check_reward(config, verifier_pool, of_user)
@@ -149,11 +162,14 @@ def evaluate(
         wanted = [prompt for prompts in missing.values() for prompt in prompts if not dry_run]
         compilation, ready = drawing.compile_early(components.engine, wanted)
         params = source.load(config, components, iteration) if wanted else None
-    policy = str(components.folder) if source.workdir is None else f"{source.workdir}, iteration {iteration}"
+    policy = (
+        str(components.folder) if source.workdir is None else f"{buckets.origin(source.workdir)}, iteration {iteration}"
+    )
     counts = {name: (len(prompts), len(missing[name])) for name, prompts in benchmarks.items()}
     drawn_as = (counts, read, settings.samples, settings, output)
     text = summary.drawing(config, components, policy, *drawn_as, reward=reward)
-    print(summary.dry_run(config, text) if dry_run else text, flush=True)
+    if processes.is_writer():
+        print(summary.dry_run(config, text) if dry_run else text, flush=True)
     if dry_run:
         return None
     if params is not None:
@@ -165,22 +181,22 @@ def evaluate(
             draw = drawing.from_policy(params, rollouts, settings, address, config, components.tokenizer.decode)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
-
-                def report(closed: int, drawn: int, name: str = name, done: int = progress.done) -> None:
-                    progress.reach(done + closed, f"{name}: {drawn:,} responses")
-
-                draw(prompts, verify_fn=verify[name], samples=settings.samples, store=stores[name], on_progress=report)
-    result = _result(output, benchmarks, stores, rates)
+                draw_this = functools.partial(draw, verify_fn=verify[name], samples=settings.samples)
+                drawing.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
+                stores[name].finish(benchmarks[name])
+    result = _result(output, benchmarks, stores, rates) if processes.is_writer() else None
     _check_verdicts(config, verifier_pool, result)
     return result
 
 
-def _check_verdicts(config: Config, verifiers: VerifierPool, result: StoredEvaluation) -> None:
-    """Ends the process if no response could be graded."""
-    graded = [response for drawn in result.responses.values() for responses in drawn.values() for response in responses]
+def _check_verdicts(config: Config, verifiers: VerifierPool, result: StoredEvaluation | None) -> None:
+    """Ends all processes if no response could be graded; process 0 has the result."""
+    stored = {} if result is None else result.responses
+    verdicts = [each.verdict for drawn in stored.values() for responses in drawn.values() for each in responses]
     remedy = "Fix it, then grade the stored responses again with --regrade."
-    verdicts = [response.verdict for response in graded]
-    if message := too_many_failed(config, verifiers, "the evaluation", verdicts, remedy):
+    message = "" if result is None else too_many_failed(config, verifiers, "the evaluation", verdicts, remedy)
+    if message := processes.of_writer(message):
+        processes.leave()
         cli.fail(message, cli.STOPPED)
 
 

@@ -70,7 +70,7 @@ def drawing(
             f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "
             f"{sampling.top_p:g}, up to {sampling.max_response_tokens:,} tokens",
             *([f"reward      {reward}"] if reward else []),
-            f"files       {output}",
+            f"files       {buckets.origin(output)}",
         ]
     )
 

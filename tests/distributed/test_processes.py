@@ -23,8 +23,8 @@ from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
-from tests import compiling, forked
-from tests.forked import Forked
+from tests import forked, hosts
+from tests.hosts import finished
 from tests.running import ROOT, environment, reproducible, restored
 
 SMALL = {
@@ -46,19 +46,9 @@ def start():
     started = []
 
     def start(workdir, count, *more, devices=4, own=list):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         flags = [f"--config.{key}={value}" for key, value in (SMALL | {"mesh.fsdp": devices}).items()]
-        train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags]
-        xla = f"--xla_force_host_platform_device_count={devices // count} {compiling.QUICKLY}"
-        processes = []
-        for index in range(count):
-            env = environment(xla)
-            if count > 1:
-                address = {processes_lib.ADDRESS: f"127.0.0.1:{port}", processes_lib.COUNT: str(count)}
-                env |= address | {processes_lib.INDEX: str(index)}
-            processes.append(Forked([*train, f"--workdir={workdir}", *more, *own()], env))
+        train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags, f"--workdir={workdir}", *more]
+        processes = hosts.start(train, count, devices=devices, own=own)
         started.extend(processes)
         return processes
 
@@ -66,13 +56,6 @@ def start():
     for process in started:
         process.kill()
         process.communicate()
-
-
-def finished(processes) -> list[str]:
-    """Waits for processes that end without errors; returns their output."""
-    said = [process.communicate(timeout=400) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), said
-    return [out for out, _ in said]
 
 
 def samples(workdir) -> list[str]:
