@@ -6,7 +6,7 @@ where an array lives.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -161,3 +161,31 @@ def weight_sharding(mesh: Mesh, name: str, shape: Sequence[int], axes: Sequence[
                 f"{mesh.shape[mesh_axis]}: choose mesh.{mesh_axis} as a divisor of {size}."
             )
     return sharding(mesh, axes)
+
+
+def on_own_part(
+    function: Callable[..., Any], mesh: Mesh | None, *, in_specs: Any, out_specs: Any, always: bool = False
+) -> Callable[..., Any]:
+    """Makes every device along `tensor` run `function` on its own part of the arguments, as `jax.shard_map` does.
+
+    The compiler then adds no transfer between them. Inside of a `shard_map` over the other axes the mesh is known.
+
+    Args:
+      function: of arrays.
+      mesh: the devices; None or one device along `tensor`: the function stays as it is.
+      in_specs: of the arguments, with no axis but `tensor`.
+      out_specs: of the results.
+      always: also with one device along `tensor`, as Pallas kernels need it.
+    """
+    if not always and (mesh is None or mesh.shape["tensor"] == 1):
+        return function
+    assert mesh is not None
+    inside = not jax.sharding.get_abstract_mesh().empty
+    return jax.shard_map(
+        function,
+        mesh=None if inside else mesh,
+        axis_names={"tensor"} if inside else set(mesh.axis_names),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,  # a kernel doesn't say along which axes its result varies
+    )

@@ -95,6 +95,30 @@ def _callees(line: str) -> Iterator[str]:
         yield from (name.strip(" %") for name in called.split(","))
 
 
+def by_loop(hlo: str) -> dict[tuple[str, ...], list[str]]:
+    """Returns the kinds of collectives in each loop and branch of a compiled program that has some.
+
+    The key is its nesting: bodies of loops and branches of conditionals, from the outermost to its own.
+    """
+    computations, entry = _computations(hlo)
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+
+    def walk(name: str, nesting: tuple[str, ...]) -> None:
+        for line in computations.get(name, ()):
+            collective, loop = _COLLECTIVE.search(line), _LOOP.search(line)
+            if collective:
+                found.setdefault(nesting, {})[collective["channel"]] = collective["kind"]
+            bodies = [loop[2]] if loop else [x.strip(" %") for each in _BRANCHES.findall(line) for x in each.split(",")]
+            for body in bodies:
+                walk(body, (*nesting, body))
+            for callee in [] if loop else _callees(line):
+                if callee not in bodies:
+                    walk(callee, nesting)
+
+    walk(entry, ())
+    return {nesting: list(kinds.values()) for nesting, kinds in found.items()}
+
+
 def sent_bytes(hlo: str, trip_count: int | None) -> tuple[float, dict[str, int]]:
     """Returns what a device sends in one call of a compiled program: (bytes, number of collectives by kind).
 

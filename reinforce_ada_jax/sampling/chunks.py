@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.transformer import Decoder, run
+from reinforce_ada_jax.sampling.page_writes import Pools, write_tokens
 from reinforce_ada_jax.sampling.paged_attention import (
     Pages,
     choose_rowwise,
     numbers,
     pad_head_dim,
     paged_attention,
-    write_token,
 )
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import Prompts
@@ -151,14 +152,15 @@ def prefill_chunk(
     model: Decoder,
     prompts: Prompts,
     prompt_tokens: Int[Array, "R max_prompt"],
-    pools: tuple[Pages, Pages],
+    pools: Pools,
     adapters: Int[Array, " R"],
     num_tokens: int,
     pages_per_layer: int,
     *,
     dtype: DTypeLike,
     backend: str,
-) -> tuple[tuple[Pages, Pages], Int[Array, " R"]]:
+    mesh: Mesh | None = None,
+) -> tuple[Pools, Int[Array, " R"]]:
     """Prefills up to `num_tokens` tokens of prompts into the pages of keys and of values.
 
     Returns:
@@ -173,15 +175,12 @@ def prefill_chunk(
 
     def attend(query, key, value, layer_index, pools):
         first = layer_index * pages_per_layer
-        key_pages, value_pages = (
-            write_token(pool, new[:, 0], first + page, chunk.position % page_size)
-            for pool, new in zip(pools, (key, value), strict=True)
-        )
+        pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
-            mixed = paged_attention(query[:, 0], key_pages, value_pages, lengths, first + table, backend=backend)
+            mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend)
         else:
-            mixed = chunk_attention(query[:, 0], key_pages, value_pages, lengths, table, visible, first)
-        return mixed[:, None], (key_pages, value_pages), None
+            mixed = chunk_attention(query[:, 0], *pools, lengths, table, visible, first)
+        return mixed[:, None], pools, None
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
     rowwise, adapter = choose_rowwise(backend, chunk.wanted), jnp.where(chunk.wanted, adapters[chunk.row], -1)

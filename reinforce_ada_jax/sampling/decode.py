@@ -25,13 +25,8 @@ from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.chunks import missing_tokens, prefill_chunk
-from reinforce_ada_jax.sampling.paged_attention import (
-    Pages,
-    choose_rowwise,
-    paged_attention,
-    write_pages,
-    write_token,
-)
+from reinforce_ada_jax.sampling.page_writes import Pools, copy_pages, fill_pages, write_tokens
+from reinforce_ada_jax.sampling.paged_attention import choose_rowwise, paged_attention
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -49,7 +44,6 @@ from reinforce_ada_jax.sampling.state import (
     occupancy,
 )
 
-Pools = tuple[Pages, Pages]  # pages of keys, pages of values
 # With an empty queue and at most 1/2, 1/4 or 1/16 of the slots active, only these are computed.
 NARROWER = (2, 4, 16)
 
@@ -67,23 +61,12 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
     return Prefix(keys=keys, values=values, length=length, last_token=last)
 
 
-def _fill_pages(state: DecodeState, prefix: Prefix, table: Int[Array, "B width"]) -> DecodeState:
-    """Writes prompts into the pages of their table rows; the last token and padding are never read."""
-    num_layers, rows, tokens = prefix.keys.shape[:3]
-    kv_heads, all_pages, page_size, _ = state.key_pages.shape
-    count = num_pages(tokens, page_size)
-    page = jnp.pad(table, ((0, 0), (0, max(0, count - table.shape[1]))), constant_values=NULL)[:, :count]
-    layer = jnp.arange(num_layers)[:, None, None] * (all_pages // num_layers)
-    heads = jnp.arange(kv_heads)[:, None, None, None]
+def _pools(state: DecodeState) -> Pools:
+    return state.key_pages, state.value_pages
 
-    def fill(pages, new):
-        padded = jnp.pad(new, ((0, 0), (0, 0), (0, count * page_size - tokens), (0, 0), (0, 0)))
-        by_page = padded.reshape(num_layers, rows, count, page_size, kv_heads, -1).transpose(4, 0, 1, 2, 3, 5)
-        return write_pages(pages, by_page, heads, (layer + page[None])[None])
 
-    return state.replace(
-        key_pages=fill(state.key_pages, prefix.keys), value_pages=fill(state.value_pages, prefix.values)
-    )
+def _with_pools(state: DecodeState, pools: Pools) -> DecodeState:
+    return state.replace(key_pages=pools[0], value_pages=pools[1])
 
 
 def _page_size(state: DecodeState) -> int:
@@ -102,7 +85,12 @@ def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
 
 
 def insert(
-    state: DecodeState, prefix: Prefix, slot: Int[Array, ""], address: UInt32[Array, " 4"], sampling: Sampling
+    state: DecodeState,
+    prefix: Prefix,
+    slot: Int[Array, ""],
+    address: UInt32[Array, " 4"],
+    sampling: Sampling,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Starts one response in a given slot with pages of its own, whatever the slot held before.
 
@@ -129,16 +117,19 @@ def insert(
         shared=jnp.where(here, 0, old.shared),
         used=jnp.where(here, used, old.used),
     )
-    return _fill_pages(state.replace(pool=pool, slots=slots), prefix, table)
+    return _with_pools(state.replace(pool=pool, slots=slots), fill_pages(_pools(state), prefix, table, mesh))
 
 
-def refill(state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> DecodeState:
+def refill(
+    state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"], mesh: Mesh | None = None
+) -> DecodeState:
     """Starts requests from the head of the queue in idle slots, in order, as many as are admissible.
 
     Args:
       state: of the engine.
       reserve: pages that stay free.
       expected: pages that draws are expected to need (`admission.expected_pages`).
+      mesh: where heads are split over `tensor`.
     """
     before, page_size = state.slots.active, _page_size(state)
     wanted = (state.queue.head < state.queue.end) & ~jnp.all(before)
@@ -148,7 +139,8 @@ def refill(state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "ro
     partly_filled = slots.active & ~before & (slots.position % page_size > 0)
     last_page = prompts.table[slots.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
     first_own = jnp.take_along_axis(slots.table, slots.shared[:, None], axis=1)[:, 0]
-    return _copy_pages(state, last_page, first_own, partly_filled)
+    pages_per_layer = state.pool.stack.shape[0]
+    return _with_pools(state, copy_pages(_pools(state), pages_per_layer, last_page, first_own, partly_filled, mesh))
 
 
 def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""]) -> DecodeState:
@@ -163,27 +155,6 @@ def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""
     state = _change(state, wanted & jnp.any(needs_page), change)
     evicted = before.active & ~state.slots.active
     return state.replace(redone=state.redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32))
-
-
-def _copy_pages(
-    state: DecodeState, source: Int[Array, " S"], target: Int[Array, " S"], wanted: Bool[Array, " S"]
-) -> DecodeState:
-    """Copies page source[s] to target[s], all layers, for the wanted slots: one loop iteration for each."""
-    pages_per_layer = state.pool.stack.shape[0]
-    layers = jnp.arange(state.key_pages.shape[1] // pages_per_layer) * pages_per_layer
-    heads = jnp.arange(state.key_pages.shape[0])[:, None]
-    place = jnp.where(wanted, jnp.cumsum(wanted) - 1, wanted.shape[0])
-    order = jnp.zeros_like(place).at[place].set(jnp.arange(wanted.shape[0]), mode="drop")
-
-    def copy_one(index, pools):
-        slot = order[index]
-        # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
-        new, old = (heads, (layers + target[slot])[None]), (heads, (layers + source[slot])[None])
-        return jax.tree.map(lambda pool: pool.at[new].set(pool[old]), pools)
-
-    pools = (state.key_pages, state.value_pages)
-    key_pages, value_pages = jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), copy_one, pools)
-    return state.replace(key_pages=key_pages, value_pages=value_pages)
 
 
 def _forward(
@@ -206,12 +177,9 @@ def _forward(
 
     def attend(query, key, value, layer_index, pools):
         first = layer_index * pages_per_layer
-        key_pages, value_pages = (
-            write_token(pool, new[:, 0], first + page, slots.position % page_size)
-            for pool, new in zip(pools, (key, value), strict=True)
-        )
-        mixed = attention(query[:, 0], key_pages, value_pages, lengths, first + slots.table)
-        return mixed[:, None], (key_pages, value_pages), None
+        pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
+        mixed = attention(query[:, 0], *pools, lengths, first + slots.table)
+        return mixed[:, None], pools, None
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
     rowwise, adapter = choose_rowwise(backend, slots.active), jnp.where(slots.active, adapters[slots.prompt_row], -1)
@@ -263,12 +231,12 @@ def decode_token(
     model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, mesh: Mesh | None = None
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
-    num_slots, pools = state.slots.active.shape[0], (state.key_pages, state.value_pages)
+    num_slots, pools = state.slots.active.shape[0], _pools(state)
     pages_per_layer, adapters = state.pool.stack.shape[0], state.terms.adapter
     pools, logprobs = _forward(
         model, state.slots, pools, pages_per_layer, adapters, dtype=dtype, backend=backend, mesh=mesh
     )
-    state = state.replace(key_pages=pools[0], value_pages=pools[1])
+    state = _with_pools(state, pools)
     return _append_tokens(state, logprobs, num_slots, _at_a_time(num_slots, backend))
 
 
@@ -366,18 +334,18 @@ def decode_window(
         pools, cached = carry
         prompts = prompts.replace(cached=cached)
         arrays, sizes = (prompts, prompt_tokens, pools, state.terms.adapter), (options.prefill_tokens, pages_per_layer)
-        return prefill_chunk(model, *arrays, *sizes, dtype=dtype, backend=backend)
+        return prefill_chunk(model, *arrays, *sizes, dtype=dtype, backend=backend, mesh=mesh)
 
     def decode_step(carry):
         state, logprobs, last_width, _ = carry
-        state = refill(state, inputs.reserve, expected)
+        state = refill(state, inputs.reserve, expected, mesh)
         go_on, prefilling, decoding = _choose_work(state, options.window)
         state = take_pages(state, floor, decoding)
         width = jnp.where(go_on, _choose_width(state, widths), widths[-1])
         slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
         # Loops of one iteration, or none: conditionals would copy all pages.
         one_chunk = functools.partial(prefill, prompts=state.prompts, prompt_tokens=state.prompt_tokens)
-        pools, cached = (state.key_pages, state.value_pages), state.prompts.cached
+        pools, cached = _pools(state), state.prompts.cached
         pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (pools, cached))
         drafted, num_rows = None, width
         if state.drafts is not None:
@@ -387,9 +355,8 @@ def decode_window(
         for each in sorted(set(step_rows), reverse=True):
             one_pass = functools.partial(compute_logprobs, num_rows=each, rows=drafted.slots if drafted else slots)
             computed = jax.lax.fori_loop(0, (decoding & (num_rows == each)).astype(jnp.int32), one_pass, computed)
-        (key_pages, value_pages), logprobs = computed
-        prompts = state.prompts.replace(cached=cached)
-        state = state.replace(slots=slots, prompts=prompts, key_pages=key_pages, value_pages=value_pages)
+        pools, logprobs = computed
+        state = _with_pools(state.replace(slots=slots, prompts=state.prompts.replace(cached=cached)), pools)
         at_a_time = _at_a_time(len(logprobs), backend)
         if drafted:
             state, ended = drafts_lib.append_tokens(state, drafted, logprobs, decoding, at_a_time)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy import invariant
-from reinforce_ada_jax.policy.quantization import Quantized, quantize
+from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.transformer import Rowwise, all_rows
 from reinforce_ada_jax.sampling.pages import num_pages
 
@@ -179,42 +179,3 @@ def pad_head_dim(new: Float[Array, "... H"], pages: Pages) -> Float[Array, "... 
     """Keys or values with zeros up to the width of the pages."""
     missing = pages.shape[-1] - new.shape[-1]
     return jnp.pad(new, [(0, 0)] * (new.ndim - 1) + [(0, missing)]) if missing else new
-
-
-def write_pages(
-    pages: Pages, new: Float[Array, "... page_size H"], heads: Int[Array, "..."], page: Int[Array, "..."]
-) -> Pages:
-    """Puts keys (or values) of whole pages at (head, page), which broadcast to the leading dimensions of `new`."""
-    new = pad_head_dim(new, pages)
-    if not isinstance(pages, Quantized):
-        return pages.at[heads, page].set(new.astype(pages.dtype))
-    rounded = _quantize_tokens(new)
-    return Quantized(
-        values=pages.values.at[heads, page].set(rounded.values),
-        scale=pages.scale.at[heads, page, 0].set(rounded.scale),
-    )
-
-
-def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"], offset: Int[Array, " S"]) -> Pages:
-    """Puts one token's keys (or values) of every slot at (page, offset); tokens may share a page.
-
-    All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written by rows
-    of a page, at first 0 for the new token: XLA for TPUs would transpose all of them to write single numbers.
-    """
-    heads, page = jnp.arange(pages.shape[0])[:, None], page[None]
-    new = pad_head_dim(new, pages).transpose(1, 0, 2)
-    if not isinstance(pages, Quantized):
-        return pages.at[heads, page, offset[None]].set(new.astype(pages.dtype))
-    rounded = _quantize_tokens(new)
-    here = jnp.arange(pages.shape[2])[None, None] == offset[None, :, None]
-    cleared = pages.scale.at[heads, page, 0].min(jnp.where(here, 0, jnp.inf))
-    return Quantized(
-        values=pages.values.at[heads, page, offset[None]].set(rounded.values),
-        scale=cleared.at[heads, page, 0].max(jnp.where(here, rounded.scale[..., None], 0)),
-    )
-
-
-def _quantize_tokens(new: Float[Array, "... padded_H"]) -> Quantized:
-    """Returns keys or values in int8; infinity marks what is not finite, because the next token there replaces it."""
-    rounded = quantize(new, (-1,))
-    return Quantized(values=rounded.values, scale=jnp.where(jnp.isnan(rounded.scale), jnp.inf, rounded.scale))

@@ -2,7 +2,7 @@
 
 Same meaning as `paged_attention.paged_attention`, which dispatches here. Both read a slot's live pages only, and run
 inside `shard_map` over the mesh axis `tensor`, each device with its own heads. What neither knows: how pages are
-assigned (`pages.py`) or written (`paged_attention.write_token`).
+assigned (`pages.py`) or written (`page_writes.py`).
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as t
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from reinforce_ada_jax.distributed.mesh import on_own_part
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.sampling.paged_attention import Pages
 from reinforce_ada_jax.sampling.pages import TRITON_TILE, padded_head_dim
@@ -53,17 +54,9 @@ def _over_heads(
             "allocate the pool with padded_head_dim."
         )
     query = jnp.pad(query, ((0, 0), (0, 0), (0, padded_dim - head_dim)))
-    of_pool, of_query = PartitionSpec("tensor"), PartitionSpec(None, "tensor")
-    # Inside a replica (`engine.Engine`) the other axes of the mesh are taken, and the mesh is known.
-    inside = not jax.sharding.get_abstract_mesh().empty
-    attend = jax.shard_map(
-        attend,
-        mesh=None if inside else mesh,
-        axis_names={"tensor"} if inside else set(mesh.axis_names),
-        in_specs=(of_query, of_pool, of_pool, PartitionSpec(), PartitionSpec()),
-        out_specs=of_query,
-        check_vma=False,  # a kernel doesn't say along which axes its result varies
-    )
+    of_pool, of_query, whole = PartitionSpec("tensor"), PartitionSpec(None, "tensor"), PartitionSpec()
+    in_specs = (of_query, of_pool, of_pool, whole, whole)
+    attend = on_own_part(attend, mesh, in_specs=in_specs, out_specs=of_query, always=True)
     return attend(query, key_pages, *rest)[..., :head_dim]
 
 

@@ -115,7 +115,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         init_state=jax.jit(init_state, out_shardings=layout),
         decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, own)),
         prefill=jax.jit(prefill),
-        insert=jax.jit(decode.insert, donate_argnums=0, out_shardings=layout),
+        insert=jax.jit(functools.partial(decode.insert, mesh=mesh), donate_argnums=0, out_shardings=layout),
         decode_token=jit_program(decode_token, out_shardings=(layout, own)),
         cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
     )

@@ -248,6 +248,20 @@ def test_sent_bytes():
     assert collectives.sent_bytes("", trip_count=1) == (0.0, {})
 
 
+def test_collectives_by_loop():
+    body = "%outer_body (p: s32[]) -> s32[] {\n"
+    branch = (
+        "%sorted (p: s32[]) -> s32[] {\n  %c = f32[2] all-to-all(%p), channel_id=3, replica_groups=[1,2]<=[2]\n}\n\n"
+    )
+    chosen = "  %i = s32[] conditional(%p), branch_computations={%sorted, %other}\n"
+    assert collectives.by_loop(HLO.replace(body, branch + body + chosen)) == {
+        ("outer_body", "sorted"): ["all-to-all"],
+        ("outer_body", "inner_body"): ["all-gather", "collective-permute"],
+        ("outer_body",): ["all-reduce"],
+        (): ["reduce-scatter"],
+    }
+
+
 # ---- the plan ----------------------------------------------------------------------------------------------------
 
 

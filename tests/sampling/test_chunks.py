@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.sampling.chunks import chunk_attention, next_chunk, visible_pages
-from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention, write_pages
+from reinforce_ada_jax.sampling.page_writes import write_pages
+from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
 from reinforce_ada_jax.sampling.state import empty_occupancy
 from tests.sampling import tiny
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.policy.quantization import Quantized
-from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention, write_token
+from reinforce_ada_jax.sampling.page_writes import write_token
+from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attention
 
 S, N, K, H, PAGE_SIZE, WIDTH, PAGES = 5, 4, 2, 8, 4, 3, 20
 attend, jit_write = jax.jit(paged_attention, static_argnames="backend"), jax.jit(write_token)

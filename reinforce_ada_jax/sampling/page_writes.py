@@ -1,0 +1,124 @@
+"""Writes into the pages of keys and values: tokens of a step, whole prompts, and copies of pages.
+
+Where heads are split over `tensor`, every device writes its own: left to itself, XLA gathers from all devices what is
+written. Which page a token goes to is decided in pages.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from reinforce_ada_jax.distributed.mesh import on_own_part
+from reinforce_ada_jax.policy.quantization import Quantized, quantize
+from reinforce_ada_jax.sampling.paged_attention import Pages, pad_head_dim
+from reinforce_ada_jax.sampling.pages import NULL, num_pages
+from reinforce_ada_jax.sampling.state import Prefix
+
+Pools = tuple[Pages, Pages]  # pages of keys, pages of values
+WHOLE, BY_HEAD = PartitionSpec(), PartitionSpec("tensor")
+
+
+def write_tokens(
+    pools: Pools,
+    keys: Float[Array, "S K H"],
+    values: Float[Array, "S K H"],
+    page: Int[Array, " S"],
+    offset: Int[Array, " S"],
+    mesh: Mesh | None = None,
+) -> Pools:
+    """Puts the key and the value of one token of every slot at (page, offset); tokens may share a page."""
+
+    def write(pools, keys, values, page, offset):
+        return write_token(pools[0], keys, page, offset), write_token(pools[1], values, page, offset)
+
+    new = PartitionSpec(None, "tensor")
+    write = on_own_part(write, mesh, in_specs=(BY_HEAD, new, new, WHOLE, WHOLE), out_specs=BY_HEAD)
+    return write(pools, keys, values, page, offset)
+
+
+def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"], offset: Int[Array, " S"]) -> Pages:
+    """Puts one token's keys (or values) of every slot at (page, offset); tokens may share a page.
+
+    All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written by rows
+    of a page, at first 0 for the new token: XLA for TPUs would transpose all of them to write single numbers.
+    """
+    heads, page = jnp.arange(pages.shape[0])[:, None], page[None]
+    new = pad_head_dim(new, pages).transpose(1, 0, 2)
+    if not isinstance(pages, Quantized):
+        return pages.at[heads, page, offset[None]].set(new.astype(pages.dtype))
+    rounded = _quantize_tokens(new)
+    here = jnp.arange(pages.shape[2])[None, None] == offset[None, :, None]
+    cleared = pages.scale.at[heads, page, 0].min(jnp.where(here, 0, jnp.inf))
+    return Quantized(
+        values=pages.values.at[heads, page, offset[None]].set(rounded.values),
+        scale=cleared.at[heads, page, 0].max(jnp.where(here, rounded.scale[..., None], 0)),
+    )
+
+
+def write_pages(
+    pages: Pages, new: Float[Array, "... page_size H"], heads: Int[Array, "..."], page: Int[Array, "..."]
+) -> Pages:
+    """Puts keys (or values) of whole pages at (head, page), which broadcast to the leading dimensions of `new`."""
+    new = pad_head_dim(new, pages)
+    if not isinstance(pages, Quantized):
+        return pages.at[heads, page].set(new.astype(pages.dtype))
+    rounded = _quantize_tokens(new)
+    return Quantized(
+        values=pages.values.at[heads, page].set(rounded.values),
+        scale=pages.scale.at[heads, page, 0].set(rounded.scale),
+    )
+
+
+def _quantize_tokens(new: Float[Array, "... padded_H"]) -> Quantized:
+    """Returns keys or values in int8; infinity marks what is not finite, because the next token there replaces it."""
+    rounded = quantize(new, (-1,))
+    return Quantized(values=rounded.values, scale=jnp.where(jnp.isnan(rounded.scale), jnp.inf, rounded.scale))
+
+
+def fill_pages(pools: Pools, prefix: Prefix, table: Int[Array, "B width"], mesh: Mesh | None = None) -> Pools:
+    """Writes prompts into the pages of their table rows; the last token and padding are never read."""
+    num_layers, rows, tokens = prefix.keys.shape[:3]
+    all_pages, page_size = pools[0].shape[1:3]
+    count = num_pages(tokens, page_size)
+    page = jnp.pad(table, ((0, 0), (0, max(0, count - table.shape[1]))), constant_values=NULL)[:, :count]
+    layer = jnp.arange(num_layers)[:, None, None] * (all_pages // num_layers)
+
+    def fill(pages, new, page):
+        kv_heads = pages.shape[0]
+        padded = jnp.pad(new, ((0, 0), (0, 0), (0, count * page_size - tokens), (0, 0), (0, 0)))
+        by_page = padded.reshape(num_layers, rows, count, page_size, kv_heads, -1).transpose(4, 0, 1, 2, 3, 5)
+        return write_pages(pages, by_page, jnp.arange(kv_heads)[:, None, None, None], page)
+
+    new = PartitionSpec(None, None, None, "tensor")
+    fill = on_own_part(fill, mesh, in_specs=(BY_HEAD, new, WHOLE), out_specs=BY_HEAD)
+    page = (layer + page[None])[None]
+    return fill(pools[0], prefix.keys, page), fill(pools[1], prefix.values, page)
+
+
+def copy_pages(
+    pools: Pools,
+    pages_per_layer: int,
+    source: Int[Array, " S"],
+    target: Int[Array, " S"],
+    wanted: Bool[Array, " S"],
+    mesh: Mesh | None = None,
+) -> Pools:
+    """Copies page source[s] to target[s], all layers, for the wanted slots: one loop iteration for each."""
+    layers = jnp.arange(pools[0].shape[1] // pages_per_layer) * pages_per_layer
+    place = jnp.where(wanted, jnp.cumsum(wanted) - 1, wanted.shape[0])
+    order = jnp.zeros_like(place).at[place].set(jnp.arange(wanted.shape[0]), mode="drop")
+
+    def copy(pools, source, target, layers):
+        # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
+        heads = jnp.arange(pools[0].shape[0])[:, None]
+        new, old = (heads, (layers + target)[None]), (heads, (layers + source)[None])
+        return jax.tree.map(lambda pool: pool.at[new].set(pool[old]), pools)
+
+    copy = on_own_part(copy, mesh, in_specs=(BY_HEAD, WHOLE, WHOLE, WHOLE), out_specs=BY_HEAD)
+
+    def copy_one(index, pools):
+        slot = order[index]
+        return copy(pools, source[slot], target[slot], layers)
+
+    return jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), copy_one, pools)
