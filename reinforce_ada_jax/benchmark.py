@@ -15,14 +15,16 @@
     python -m reinforce_ada_jax.benchmark split --config=configs/tiny.py --shape=128x4 --json=OUT
     python -m reinforce_ada_jax.benchmark split --config=configs/qwen_1p5b.py --topology=v5e:2x4
     python -m reinforce_ada_jax.benchmark start --json=OUT
+    python -m reinforce_ada_jax.benchmark accelerator --json=OUT
     python -m reinforce_ada_jax.benchmark serve --shape=512x8 --slots=64 --requests=256 --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
 `learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
 policy loss and its gradients, and `iteration` whole iterations by their phases. `split` measures iterations that are
 drawn while the one before is learned, and predicts them for a TPU slice. `start` measures the seconds until the first
-sampled token. `serve` samples through the server of the tinker client, beside the engine alone. --simulate runs only
-the scheduling. docs/performance.md explains the numbers and lists results.
+sampled token. `serve` samples through the server of the tinker client, beside the engine alone. `accelerator` puts
+hand-over, prefill, decoding, loss and update beside the limits of the device. --simulate runs only the scheduling.
+docs/performance.md explains the numbers and lists results.
 """
 
 import importlib
@@ -37,7 +39,18 @@ from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.files import buckets
 
 # Modules of `benchmarks`, each with a function `run` from the flags to its numbers.
-BENCHMARKS = ("rollout", "adaptive", "learning", "loss", "update", "iteration", "split", "start", "serve")
+BENCHMARKS = (
+    "rollout",
+    "adaptive",
+    "learning",
+    "loss",
+    "update",
+    "iteration",
+    "split",
+    "start",
+    "serve",
+    "accelerator",
+)
 
 
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
@@ -96,8 +109,8 @@ if __name__ == "__main__":
 
         from reinforce_ada_jax.benchmarks import engines
 
-        if arguments and arguments[0] == "update":
-            jax.config.update("jax_platforms", "cpu")  # the accelerator belongs to its subprocesses
+        if arguments and arguments[0] in ("update", "accelerator"):
+            jax.config.update("jax_platforms", "cpu")  # accelerators belong to its subprocesses
         elif arguments and arguments[0] in ("rollout", "adaptive", "split"):
             engines.use_one_core_per_replica(flags.FLAGS)
         main(arguments, flags.FLAGS)

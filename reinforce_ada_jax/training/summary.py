@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
 from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import output_file
@@ -27,6 +28,23 @@ def _model_and_mesh(config: Config, components: Components, who: str) -> list[st
         f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
         f"mesh        {mesh}",
     ]
+
+
+def _compute(config: Config, components: Components) -> str:
+    """Returns a line on the implementations that were chosen for the platform."""
+    platform = components.mesh.devices.flat[0].platform
+    chosen = platform_lib.resolve(
+        platform,
+        config.learning,
+        hidden_size=components.architecture.hidden_size,
+        dtype=jnp.dtype(config.model.compute_dtype),
+    )
+    attention = "invariant" if config.model.numerics == "invariant" else chosen.attention
+    return (
+        f"compute     {platform}: decode attention {components.engine.options.attention}, learner attention "
+        f"{attention}, output head {chosen.head_backend} in tiles of {chosen.head_tile[0]:,} x "
+        f"{chosen.head_tile[1]:,}, recomputes {chosen.remat}"
+    )
 
 
 def _axes(mesh: Mesh) -> str:
@@ -110,6 +128,7 @@ def summary(
     return "\n".join(
         [
             *_model_and_mesh(config, components, str(components.folder)),
+            _compute(config, components),
             f"problems    {read}",
             f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "

@@ -1,0 +1,52 @@
+"""`benchmark accelerator` on a CPU and a toy model: what is counted, and that a part that fails is reported."""
+
+import pytest
+
+from reinforce_ada_jax.benchmarks import accelerator, models
+
+SIZES = accelerator.Sizes(
+    dtype="bfloat16", slots=2, window=4, page_size=4, prefill_tokens=8, requests=3, prompt_tokens=6, response_tokens=5,
+    rows=4, micro_batches=2, copy_mb=1, repeat=1, seed=0,
+)  # fmt: skip
+ARCHITECTURE = models.smallest()
+
+
+def test_shares_are_of_the_ceilings_and_the_mfu_of_the_published_peak():
+    parts = accelerator.with_shares({
+        "ceilings": {"copy_bytes_per_s": 2e12, "product_flops_per_s": 8e14, "device": "NVIDIA H100 80GB HBM3"},
+        "hand_over": {"seconds": 0.01, "bytes": 10**10},
+        "update": {"seconds": 2.0, "flops": 989 * 10**12},
+        "loss": {"failed": "not finished after 3 s"},
+    })  # fmt: skip
+    assert parts["hand_over"]["share_of_bytes_ceiling"] == 0.5
+    assert parts["update"]["mfu"] == 0.5 and parts["update"]["share_of_flops_ceiling"] == pytest.approx(0.618125)
+    assert parts["loss"] == {"failed": "not finished after 3 s"}
+
+
+def test_without_ceilings_the_other_parts_are_still_reported():
+    parts = {"ceilings": {"failed": "exit code 1"}, "hand_over": {"seconds": 1.0, "bytes": 8}}
+    assert accelerator.with_shares(parts) == parts
+
+
+def test_a_part_that_fails_or_does_not_end_is_reported(capfd):
+    failed = accelerator.measured("nothing", ARCHITECTURE, SIZES, 300.0)
+    assert failed == {"nothing": {"failed": "exit code 1; its messages are above"}}
+    assert "KeyError: 'nothing'" in capfd.readouterr().err
+    late = accelerator.measured("ceilings", ARCHITECTURE, SIZES, 0.01)
+    assert late == {"ceilings": {"failed": "not finished after 0 s"}}
+
+
+def test_the_hand_over_and_the_loss_count_what_they_must_do():
+    hand_over = accelerator.hand_over(ARCHITECTURE, SIZES)["hand_over"]
+    assert hand_over["bytes"] == 6 * ARCHITECTURE.num_parameters and hand_over["seconds"] > 0
+    loss = accelerator.head_loss(ARCHITECTURE, SIZES)["loss"]
+    assert loss["tokens"] == 2 * 5 and loss["flops"] == 6 * 32 * 16 * 10 and loss["head_backend"] == "scan"
+
+
+@pytest.mark.slow
+def test_all_parts_run():
+    sampling = accelerator.sampling(ARCHITECTURE, SIZES)
+    assert sampling["prefill"]["tokens"] == 3 * 5  # the last token of a prompt starts its response
+    assert sampling["decode"]["tokens"] == 3 * 5 and sampling["decode"]["steps"] >= 8
+    assert accelerator.ceilings(ARCHITECTURE, SIZES)["ceilings"]["platform"] == "cpu"
+    assert accelerator.whole_update(ARCHITECTURE, SIZES)["update"]["attention"] == "blocks"
