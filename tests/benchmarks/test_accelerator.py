@@ -1,7 +1,9 @@
 """`benchmark accelerator` on a CPU and a toy model: what is counted, and that a part that fails is reported."""
 
 import pytest
+from absl import flags
 
+from reinforce_ada_jax import benchmark
 from reinforce_ada_jax.benchmarks import accelerator, models
 
 SIZES = accelerator.Sizes(
@@ -44,9 +46,14 @@ def test_the_hand_over_and_the_loss_count_what_they_must_do():
 
 
 @pytest.mark.slow
-def test_all_parts_run():
-    sampling = accelerator.sampling(ARCHITECTURE, SIZES)
-    assert sampling["prefill"]["tokens"] == 3 * 5  # the last token of a prompt starts its response
-    assert sampling["decode"]["tokens"] == 3 * 5 and sampling["decode"]["steps"] >= 8
-    assert accelerator.ceilings(ARCHITECTURE, SIZES)["ceilings"]["platform"] == "cpu"
-    assert accelerator.whole_update(ARCHITECTURE, SIZES)["update"]["attention"] == "blocks"
+def test_the_command_runs_all_parts():
+    values = benchmark.define_flags(flags.FlagValues())
+    sizes = {name: value for name, value in vars(SIZES).items() if name != "dtype"}
+    values(["benchmark", "--shape=16x1", *(f"--{name}={value}" for name, value in sizes.items())])
+    found = benchmark.measured("accelerator", values)
+    assert found["ceilings"]["platform"] == "cpu" and found["sizes"]["dtype"] == "bfloat16"
+    assert found["prefill"]["tokens"] == 3 * 5  # the last token of a prompt starts its response
+    assert found["decode"]["tokens"] == 3 * 5 and found["decode"]["steps"] >= 8
+    assert found["update"]["attention"] == "blocks"
+    for name, unit in {"hand_over": "bytes", "prefill": "flops", "decode": "bytes", "loss": "flops"}.items():
+        assert found[name][f"share_of_{unit}_ceiling"] > 0
