@@ -11,6 +11,7 @@ of that until the window ends.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,15 +74,21 @@ def _page_size(state: DecodeState) -> int:
     return state.key_pages.shape[2]
 
 
-def _change(state: DecodeState, wanted: Bool[Array, ""], change: Callable[[Occupancy], Occupancy]) -> DecodeState:
-    """Changes the small records of a state where wanted. Keys and values stay outside: a branch would copy them."""
-    small = jax.lax.cond(wanted, change, lambda small: small, occupancy(state))
-    return state.replace(pool=small.pool, prompts=small.prompts, queue=small.queue, slots=small.slots)
+def _change(
+    state: DecodeState, wanted: Bool[Array, ""], change: Callable[..., tuple[Occupancy, Any]], other: Any = ()
+) -> tuple[DecodeState, Any]:
+    """Changes the small records of a state, and `other`, where wanted: (state, other).
+
+    Keys and values stay outside: a branch would copy them. All that only a change needs belongs into it: a window has
+    many more tokens than changes.
+    """
+    small, other = jax.lax.cond(wanted, change, lambda *unchanged: unchanged, occupancy(state), other)
+    return state.replace(pool=small.pool, prompts=small.prompts, queue=small.queue, slots=small.slots), other
 
 
 def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
     """Makes slots inactive and releases their own pages."""
-    return _change(state, jnp.any(ended), lambda small: slots_lib.release(small, ended))
+    return _change(state, jnp.any(ended), lambda small, other: (slots_lib.release(small, ended), other))[0]
 
 
 def insert(
@@ -133,28 +140,31 @@ def refill(
     """
     before, page_size = state.slots.active, _page_size(state)
     wanted = (state.queue.head < state.queue.end) & ~jnp.all(before)
-    state = _change(state, wanted, lambda small: slots_lib.start(small, page_size, reserve, expected))
-    slots, prompts = state.slots, state.prompts
-    # The prompt's last page, where it is partly filled, goes on in the slot's first own page.
-    partly_filled = slots.active & ~before & (slots.position % page_size > 0)
-    last_page = prompts.table[slots.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
-    first_own = jnp.take_along_axis(slots.table, slots.shared[:, None], axis=1)[:, 0]
+
+    def start(small, _):
+        small = slots_lib.start(small, page_size, reserve, expected)
+        return small, slots_lib.first_pages(small, ~before, page_size)
+
+    nothing = jnp.zeros_like(state.slots.shared)
+    state, (source, target, count) = _change(state, wanted, start, (nothing, nothing, jnp.int32(0)))
     pages_per_layer = state.pool.stack.shape[0]
-    return _with_pools(state, copy_pages(_pools(state), pages_per_layer, last_page, first_own, partly_filled, mesh))
+    return _with_pools(state, copy_pages(_pools(state), pages_per_layer, source, target, count, mesh))
 
 
 def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""]) -> DecodeState:
     """Gives each slot the page of its next token, where wanted; evicts slots if fewer are free beyond `floor`."""
-    before, needs_page = state.slots, slots_lib.needs_page(state.slots, _page_size(state))
+    needs_page = slots_lib.needs_page(state.slots, _page_size(state))
 
-    def change(small: Occupancy) -> Occupancy:
+    def change(small: Occupancy, redone: Int[Array, ""]) -> tuple[Occupancy, Int[Array, ""]]:
+        before = small.slots
         short = jnp.sum(needs_page, dtype=jnp.int32) > small.pool.available - floor
         small = jax.lax.cond(short, lambda small: slots_lib.evict(small, needs_page, floor), lambda small: small, small)
-        return slots_lib.grow(small, needs_page & small.slots.active)
+        evicted = before.active & ~small.slots.active
+        redone = redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32)
+        return slots_lib.grow(small, needs_page & small.slots.active), redone
 
-    state = _change(state, wanted & jnp.any(needs_page), change)
-    evicted = before.active & ~state.slots.active
-    return state.replace(redone=state.redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32))
+    state, redone = _change(state, wanted & jnp.any(needs_page), change, state.redone)
+    return state.replace(redone=redone)
 
 
 def _forward(

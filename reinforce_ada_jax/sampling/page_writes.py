@@ -7,7 +7,7 @@ written. Which page a token goes to is decided in pages.py.
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed.mesh import on_own_part
 from reinforce_ada_jax.policy.quantization import Quantized, quantize
@@ -101,13 +101,11 @@ def copy_pages(
     pages_per_layer: int,
     source: Int[Array, " S"],
     target: Int[Array, " S"],
-    wanted: Bool[Array, " S"],
+    count: Int[Array, ""],
     mesh: Mesh | None = None,
 ) -> Pools:
-    """Copies page source[s] to target[s], all layers, for the wanted slots: one loop iteration for each."""
+    """Copies page source[i] to target[i], all layers, for the first `count`: one loop iteration for each."""
     layers = jnp.arange(pools[0].shape[1] // pages_per_layer) * pages_per_layer
-    place = jnp.where(wanted, jnp.cumsum(wanted) - 1, wanted.shape[0])
-    order = jnp.zeros_like(place).at[place].set(jnp.arange(wanted.shape[0]), mode="drop")
 
     def copy(pools, source, target, layers):
         # All leading dimensions indexed, as in `write_token`: a slice here would copy the whole pool.
@@ -116,9 +114,4 @@ def copy_pages(
         return jax.tree.map(lambda pool: pool.at[new].set(pool[old]), pools)
 
     copy = on_own_part(copy, mesh, in_specs=(BY_HEAD, WHOLE, WHOLE, WHOLE), out_specs=BY_HEAD)
-
-    def copy_one(index, pools):
-        slot = order[index]
-        return copy(pools, source[slot], target[slot], layers)
-
-    return jax.lax.fori_loop(0, jnp.sum(wanted, dtype=jnp.int32), copy_one, pools)
+    return jax.lax.fori_loop(0, count, lambda i, pools: copy(pools, source[i], target[i], layers), pools)

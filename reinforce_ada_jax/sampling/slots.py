@@ -155,6 +155,22 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
     return state.replace(pool=pool, slots=slots, queue=queue)
 
 
+def first_pages(
+    state: Occupancy, started: Bool[Array, " S"], page_size: int
+) -> tuple[Int[Array, " S"], Int[Array, " S"], Int[Array, ""]]:
+    """Returns the pages to copy for slots that may have started: (from, to, their number), those at the front.
+
+    The prompt's last page, where it is partly filled, goes on in the slot's first own page.
+    """
+    slots, prompts = state.slots, state.prompts
+    partly_filled = slots.active & started & (slots.position % page_size > 0)
+    last_page = prompts.table[slots.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
+    first_own = jnp.take_along_axis(slots.table, slots.shared[:, None], axis=1)[:, 0]
+    place = jnp.where(partly_filled, jnp.cumsum(partly_filled) - 1, partly_filled.shape[0])
+    source, target = (jnp.zeros_like(page).at[place].set(page, mode="drop") for page in (last_page, first_own))
+    return source, target, jnp.sum(partly_filled, dtype=jnp.int32)
+
+
 def needs_page(slots: Slots, page_size: int) -> Bool[Array, " S"]:
     """Returns True for slots whose next token starts a page that they do not hold."""
     return slots.active & (slots.position // page_size >= slots.used)

@@ -40,7 +40,7 @@ def draw_keys(seed: Int[Array, ""] | int, addresses: UInt32[Array | np.ndarray, 
 
 
 def perturbed_scores(
-    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]
+    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], at_a_time: int = ROWS
 ) -> Float[Array, "S V"]:
     """Returns log pi + Gumbel noise of this draw and position; the argmax is a sample of pi."""
 
@@ -49,7 +49,7 @@ def perturbed_scores(
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
         return logprobs + jax.random.gumbel(key, logprobs.shape, jnp.float32)
 
-    return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=ROWS)
+    return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=at_a_time)
 
 
 def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:
@@ -125,6 +125,7 @@ def _sample_rows(
     cut = (sampling.top_k > 0) | (sampling.top_p < 1)
     # Sorting a vocabulary is expensive; training never does.
     allowed = jax.lax.cond(jnp.any(cut), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs)
-    scores = jnp.where((sampling.temperature == 0)[:, None], logprobs, perturbed_scores(allowed, keys, positions))
+    noisy = perturbed_scores(allowed, keys, positions, max(ROWS, len(positions)))
+    scores = jnp.where((sampling.temperature == 0)[:, None], logprobs, noisy)
     tokens = _argmax(scores)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]

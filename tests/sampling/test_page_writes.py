@@ -38,8 +38,8 @@ def prompts_filled(pools, mesh):
 
 
 def pages_copied(pools, mesh):
-    source, target, wanted = jnp.array([1, 2, 3]), jnp.array([4, 4, 2]), jnp.array([True, False, True])
-    return (lambda pools: copy_pages(pools, PAGES, source, target, wanted, mesh)), (pools,)
+    source, target, count = jnp.array([1, 3, 1]), jnp.array([4, 2, 3]), jnp.int32(2)
+    return (lambda pools: copy_pages(pools, PAGES, source, target, count, mesh)), (pools,)
 
 
 @pytest.mark.parametrize("dtype", ["float32", None], ids=["float32", "int8"])
