@@ -22,19 +22,15 @@ from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
-from reinforce_ada_jax.learning.learner import choose_attention
+from reinforce_ada_jax.learning.micro_batches import micro_batches
 from reinforce_ada_jax.learning.optimizer import state_shardings, with_standard_promotion
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
+from reinforce_ada_jax.learning.scoring import forward_pass
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
-from reinforce_ada_jax.policy.transformer import Params, hidden_states, merge, nest
+from reinforce_ada_jax.policy.transformer import Params, merge, nest
 
-# Tokens of a micro-batch, padding included; a row may be longer.
-MICRO_TOKENS = 4096
-SHORTEST_ROW = 16
-# Numbers of rows differ by this factor, so that few shapes are compiled.
-ROWS_FACTOR = 4
 Number = Any  # a float of the host, or a scalar inside a program
 
 
@@ -158,33 +154,13 @@ def token_losses(loss: str, logprobs: Float[np.ndarray, " T"], row: LossRow, cli
     return np.asarray(LOSSES[loss](logprobs[None], row.factors[None], row.old_logprobs[None], clip)[0])
 
 
-def _micro_rows(num_sequences: int, row_tokens: int, least: int) -> int:
-    """Returns the rows of a micro-batch for these many sequences: `least` times a power of ROWS_FACTOR."""
-    rows = least
-    while rows < num_sequences and rows * row_tokens < MICRO_TOKENS:
-        rows *= ROWS_FACTOR
-    return rows
-
-
-def micro_batches(sequences: Sequence[LossRow], least_rows: int = 1) -> Iterator[tuple[list[int], Rows]]:
-    """Yields (indices of the sequences, their rows): the longest first, in few shapes.
-
-    Args:
-      sequences: each with at least one token.
-      least_rows: number that divides the rows of a micro-batch.
-    """
-    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index].tokens))
-    while order:
-        tokens = SHORTEST_ROW
-        while tokens < len(sequences[order[0]].tokens):
-            tokens *= 2
-        rows = _micro_rows(len(order), tokens, least_rows)
-        chosen, order = order[:rows], order[rows:]
-        batch = Rows(*(np.zeros((rows, tokens), kind) for kind in (np.int32, np.int32, np.float32, np.float32)))
-        for row, index in enumerate(chosen):
-            for padded, values in zip(batch, sequences[index], strict=True):
-                padded[row, : len(values)] = values
-        yield chosen, batch
+def padded(sequences: Sequence[LossRow], shape: tuple[int, int]) -> Rows:
+    """Returns the sequences as the first rows of a micro-batch."""
+    batch = Rows(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.float32, np.float32)))
+    for row, sequence in enumerate(sequences):
+        for of_rows, values in zip(batch, sequence, strict=True):
+            of_rows[row, : len(values)] = values
+    return batch
 
 
 class _Programs(NamedTuple):
@@ -211,12 +187,7 @@ class AdapterLearner:
             temperature=1.0, tied=architecture.tied_embedding, mesh=mesh if mesh.size > 1 else None,
             backend=platform.head_backend, tile=platform.head_tile, interpret=platform.interpret, frozen_head=True,
         )  # fmt: skip
-        self._hidden_states = functools.partial(
-            hidden_states, attend=choose_attention(platform, mesh), dtype=jnp.dtype(dtype), remat=platform.remat,
-            constrain=functools.partial(
-                jax.lax.with_sharding_constraint, shardings=mesh_lib.sharding(mesh, ("rows", None, None))
-            ),
-        )  # fmt: skip
+        self._hidden_states = forward_pass(platform, mesh, dtype)
         self._programs_of = functools.cache(self._make_programs)
 
     def init(self, chosen: Lora, seed: int) -> AdapterState:
@@ -254,8 +225,8 @@ class AdapterLearner:
         """Returns the log-probabilities of each sequence's targets."""
         found: dict[int, np.ndarray] = {}
         forward = self._programs_of(chosen).forward
-        for indices, rows in micro_batches(sequences, self.least_rows):
-            logprobs = np.asarray(forward(params, self.base, self._place(rows)))
+        for indices, rows in self._micro_batches(sequences):
+            logprobs = np.asarray(forward(params, self.base, rows))
             found |= {index: logprobs[row, : len(sequences[index].tokens)] for row, index in enumerate(indices)}
         return [found[index] for index in range(len(sequences))]
 
@@ -280,9 +251,8 @@ class AdapterLearner:
             sums = programs.zeros(params)
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         bounds = Clip(*(np.float32(bound) for bound in clip))
-        for indices, rows in micro_batches(sequences, self.least_rows):
-            placed = self._place(rows)
-            sums, outputs = programs.forward_backward(params, sums, self.base, placed, bounds, loss=loss)
+        for indices, rows in self._micro_batches(sequences):
+            sums, outputs = programs.forward_backward(params, sums, self.base, rows, bounds, loss=loss)
             logprobs, losses = jax.device_get(outputs)
             for row, index in enumerate(indices):
                 length = len(sequences[index].tokens)
@@ -304,9 +274,12 @@ class AdapterLearner:
             )
         return new, float(norm)
 
-    def _place(self, rows: Rows) -> Rows:
+    def _micro_batches(self, sequences: Sequence[LossRow]) -> Iterator[tuple[list[int], Rows]]:
+        """Yields (indices of the sequences, their rows on the devices)."""
         sharding = mesh_lib.sharding(self.mesh, ("rows", None))
-        return Rows(*(mesh_lib.place(cast(np.ndarray, x), sharding) for x in rows))
+        for indices, shape in micro_batches([len(each.tokens) for each in sequences], self.least_rows):
+            rows = padded([sequences[index] for index in indices], shape)
+            yield indices, Rows(*(mesh_lib.place(cast(np.ndarray, x), sharding) for x in rows))
 
     def _logprobs(self, chosen: Lora, params: Params, base: Params, rows: Rows) -> Terms:
         model = merge(self.architecture, lora.adapted(base, params, chosen))

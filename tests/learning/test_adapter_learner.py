@@ -107,13 +107,9 @@ def test_a_gradient_that_is_not_finite_is_refused(learner, adapters):
         learner.step(state, bad, ALL, AdamParams(0.1, 0.9, 0.95, 1e-3))
 
 
-def test_rows_are_few_shapes_and_the_longest_come_first():
+def test_rows_are_padded_with_zeros():
     def row(length):
         return LossRow(*np.ones((2, length), np.int32), *np.ones((2, length), np.float32))
 
-    batches = list(adapter_learner.micro_batches([row(length) for length in (3, 40, 16, 17, 1)]))
-    assert [indices for indices, _ in batches] == [[1, 3, 2, 0, 4]]
-    assert batches[0][1].tokens.shape == (16, 64)  # 1, 4, 16 rows; 16, 32, 64 tokens
-    assert batches[0][1].factors.sum() == 3 + 40 + 16 + 17 + 1
-    shapes = [rows.tokens.shape for _, rows in adapter_learner.micro_batches([row(3000)] * 3 + [row(9)] * 300)]
-    assert shapes == [(1, 4096)] * 3 + [(256, 16), (64, 16)]
+    rows = adapter_learner.padded([row(40), row(3)], (4, 64))
+    assert [(x.shape, x.dtype, x.sum()) for x in rows] == [((4, 64), kind, 43) for kind in ("i4", "i4", "f4", "f4")]

@@ -13,11 +13,13 @@ import threading
 import time
 
 import httpx
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from reinforce_ada_jax import serve
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.policy import huggingface
+from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.rewards import judge
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http as http_lib
@@ -61,7 +63,7 @@ def running(settings, served, worker=None):
     """(client, app) of a server in this process; without a worker it is not ready."""
     app = App(settings, served, threading.Event() if worker is None else worker.wake)
     if worker is not None:
-        app.set_ready(worker.samplers)
+        app.set_ready(worker.backends)
     listener = http_lib.listen(settings)
     server = http_lib.http_server(settings, app.asgi())
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -125,9 +127,9 @@ def test_a_greedy_completion_with_the_probability_of_each_token(server):
     # BOS and 7 letters; 4 letters and the end token.
     assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 5, "total_tokens": 13}
     logprobs = choice["logprobs"]
-    assert (logprobs["tokens"], logprobs["text_offset"]) == (["z", "1", "t", "U"], [0, 1, 2, 3])
-    assert logprobs["token_logprobs"] == pytest.approx([-0.02866, -0.04713, -0.37400, -0.39660], abs=1e-4)
-    assert [list(top) for top in logprobs["top_logprobs"]] == [["z"], ["1"], ["t"], ["U"]]
+    assert (logprobs["tokens"], logprobs["text_offset"]) == (["z", "1", "t", "U", "<eos>"], [0, 1, 2, 3, 4])
+    assert logprobs["token_logprobs"][:4] == pytest.approx([-0.02866, -0.04713, -0.37400, -0.39660], abs=1e-4)
+    assert [list(top) for top in logprobs["top_logprobs"]] == [["z"], ["1"], ["t"], ["U"], ["<eos>"]]
     tokens = Tokenizer.load(ASSETS / "cipher").encode(PROMPT).tolist()
     assert complete(client, temperature=0, prompt=tokens)["choices"][0]["text"] == "z1tU"
     several = complete(client, temperature=0, prompt=[PROMPT, "рСУ"], n=2)["choices"]
@@ -136,12 +138,104 @@ def test_a_greedy_completion_with_the_probability_of_each_token(server):
     ] * 2
 
 
+@pytest.fixture(scope="module")
+def expected():
+    """Function (tokens, temperature) -> log-probabilities of every next token, by a plain forward pass."""
+    architecture, params = huggingface.load(ASSETS / "cipher")
+
+    def logprobs(tokens, temperature=1.0):
+        logits = np.asarray(transformer.logits(architecture, params, jnp.asarray(tokens)[None])[0], np.float64)
+        logits /= temperature
+        return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    return logprobs
+
+
+def test_a_prompt_is_echoed_with_the_probabilities_of_its_tokens(server, expected):
+    """As evaluation harnesses ask for it: the tokens of a context and an answer, and one drawn token."""
+    client, _ = server
+    tokenizer = Tokenizer.load(ASSETS / "cipher")
+    tokens = tokenizer.encode(PROMPT + "z1tU").tolist()
+    logprobs = expected(tokens)
+    drawn = int(logprobs[-1].argmax())
+    answer = complete(client, prompt=tokens, max_tokens=1, temperature=0, logprobs=1, echo=True)
+    (choice,) = answer["choices"]
+    found = choice["logprobs"]
+    assert answer["usage"] == {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 13}
+    assert found["tokens"] == [tokenizer.token(token) for token in [*tokens, drawn]]
+    assert choice["text"] == "".join(found["tokens"][:12]) and found["text_offset"][-1] == len(choice["text"])
+    assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+    wanted = [logprobs[at, token] for at, token in enumerate([*tokens[1:], drawn])]
+    np.testing.assert_allclose(found["token_logprobs"][1:], wanted, atol=1e-4)
+    for at, (token, top) in enumerate(zip([*tokens[1:], drawn], found["top_logprobs"][1:], strict=True)):
+        greedy = token == logprobs[at].argmax()
+        assert (found["token_logprobs"][at + 1] == max(top.values())) == greedy and len(top) == 2 - greedy
+    # The prompt alone, as a text: its BOS has no text.
+    (alone,) = complete(client, prompt=PROMPT + "z1tU", max_tokens=0, temperature=0.7, logprobs=0, echo=True)["choices"]
+    assert (alone["text"], alone["finish_reason"]) == (PROMPT + "z1tU", "length")
+    assert alone["logprobs"]["top_logprobs"] is None and alone["logprobs"]["text_offset"] == [0, *range(11)]
+    wanted = [expected(tokens, 0.7)[at, token] for at, token in enumerate(tokens[1:])]
+    np.testing.assert_allclose(alone["logprobs"]["token_logprobs"][1:], wanted, atol=1e-4)
+    # Without log-probabilities it is only text.
+    (text,) = complete(client, temperature=0, echo=True)["choices"]
+    assert (text["text"], text["logprobs"]) == (f"{PROMPT}z1tU", None)
+
+
+def test_tokens_that_were_not_drawn_have_probabilities(server, expected):
+    client, _ = server
+    tokenizer = Tokenizer.load(ASSETS / "cipher")
+    fields = dict(seed=3, max_tokens=20, temperature=0.9, n=8)
+    texts = [choice["text"] for choice in complete(client, **fields)["choices"]]
+    whole = complete(client, logprobs=1, **fields)["choices"]
+    assert [choice["text"] for choice in whole] == texts and len(set(texts)) > 1
+    rows = [row for chunk in events(client, logprobs=1, **fields) for row in chunk["choices"] if row["logprobs"]]
+    not_likely = 0
+    for choice, row in zip(whole, sorted(rows, key=lambda row: row["index"]), strict=True):
+        streamed = row["logprobs"]  # a stream sends it as a whole; how many texts share a pass may change the rounding
+        assert (row["text"], streamed["tokens"]) == (choice["text"], choice["logprobs"]["tokens"])
+        assert streamed["token_logprobs"] == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-5)
+        assert [[*top] for top in streamed["top_logprobs"]] == [[*top] for top in choice["logprobs"]["top_logprobs"]]
+        found, tokens = choice["logprobs"], np.append(tokenizer.encode(PROMPT + choice["text"]), tokenizer.stop_ids)
+        assert found["tokens"] == [*choice["text"], "<eos>"] and found["text_offset"] == [*range(len(found["tokens"]))]
+        logprobs = expected(tokens, 0.9)[7:-1]
+        np.testing.assert_allclose(
+            found["token_logprobs"], np.take_along_axis(logprobs, tokens[8:, None], 1)[:, 0], atol=1e-4
+        )
+        for drawn, likely, top in zip(found["tokens"], logprobs.argmax(-1), found["top_logprobs"], strict=True):
+            assert [*top] == [*dict.fromkeys([tokenizer.token(int(likely)), drawn])]
+            not_likely += len(top) == 2
+    assert not_likely
+    body = {"model": "endless", "messages": [{"role": "user", "content": "у"}], "max_tokens": 4, "temperature": 2.0}
+    answer = client.post("/v1/chat/completions", json=body | {"logprobs": True, "top_logprobs": 20}).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [20] * 4
+    assert all(entry["logprob"] <= entry["top_logprobs"][0]["logprob"] for entry in content)
+
+
+def test_many_clients_share_the_scorer_and_some_hang_up(server):
+    client, app = server
+    prompts = [f"{word}=" for word in ("р", "рС", "рСУ", "рСУш", "рСУ.", "рСУ..")] * 8
+    fields = dict(max_tokens=0, echo=True, logprobs=0)
+    together = complete(client, prompt=prompts, **fields)["choices"]
+    assert [choice["text"] for choice in together] == prompts
+    alone = [complete(client, prompt=prompt, **fields)["choices"][0]["logprobs"] for prompt in prompts[:6]]
+    for choice, wanted in zip(together, alone * 8, strict=True):
+        ours, theirs = (np.array(each["token_logprobs"], float) for each in (choice["logprobs"], wanted))
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    body = {"model": "endless", "prompt": prompts[:40], "max_tokens": 4096, "logprobs": 5}
+    with httpx.Client(base_url=client.base_url) as rude, pytest.raises(httpx.ReadTimeout):
+        rude.post("/v1/completions", json=body, timeout=0.5)
+    wait_until(lambda: app.num_open == 0 and app._num_running() == 0)
+    assert complete(client, prompt=prompts[0], **fields)["choices"][0]["text"] == prompts[0]
+
+
 def test_a_seed_is_an_address(server):
     client, _ = server
     texts = [[choice["text"] for choice in complete(client, seed=seed, n=4)["choices"]] for seed in (7, 7, 8)]
     assert texts[0] == texts[1] != texts[2] and len(set(texts[0])) > 1
     assert [choice["text"] for choice in complete(client, seed=7)["choices"]] == texts[0][:1]
-    free = {complete(client, model="endless", max_tokens=12)["choices"][0]["text"] for _ in range(3)}
+    hot = dict(model="endless", max_tokens=12, temperature=3.0)
+    free = {complete(client, **hot)["choices"][0]["text"] for _ in range(3)}
     assert len(free) == 3
 
 
@@ -227,10 +321,12 @@ def test_chat(server):
         ({"prompt": "а" * 65}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": "а" * 10**5}, 400, "prompt", "context_length_exceeded"),
         ({"prompt": "no such letters: ß"}, 400, None, None),
-        ({"logprobs": 2}, 400, "logprobs", None),
+        ({"logprobs": 21}, 400, "logprobs", None),
+        ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"max_tokens": 0, "echo": True}, 200, None, None),
         ({"stop": ["a"] * 17}, 400, "stop", None),
         ({"stop": ""}, 400, "stop", None),
-        ({"echo": True}, 400, "echo", None),
+        ({"echo": "yes"}, 400, "echo", None),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", None),
         ({"presence_penalty": 0, "echo": False, "user": "me", "top_k": 5, "top_p": 0.9}, 200, None, None),
         ({"guided_json": {}}, 400, "guided_json", None),
@@ -364,6 +460,12 @@ def test_the_official_client(server):
         exec("\n".join(lines).replace("mine", "cipher").replace("2 + 2 =", PROMPT), names)
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             asking.completions.create(model="other", prompt="a")
+        found = asking.completions.create(model="cipher", prompt=PROMPT, echo=True, logprobs=2, max_tokens=0).choices[0]
+        assert found.logprobs.token_logprobs[0] is None and len(found.logprobs.top_logprobs[3]) in (2, 3)
+        said = asking.chat.completions.create(
+            model="cipher", messages=[{"role": "user", "content": "у"}], logprobs=True, top_logprobs=5, max_tokens=1
+        ).choices[0]
+        assert len(said.logprobs.content[0].top_logprobs) == 5
 
 
 def test_the_command_answers_early_and_ends_with_a_signal():

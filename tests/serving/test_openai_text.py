@@ -3,20 +3,25 @@
 import asyncio
 import json
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.data.templates import render_chat
+from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.environments import tool_calls
 from reinforce_ada_jax.environments.tool_calls import parse_calls, partial_length, settled_length
+from reinforce_ada_jax.learning.scoring import Scores
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
-from reinforce_ada_jax.serving.openai.call import Call, Terms
-from reinforce_ada_jax.serving.openai.protocol import ChatRequest, Invalid
-from reinforce_ada_jax.serving.openai.response_text import ResponseText
+from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
+from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest, Invalid
+from reinforce_ada_jax.serving.openai.response_text import ResponseText, prompt_pieces
+from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
 from reinforce_ada_jax.serving.sampler import Sampled, Sampler
+from reinforce_ada_jax.training.components import ASSETS
 from tests.serving.test_tokenizer import of_bytes
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
@@ -86,6 +91,81 @@ def test_an_end_token_has_no_text_and_is_counted():
         assert (response.text, response.num_tokens) == ("bc", 3)
 
 
+def test_the_end_token_is_the_last_piece_where_it_is_wanted():
+    tokenizer = of_bytes()
+    (end,) = tokenizer.encode("a").tolist()
+    response = ResponseText(tokenizer, [end], (), True, keep_end=True)
+    response.add(sampled([*tokenizer.encode("bé")[:2], end]))
+    response.finish()
+    assert response.text == "b\ufffd" and [piece[:2] for piece in response.pieces] == [
+        ("b", 0), ("\ufffd", 1), ("a", 2)
+    ]  # fmt: skip
+
+
+def test_a_prompt_comes_first_and_has_no_stops():
+    tokenizer = of_bytes()
+    prompt = prompt_pieces(tokenizer, tokenizer.encode("é."), None)
+    assert [piece[:2] for piece in prompt] == [("", 0), ("é", 0), (".", 1)]
+    response = ResponseText(tokenizer, (), [".x", "!"], True, prompt=prompt)
+    response.add(sampled(tokenizer.encode("x.")))
+    assert response.settled_length == len("é.x")  # the last letter may begin a stop
+    response.add(sampled(tokenizer.encode("x?")))
+    assert (response.text, response.num_tokens) == ("é.x", 3)  # not "é": the stop must be in the response
+    assert "".join(piece.text for piece in response.pieces) == "é.x"
+
+
+def test_a_bos_that_the_tokenizer_adds_has_no_text_and_other_special_tokens_have_their_names():
+    tokenizer = Tokenizer.load(ASSETS / "cipher")
+    tokens = tokenizer.encode("zU=")
+    bos, end = tokenizer.token(int(tokens[0])), tokenizer.token(tokenizer.stop_ids[0])
+    assert [piece.text for piece in prompt_pieces(tokenizer, tokens, "zU=")] == ["", "z", "U", "="]
+    asked = np.append(tokens, tokenizer.stop_ids[0])
+    assert [piece.text for piece in prompt_pieces(tokenizer, asked, None)] == [bos, "z", "U", "=", end]
+
+
+ALPHABET = {letter: int(of_bytes().encode(letter)[0]) for letter in "abcd"}
+
+
+def test_scores_of_a_prompt_and_its_response():
+    """The prompt is "ab", the response "cd", and every token t has log-probability -t."""
+    asked = CompletionRequest(model="m", prompt="ab", echo=True, logprobs=1)
+    tokenizer = of_bytes()
+    prompt = PromptText(tokenizer.encode("ab"), prompt_pieces(tokenizer, tokenizer.encode("ab"), "ab"))
+    terms = Terms(1, SamplingParams(8), None, (), keep_pieces=True, keep_end=True, scored=True)
+    whole, ((row, end),), _ = exchanged(asked, terms, prompt, "cd", at_a_time=1)
+    (choice,) = whole["choices"]
+    b, c, d = (-ALPHABET[letter] for letter in "bcd")
+    assert choice["text"] == row["text"] == "abcd" and choice["finish_reason"] == end["finish_reason"] == "length"
+    assert choice["logprobs"] == row["logprobs"] == {
+        "tokens": ["a", "b", "c", "d"],
+        "token_logprobs": [None, b, c, d],
+        # The most probable one, "b", and the token itself.
+        "top_logprobs": [None, {"b": b}, {"b": b, "c": c}, {"b": b, "d": d}],
+        "text_offset": [0, 1, 2, 3],
+    }  # fmt: skip
+
+
+def test_a_prompt_is_scored_without_a_response():
+    asked = CompletionRequest(model="m", prompt="ab", echo=True, logprobs=0, max_tokens=0)
+    tokenizer = of_bytes()
+    prompt = PromptText(tokenizer.encode("ab"), prompt_pieces(tokenizer, tokenizer.encode("ab"), "ab"))
+    terms = Terms(1, SamplingParams(1), None, (), keep_pieces=True, scored=True, draws=False)
+    whole, _, cancelled = exchanged(asked, terms, prompt, "never drawn")
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"], cancelled) == ("ab", "length", [])
+    assert choice["logprobs"]["token_logprobs"] == [None, -ALPHABET["b"]]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert whole["usage"] == {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+
+
+def test_top_tokens_of_a_chat_are_scored_without_its_prompt():
+    whole, ((_, row, _),), _ = answered("cé", logprobs=True, top_logprobs=2)
+    content = whole["choices"][0]["logprobs"]["content"]
+    assert content == row["logprobs"]["content"] and "".join(entry["token"] for entry in content) == "cé"
+    top = [{"token": "b", "logprob": -65.0, "bytes": [98]}, {"token": "c", "logprob": -9999.0, "bytes": [99]}]
+    assert content[0] == {"token": "c", "logprob": -66.0, "bytes": [99], "top_logprobs": top}
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -132,29 +212,54 @@ class ScriptedSampler(Sampler):
         self.cancelled.append(draw)
 
 
+class ScriptedScores(ScoreQueue):
+    """Scores of every text: token t has log-probability -t, and the tokens 65 and 66 ("b", "c") are most probable."""
+
+    def __init__(self):
+        self.texts = []
+
+    def submit(self, job):
+        self.texts.append(job.tokens.tolist())
+        length = len(job.tokens)
+        logprobs, ids = -job.tokens.astype(np.float32), np.full((length, 2), (65, 66))
+        tops = np.full((length, 2), (-65.0, -np.inf), np.float32)
+        logprobs[0], ids[0], tops[0] = np.nan, -1, np.nan
+        job.done(Scores(logprobs, ids, tops))
+
+
 def answered(text, at_a_time=4, stops=(), **fields):
-    """(whole answer, deltas of each response in a stream, draws that were cancelled)."""
+    """(whole answer, deltas of each response in a stream, draws that were cancelled) of a chat."""
     asked = ChatRequest(model="m", messages=[{"role": "user", "content": "?"}], **fields)
+    scored = bool(asked.num_top_logprobs)
+    terms = Terms(
+        asked.n or 1, SamplingParams(1000), None, tuple(stops), asked.num_top_logprobs is not None, scored=scored
+    )
+    return exchanged(asked, terms, PromptText(np.zeros(3, np.int32)), text, at_a_time)
+
+
+def exchanged(asked, terms, prompt, text, at_a_time=4):
+    """(whole answer, rows of each response in a stream, draws that were cancelled)."""
     tokenizer = of_bytes()
 
     async def ask():
         sampler = ScriptedSampler(tokenizer, text, at_a_time)
-        terms = Terms(asked.n or 1, SamplingParams(1000), None, tuple(stops), asked.num_top_logprobs is not None)
 
         def call():
-            made = Call([np.zeros(3, np.int32)], terms, tokenizer, sampler, "name", lambda _: None)
+            made = Call([prompt], terms, tokenizer, Backend(sampler, ScriptedScores()), "name", lambda _: None)
             made.submit()
             return made
 
         first = call()
         while not first.is_finished:
             await first.changed()
-        events = "".join([event async for event in Answer(asked, call()).events()]).split("\n\n")
+        with ThreadPoolExecutor(1) as executor:
+            events = "".join([event async for event in Answer(asked, call(), executor).events()]).split("\n\n")
+            whole = Answer(asked, first, executor).whole()
         assert events[-2:] == ["data: [DONE]", ""]
         chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
         rows = [row for chunk in chunks for row in chunk["choices"]]
         streams = [[row for row in rows if row["index"] == index] for index in range(asked.n or 1)]
-        return Answer(asked, first).whole(), streams, sampler.cancelled
+        return whole, streams, sampler.cancelled
 
     return asyncio.run(ask())
 

@@ -21,10 +21,10 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving.http import Refusal, Served, has_key, read_body
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
-from reinforce_ada_jax.serving.openai.call import Call, Terms
+from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
 from reinforce_ada_jax.serving.openai.metrics import Metrics
 from reinforce_ada_jax.serving.openai.protocol import ChatRequest, CompletionRequest, Invalid
-from reinforce_ada_jax.serving.sampler import Sampler
+from reinforce_ada_jax.serving.openai.response_text import prompt_pieces
 from reinforce_ada_jax.serving.settings import ServerSettings
 
 # The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
@@ -32,11 +32,11 @@ BYTES_PER_TOKEN = 64
 HUNG_UP = 499  # nobody reads this status; it is counted
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[Request], Awaitable[Response]]
-Prompts = list[Int[np.ndarray, " T"]]
+Prompts = list[PromptText]
 
 
 class App:
-    """Routes over the samplers of the models.
+    """Routes over the models.
 
     Attributes:
       num_open: responses that are not finished.
@@ -47,17 +47,17 @@ class App:
         self.settings, self.models = settings, {each.name: each for each in models}
         self._wake, self.num_open = wake, 0
         self.metrics = Metrics(self._num_running, lambda: self.num_open)
-        self._samplers: dict[str, Sampler] = {}
+        self._backends: dict[str, Backend] = {}
         self._num_requests = 0
         # One thread: a template's limits are counted in one rendering at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
 
-    def set_ready(self, samplers: dict[str, Sampler]) -> None:
-        """Begins to answer requests, with the sampler of each model."""
-        self._samplers = samplers
+    def set_ready(self, backends: dict[str, Backend]) -> None:
+        """Begins to answer requests, with the backend of each model."""
+        self._backends = backends
 
     def _num_running(self) -> int:
-        return sum(sampler.num_running for sampler in self._samplers.values())
+        return sum(backend.sampler.num_running for backend in self._backends.values())
 
     def asgi(self) -> Starlette:
         """Returns the application."""
@@ -82,7 +82,7 @@ class App:
             if self.settings.api_key and (scheme.lower() != "bearer" or not has_key(given, self.settings.api_key)):
                 return protocol.error_response(Refusal(401, "the API key is not that of this server (--api_key)."))
             try:
-                if needs_models and not self._samplers:
+                if needs_models and not self._backends:
                     raise Refusal(503, "the server reads weights and compiles: try again in some seconds.")
                 return await handler(request)
             except ClientDisconnect:
@@ -105,7 +105,7 @@ class App:
 
     async def health(self, _: Request) -> Response:
         """Says if requests are answered; it needs no key."""
-        if self._samplers:
+        if self._backends:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "loading"}, status_code=503)
 
@@ -145,9 +145,15 @@ class App:
         served = self._served(asked.model)
         if not asked.prompts:
             raise Invalid("the prompt is an empty list.", "prompt")
-        tokens = await self._tokenize(served, lambda: [self._prompt(served, prompt) for prompt in asked.prompts])
+        if asked.max_tokens == 0 and not asked.echo:
+            raise Invalid("max_tokens is 0, and nothing is shown: set echo, or draw at least one token.", "max_tokens")
+
+        def encode() -> Prompts:
+            return [self._prompt(served, prompt, bool(asked.echo)) for prompt in asked.prompts]
+
+        prompts = await self._tokenize(served, encode)
         most = protocol.DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        return await self._answer(request, asked, served, tokens, most)
+        return await self._answer(request, asked, served, prompts, most)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continues a conversation."""
@@ -159,11 +165,11 @@ class App:
             text = served.tokenizer.render_messages(messages, asked.offered_tools)
             self._check_size(served, text)
             # The template writes BOS itself where the model has one.
-            return [self._checked(served, served.tokenizer.encode(text, add_special_tokens=False))]
+            return [PromptText(self._checked(served, served.tokenizer.encode(text, add_special_tokens=False)))]
 
-        tokens = await self._tokenize(served, render)
+        prompts = await self._tokenize(served, render)
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        return await self._answer(request, asked, served, tokens, most)
+        return await self._answer(request, asked, served, prompts, most)
 
     async def _body(self, request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -186,14 +192,17 @@ class App:
             )
             raise Invalid(f"{why} can have (--max_prompt_tokens).", "prompt", "context_length_exceeded")
 
-    def _prompt(self, served: Served, prompt: str | list[int]) -> Int[np.ndarray, " T"]:
+    def _prompt(self, served: Served, prompt: str | list[int], echo: bool) -> PromptText:
         if isinstance(prompt, str):
             self._check_size(served, prompt)
-            return self._checked(served, served.tokenizer.encode(prompt))
-        vocabulary = served.engine.architecture.vocab_size
-        if not all(0 <= token < vocabulary for token in prompt):
-            raise Invalid(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.", "prompt")
-        return self._checked(served, np.asarray(prompt, np.int32))
+            tokens = self._checked(served, served.tokenizer.encode(prompt))
+        else:
+            vocabulary = served.engine.architecture.vocab_size
+            if not all(0 <= token < vocabulary for token in prompt):
+                raise Invalid(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1:,}.", "prompt")
+            tokens = self._checked(served, np.asarray(prompt, np.int32))
+        given = prompt if isinstance(prompt, str) else None
+        return PromptText(tokens, prompt_pieces(served.tokenizer, tokens, given) if echo else ())
 
     def _checked(self, served: Served, tokens: Int[np.ndarray, " T"]) -> Int[np.ndarray, " T"]:
         longest = served.engine.options.max_prompt_tokens
@@ -212,19 +221,19 @@ class App:
                 f"max_tokens is {max_tokens:,}; it must be 1 to {longest:,} (--max_response_tokens).", "max_tokens"
             )
         sampling = SamplingParams(
-            max_tokens,
+            max(max_tokens, 1),
             default.temperature if asked.temperature is None else asked.temperature,
             default.top_k if asked.top_k is None else max(asked.top_k, 0),
             default.top_p if asked.top_p is None else asked.top_p,
         )
-        if (asked.num_top_logprobs or 0) > (sampling.temperature == 0):
-            raise Invalid(
-                f"{asked.num_top_logprobs} most probable tokens are asked for; this server has log-probabilities of "
-                "the drawn tokens: ask for 0, or for 1 with temperature 0.",
-                "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs",
-            )
-        keeps = asked.num_top_logprobs is not None
-        return Terms(asked.n or 1, sampling, asked.seed, asked.stops, keeps)
+        is_completion, num_top = isinstance(asked, CompletionRequest), asked.num_top_logprobs
+        echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
+        # At temperature 0 the sampler knows the most probable token: it is the one that it drew.
+        scored = num_top is not None and (echoes or num_top > int(sampling.temperature == 0))
+        return Terms(
+            asked.n or 1, sampling, asked.seed, asked.stops, keep_pieces=num_top is not None,
+            keep_end=num_top is not None and is_completion, scored=scored, draws=max_tokens > 0,
+        )  # fmt: skip
 
     async def _answer(
         self,
@@ -237,13 +246,13 @@ class App:
         terms = self._terms(asked, served, max_tokens)
         self._admit(terms.num_samples * len(prompts))
         self._num_requests += 1
-        name, sampler = f"request {self._num_requests}", self._samplers[served.name]
-        call = Call(prompts, terms, served.tokenizer, sampler, name, self._response_ended)
+        name, backend = f"request {self._num_requests}", self._backends[served.name]
+        call = Call(prompts, terms, served.tokenizer, backend, name, self._response_ended)
         self.num_open += len(call.choices)
         self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
         call.submit()
         self._wake.set()
-        answer = Answer(asked, call)
+        answer = Answer(asked, call, self._tokenizing)
         if asked.stream:
             return StreamingResponse(
                 answer.events(), media_type="text/event-stream", headers=STREAM_HEADERS,
@@ -252,7 +261,7 @@ class App:
         try:
             if not await _finished(request, call):
                 return Response(status_code=HUNG_UP)
-            return JSONResponse(answer.whole())
+            return await answer.made(lambda: JSONResponse(answer.whole()))
         finally:
             await self._end_call(call)
 

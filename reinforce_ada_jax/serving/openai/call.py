@@ -1,41 +1,84 @@
-"""One request on its way: its responses in the sampler, their texts, and an event for each change.
+"""One request on its way: its responses in the sampler, their texts and scores, and an event for each change.
 
-Everything runs in the event loop but what the sampler calls, which passes its tokens on to the loop.
+Everything runs in the event loop but what the sampler and the scorer call, which passes their results on to the loop.
 """
 
 import asyncio
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.learning.scoring import Scores
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serving.openai.response_text import ResponseText
+from reinforce_ada_jax.serving.openai.response_text import Piece, ResponseText
+from reinforce_ada_jax.serving.openai.scoring import ScoreJob, ScoreQueue
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
+
+
+class Backend(NamedTuple):
+    """The device side of a model."""
+
+    sampler: Sampler
+    scoring: ScoreQueue
+
+
+class PromptText(NamedTuple):
+    """A prompt's tokens, and their pieces of text if the answer begins with them."""
+
+    tokens: Int[np.ndarray, " T"]
+    pieces: Sequence[Piece] = ()
 
 
 @dataclasses.dataclass(eq=False)
 class Choice:
-    """One response: its job and draw, its text, and why it ended ("stop", "length"), or "" while it grows."""
+    """One response.
+
+    Attributes:
+      job: that draws it, and others of its prompt.
+      draw: its number in the job.
+      text: what there is of it.
+      finish_reason: why it ended ("stop", "length"), or "" before it has ended and, if asked for, is scored.
+      score_job: that scores it when it has been drawn.
+      scores: of each piece of the text.
+    """
 
     job: SampleJob
     draw: int
     text: ResponseText
     finish_reason: str = ""
+    score_job: ScoreJob | None = None
+    scores: Scores | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Terms of all responses of a request: number for each prompt, sampling, seed, stops, and if tokens are shown."""
+    """Terms of all responses of a request.
+
+    Attributes:
+      num_samples: for each prompt.
+      sampling: parameters of each.
+      seed: of the randomness; None: the name of the request decides.
+      stops: texts that end a response.
+      keep_pieces: the answer shows tokens.
+      keep_end: and the token that ended a response.
+      scored: the sampler's log-probabilities are not enough.
+      draws: False for prompts alone.
+    """
 
     num_samples: int
     sampling: SamplingParams
     seed: int | None
     stops: tuple[str, ...]
     keep_pieces: bool
+    keep_end: bool = False
+    scored: bool = False
+    draws: bool = True
 
 
 class Call:
@@ -50,49 +93,56 @@ class Call:
 
     def __init__(
         self,
-        prompts: Sequence[Int[np.ndarray, " T"]],
+        prompts: Sequence[PromptText],
         terms: Terms,
         tokenizer: Tokenizer,
-        sampler: Sampler,
+        backend: Backend,
         name: str,
         on_end: Callable[[int], None],
     ):
         """Makes a request that is not submitted.
 
         Args:
-          prompts: their tokens.
+          prompts: at least one.
           terms: of each response.
           tokenizer: of the model.
-          sampler: of the model.
+          backend: of the model.
           name: decides the randomness where `terms` have no seed.
           on_end: is called with the generated tokens of each response when it has ended.
         """
         self.created, self.error = time.time(), None
         self.first_token_s: float | None = None
-        self.num_prompt_tokens = sum(map(len, prompts))
-        self._sampler, self._on_end, self._loop = sampler, on_end, asyncio.get_running_loop()
+        self.num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+        self.terms, self.tokenizer, self._backend = terms, tokenizer, backend
+        self._on_end, self._loop = on_end, asyncio.get_running_loop()
         self._begun, self._changed = time.monotonic(), asyncio.Event()
-        stop_ids = sampler.engine.options.stop_ids
+        stop_ids = backend.sampler.engine.options.stop_ids
         self.choices: list[Choice] = []
         self._jobs: list[SampleJob] = []
-        for number, tokens in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
             job = SampleJob(
-                f"{name} {number}", tokens, terms.num_samples, terms.sampling, stop_ids, terms.seed, self._done
+                f"{name} {number}", prompt.tokens, terms.num_samples, terms.sampling, stop_ids, terms.seed, self._done
             )
             first = len(self.choices)
             job.watch = self._passes_on(first)
             self._jobs.append(job)
-            self.choices += [
-                Choice(job, draw, ResponseText(tokenizer, stop_ids, terms.stops, terms.keep_pieces))
-                for draw in range(terms.num_samples)
-            ]
+            for draw in range(terms.num_samples):
+                text = ResponseText(
+                    tokenizer, stop_ids, terms.stops, terms.keep_pieces, keep_end=terms.keep_end, prompt=prompt.pieces
+                )
+                self.choices.append(Choice(job, draw, text))
 
     def submit(self) -> None:
-        """Queues the responses; wake the sampler's thread after it."""
-        for job in self._jobs:
-            self._sampler.submit(job)
+        """Queues the responses; wake the thread of the devices after it."""
+        if self.terms.draws:
+            for job in self._jobs:
+                self._backend.sampler.submit(job)
+        else:
+            for choice in self.choices:
+                self._drawn(choice, "length")
+            self._changed.set()
 
-    # ---- in the sampler's thread ---------------------------------------------------------------------------------
+    # ---- in the thread of the devices ---------------------------------------------------------------------------
 
     def _passes_on(self, first: int) -> Callable[[int, Sampled, bool], None]:
         def watch(draw: int, sampled: Sampled, ended: bool) -> None:
@@ -113,7 +163,7 @@ class Call:
     # ---- in the event loop ---------------------------------------------------------------------------------------
 
     def _add(self, choice: Choice, sampled: Sampled, ended: bool) -> None:
-        if choice.finish_reason:
+        if choice.finish_reason or choice.score_job:
             return
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self._begun
@@ -121,11 +171,35 @@ class Call:
         if ended:
             choice.text.finish()
         if choice.text.at_stop_text:
-            self._end(choice, "stop")
+            self._drawn(choice, "stop")
             if not ended:
-                self._sampler.cancel(choice.job, choice.draw)
+                self._backend.sampler.cancel(choice.job, choice.draw)
         elif ended:
-            self._end(choice, "stop" if sampled.stopped else "length")
+            self._drawn(choice, "stop" if sampled.stopped else "length")
+        self._changed.set()
+
+    def _drawn(self, choice: Choice, reason: str) -> None:
+        """Ends a response that has all its tokens, or has it scored first."""
+        pieces = choice.text.pieces
+        if not self.terms.scored or not pieces:
+            self._end(choice, reason)
+            return
+        tokens = np.array([piece.token for piece in pieces], np.int32)
+        if not choice.text.has_prompt:
+            tokens = np.concatenate([choice.job.tokens, tokens])
+        done = functools.partial(self._in_loop, self._scored, choice, reason)
+        choice.score_job = ScoreJob(tokens, self.terms.sampling.temperature or 1.0, done)
+        self._backend.scoring.submit(choice.score_job)
+
+    def _scored(self, choice: Choice, reason: str, found: Scores | Exception) -> None:
+        if choice.finish_reason:
+            return
+        if isinstance(found, Exception):
+            self._fail(found)
+            return
+        first = len(found.logprobs) - len(choice.text.pieces)
+        choice.scores = Scores(*(values[first:] for values in found))
+        self._end(choice, reason)
         self._changed.set()
 
     def _fail(self, error: Exception) -> None:
@@ -173,4 +247,7 @@ class Call:
         for choice in self.choices:
             if not choice.finish_reason:
                 self._end(choice, "cancelled")
-                self._sampler.cancel(choice.job, choice.draw)
+                if choice.score_job is not None:
+                    choice.score_job.is_cancelled = True
+                elif self.terms.draws:
+                    self._backend.sampler.cancel(choice.job, choice.draw)

@@ -10,9 +10,11 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from reinforce_ada_jax.learning.scoring import MAX_TOP
 from reinforce_ada_jax.serving.http import Refusal
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP)]
 DEFAULT_COMPLETION_TOKENS = 16
 # By status: the type and the code of an error, as OpenAI's clients know them.
 ERRORS = {
@@ -122,9 +124,10 @@ class CompletionRequest(Request):
     """Request of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    logprobs: TopLogprobs | None = None
     best_of: Annotated[Any, _only(None, 1)] = None
-    echo: Off = None
+    echo: bool | None = None
     suffix: Annotated[Any, _only(None, "")] = None
 
     @property
@@ -198,7 +201,7 @@ class ChatRequest(Request):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
     parallel_tool_calls: Annotated[Any, _only(None, True)] = None

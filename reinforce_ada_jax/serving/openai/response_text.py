@@ -1,7 +1,11 @@
 """Text of one response while its tokens come: stops are cut exactly, and tokens keep their share of the text."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.environments.tool_calls import partial_length
@@ -10,28 +14,63 @@ from reinforce_ada_jax.serving.text_stream import TextStream
 
 
 class Piece(NamedTuple):
-    """Text that a token adds, where it begins in the response's text, and the token's log-probability."""
+    """Text that a token adds, where it begins in the whole text, and the token's log-probability when it was drawn."""
 
     text: str
     begin: int
     logprob: float
+    token: int
+
+
+@functools.lru_cache(2**18)
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Returns the text of a token alone; the name of a special one."""
+    return tokenizer.decode(np.array([token])) or tokenizer.token(token)
+
+
+def prompt_pieces(tokenizer: Tokenizer, tokens: Int[np.ndarray, " T"], given: str | None) -> list[Piece]:
+    """Returns a piece for each token of a prompt, special ones with their names.
+
+    Joined, they are the text `given`, if the prompt was one: a BOS that the tokenizer put before it has no text.
+    """
+    stream, texts = TextStream(tokenizer), []
+    for token in tokens.tolist():
+        piece = stream.add([token])
+        texts.append(piece if piece or tokenizer.decode(np.array([token])) else tokenizer.token(token))
+    texts[-1] += stream.flush()
+    if given is not None and "".join(texts[1:]) == given:
+        texts[0] = ""
+    begins = np.cumsum([0, *map(len, texts)]).tolist()
+    return [Piece(*each) for each in zip(texts, begins, [np.nan] * len(texts), tokens.tolist(), strict=False)]
 
 
 class ResponseText:
-    """Growing text of a response.
+    """Growing text of a response, after that of its prompt if the request wants it.
 
     Attributes:
       text: what there is of it, up to a stop text.
       pieces: the tokens of the text, if asked for. Joined, they are the text: bytes of a character that is not complete
-        belong to the token that completes it.
+        belong to the token that completes it. With `keep_end` a token that ends the response comes last.
       num_tokens: generated tokens up to the end of the response, which a stop text or a stop token may be.
       at_stop_text: True if a stop text has come.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Collection[int], stops: Sequence[str], keep_pieces: bool):
-        self.text, self.pieces, self.num_tokens, self.at_stop_text = "", [], 0, False
-        self._stream, self._stop_ids, self._stops = TextStream(tokenizer), frozenset(stop_ids), tuple(stops)
-        self._keep_pieces, self._longest = keep_pieces, max(map(len, stops), default=0)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Collection[int],
+        stops: Sequence[str],
+        keep_pieces: bool,
+        *,
+        keep_end: bool = False,
+        prompt: Sequence[Piece] = (),
+    ):
+        self.text, self.num_tokens, self.at_stop_text = "".join(piece.text for piece in prompt), 0, False
+        self.pieces = list(prompt) if keep_pieces else []
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer)
+        self._stop_ids, self._stops, self._longest = frozenset(stop_ids), tuple(stops), max(map(len, stops), default=0)
+        self._keep_pieces, self._keep_end, self._end = keep_pieces, keep_end, None
+        self._begin, self._num_prompt_pieces = len(self.text), len(self.pieces)
 
     def add(self, sampled: Sampled) -> None:
         """Adds tokens; those after a stop text are dropped."""
@@ -45,32 +84,45 @@ class ResponseText:
                 return
             self.num_tokens += 1
             if token not in self._stop_ids:
-                self._append(self._stream.add([token]), logprob)
+                self._append(self._stream.add([token]), logprob, token)
+            elif self._keep_end:
+                self._end = token, logprob
 
     def finish(self) -> None:
-        """Adds what is left of a character that is not complete."""
+        """Adds what is left of a character that is not complete, and the token that ended the response."""
         rest = "" if self.at_stop_text else self._stream.flush()
-        if rest and self.pieces:  # it belongs to the last token
+        if rest and self._keep_pieces:  # it belongs to the last token
             last = self.pieces.pop()
             self.text = self.text[: last.begin]
-            self._append(last.text + rest, last.logprob)
+            self._append(last.text + rest, last.logprob, last.token)
         elif rest:
-            self._append(rest, 0.0)
+            self._append(rest, 0.0, -1)
+        if self._end is not None and not self.at_stop_text:
+            token, logprob = self._end
+            self.pieces.append(Piece(self._tokenizer.token(token), len(self.text), logprob, token))
 
-    def _append(self, piece: str, logprob: float) -> None:
+    def _append(self, piece: str, logprob: float, token: int) -> None:
         begin = len(self.text)
         self.text += piece
         if self._keep_pieces:
-            self.pieces.append(Piece(piece, begin, logprob))
-        found = [at for stop in self._stops if (at := self.text.find(stop, max(0, begin - self._longest))) >= 0]
+            self.pieces.append(Piece(piece, begin, logprob, token))
+        first = max(self._begin, begin - self._longest)
+        found = [at for stop in self._stops if (at := self.text.find(stop, first)) >= 0]
         if found:
             self.at_stop_text, self.text = True, self.text[: min(found)]
-            kept = [each for each in self.pieces if each.begin < len(self.text)]
-            self.pieces = [Piece(self.text[p.begin : p.begin + len(p.text)], p.begin, p.logprob) for p in kept]
+            prompt, own = self.pieces[: self._num_prompt_pieces], self.pieces[self._num_prompt_pieces :]
+            kept = [each for each in own if each.begin < len(self.text)]
+            self.pieces = prompt + [p._replace(text=self.text[p.begin : p.begin + len(p.text)]) for p in kept]
+
+    @property
+    def has_prompt(self) -> bool:
+        """True if the pieces begin with those of the prompt."""
+        return self._num_prompt_pieces > 0
 
     @property
     def settled_length(self) -> int:
         """Characters that no stop text can take away any more."""
         if self.at_stop_text:
             return len(self.text)
-        return len(self.text) - max((partial_length(self.text, stop) for stop in self._stops), default=0)
+        own = self.text[self._begin :]
+        return len(self.text) - max((partial_length(own, stop) for stop in self._stops), default=0)

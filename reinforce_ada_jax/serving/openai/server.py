@@ -9,34 +9,39 @@ import time
 from collections.abc import Callable, Sequence
 
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.learning.scoring import Scorer
 from reinforce_ada_jax.serving import http
 from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.openai.app import App
+from reinforce_ada_jax.serving.openai.call import Backend
+from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
 from reinforce_ada_jax.serving.sampler import PlainWeights, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
 
 IDLE_S = 1.0
 
 
-def make_sampler(served: Served) -> Sampler:
-    """Reads the weights of a model, and compiles what sampling runs."""
-    _, params = served.load()
-    sampler = Sampler(served.engine, PlainWeights(served.engine.decode_weights(params)))
+def make_backend(served: Served, wake: threading.Event) -> Backend:
+    """Reads the weights of a model, and compiles what sampling runs; what scores texts is compiled when it is asked."""
+    architecture, params = served.load()
+    engine = served.engine
+    sampler = Sampler(engine, PlainWeights(engine.decode_weights(params)))
     sampler.warm_up()
-    return sampler
+    scorer = Scorer(architecture, engine.mesh, engine.dtype)
+    return Backend(sampler, ScoreQueue(scorer, sampler.weights.params, wake))
 
 
 class Worker:
-    """The thread that owns the devices: it makes the samplers, and then runs their windows."""
+    """The thread that owns the devices: it makes the backends, then runs windows, and micro-batches between them."""
 
     def __init__(self, models: Sequence[Served], wake: threading.Event):
-        self.samplers: dict[str, Sampler] = {}
+        self.backends: dict[str, Backend] = {}
         self.error: Exception | None = None
         self._models, self.wake, self._stopping = models, wake, threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
 
     def start(self, on_loaded: Callable[[], object]) -> None:
-        """Starts the thread; `on_loaded` is called in it when there are samplers, or an error."""
+        """Starts the thread; `on_loaded` is called in it when there are backends, or an error."""
         self._on_loaded = on_loaded
         self._thread.start()
 
@@ -48,17 +53,20 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.samplers = {each.name: make_sampler(each) for each in self._models}
+            self.backends = {each.name: make_backend(each, self.wake) for each in self._models}
         except Exception as error:
             self.error = error
         self._on_loaded()
         while not self._stopping.is_set():
             self.wake.clear()
-            busy = [sampler for sampler in self.samplers.values() if sampler.busy]
+            busy = [backend.sampler for backend in self.backends.values() if backend.sampler.busy]
             for sampler in busy:
                 sampler.turn()
-            if not busy:
+            scored = [backend.scoring.turn() for backend in self.backends.values()]
+            if not busy and not any(scored):
                 self.wake.wait(IDLE_S)
+        for backend in self.backends.values():
+            backend.scoring.close()
 
 
 async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
@@ -85,7 +93,7 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
         server.should_exit = True
         await serving
         raise worker.error
-    app.set_ready(worker.samplers)
+    app.set_ready(worker.backends)
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
     await serving
     worker.stop(settings.grace_s)

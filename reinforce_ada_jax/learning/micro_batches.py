@@ -1,0 +1,43 @@
+"""Micro-batches of sequences of any length: which ones share a program's rows, in few shapes."""
+
+from collections.abc import Iterator, Sequence
+
+# Tokens of a micro-batch, padding included; a row may be longer.
+MICRO_TOKENS = 4096
+SHORTEST_ROW = 16
+# Numbers of rows differ by this factor, so that few shapes are compiled.
+ROWS_FACTOR = 4
+
+
+def row_tokens(longest: int) -> int:
+    """Returns the tokens of a row with room for `longest`."""
+    tokens = SHORTEST_ROW
+    while tokens < longest:
+        tokens *= 2
+    return tokens
+
+
+def num_rows(sequences: int, tokens: int, least: int) -> int:
+    """Returns the rows, of `tokens` each, for these many sequences: `least` times a power of ROWS_FACTOR.
+
+    There may be fewer rows than sequences.
+    """
+    rows = least
+    while rows < sequences and rows * tokens < MICRO_TOKENS:
+        rows *= ROWS_FACTOR
+    return rows
+
+
+def micro_batches(lengths: Sequence[int], least_rows: int = 1) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    """Yields (indices of the sequences, shape of their rows), the longest first.
+
+    Args:
+      lengths: of the sequences, at least 1.
+      least_rows: number that divides the rows of a micro-batch.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    while order:
+        tokens = row_tokens(lengths[order[0]])
+        rows = num_rows(len(order), tokens, least_rows)
+        chosen, order = order[:rows], order[rows:]
+        yield chosen, (rows, tokens)

@@ -1,0 +1,121 @@
+"""Scores of finished texts for many clients: one micro-batch between two decode windows.
+
+Windows do not change for requests that ask for no scores. They wait for one micro-batch of others at most, and for no
+compiler: a new shape is compiled in a thread of its own.
+"""
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from reinforce_ada_jax.learning.micro_batches import num_rows, row_tokens
+from reinforce_ada_jax.learning.scoring import Scorer, Scores
+from reinforce_ada_jax.policy.transformer import Params
+
+
+@dataclasses.dataclass(eq=False)
+class ScoreJob:
+    """Text to score.
+
+    Attributes:
+      tokens: of the text, at least one.
+      temperature: that divides the logits, above 0.
+      done: is called with the scores, or with what went wrong.
+      is_cancelled: nobody waits for it any more.
+    """
+
+    tokens: Int[np.ndarray, " T"]
+    temperature: float
+    done: Callable[[Scores | Exception], None]
+    is_cancelled: bool = False
+
+
+class _Submitted(NamedTuple):
+    """A micro-batch on the devices."""
+
+    jobs: list[ScoreJob]
+    outputs: Any
+
+
+class ScoreQueue:
+    """Texts that wait for one model's scorer; `turn` runs in the thread that owns the devices."""
+
+    def __init__(self, scorer: Scorer, params: Params, wake: threading.Event):
+        """`wake` is set when there is something to score."""
+        self._scorer, self._params, self._wake = scorer, params, wake
+        self._waiting: collections.deque[ScoreJob] = collections.deque()
+        self._previous: _Submitted | None = None
+        self._compiler = ThreadPoolExecutor(1, "compiler")
+        self._programs: dict[tuple[int, int], Future[Any]] = {}
+
+    def submit(self, job: ScoreJob) -> None:
+        """Queues a text, from any thread."""
+        self._waiting.append(job)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Compiles nothing more."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+
+    def turn(self) -> bool:
+        """Submits a micro-batch and reads the one before it; returns False if there was none to do."""
+        submitted, previous = self._submit(), self._previous
+        self._previous = submitted
+        if previous is not None:
+            try:
+                found = self._scorer.read(previous.outputs, [len(job.tokens) for job in previous.jobs])
+            except Exception as error:
+                _fail(previous.jobs, error)
+            else:
+                for job, scores in zip(previous.jobs, found, strict=True):
+                    job.done(scores)
+        return submitted is not None or previous is not None
+
+    def _submit(self) -> _Submitted | None:
+        jobs, shape = self._next_jobs()
+        if not jobs:
+            return None
+        program = self._program(shape)
+        if not program.done():
+            return None  # its end wakes the thread
+        for job in jobs:
+            self._waiting.remove(job)
+        try:
+            rows = self._scorer.rows([job.tokens for job in jobs], [job.temperature for job in jobs], shape)
+            return _Submitted(jobs, program.result()(self._params, *rows))
+        except Exception as error:
+            self._programs.pop(shape)  # to be compiled again
+            _fail(jobs, error)
+            return None
+
+    def _next_jobs(self) -> tuple[list[ScoreJob], tuple[int, int]]:
+        """Returns the job that waits for longest with others that fit into its rows, and the shape of the rows."""
+        while self._waiting and self._waiting[0].is_cancelled:
+            self._waiting.popleft()
+        waiting = [job for job in list(self._waiting) if not job.is_cancelled]
+        if not waiting:
+            return [], (0, 0)
+        tokens = row_tokens(len(waiting[0].tokens))
+        fitting = [job for job in waiting if len(job.tokens) <= tokens]
+        rows = num_rows(len(fitting), tokens, self._scorer.least_rows)
+        return fitting[:rows], (rows, tokens)
+
+    def _program(self, shape: tuple[int, int]) -> Future[Any]:
+        if shape not in self._programs:
+            self._programs[shape] = future = self._compiler.submit(self._compile, shape)
+            future.add_done_callback(lambda _: self._wake.set())
+        return self._programs[shape]
+
+    def _compile(self, shape: tuple[int, int]) -> Any:
+        return self._scorer.program.lower(self._params, *self._scorer.abstract_rows(shape)).compile()
+
+
+def _fail(jobs: list[ScoreJob], error: Exception) -> None:
+    for job in jobs:
+        job.done(error)
