@@ -36,6 +36,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     deterministic: bool = True,
     partial: Mapping[str, PartialRollouts] | None = None,
     prefetch: Prefetch | None = None,
+    broken_off: dict[str, PartialRollouts] | None = None,
     speculative: bool = False,
     turns: Trajectories | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -59,8 +60,10 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         the same, only time differs.
       deterministic: read the verdicts of a future at the sampler's next yield, not before, so that the order of
         events follows from the yields alone; else as soon as they have arrived.
-      partial: rollouts that an earlier collection prefetched, by prompt id.
+      partial: rollouts to continue from, by prompt id: prefetched by an earlier collection, or of one broken off.
       prefetch: prompts of the next collection, drawn where slots would be idle.
+      broken_off: is filled with the rollouts of every prompt, as `partial` takes them, if the sampler or `on_progress`
+        raises.
       speculative: where slots would still be idle, start a prompt's next rounds before its verdicts are there
         (speculation.py). The pools are the same; `Pool.discarded` has the draws that were not needed.
       turns: where responses are trajectories, the queue from which the sampler takes their turns; `verify_fn` must
@@ -79,7 +82,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     prefetch, partial = prefetch or Prefetch(()), partial or {}
     _check_ids([*prompts, *prefetch.prompts, *replacements])
     queue = CollectionQueue(
-        _rollouts(prompts, prefetch.prompts, strategy, estimate_fn, partial),
+        _rollouts(prompts, prefetch.prompts, strategy, estimate_fn),
         replacements,
         strategy,
         VerificationQueue(verify_fn, deterministic=deterministic),
@@ -87,19 +90,29 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         speculative=speculative,
         seed=seed,
         iteration=iteration,
+        partial=partial,
     )
     if turns is not None:
         turns.attach(queue)
     offered = turns or queue
-    for responses in sample_fn(offered):
-        offered.receive(responses)
-        if on_progress is not None:
-            on_progress(queue.num_closed, queue.num_responses)
-    queue.finish()
-    for rollouts in queue.prompts:
-        if rollouts.prefetch and any(response is not None for response in rollouts.responses):
-            prefetch.partial[rollouts.prompt.id] = rollouts.partial()
+    try:
+        for responses in sample_fn(offered):
+            offered.receive(responses)
+            if on_progress is not None:
+                on_progress(queue.num_closed, queue.num_responses)
+        queue.finish()
+    except Exception:
+        if broken_off is not None:
+            broken_off |= _partial(queue.prompts)
+        raise
+    prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
     return [rollouts.pool(strategy) for rollouts in queue.prompts if not rollouts.prefetch]
+
+
+def _partial(prompts: Sequence[PromptRollouts]) -> dict[str, PartialRollouts]:
+    """Returns the rollouts so far of the prompts that have any."""
+    begun = [rollouts for rollouts in prompts if any(response is not None for response in rollouts.responses)]
+    return {rollouts.prompt.id: rollouts.partial() for rollouts in begun}
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:
@@ -116,14 +129,10 @@ def _rollouts(
     upcoming: Sequence[Prompt],
     strategy: Strategy,
     estimate_fn: EstimateFn | None,
-    partial: Mapping[str, PartialRollouts],
 ) -> list[PromptRollouts]:
     """Returns the state of every prompt before the first request."""
     everyone = [*prompts, *upcoming]
     result = [PromptRollouts(prompt, index, index >= len(prompts)) for index, prompt in enumerate(everyone)]
-    for rollouts in result:
-        if rollouts.prompt.id in partial:
-            rollouts.resume(partial[rollouts.prompt.id])
     if strategy.plan is not None or strategy.needs_estimates:
         estimates = np.full(len(everyone), 0.5) if estimate_fn is None else np.asarray(estimate_fn(everyone), float)
         if estimates.shape != (len(everyone),) or not ((estimates >= 0) & (estimates <= 1)).all():

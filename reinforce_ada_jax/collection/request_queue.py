@@ -3,7 +3,7 @@
 import collections
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import kept_draws
@@ -11,7 +11,7 @@ from reinforce_ada_jax.collection.prompt_rollouts import Phase, PromptRollouts
 from reinforce_ada_jax.collection.speculation import speculative_requests
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.verification import VerificationQueue
-from reinforce_ada_jax.types import Prompt, Request, Response
+from reinforce_ada_jax.types import PartialRollouts, Prompt, Request, Response
 
 
 class CollectionQueue:
@@ -34,8 +34,10 @@ class CollectionQueue:
         speculative: bool,
         seed: int,
         iteration: int,
+        partial: Mapping[str, PartialRollouts],
     ):
         """Arguments as for `collect`; the prompts have distinct ids, and their index is their position."""
+        self._partial = partial
         self.prompts = list(prompts)  # in order, and after them the replacements that were opened
         self._by_id = {rollouts.prompt.id: rollouts for rollouts in prompts}
         self._replacements = collections.deque(replacements)
@@ -50,12 +52,20 @@ class CollectionQueue:
         self._in_flight: dict[tuple[str, int], None] = {}  # addresses, in the order in which they were taken
         self._newly_closed: list[str] = []
         self.num_responses = 0  # received so far
+        self._begin(prompts)
+
+    def _begin(self, prompts: Sequence[PromptRollouts]) -> None:
+        """Continues each prompt from the draws that it has, if any."""
+        for rollouts in prompts:
+            if rollouts.prompt.id in self._partial:
+                rollouts.resume(self._partial[rollouts.prompt.id])
         for rollouts in prompts:
             if rollouts.phase is Phase.SAMPLING:
                 self._put(rollouts)
             elif rollouts.phase is Phase.WAITING:
                 self._advance([rollouts])
-        self._advance(verification.submit([rollouts for rollouts in prompts if rollouts.phase is Phase.VERIFYING]))
+        complete = [rollouts for rollouts in prompts if rollouts.phase is Phase.VERIFYING]
+        self._advance(self._verification.submit(complete))
 
     @property
     def num_closed(self) -> int:
@@ -192,4 +202,4 @@ class CollectionQueue:
             opened = PromptRollouts(self._replacements.popleft(), len(self.prompts))
             self.prompts.append(opened)
             self._by_id[opened.prompt.id] = opened
-            self._advance([opened])
+            self._begin([opened])

@@ -30,6 +30,11 @@ class CollectedShard:
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
 
 
+def partial_of(pool: Pool) -> PartialRollouts:
+    """Returns a pool as the rollouts of a prompt that needs no more."""
+    return PartialRollouts(pool.responses, pool.verdicts, pool.rounds, pool.round_sizes)
+
+
 def to_bytes(shard: CollectedShard) -> bytes:
     """Returns the shard as bytes, with ids in place of prompts."""
     header = {

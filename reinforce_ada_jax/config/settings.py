@@ -446,6 +446,10 @@ class CheckpointConfig:
         0, "Checkpoints to keep with the best evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE
     )
     keep_every: int = setting(0, "Also keep a checkpoint every this many iterations; 0: none.", values.NOT_NEGATIVE)
+    responses_mb: int = setting(
+        2000, "Most megabytes of responses that are kept for a resume, of iterations without a checkpoint; 0: none.",
+        values.NOT_NEGATIVE,
+    )  # fmt: skip
     accept_changed_reward: bool = setting(
         False, "Resume although the files of reward.path are not those that the run has used so far."
     )

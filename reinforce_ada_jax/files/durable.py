@@ -15,18 +15,19 @@ T = TypeVar("T")
 HEADER = ".header.json"  # NAME.header.json says how the stored responses NAME.jsonl were drawn and graded
 
 
-def write_atomically(file: AnyPath, text: str) -> None:
-    """Writes `text` such that a kill, or the loss of the machine, leaves the old content or all of the new one.
+def write_atomically(file: AnyPath, content: str | bytes) -> None:
+    """Writes `content` such that a kill, or the loss of the machine, leaves the old content or all of the new one.
 
     If writing fails, nothing new is left.
     """
+    content = content.encode() if isinstance(content, str) else content
     if buckets.is_bucket(file):  # an object appears as a whole
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(content)
         return
     partial = file.with_name(f"{file.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
-            stream.write(text)
+        with partial.open("wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(file)

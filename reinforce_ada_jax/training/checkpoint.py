@@ -131,6 +131,7 @@ class Checkpoints:
         self.folder = buckets.checkpoints(workdir)
         self._writes, self._run_id = writes, run_id
         self._saved_at = time.monotonic()
+        self._saving: int | None = None  # the newest save
         _ignore_coroutines()
         if writes:
             self._remove_unfinished()
@@ -190,8 +191,13 @@ class Checkpoints:
         """Returns the newest complete iteration of the run, or None."""
         return max(self.iterations(), default=None)
 
+    def newest_on_disk(self) -> int:
+        """Returns the newest iteration of the run that is completely written; 0 without one."""
+        saving = self._saving if self._manager.is_saving_in_progress() else None
+        return max((iteration for iteration in self.iterations() if iteration != saving), default=0)
+
     def iterations(self) -> list[int]:
-        """Returns all complete iterations of the run, ascending."""
+        """Returns all iterations of the run that are saved or being saved, ascending."""
         return sorted({*self._manager.all_steps()} - self._kept.foreign.keys())
 
     def save(
@@ -232,7 +238,7 @@ class Checkpoints:
         if sampler is not None:
             items["sampler"] = ocp.args.StandardSave(sampler)
         with self._writing():
-            self._saved_at = time.monotonic()
+            self._saved_at, self._saving = time.monotonic(), iteration
             # force: otherwise Orbax skips, without a word, what is older than the newest folder, a foreign one too.
             self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
 

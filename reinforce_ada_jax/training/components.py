@@ -191,6 +191,13 @@ def deterministic(config: Config) -> bool:
     return jax.default_backend() == "cpu" if chosen is None else chosen
 
 
+def rounds_alike(config: Config) -> bool:
+    """Returns True if a response that is drawn in another slot, beside others, has the same bits."""
+    if config.model.numerics == "invariant":
+        return not config.collection.overlap_iterations  # idle slots decide which responses are prefetched
+    return not deterministic(config)
+
+
 def shaping(config: Config) -> Shaping:
     """Returns the shaping of graded rewards for training; evaluations use only its threshold."""
     reward = config.reward

@@ -19,12 +19,13 @@ from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import Ema, calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics
+from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Ready, always_ready
-from reinforce_ada_jax.distributed.signals import Interrupt
+from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
@@ -38,6 +39,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check, sharded_collection
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead, Report
+from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.updates import TrainingStopped, Updates
@@ -61,6 +63,7 @@ class Trainer:
       base: frozen weights under the adapters; None if all weights are trained.
       reference: weights that the KL term compares with; None without one.
       ready_to_update: waits until the programs of the updates are compiled.
+      kept: responses of iterations that no checkpoint holds yet; None: none are kept.
     """
 
     config: Config
@@ -75,6 +78,7 @@ class Trainer:
     base: Params | None = None
     reference: Params | None = None
     ready_to_update: Ready = always_ready
+    kept: KeptResponses | None = None
 
     def policy(self, state: RunState) -> Params:
         """Returns the current weights, to score with and to decode from. The next update donates them."""
@@ -153,6 +157,7 @@ class Source:
       policy_version: iterations whose updates are in the weights.
       partial_rollouts: of `RunState`.
       reshard: cost of the weights where the engine made them before; None: their layout is made for this drawing.
+      kept: what an earlier start of the run has drawn and kept of this iteration.
     """
 
     iteration: int
@@ -161,13 +166,15 @@ class Source:
     policy_version: int
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
     reshard: Reshard | None = None
+    kept: CollectedShard | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawn:
-    """Collected prompts of one iteration: groups with advantages, and metrics."""
+    """Collected prompts of one iteration: pools, groups with advantages, and metrics."""
 
     chosen: Chosen
+    collected: CollectedShard
     groups: list[Group]
     metrics: dict[str, float]
 
@@ -198,7 +205,11 @@ def train_iteration(
     drawn = ahead.take(report)
     wait_s = time.monotonic() - begin
     if drawn is None:
-        drawn = draw(trainer, next_source(trainer, state), verifiers, report)
+        source = next_source(trainer, state)
+        if trainer.kept is not None:
+            source = dataclasses.replace(source, kept=trainer.kept.read(state, trainer.prompts))
+        drawn = draw(trainer, source, verifiers, report)
+    _keep(trainer, state, drawn, progress)
     groups, metrics = drawn.groups, drawn.metrics
     if processes.is_writer():
         file = trainer.workdir / "samples" / f"{state.iteration + 1:06d}.jsonl"
@@ -235,6 +246,15 @@ def train_iteration(
     metrics |= gaps | done.metrics | {"update/skipped": len(minibatches) - num_updates}
     after = dataclasses.replace(after, learner=done.learner, skipped_in_a_row=done.skipped_in_a_row, pending=metrics)
     return after, done.stop
+
+
+def _keep(trainer: Trainer, state: RunState, drawn: Drawn, progress: Progress) -> None:
+    """Writes the responses of an iteration before its updates, for a run that ends in them."""
+    if trainer.kept is not None and not trainer.kept.write(state, drawn.collected):
+        progress.say(
+            f"iteration {state.iteration + 1}: its responses are not kept for a resume. They would need more than "
+            f"checkpoint.responses_mb ({trainer.config.checkpoint.responses_mb:,}) with those kept before."
+        )
 
 
 def _hand_over(trainer: Trainer, verifiers: VerifierPool, ahead: DrawAhead[Drawn], after: RunState) -> RunState:
@@ -278,10 +298,31 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
     Raises:
       Interrupted: `report` raised it.
     """
-    config, rollouts = trainer.config, trainer.rollouts
     begin, verify_s, verifiers.failure = time.monotonic(), verifiers.busy_s, ""
     chosen = choose_prompts(trainer, source.cursor)
-    speculative = collection_rules.draws_speculatively(config.collection)
+    if source.kept is not None and source.kept.pools:
+        collected = source.kept
+        chosen.upcoming.partial.update(collected.partial)
+    else:
+        collected = _collected(trainer, source, chosen, verifiers, report)
+    groups = _groups(trainer, source, collected.pools)
+    metrics = _collection_metrics(trainer, source, groups, len(chosen.prompts), collected.counts)
+    metrics |= {
+        "time/collect_s": time.monotonic() - begin,
+        "time/verify_s": verifiers.busy_s - verify_s,
+    }
+    return Drawn(chosen, collected, groups, metrics)
+
+
+def _collected(
+    trainer: Trainer, source: Source, chosen: Chosen, verifiers: VerifierPool, report: Report
+) -> CollectedShard:
+    """Returns pools, counts and prefetched rollouts of an iteration, in all processes.
+
+    Raises:
+      Interrupted: `report` raised it, here or in another process; `trainer.kept` has what was drawn, where it keeps it.
+    """
+    config, rollouts, begin = trainer.config, trainer.rollouts, time.monotonic()
     sample_fn = _sample_fn(trainer, source)
     verify_fn = trainer.components.verify_fn(verifiers, components_lib.shaping(config))
 
@@ -290,39 +331,66 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
             report(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
 
-        pools = collect(
-            job.prompts,
-            sample_fn,
-            verify_fn,
-            job.strategy,
-            replacements=job.replacements,
-            estimate_fn=job.estimate_fn,
-            seed=config.seed,
-            iteration=source.iteration,
-            barrier=config.collection.barrier,
-            deterministic=components_lib.deterministic(config),
-            partial=job.partial,
-            prefetch=job.prefetch,
-            speculative=speculative,
-            on_progress=on_progress,
-        )
+        broken_off = None if job.broken_off is None else job.broken_off.partial
+        try:
+            pools = collect(
+                job.prompts,
+                sample_fn,
+                verify_fn,
+                job.strategy,
+                replacements=job.replacements,
+                estimate_fn=job.estimate_fn,
+                seed=config.seed,
+                iteration=source.iteration,
+                barrier=config.collection.barrier,
+                deterministic=components_lib.deterministic(config),
+                partial=job.partial,
+                prefetch=job.prefetch,
+                broken_off=broken_off,
+                speculative=collection_rules.draws_speculatively(config.collection),
+                on_progress=on_progress,
+            )
+        except Interrupted:
+            if job.broken_off is not None:
+                job.broken_off.counts.update(dataclasses.asdict(rollouts.counts))
+            raise
         return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
 
-    replacements = [prompt for prompt, _ in chosen.replacements]
-    estimate_fn = _estimate_fn(trainer, source)
-    job = Job(chosen.prompts, trainer.strategy, replacements, estimate_fn, source.partial_rollouts, chosen.upcoming)
+    kept = source.kept or CollectedShard([])
+    job = Job(
+        chosen.prompts,
+        trainer.strategy,
+        [prompt for prompt, _ in chosen.replacements],
+        _estimate_fn(trainer, source),
+        {**source.partial_rollouts, **kept.partial},
+        chosen.upcoming,
+        None if trainer.kept is None else trainer.kept.begin(source.iteration),
+    )
     pools, counts = sharded_collection.collect_everywhere(job, draw_job)
-    groups = _groups(trainer, source, pools)
+    return CollectedShard(pools, chosen.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
+
+
+def _collection_metrics(
+    trainer: Trainer, source: Source, groups: Sequence[Group], num_prompts: int, counts: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the metrics of a collection, without its times.
+
+    `num_prompts` are those asked for, without replacements; `counts` are those of `RolloutCounts`.
+    """
+    config, pools = trainer.config, [group.pool for group in groups]
     thresholds = collection_rules.goals(config.collection)
-    metrics = collection_metrics(groups, config.collection.group_size, len(chosen.prompts), thresholds)
-    if speculative:
+    metrics = collection_metrics(groups, config.collection.group_size, num_prompts, thresholds)
+    if collection_rules.draws_speculatively(config.collection):
         metrics |= discarded_metrics(pools)
+    counts = collections.Counter(counts)
     if config.sampling.drafts:
         metrics["collection/draft_tokens"] = counts["drafted"]
         metrics["collection/draft_acceptance"] = counts["accepted"] / max(counts["drafted"], 1)
     staleness = [source.iteration - 1 - response.policy_version for pool in pools for response in pool.responses]
-    reshard = source.reshard or rollouts.reshard
-    metrics |= calibration(pools) | {
+    reshard = source.reshard or trainer.rollouts.reshard
+    return {
+        **metrics,
+        **calibration(pools),
         "collection/slot_utilisation": (counts["tokens"] - counts["accepted"]) / max(counts["slot_steps"], 1),
         "collection/redone_tokens": counts["redone"],
         "collection/prefills": counts["prefills"],
@@ -332,13 +400,10 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
         "collection/waited_share": counts["waited_steps"] / max(counts["steps"], 1),
         "collection/ahead": sum(age > 0 for age in staleness),
         "collection/staleness_max": max(staleness, default=0),
-        "time/collect_s": time.monotonic() - begin,
-        "time/verify_s": verifiers.busy_s - verify_s,
         "time/reshard_s": reshard.seconds,
         "memory/reshard_bytes": reshard.bytes,
         "time/host_between_windows_s": counts["host_s"] / processes.count(),
     }
-    return Drawn(chosen, groups, metrics)
 
 
 def _sample_fn(trainer: Trainer, source: Source) -> SampleFn:

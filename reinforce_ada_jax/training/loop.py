@@ -46,6 +46,7 @@ from reinforce_ada_jax.training.iteration import (
     report_unless_asked_to_end,
     train_iteration,
 )
+from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.reward_check import check_reward
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record, to_record
@@ -160,6 +161,7 @@ def iterations(run: Run, state: RunState) -> Iterator[RunState]:
     while state.pending is not None or state.iteration < last:
         run.interrupt.agree()
         run.checkpoints.check()
+        _forget_saved(run)
         stop = None
         if state.pending is None:  # otherwise the iteration was saved before its evaluation
             with _traced(run, state.iteration + 1):
@@ -189,10 +191,12 @@ def loop(run: Run, begin: RunState) -> Outcome:
             for state in iterations(run, begin):  # noqa: B007  (the last one is used below)
                 pass
     except Interrupted:
+        kept = 0 if run.trainer.kept is None else run.trainer.kept.write_broken_off(state)
         save(run, state)
         ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
         event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
-        return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {resuming}", state)
+        more = f"{kept:,} responses of the next one are kept. " if kept else ""
+        return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{resuming}", state)
     except TrainingStopped as error:
         save(run, state)
         message = f"{error} The state before it is saved as iteration {state.iteration}."
@@ -272,6 +276,12 @@ def save(run: Run, state: RunState) -> None:
     run.checkpoints.save(state.iteration, state.learner, record, state.evaluation, state.sampler)
 
 
+def _forget_saved(run: Run) -> None:
+    """Removes the kept responses of the iterations that the newest complete checkpoint has."""
+    if run.trainer.kept is not None:
+        run.trainer.kept.forget(run.checkpoints.newest_on_disk())
+
+
 def _resuming(run: Run) -> str:
     named = buckets.origin(run.workdir)
     return f"python -m reinforce_ada_jax.train with the same --config and --workdir={named} goes on from there."
@@ -282,6 +292,7 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
     try:
         outcome = loop(run, state)
         run.checkpoints.wait()
+        _forget_saved(run)
         processes.leave()
     except OSError as error:
         processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
@@ -384,6 +395,8 @@ def start(
     ready_to_sample = compilation.add(components.engine.programs())
     trainer = make_trainer(config, workdir, components, prompts, params)
     checkpoints, identity, state = begin_or_resume(trainer, params, stack, reward)
+    shapes = abstract(state.learner)
+    fingerprint = compilation.add({"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)})
     trainer = _compiling_updates(trainer, state, compilation)
     evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
     interrupt = stack.enter_context(Interrupt())
@@ -407,6 +420,11 @@ def start(
             print(f"resuming after iteration {state.iteration}")
     progress = Progress(config.iterations, state.iteration, quiet=silent)
     stack.callback(progress.close)
+    kept = KeptResponses(
+        workdir, identity, limit_bytes=config.checkpoint.responses_mb * 10**6,
+        broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
+    )  # fmt: skip
+    trainer = dataclasses.replace(trainer, kept=kept)
     ahead = DrawAhead[Drawn]()
     iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress, ahead)
     files = (identity, checkpoints, writer, progress, interrupt, compiles, copy, ready_to_sample)
@@ -415,9 +433,7 @@ def start(
 
 def _compiling_updates(trainer: Trainer, state: RunState, compilation: EarlyCompilation) -> Trainer:
     """Returns the trainer, whose updates wait for their programs: these are compiled from now on."""
-    learner, shapes = state.learner, abstract(state.learner)
-    programs = trainer.updates.programs(learner, trainer.policy(state), trainer.base, trainer.reference)
-    programs["checksum of a checkpoint"] = lambda: fingerprints.of_arrays.lower(shapes)
+    programs = trainer.updates.programs(state.learner, trainer.policy(state), trainer.base, trainer.reference)
     return dataclasses.replace(trainer, ready_to_update=compilation.add(programs))
 
 

@@ -14,13 +14,16 @@ import numpy as np
 
 from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.collect import EstimateFn
-from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, partial_of, to_bytes
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
 
 Counts = collections.Counter[str]
+
+# First byte of a process's message: its shard is complete, or was broken off.
+_COMPLETE, _BROKEN_OFF = b"c", b"b"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +37,8 @@ class Job:
       estimate_fn: estimates the pass rates of prompts.
       partial: responses drawn before, by prompt id.
       prefetch: prompts of the next collection.
+      broken_off: is filled with the rollouts and counts of all processes if the collection is broken off; None: these
+        are lost.
     """
 
     prompts: Sequence[Prompt]
@@ -42,6 +47,7 @@ class Job:
     estimate_fn: EstimateFn | None = None
     partial: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
     prefetch: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
+    broken_off: CollectedShard | None = None
 
 
 # Draws a job on this process's devices; counts of its sampler come with the pools.
@@ -81,7 +87,11 @@ def collect_everywhere(job: Job, draw: DrawFn) -> tuple[list[Pool], Counts]:
     while dropped and replacements:
         prompts = [replacements.popleft() for _ in range(min(dropped, len(replacements)))]
         more = dataclasses.replace(job, prompts=prompts, prefetch=Prefetch(()))
-        found, counted = _collect_shards(more, draw, {})
+        try:
+            found, counted = _collect_shards(more, draw, {})
+        except Interrupted:
+            _add(job.broken_off, CollectedShard(pools, job.prefetch.partial, dict(counts)))
+            raise
         dropped = _num_dropped(found, job.strategy)
         pools, counts = pools + found, counts + counted
     return pools, counts
@@ -124,6 +134,14 @@ def _num_dropped(pools: Sequence[Pool], strategy: Strategy) -> int:
     return sum(not kept_draws(pool, strategy).size for pool in pools) if strategy.extra_batches else 0
 
 
+def _add(broken_off: CollectedShard | None, shard: CollectedShard) -> None:
+    """Adds what a shard has to a collection that is broken off."""
+    if broken_off is not None:
+        broken_off.partial.update(shard.partial)
+        broken_off.partial.update({pool.prompt.id: partial_of(pool) for pool in shard.pools})
+        broken_off.counts.update(Counts(broken_off.counts) + Counts(shard.counts))
+
+
 def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple[list[Pool], Counts]:
     """Draws this process's shard, and exchanges the results with the other processes."""
 
@@ -141,16 +159,19 @@ def _collect_shards(job: Job, draw: DrawFn, planned: Mapping[str, int]) -> tuple
         prompts=shard_of(job.prompts, planned),
         replacements=(),
         prefetch=Prefetch(shard_of(job.prefetch.prompts, {})),
+        broken_off=None if job.broken_off is None else CollectedShard([]),
     )
     try:
         pools, counts = draw(shard)
-        message = to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
+        message = _COMPLETE + to_bytes(CollectedShard(pools, shard.prefetch.partial, dict(counts)))
     except Interrupted:
-        message = b""
+        message = _BROKEN_OFF + to_bytes(shard.broken_off or CollectedShard([]))
     messages = processes.exchange(message)
-    if not all(messages):
+    shards = [from_bytes(message[1:], job.prompts) for message in messages]
+    if any(message.startswith(_BROKEN_OFF) for message in messages):
+        for collected in shards:
+            _add(job.broken_off, collected)
         raise Interrupted
-    shards = [from_bytes(message, job.prompts) for message in messages]
     pool_of = {pool.prompt.id: pool for shard in shards for pool in shard.pools}
     for collected in shards:
         job.prefetch.partial.update(collected.partial)

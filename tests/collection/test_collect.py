@@ -401,6 +401,49 @@ def test_idle_slots_start_the_next_collection_which_resumes_from_there():
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
 
 
+def breaking_off(sample, yields):
+    """The sampler, until it has yielded this many times."""
+
+    def broken(queue):
+        for number, responses in enumerate(sample(queue)):
+            if number == yields:
+                raise KeyError("asked to end")
+            yield responses
+
+    return broken
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("name", ["balance", "positive", "estimate", "dapo", "ngu"])
+def test_a_collection_that_is_broken_off_goes_on_without_a_response_lost(name, barrier, speculative):
+    rewards = (np.random.default_rng(1).random((20, 32)) < np.linspace(0, 1, 20)[:, None]).astype(float)
+    strategy, prompts = build(name), make_prompts(20)
+    replacements = prompts[12:] if strategy.extra_batches else ()
+    drawn = []
+
+    def collected(sample, partial, broken_off):
+        return collect(
+            prompts[:12], sample, verifier(rewards), strategy, replacements=replacements, barrier=barrier,
+            speculative=speculative, partial=partial, broken_off=broken_off,
+        )  # fmt: skip
+
+    expected = collected(sampler(9, first), {}, None)
+    partial = {}
+    for yields in (0, 5, 7, 11):  # one after the other: each goes on from the one before
+        log, broken_off = [], {}
+        with pytest.raises(KeyError):
+            collected(breaking_off(sampler(9, first, log), yields), partial, broken_off)
+        kept = {(id, r.draw) for id, rollouts in broken_off.items() for r in rollouts.responses if r is not None}
+        assert len(kept) == sum(drawn) + yields, "everything that was yielded"
+        drawn.append(yields)
+        partial = partial_from_text(partial_to_text(broken_off))
+    log = []
+    pools = collected(sampler(9, first, log), partial, None)
+    assert not kept & {address for taken in log for address in taken}
+    assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
+
+
 def test_nothing_is_prefetched_once_the_last_prompt_is_closed():
     taken = []
 

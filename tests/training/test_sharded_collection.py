@@ -12,7 +12,7 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
-from reinforce_ada_jax.collection.serialization import from_bytes
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.training import sharded_collection
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, Response, Verdict
@@ -109,7 +109,10 @@ def section(strategy: str) -> SimpleNamespace:
     return SimpleNamespace(strategy=strategy, group_size=4, samples_per_round=4, max_rounds=3)
 
 
-def collected(strategy: str, log=None, prefetch=0) -> tuple[list[Pool], dict[str, PartialRollouts]]:
+def collected(
+    strategy: str, log=None, prefetch=0, partial=None, broken_off=None, yields=10**6
+) -> tuple[list[Pool], dict[str, PartialRollouts]]:
+    """(pools, what was prefetched); a collection that yields more than `yields` responses is broken off."""
     prompts, replacements = (
         make_prompts(f"p{row}" for row in range(13)),
         make_prompts(f"p{row}" for row in range(13, 40)),
@@ -118,13 +121,17 @@ def collected(strategy: str, log=None, prefetch=0) -> tuple[list[Pool], dict[str
     rates = {prompt.id: (int(prompt.id[1:]) % 7) / 7 for prompt in prompts}
     built = strategies.build(section(strategy))
 
+    def end(_, num_responses):
+        if num_responses > yields:
+            raise Interrupted
+
     def draw(job):
         if log is not None:
             log.append([prompt.id for prompt in job.prompts])
         pools = collect(
             job.prompts, functools.partial(sample, prefetch=prefetch), verify, job.strategy,
             replacements=job.replacements, estimate_fn=job.estimate_fn, seed=3, iteration=5, partial=job.partial,
-            prefetch=job.prefetch,
+            prefetch=job.prefetch, broken_off=job.broken_off and job.broken_off.partial, on_progress=end,
         )  # fmt: skip
         return pools, collections.Counter(tokens=sum(len(r.tokens) for pool in pools for r in pool.responses))
 
@@ -133,7 +140,9 @@ def collected(strategy: str, log=None, prefetch=0) -> tuple[list[Pool], dict[str
         built,
         replacements if built.extra_batches else (),
         (lambda prompts: np.array([rates[prompt.id] for prompt in prompts])) if built.plan else None,
+        partial=partial or {},
         prefetch=upcoming,
+        broken_off=broken_off,
     )
     pools, counts = sharded_collection.collect_everywhere(job, draw)
     assert counts["tokens"] == sum(len(response.tokens) for pool in pools for response in pool.responses)
@@ -177,6 +186,28 @@ def test_an_interrupt_of_one_is_an_interrupt_of_all(monkeypatch):
         return sharded_collection.collect_everywhere(job, draw)
 
     assert [type(result) for result in processes.run(program)] == [Interrupted] * 3
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_collection_that_one_breaks_off_goes_on_in_all(monkeypatch, strategy, size):
+    alone, _ = collected(strategy)
+    processes = Processes(size)
+    monkeypatch.setattr(sharded_collection, "processes", processes)
+    kept = [CollectedShard([]) for _ in range(size)]
+
+    def break_off(index):
+        yields = 10 if index == size - 1 else 10**6
+        return collected(strategy, broken_off=kept[index], yields=yields)
+
+    assert [type(result) for result in processes.run(break_off)] == [Interrupted] * size
+    addresses = {
+        (name, r.draw) for name, rollouts in kept[0].partial.items() for r in rollouts.responses if r is not None
+    }
+    assert len(addresses) > 10
+    assert all(shard.partial.keys() == kept[0].partial.keys() for shard in kept), "everybody has everything"
+    again = processes.run(lambda index: collected(strategy, partial=kept[index].partial)[0])
+    assert [described(pools) for pools in again] == [described(alone)] * size
 
 
 def test_shards_weigh_about_the_same():

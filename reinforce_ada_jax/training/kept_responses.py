@@ -1,0 +1,147 @@
+"""Graded responses of iterations that no checkpoint holds yet: a resumed run goes on with them.
+
+Drawing takes most of an iteration, and its result is small: 8 bytes a token. So each collection is written to a file
+when it is complete, and a collection that is broken off by a request to end is written with the responses that it has.
+The file names the weights by their fingerprints. A resumed run that reaches the iteration with these weights takes the
+responses from the file; they have the bits that drawing again would give. The file is removed once a checkpoint has
+the iteration.
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
+from reinforce_ada_jax.data.problems import json_hash
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files.durable import write_atomically
+from reinforce_ada_jax.training import fingerprints
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.types import PartialRollouts, Prompt
+
+FOLDER = "unfinished"  # in the work directory
+TOKEN_BYTES = 8
+
+
+class KeptResponses:
+    """The `unfinished` folder of a work directory; process 0 reads and writes it."""
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        identity: Mapping[str, Any],
+        *,
+        limit_bytes: int,
+        broken_off: bool,
+        ready: Callable[[], None] = lambda: None,
+    ):
+        """Finds the files of an earlier start; all processes must call it.
+
+        Args:
+          workdir: of the run.
+          identity: of the run; files with another one are not used.
+          limit_bytes: most bytes of all files together; 0: nothing is kept.
+          broken_off: also keep the responses of a collection that is not complete. The others are then drawn in other
+            slots, so this needs devices, or numerics, that round alike in each slot.
+          ready: waits until the program of the fingerprints is compiled.
+        """
+        self._folder, self._limit_bytes = workdir / FOLDER, limit_bytes
+        self._identity, self._ready = json_hash(identity), ready
+        self._keeps_broken_off = broken_off
+        self._broken_off: dict[int, CollectedShard] = {}
+        files = self._folder.glob("*.npz") if processes.is_writer() and limit_bytes else ()
+        found = json.dumps(sorted(int(file.stem) for file in files if file.stem.isdecimal()))
+        self._found: set[int] = set(json.loads(processes.exchange(found.encode())[0]))
+
+    def begin(self, iteration: int) -> CollectedShard | None:
+        """Returns a record for the responses of a collection that may be broken off; None if they are not kept."""
+        self._broken_off.clear()
+        if self._limit_bytes and self._keeps_broken_off:
+            self._broken_off[iteration] = CollectedShard([])
+        return self._broken_off.get(iteration)
+
+    def read(self, state: RunState, prompts: Iterable[Prompt]) -> CollectedShard | None:
+        """Returns what is kept of the iteration after `state`, whose weights must be those that it was drawn from.
+
+        Args:
+          state: before the iteration.
+          prompts: of the run.
+
+        Returns:
+          A record with the pools of all prompts if the collection was complete, otherwise with the rollouts of those
+          that have any; None if nothing is kept, or not of these weights.
+        """
+        iteration = state.iteration + 1
+        if iteration not in self._found:
+            return None
+        self._found.discard(iteration)
+        file = self._file(iteration)
+        own = processes.exchange(file.read_bytes() if processes.is_writer() and file.exists() else b"")[0]
+        header, _, content = own.partition(b"\n")
+        return from_bytes(content, prompts) if header == self._header(state, content) else None
+
+    def write(self, state: RunState, collected: CollectedShard) -> bool:
+        """Keeps a complete collection of the iteration after `state`; every process must call it.
+
+        Returns False if it is larger than the limit allows.
+        """
+        if not self._limit_bytes:
+            return True
+        content = to_bytes(collected)
+        header = self._header(state, content)
+        if not processes.is_writer():
+            return True
+        file = self._file(state.iteration + 1)
+        others = sum(other.stat().st_size for other in self._folder.glob("*.npz") if other != file)
+        if others + len(content) > self._limit_bytes:
+            return False
+        file.parent.mkdir(exist_ok=True)
+        write_atomically(file, header + b"\n" + content)
+        return True
+
+    def write_broken_off(self, state: RunState) -> int:
+        """Keeps the responses of a collection that was broken off after `state`; returns their number.
+
+        Every process must call it. If all of them are larger than the limit, some prompts have none.
+        """
+        collected = self._broken_off.pop(state.iteration + 1, None)
+        if collected is None or not collected.partial:
+            return 0
+        partial = _within(collected.partial, self._limit_bytes)
+        if not self.write(state, CollectedShard([], partial, collected.counts)):
+            return 0
+        return sum(response is not None for rollouts in partial.values() for response in rollouts.responses)
+
+    def forget(self, iteration: int) -> None:
+        """Removes the files of iterations up to this one, which a complete checkpoint has."""
+        if processes.is_writer():
+            for file in self._folder.glob("*.npz"):
+                if file.stem.isdecimal() and int(file.stem) <= iteration:
+                    file.unlink(missing_ok=True)
+
+    def _file(self, iteration: int) -> pathlib.Path:
+        return self._folder / f"{iteration:06d}.npz"
+
+    def _header(self, state: RunState, content: bytes) -> bytes:
+        """Returns the first line that a file of this run and these weights has, if it is not damaged."""
+        self._ready()
+        record = {
+            "identity": self._identity,
+            "iteration": state.iteration + 1,
+            "weights": fingerprints.numbers(state.learner),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        return json.dumps(record).encode()
+
+
+def _within(partial: Mapping[str, PartialRollouts], limit_bytes: int) -> dict[str, PartialRollouts]:
+    """Returns rollouts of as many prompts as fit into three quarters of the limit; their records need the rest."""
+    size, kept = 0, {}
+    for prompt_id, rollouts in partial.items():
+        size += TOKEN_BYTES * sum(len(response.tokens) for response in rollouts.responses if response is not None)
+        if size > 0.75 * limit_bytes:
+            break
+        kept[prompt_id] = rollouts
+    return kept

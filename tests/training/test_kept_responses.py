@@ -1,0 +1,109 @@
+"""Files of responses that no checkpoint holds: the run and the weights that they belong to take them, and no other."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection.serialization import CollectedShard
+from reinforce_ada_jax.data.prompts import PromptCursor
+from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.training.kept_responses import FOLDER, KeptResponses
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
+
+PROMPTS = [Prompt(name, "", "", np.zeros(1, np.int32)) for name in "abc"]
+IDENTITY = {"prompts": "these", "reward": "this"}
+
+
+def response(name, draw, num_tokens=3):
+    return Response(name, draw, np.full(num_tokens, draw, np.int32), np.zeros(num_tokens, np.float32), False, 6)
+
+
+COMPLETE = CollectedShard(
+    [Pool(PROMPTS[0], (response("a", 0),), (Verdict(True, 1.0),), 1, True, 0.25, (1,), (5,))],
+    {"c": PartialRollouts((response("c", 0), None), (), 0, (2,))},
+    {"tokens": 8, "host_s": 0.5},
+)
+PARTIAL = {
+    name: PartialRollouts((response(name, 0), response(name, 1), None), (Verdict(False, 0.0),), 1, (1, 2))
+    for name in "abc"
+}
+
+
+def state(iteration, weight=1.0) -> RunState:
+    learner = LearnerState({"weight": jnp.full(3, weight, jnp.float32)}, (), jnp.int32(0))
+    return RunState(learner, PromptCursor(0), iteration)
+
+
+def opened(workdir, identity=IDENTITY, limit_bytes=10**6, broken_off=True) -> KeptResponses:
+    return KeptResponses(workdir, identity, limit_bytes=limit_bytes, broken_off=broken_off)
+
+
+def test_a_complete_collection_comes_back_with_its_counts(tmp_path):
+    kept = opened(tmp_path)
+    assert kept.write(state(6), COMPLETE)
+    assert kept.read(state(6), PROMPTS) is None, "it is of this start"
+    found = opened(tmp_path).read(state(6), PROMPTS)
+    (pool,), (own,) = found.pools, COMPLETE.pools
+    for field in ("verdicts", "rounds", "met", "estimate", "round_sizes", "discarded"):
+        assert getattr(pool, field) == getattr(own, field)
+    assert pool.responses[0].tokens.tolist() == [0, 0, 0] and pool.responses[0].policy_version == 6
+    assert (found.counts, found.partial.keys()) == ({"tokens": 8, "host_s": 0.5}, {"c"})
+
+
+@pytest.mark.parametrize("change", ["weights", "iteration", "identity", "damage", "nothing"])
+def test_other_weights_other_runs_and_damaged_files_are_drawn_again(tmp_path, change):
+    opened(tmp_path).write(state(6), COMPLETE)
+    (file,) = (tmp_path / FOLDER).iterdir()
+    if change == "damage":
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    kept = opened(tmp_path, IDENTITY | {"reward": "another"} if change == "identity" else IDENTITY)
+    before = state(5 if change == "iteration" else 6, 1.5 if change == "weights" else 1.0)
+    assert (kept.read(before, PROMPTS) is None) == (change != "nothing")
+
+
+def test_a_collection_that_was_broken_off_is_kept_where_other_slots_give_the_same_bits(tmp_path):
+    for broken_off, expected in ((False, 0), (True, 6)):
+        kept = opened(tmp_path, broken_off=broken_off)
+        collected = kept.begin(7)
+        assert (collected is not None) == broken_off
+        if collected is not None:
+            collected.partial.update(PARTIAL)
+            collected.counts["tokens"] = 9
+        assert kept.write_broken_off(state(6)) == expected
+    found = opened(tmp_path).read(state(6), PROMPTS)
+    assert found.pools == [] and found.counts == {"tokens": 9}
+    assert found.partial["b"].verdicts == PARTIAL["b"].verdicts and found.partial["b"].responses[2] is None
+    assert found.partial["b"].responses[1].tokens.tolist() == [1, 1, 1]
+
+
+def test_a_collection_of_an_iteration_that_is_not_next_is_not_kept(tmp_path):
+    kept = opened(tmp_path)
+    kept.begin(8).partial.update(PARTIAL)  # drawn ahead, when the iteration before it was not finished
+    assert kept.write_broken_off(state(6)) == 0 and not (tmp_path / FOLDER).exists()
+
+
+def test_the_limit_counts_all_files_and_leaves_out_prompts_of_a_broken_collection(tmp_path):
+    assert opened(tmp_path, limit_bytes=10).write(state(6), COMPLETE) is False
+    assert not (tmp_path / FOLDER).exists()
+    assert opened(tmp_path, limit_bytes=0).write(state(6), COMPLETE) is True, "nothing is asked for"
+    assert not (tmp_path / FOLDER).exists()
+    long = {name: PartialRollouts((response(name, 0, 500),), (), 0, (1,)) for name in "abc"}
+    kept = opened(tmp_path, limit_bytes=12_000)  # 9,000 of tokens: two prompts with 4,000 each
+    kept.begin(7).partial.update(long)
+    assert kept.write_broken_off(state(6)) == 2
+    size = (tmp_path / FOLDER / "000007.npz").stat().st_size
+    assert 8_000 < size < 12_000
+    kept = opened(tmp_path, limit_bytes=12_000)
+    kept.begin(8).partial.update(long)
+    assert kept.write_broken_off(state(7)) == 0, "iteration 7 has the space"
+
+
+def test_files_go_with_the_checkpoint_that_has_their_iteration(tmp_path):
+    kept = opened(tmp_path)
+    for iteration in (5, 6, 7):
+        kept.write(state(iteration), COMPLETE)
+    kept.forget(7)
+    assert [file.name for file in (tmp_path / FOLDER).iterdir()] == ["000008.npz"]
