@@ -19,6 +19,7 @@ from reinforce_ada_jax.collection.verification import VerificationQueue, VerifyF
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, RequestQueue, Response
 
 SampleFn = Callable[[RequestQueue], Iterator[list[Response]]]
+OnProgress = Callable[[int, int], None]
 EstimateFn = Callable[[Sequence[Prompt]], np.ndarray]
 
 
@@ -39,7 +40,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
     broken_off: dict[str, PartialRollouts] | None = None,
     speculative: bool = False,
     turns: Trajectories | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> list[Pool]:
     """Draws responses for every prompt until the strategy closes it.
 
@@ -68,7 +69,7 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         (speculation.py). The pools are the same; `Pool.discarded` has the draws that were not needed.
       turns: where responses are trajectories, the queue from which the sampler takes their turns; `verify_fn` must
         return its verdicts.
-      on_progress: called after every yield with (closed prompts, responses) so far.
+      on_progress: called with (closed prompts, responses) so far, after every yield and while verdicts are waited for.
 
     Returns:
       P pools, aligned with `prompts`, and after them those of the replacements that were opened, in their order.
@@ -85,34 +86,46 @@ def collect(  # noqa: PLR0913 (public: the stages as functions, and the settings
         _rollouts(prompts, prefetch.prompts, strategy, estimate_fn),
         replacements,
         strategy,
-        VerificationQueue(verify_fn, deterministic=deterministic),
+        VerificationQueue(verify_fn, deterministic=deterministic, waiting=lambda: _report(queue, on_progress)),
         barrier=barrier,
         speculative=speculative,
         seed=seed,
         iteration=iteration,
         partial=partial,
     )
-    if turns is not None:
-        turns.attach(queue)
-    offered = turns or queue
     try:
-        for responses in sample_fn(offered):
-            offered.receive(responses)
-            if on_progress is not None:
-                on_progress(queue.num_closed, queue.num_responses)
-        queue.finish()
+        _draw(queue, sample_fn, turns, on_progress)
     except Exception:
         if broken_off is not None:
-            broken_off |= _partial(queue.prompts)
+            # Verdicts of trajectories come with them, and only those of finished rounds are kept.
+            broken_off |= _partial(queue.prompts, finished_rounds=turns is not None)
         raise
     prefetch.partial.update(_partial([rollouts for rollouts in queue.prompts if rollouts.prefetch]))
     return [rollouts.pool(strategy) for rollouts in queue.prompts if not rollouts.prefetch]
 
 
-def _partial(prompts: Sequence[PromptRollouts]) -> dict[str, PartialRollouts]:
-    """Returns the rollouts so far of the prompts that have any."""
-    begun = [rollouts for rollouts in prompts if any(response is not None for response in rollouts.responses)]
-    return {rollouts.prompt.id: rollouts.partial() for rollouts in begun}
+def _draw(
+    queue: CollectionQueue, sample_fn: SampleFn, turns: Trajectories | None, on_progress: OnProgress | None
+) -> None:
+    """Lets the sampler answer all requests of the queue; arguments as for `collect`."""
+    if turns is not None:
+        turns.attach(queue)
+    offered = turns or queue
+    for responses in sample_fn(offered):
+        offered.receive(responses)
+        _report(queue, on_progress)
+    queue.finish()
+
+
+def _report(queue: CollectionQueue, on_progress: OnProgress | None) -> None:
+    if on_progress is not None:
+        on_progress(queue.num_closed, queue.num_responses)
+
+
+def _partial(prompts: Sequence[PromptRollouts], *, finished_rounds: bool = False) -> dict[str, PartialRollouts]:
+    """Returns the rollouts so far of the prompts that have any; with `finished_rounds` those of finished rounds."""
+    partial = {rollouts.prompt.id: rollouts.partial(finished_rounds=finished_rounds) for rollouts in prompts}
+    return {name: rollouts for name, rollouts in partial.items() if any(each for each in rollouts.responses)}
 
 
 def _check_ids(prompts: Sequence[Prompt]) -> None:

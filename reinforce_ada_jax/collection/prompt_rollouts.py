@@ -65,9 +65,12 @@ class PromptRollouts:
         if len(self.verdicts) < len(self.responses):
             self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
-    def partial(self) -> PartialRollouts:
-        """Returns the draws so far, for the next collection to resume from."""
-        return PartialRollouts(tuple(self.responses), tuple(self.verdicts), self.rounds, tuple(self.round_sizes))
+    def partial(self, *, finished_rounds: bool = False) -> PartialRollouts:
+        """Returns the draws so far, or those of finished rounds, for another collection to resume from."""
+        responses, sizes = self.responses, self.round_sizes
+        if finished_rounds:
+            responses, sizes = responses[: len(self.verdicts)], sizes[: self.rounds]
+        return PartialRollouts(tuple(responses), tuple(self.verdicts), self.rounds, tuple(sizes))
 
     def progress(self) -> PromptProgress:
         """Returns the counts of the finished rounds."""

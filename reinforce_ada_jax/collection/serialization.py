@@ -29,6 +29,12 @@ class CollectedShard:
     partial: dict[str, PartialRollouts] = dataclasses.field(default_factory=dict)
     counts: dict[str, float | int] = dataclasses.field(default_factory=dict)
 
+    @property
+    def num_responses(self) -> int:
+        """Number of responses in pools and partial rollouts."""
+        rollouts = [*self.pools, *self.partial.values()]
+        return sum(response is not None for each in rollouts for response in each.responses)
+
 
 def partial_of(pool: Pool) -> PartialRollouts:
     """Returns a pool as the rollouts of a prompt that needs no more."""

@@ -3,10 +3,12 @@
 import collections
 import itertools
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from reinforce_ada_jax.collection.prompt_rollouts import PromptRollouts
 from reinforce_ada_jax.types import Prompt, Response, Verdict
+
+WAIT_S = 0.5  # between two calls of `waiting`
 
 VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list[Verdict]]]
 
@@ -14,9 +16,12 @@ VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list
 class VerificationQueue:
     """Verifier calls in order. Verdicts are read at once, or later where the verifier returns a future."""
 
-    def __init__(self, verify_fn: VerifyFn, *, deterministic: bool):
-        """With `deterministic`, futures are read at the sampler's next yield, and not before."""
-        self._verify_fn, self._deterministic = verify_fn, deterministic
+    def __init__(self, verify_fn: VerifyFn, *, deterministic: bool, waiting: Callable[[], None] = lambda: None):
+        """With `deterministic`, futures are read at the sampler's next yield, and not before.
+
+        `waiting` is called again and again while verdicts are waited for, and may raise.
+        """
+        self._verify_fn, self._deterministic, self._waiting = verify_fn, deterministic, waiting
         self._pending: collections.deque[tuple[list[PromptRollouts], Future[list[Verdict]]]] = collections.deque()
 
     @property
@@ -47,7 +52,10 @@ class VerificationQueue:
         """Waits for the oldest call; returns the prompts whose rounds it finishes, none where no call is pending."""
         if not self._pending:
             return []
-        complete, verdicts = self._pending.popleft()
+        complete, verdicts = self._pending[0]
+        while not wait([verdicts], WAIT_S).done:
+            self._waiting()
+        self._pending.popleft()
         return _finish_rounds(complete, verdicts.result())
 
 

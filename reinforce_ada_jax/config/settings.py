@@ -446,6 +446,10 @@ class CheckpointConfig:
         0, "Checkpoints to keep with the best evaluation (mean of avg@k over benchmarks).", values.NOT_NEGATIVE
     )
     keep_every: int = setting(0, "Also keep a checkpoint every this many iterations; 0: none.", values.NOT_NEGATIVE)
+    notice_s: float = setting(
+        25.0, "Seconds from SIGTERM or a notice to the end of a machine; no longer save is begun; 0: no limit.",
+        values.NOT_NEGATIVE,
+    )  # fmt: skip
     responses_mb: int = setting(
         2000, "Most megabytes of responses that are kept for a resume, of iterations without a checkpoint; 0: none.",
         values.NOT_NEGATIVE,

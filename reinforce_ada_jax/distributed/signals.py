@@ -1,15 +1,23 @@
 """Requests to end a run: Ctrl-C at the terminal, SIGTERM, or a notice that the machine is taken away.
 
 The first one becomes a flag, which is read where the state can be saved; a second signal ends the process at once.
+Python runs a signal's handler when its main thread comes back from a program of the devices or from the compiler. So a
+thread also reads the signals: it tells the other processes, and ends this one at the second signal, without that delay.
 """
 
+import os
 import signal
+import socket
 import threading
+import time
 from typing import Any, NoReturn
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import preemption, processes
 from reinforce_ada_jax.distributed.watchdog import RESTART
+
+# Seconds that the main thread has to end by itself after a second signal.
+SECOND_S = 1.0
 
 
 class Interrupted(Exception):
@@ -23,9 +31,12 @@ class Interrupt:
     """
 
     def __init__(self):
-        self._requested = self._preempted = False
+        self._preempted = self._ended = False
+        self._requested_at: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
+        self._wakeup: socket.socket | None = None
         if threading.current_thread() is threading.main_thread():
+            self._listen()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._on_signal)
         if preemption.on_google_cloud():
@@ -35,27 +46,78 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended = True
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            self._wakeup.close()  # ends the thread
+
+    def _listen(self) -> None:
+        """Starts the thread that reads signals, unless an event loop (of a notebook) reads them already."""
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
+            ours.close()
+            theirs.close()
+            return
+        self._wakeup = theirs
+        threading.Thread(target=self._read_signals, args=(ours,), name="signals", daemon=True).start()
+
+    def _read_signals(self, signals: socket.socket) -> None:
+        """Runs in the thread, until the other end is closed."""
+        ends = {int(signal.SIGINT), int(signal.SIGTERM)}
+        with signals:
+            numbers = (number[0] for number in iter(lambda: signals.recv(1), b"") if number[0] in ends)
+            for first in numbers:
+                self._request(preempted=first == signal.SIGTERM)
+                processes.ask_to_stop()
+                break
+            for second in numbers:
+                time.sleep(SECOND_S)
+                if not self._ended:
+                    os._exit(128 + second)
 
     def _on_signal(self, number: int, frame: object) -> None:
         del frame
-        self._requested, self._preempted = True, number == signal.SIGTERM
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        processes.ask_to_stop()
+        self._request(preempted=number == signal.SIGTERM)
+        if self._wakeup is None:
+            processes.ask_to_stop()
+
+    def _request(self, *, preempted: bool) -> None:
+        self._preempted |= preempted
+        if self._requested_at is None:
+            self._requested_at = time.monotonic()
 
     def on_notice(self) -> None:
         """Requests the end because the machine will be taken away."""
-        self._requested = self._preempted = True
+        self._request(preempted=True)
         processes.ask_to_stop()
+
+    def seconds_since_request(self) -> float:
+        """Returns the time since the first request that this process got; 0 without one."""
+        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
+
+    def out_of_time(self, needed_s: float, notice_s: float) -> bool:
+        """Returns True if a machine will be gone before something is done; every process must call it.
+
+        Args:
+          needed_s: time until it is done.
+          notice_s: time that a machine stays after a request; 0: long enough.
+        """
+        late = self._preempted and self.seconds_since_request() + needed_s > notice_s > 0
+        return processes.any_of(late)
 
     def check(self) -> None:
         """Raises `Interrupted` after a request, here or in another process; others may not have seen it yet.
 
         If a program of all processes follows, the one that raises must tell the others (`sharded_collection`, `agree`).
         """
-        if self._requested or processes.asked_to_stop():
+        if self._requested_at is not None or processes.asked_to_stop():
             raise Interrupted
 
     def preempted(self) -> bool:
@@ -64,7 +126,7 @@ class Interrupt:
 
     def agree(self) -> None:
         """Raises `Interrupted` in all processes if any was asked to end; every process must call it."""
-        if processes.any_of(self._requested or processes.asked_to_stop()):
+        if processes.any_of(self._requested_at is not None or processes.asked_to_stop()):
             raise Interrupted
 
 

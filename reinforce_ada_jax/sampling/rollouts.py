@@ -260,7 +260,7 @@ class _Session:
                         break
                     yield responses
                 previous = submitted
-        except GeneratorExit:
+        except (GeneratorExit, Interrupted):  # also of a queue that waits for verdicts
             # The others are at work, and stop with this process, in the same turn.
             while submitted is not None and self.outcome == _WORKING:
                 previous, submitted = submitted, self._submit_window(submitted, _STOPPED)

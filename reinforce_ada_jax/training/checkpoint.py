@@ -38,6 +38,7 @@ from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.training import fingerprints, records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
+from reinforce_ada_jax.training.save_times import SaveTimes, num_bytes
 
 # Folders beside `checkpoints`: for damaged ones, and for those of other runs that were in the way.
 DAMAGED, FOREIGN = "damaged_checkpoints", "foreign_checkpoints"
@@ -136,10 +137,15 @@ class Checkpoints:
         if writes:
             self._remove_unfinished()
             processes.any_of(False)  # waits until they are gone
+        self.times = SaveTimes(workdir)
         self._kept = Kept(keep, keep_best, keep_every, {}, {})
         self._manager = ocp.CheckpointManager(
             self.folder,
-            options=ocp.CheckpointManagerOptions(preservation_policy=self._kept, enable_async_checkpointing=True),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=self._kept,
+                enable_async_checkpointing=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=self.times.complete),
+            ),
             item_names=("learner", "run", "sampler"),
         )
         self._kept.evaluations, self._kept.foreign = self._saved()
@@ -238,7 +244,9 @@ class Checkpoints:
         if sampler is not None:
             items["sampler"] = ocp.args.StandardSave(sampler)
         with self._writing():
+            self._manager.wait_until_finished()
             self._saved_at, self._saving = time.monotonic(), iteration
+            self.times.begin(iteration, num_bytes((learner, sampler)))
             # force: otherwise Orbax skips, without a word, what is older than the newest folder, a foreign one too.
             self._manager.save(iteration, args=ocp.args.Composite(**items), force=True)
 

@@ -109,10 +109,8 @@ class KeptResponses:
         collected = self._broken_off.pop(state.iteration + 1, None)
         if collected is None or not collected.partial:
             return 0
-        partial = _within(collected.partial, self._limit_bytes)
-        if not self.write(state, CollectedShard([], partial, collected.counts)):
-            return 0
-        return sum(response is not None for rollouts in partial.values() for response in rollouts.responses)
+        kept = CollectedShard([], _within(collected.partial, self._limit_bytes), collected.counts)
+        return kept.num_responses if self.write(state, kept) else 0
 
     def forget(self, iteration: int) -> None:
         """Removes the files of iterations up to this one, which a complete checkpoint has."""

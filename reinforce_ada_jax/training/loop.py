@@ -174,6 +174,8 @@ def iterations(run: Run, state: RunState) -> Iterator[RunState]:
             yield state
         if stop is not None:
             raise stop
+        if slow := run.checkpoints.times.slow(config.checkpoint, state.num_bytes):
+            run.progress.say(slow)
         if _is_save_due(run, state):
             save(run, state)
 
@@ -191,10 +193,12 @@ def loop(run: Run, begin: RunState) -> Outcome:
             for state in iterations(run, begin):  # noqa: B007  (the last one is used below)
                 pass
     except Interrupted:
-        kept = 0 if run.trainer.kept is None else run.trainer.kept.write_broken_off(state)
-        save(run, state)
         ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
         event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
+        if state.donated or _is_late(run, state):
+            return Outcome(ending, f"{event}; {_not_saved(run, state)} {resuming}", state)
+        kept = 0 if run.trainer.kept is None else run.trainer.kept.write_broken_off(state)
+        save(run, state)
         more = f"{kept:,} responses of the next one are kept. " if kept else ""
         return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{resuming}", state)
     except TrainingStopped as error:
@@ -226,8 +230,27 @@ def _is_save_due(run: Run, state: RunState) -> bool:
     saved = state.iteration in run.checkpoints.iterations()
     if saved or state.iteration == last or is_due(checkpoint.every, state.iteration, last):
         return True
-    late = checkpoint.minutes > 0 and run.checkpoints.seconds_since_save() >= 60 * checkpoint.minutes
+    minutes = run.checkpoints.times.minutes(checkpoint, state.num_bytes)
+    late = minutes > 0 and run.checkpoints.seconds_since_save() >= 60 * minutes
     return processes.any_of(late)  # clocks differ
+
+
+def _is_late(run: Run, state: RunState) -> bool:
+    """Returns True if a state that is not saved can't be saved before the machine is taken away, in all processes."""
+    if state.iteration in run.checkpoints.iterations():
+        return False
+    return run.interrupt.out_of_time(run.checkpoints.times.expected_s(state.num_bytes), run.config.checkpoint.notice_s)
+
+
+def _not_saved(run: Run, state: RunState) -> str:
+    """Returns what remains of a run whose last state is not saved."""
+    newest, notice_s = run.checkpoints.latest(), run.config.checkpoint.notice_s
+    saved = "no iteration is saved" if newest is None else f"iteration {newest} is the newest that is saved"
+    lost = "its updates" if state.donated else "a checkpoint"
+    return (
+        f"{saved}, because {lost} would end later than checkpoint.notice_s ({notice_s:g} s) after the signal. The "
+        "responses drawn since then are kept."
+    )
 
 
 def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:

@@ -18,6 +18,7 @@ from reinforce_ada_jax.data.prompts import PromptCursor
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import Params, init
+from reinforce_ada_jax.training.save_times import num_bytes
 from reinforce_ada_jax.types import PartialRollouts
 
 
@@ -54,6 +55,11 @@ class RunState:
     def donated(self) -> bool:
         """True once an update has taken the arrays: this state can't be saved any more."""
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.learner))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays, in all processes together."""
+        return num_bytes((self.learner, self.sampler))
 
     def with_metrics(self, metrics: Mapping[str, float]) -> "RunState":
         """Returns the state with more metrics of its iteration pending."""

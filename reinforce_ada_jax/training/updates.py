@@ -16,6 +16,7 @@ from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Lower, abstract
+from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics, loss_config, scores_in_update
@@ -275,15 +276,23 @@ class Updates:
         iteration: int,
         skipped_in_a_row: int,
         say: Callable[[str], None],
+        out_of_time: Callable[[float], bool] = lambda _: False,
     ) -> UpdatesDone:
         """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
-        `state` is donated.
+        `state` is donated. `out_of_time` is called in all processes before each update but the first, with the seconds
+        that the rest will take.
+
+        Raises:
+          Interrupted: `out_of_time` returned True; the state is lost.
         """
         begin, results, stop, gaps = time.monotonic(), [], None, {}
         if scores_in_update(self.config):
             gaps = _gap_metrics(0.0, 0.0)
         for number, minibatch in enumerate(minibatches, start=1):
+            done, left = number - 1, len(minibatches) - number + 1
+            if done and out_of_time(left * (time.monotonic() - begin) / done):
+                raise Interrupted
             state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1))
             result = jax.device_get(result)
             if result.finite and result.gap is not None:

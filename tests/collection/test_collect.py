@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import strategies, verification
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
@@ -399,6 +399,30 @@ def test_idle_slots_start_the_next_collection_which_resumes_from_there():
     then = collect(prompts[4:], filling(12, again), verifier(rewards), strategy, partial=saved)
     assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}
     assert [summary(pool, strategy) for pool in now + then] == [summary(pool, strategy) for pool in expected]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_who_waits_for_verdicts_is_asked_all_the_while(monkeypatch, deterministic):
+    monkeypatch.setattr(verification, "WAIT_S", 0.01)
+    asked, broken_off = [], {}
+
+    def on_progress(closed, drawn):
+        asked.append((closed, drawn))
+        if len(asked) == 4:
+            raise KeyError("asked to end")
+
+    with pytest.raises(KeyError):
+        collect(
+            make_prompts(1), sampler(4, everything), lambda pairs: Future(), strategies.fixed(4),
+            deterministic=deterministic, broken_off=broken_off, on_progress=on_progress,
+        )  # fmt: skip
+    assert asked == [(0, 4)] * 4, "once for the yield"
+    # Its responses are graded by the collection that goes on.
+    (pool,) = collect(
+        make_prompts(1), sampler(4, everything), verifier([[1.0, 0.0, 0.0, 1.0]]), strategies.fixed(4),
+        partial=broken_off,
+    )  # fmt: skip
+    assert pool.rewards.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
 def breaking_off(sample, yields):

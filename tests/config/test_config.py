@@ -455,6 +455,8 @@ def test_a_resume_may_change_these_and_nothing_else():
         "checkpoint.keep_best": 7,
         "checkpoint.keep_every": 7,
         "checkpoint.accept_changed_reward": True,
+        "checkpoint.notice_s": 60.0,
+        "checkpoint.responses_mb": 7,
         "learning.non_finite": "skip",
         "learning.max_skipped": 7,
         "reward.max_failed": 0.9,

@@ -1,6 +1,9 @@
 """Notices of a metadata server, from a stand-in for it, reach the run."""
 
 import http.server
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -56,15 +59,41 @@ def test_no_answer_is_no_notice(metadata):
 def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
     address, answers = metadata
     monkeypatch.setattr(signals.signal, "signal", lambda *_: None)
-    asked = signals.Interrupt()
-    thread = preemption.watch(asked.on_notice, server=address, poll_s=0.01)
-    thread.join(0.2)
-    asked.check()
-    answers["preempted"] = "TRUE"
-    thread.join(20)
-    assert not thread.is_alive() and asked.preempted()
-    with pytest.raises(signals.Interrupted):
+    with signals.Interrupt() as asked:
+        thread = preemption.watch(asked.on_notice, server=address, poll_s=0.01)
+        thread.join(0.2)
         asked.check()
+        assert not asked.out_of_time(1000.0, 25.0)
+        answers["preempted"] = "TRUE"
+        thread.join(20)
+        assert not thread.is_alive() and asked.preempted()
+        assert asked.out_of_time(25.0, 25.0) and not asked.out_of_time(24.0 - asked.seconds_since_request(), 25.0)
+        assert not asked.out_of_time(1000.0, 0.0), "no limit"
+        with pytest.raises(signals.Interrupted):
+            asked.check()
+
+
+# The main thread is in a program that never returns to Python, as in a long program of the devices.
+IN_A_PROGRAM = """
+import hashlib
+from reinforce_ada_jax.distributed import processes, signals
+
+processes.ask_to_stop = lambda: print("told", flush=True)
+signals.SECOND_S = 0.1
+asked = signals.Interrupt()
+print("ready", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_heard_during_a_program_and_the_second_ends_the_process(number):
+    with subprocess.Popen([sys.executable, "-c", IN_A_PROGRAM], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "told\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
 
 
 def test_only_googles_machines_are_asked(tmp_path, monkeypatch):

@@ -140,6 +140,31 @@ def test_an_iteration_that_stops_the_run(tmp_path, updates_made):
     assert restored(tmp_path)[1]["iteration"] == last
 
 
+@pytest.mark.parametrize("seconds", [1.0, 1000.0])
+def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds):
+    """By the times of earlier saves: here of one of 1 MB, which is about the size of the state."""
+
+    def told_at_4(state):
+        if state.iteration == 4:
+            signal.raise_signal(signal.SIGTERM)
+            raise Interrupted
+        return iterate(state)
+
+    (tmp_path / "saves.jsonl").write_text(f'{{"iteration": 1, "bytes": 1000000, "seconds": {seconds}}}\n')
+    outcome, _ = run(tmp_path, told_at_4, **{"checkpoint.every": 3, "checkpoint.minutes": 0})
+    assert outcome.ending is Ending.PREEMPTED
+    if seconds == 1.0:
+        assert outcome.message.startswith("told to end; iteration 4 is saved. python -m")
+    else:
+        assert outcome.message.startswith(
+            "told to end; iteration 3 is the newest that is saved, because a checkpoint would end later than "
+            "checkpoint.notice_s (25 s) after the signal. The responses drawn since then are kept. python -m"
+        )
+    saved = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())
+    assert saved == ([3, 4] if seconds == 1.0 else [3])
+    assert len((tmp_path / "saves.jsonl").read_text().splitlines()) == 1 + len(saved)
+
+
 def test_weights_are_evaluated_before_training_once(tmp_path):
     first, second = Evaluator(), Evaluator(interrupt_at=0)
     run(tmp_path, evaluator=first)

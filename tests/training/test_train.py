@@ -241,6 +241,33 @@ def test_interrupted_and_taken_away_it_resumes(start, unbroken, tmp_path):
     assert_same_run(workdir, unbroken[0])
 
 
+AT_A_PHASE = """
+import os, runpy, signal
+from reinforce_ada_jax.reporting import progress
+
+def phase(self, text, original=progress.Progress.phase):
+    if self.done == {done} and text.startswith({phase!r}):
+        os.kill(os.getpid(), {signal})
+    original(self, text)
+
+progress.Progress.phase = phase
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def test_a_complete_collection_is_not_drawn_again(start, unbroken, tmp_path):
+    workdir = tmp_path / "run"
+    for done, number in ((1, signal.SIGTERM), (3, signal.SIGKILL)):  # in iterations 2 and 4
+        ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
+        finish(start(workdir, how=("-c", ended)), RESTART if number == signal.SIGTERM else -number)
+    # The state after iteration 1 was saved at SIGTERM; that after iteration 3 was not at SIGKILL.
+    assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
+    _, err = finish(start(workdir))
+    assert re.findall(r"iteration (\d+) begins with \d+ kept responses", err) == ["2", "3", "4"]
+    assert_same_run(workdir, unbroken[0])
+    assert not [*(workdir / "unfinished").iterdir()], "the last checkpoint has them"
+
+
 def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     arrays = max((workdir / "checkpoints" / "12" / "learner").rglob("*"), key=lambda file: file.stat().st_size)

@@ -99,6 +99,20 @@ def test_every_update_counts(updates):
     assert done.skipped_in_a_row == 0 and done.metrics["update/loss"] == np.mean(range(COUNT))
 
 
+def test_updates_that_would_outlast_the_machine_are_broken_off(updates):
+    made, minibatches = updates()
+    asked = []
+
+    def out_of_time(seconds):
+        asked.append(seconds)
+        return len(asked) == 2
+
+    with pytest.raises(Interrupted):
+        made.update(after(0), None, minibatches, 1, 0, pytest.fail, out_of_time)
+    # Before the second and the third of them, with the time that those left take.
+    assert COUNT > 2 and len(asked) == 2 and all(seconds > 0 for seconds in asked)
+
+
 def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):
     made, minibatches = updates([True, False])
     done = made.update(after(0), None, minibatches, 7, 0, print)
