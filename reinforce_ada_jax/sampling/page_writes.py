@@ -43,15 +43,23 @@ def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"]
     All leading dimensions are indexed: leaving one as a slice makes XLA copy the whole pool. Scales are written by rows
     of a page, at first 0 for the new token: XLA for TPUs would transpose all of them to write single numbers.
     """
-    heads, page = jnp.arange(pages.shape[0])[:, None], page[None]
+    kv_heads, num_pages, page_size, _ = pages.shape
+    heads, page = jnp.arange(kv_heads)[:, None], page[None]
+    row = ((heads * num_pages + page) * page_size + offset[None]).reshape(-1)
     new = pad_head_dim(new, pages).transpose(1, 0, 2)
+
+    def put(whole, values):
+        rows = whole.reshape(-1, whole.shape[-1])
+        values = values.reshape(-1, whole.shape[-1]).astype(whole.dtype)
+        return rows.at[row].set(values, mode="drop", wrap_negative_indices=False).reshape(whole.shape)
+
     if not isinstance(pages, Quantized):
-        return pages.at[heads, page, offset[None]].set(new.astype(pages.dtype))
+        return put(pages, new)
     rounded = _quantize_tokens(new)
-    here = jnp.arange(pages.shape[2])[None, None] == offset[None, :, None]
+    here = jnp.arange(page_size)[None, None] == offset[None, :, None]
     cleared = pages.scale.at[heads, page, 0].min(jnp.where(here, 0, jnp.inf))
     return Quantized(
-        values=pages.values.at[heads, page, offset[None]].set(rounded.values),
+        values=put(pages.values, rounded.values),
         scale=cleared.at[heads, page, 0].max(jnp.where(here, rounded.scale[..., None], 0)),
     )
 

@@ -69,6 +69,19 @@ def tpu_blocks(width: int, page_size: int) -> tuple[int, int]:
     return blocks, -(-width // blocks)
 
 
+def megacore_mode(num_cores: int, slots: int, kv_heads: int) -> str | None:
+    """Returns how two cores that are one device (v4, v5p) share a step of JAX's kernel; None: one core computes all.
+
+    Args:
+      num_cores: of a device.
+      slots: rows of the step.
+      kv_heads: of each device.
+    """
+    if num_cores != 2:
+        return None
+    return "batch" if slots % 2 == 0 else "kv_head" if kv_heads % 2 == 0 else None
+
+
 def pallas_tpu(
     query: Float[Array | np.ndarray, "S N H"],
     key_pages: Pages | np.ndarray,
@@ -98,6 +111,7 @@ def pallas_tpu(
         )
 
     table = jnp.pad(table, ((0, 0), (0, blocks * block_pages - width)))
+    num_cores = getattr(mesh.devices.flat[0], "num_cores", 1)  # CPUs have none
     if isinstance(key_pages, Quantized):
         attend = functools.partial(
             _tpu_int8, block_pages=block_pages, scale=query.shape[-1] ** -0.5, interpret=interpret
@@ -109,7 +123,10 @@ def pallas_tpu(
         # True, which its annotation omits, chooses it.
         mode = pltpu.force_tpu_interpret_mode(True) if interpret else contextlib.nullcontext()  # type: ignore[arg-type]
         with mode, jax.numpy_dtype_promotion("standard"):  # the kernel promotes bfloat16 to float32
-            return tpu_kernel(query, key_pages, value_pages, lengths, table, pages_per_compute_block=block_pages)
+            return tpu_kernel(
+                query, key_pages, value_pages, lengths, table, pages_per_compute_block=block_pages,
+                megacore_mode=megacore_mode(num_cores, slots, key_pages.shape[0]),
+            )  # fmt: skip
 
     # In float32, so that nothing is rounded by the scale (the kernel has none) or between blocks: it keeps the running
     # result in the query's dtype.
@@ -203,6 +220,8 @@ def _tpu_int8(query, key_pages, value_pages, lengths, table, *, block_pages: int
             scratch_shapes=[jax.tree.map(two_blocks, pools), pltpu.SemaphoreType.DMA((2,))],
         ),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        # A slot needs nothing of another one: where two cores are one device, each has half of them.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="paged_attention_int8",
     )(lengths, table.reshape(-1), query, pools)

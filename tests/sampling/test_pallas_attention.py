@@ -110,6 +110,20 @@ def test_in_float32_the_tpu_kernel_rounds_keys_and_values_to_bfloat16():
     assert 1e-4 < error < 2e-2
 
 
+@pytest.mark.parametrize("num_cores, slots, kv_heads, mode", [
+    (1, 64, 2, None), (2, 64, 1, "batch"), (2, 1, 2, "kv_head"), (2, 1, 1, None),
+])  # fmt: skip
+def test_how_two_cores_share_a_step(num_cores, slots, kv_heads, mode):
+    assert pallas_attention.megacore_mode(num_cores, slots, kv_heads) == mode
+
+
+@pytest.mark.parametrize("mode", ["batch", "kv_head"])
+def test_two_cores_compute_what_one_does(mode, monkeypatch):
+    monkeypatch.setattr(pallas_attention, "megacore_mode", lambda *_: mode)
+    case = make_case(16, 128, 4, 2, 1e4)
+    np.testing.assert_allclose(run("pallas_tpu", case), expected(case), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_no_token_at_all_gives_zeros(backend):
     case = make_case(16, 128, 4, 2, 1e4, np.zeros(3, np.int32))
