@@ -15,17 +15,17 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import MeshConfig
+from reinforce_ada_jax.config import Config, MeshConfig
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.files import buckets, local_copy
 
 
 def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, adapter: bool = False) -> None:
     """Writes the folder."""
-    from reinforce_ada_jax.distributed.mesh import available_devices
+    from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.policy import adapter_files, huggingface, lora, weight_files
     from reinforce_ada_jax.training import components as components_lib
-    from reinforce_ada_jax.training.trained import merged, read_trained
+    from reinforce_ada_jax.training.trained import merged, read_trained, streamed
 
     named, target = workdir, output
     with cli.user_input(), contextlib.ExitStack() as stack:
@@ -34,22 +34,40 @@ def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, a
         if config is None:
             raise ValueError(f"{named} is no work directory of a run: it has no config.json. Name another --workdir.")
         check_output("--output", output, folder=True)
-        output = stack.enter_context(buckets.output(target, new=True))
-        weight_files.check_new(output)
-        if math.prod(config.mesh.axes.values()) + config.mesh.sampler > len(available_devices()):
-            config = dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
+        if processes.is_writer():
+            output = stack.enter_context(buckets.output(target, new=True))
+            weight_files.check_new(output)
+        config = _on_this_machine(config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
-        if adapter:
-            if adapters is None:
-                raise ValueError(f"{named} trained all weights (lora.rank is 0): export them without --adapter.")
-            iteration, params = read_trained(workdir, config, components, iteration)
-            adapter_files.save(output, components.architecture, params, adapters, base=components.folder)
+        if adapter and adapters is None:
+            raise ValueError(f"{named} trained all weights (lora.rank is 0): export them without --adapter.")
+        architecture, folder = components.architecture, components.folder
+        if adapters is None:
+            with streamed(workdir, config, components, iteration) as (found, shapes, read):
+                huggingface.save(output, architecture, shapes, read=read, tokenizer_from=folder)
         else:
-            iteration, trained = read_trained(workdir, config, components, iteration)
-            params = merged(config, components, trained)
-            huggingface.save(output, components.architecture, params, tokenizer_from=components.folder)
-    print(f"iteration {iteration} of {named} written to {target}")
+            found, trained = read_trained(workdir, config, components, iteration)
+            if adapter:
+                adapter_files.save(output, architecture, trained, adapters, base=folder)
+            else:
+                huggingface.save(output, architecture, merged(config, components, trained), tokenizer_from=folder)
+        processes.any_of(False)  # until process 0 has written everything
+    if processes.is_writer():
+        print(f"iteration {found} of {named} written to {target}")
+
+
+def _on_this_machine(config: Config) -> Config:
+    """Returns the configuration of a run with a mesh of the devices that are there."""
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.distributed.mesh import available_devices
+
+    needed, found = math.prod(config.mesh.axes.values()) + config.mesh.sampler, len(available_devices())
+    if processes.count() > 1 and needed != found:
+        return dataclasses.replace(config, mesh=MeshConfig(fsdp=found))
+    if needed > found:
+        return dataclasses.replace(config, mesh=MeshConfig())  # a pod's run, exported on a smaller machine
+    return config
 
 
 if __name__ == "__main__":
@@ -57,4 +75,12 @@ if __name__ == "__main__":
     ITERATION = flags.DEFINE_integer("iteration", None, "Which checkpoint; the newest by default.")
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
     ADAPTER = flags.DEFINE_bool("adapter", False, "Write the adapters alone, in PEFT's format.")
-    cli.run(lambda: main(buckets.named(WORKDIR.value), ITERATION.value, buckets.named(OUTPUT.value), ADAPTER.value))
+    DISTRIBUTED = cli.define_distributed()
+
+    def start() -> None:
+        from reinforce_ada_jax.distributed import processes
+
+        with processes.joined(cluster=DISTRIBUTED.value):
+            main(buckets.named(WORKDIR.value), ITERATION.value, buckets.named(OUTPUT.value), ADAPTER.value)
+
+    cli.run(start)

@@ -6,10 +6,10 @@ import pathlib
 import struct
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.policy import hub_models, huggingface, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
@@ -49,7 +49,7 @@ def check_base(folder: pathlib.Path, recorded: str) -> None:
 
 def peft_tensors(architecture: Architecture, adapters: Params, lora: Lora) -> dict[str, np.ndarray]:
     """PEFT's names and layouts, float32: `lora_A.weight` is [rank, inputs], `lora_B.weight` [outputs, rank]."""
-    matrices = {name: np.asarray(jax.device_get(x), np.float32) for name, x in flatten(adapters).items()}
+    matrices = {name: processes.fetch(x).astype(np.float32) for name, x in flatten(adapters).items()}
     tensors = {}
     for weight in (TARGETS[target] for target in lora.targets):
         _, theirs, _ = huggingface.TABLE[weight]
@@ -88,17 +88,20 @@ def save(
     Args:
       folder: doesn't exist yet, or is empty.
       architecture: of the base.
-      adapters: arrays that this process can read whole, on any mesh.
+      adapters: arrays on any mesh. Where several processes hold them, each calls this, and process 0 writes.
       lora: their rank, alpha and targets.
       base: the base's folder, named in the file.
 
     Raises:
       ValueError: the destination is not empty.
     """
+    tensors = peft_tensors(architecture, adapters, lora)
+    if not processes.is_writer():
+        return
     with weight_files.new_folder(pathlib.Path(folder).absolute()) as partial:
         named = hub_models.repository(base) or str(base.absolute())
         weight_files.write_json(partial / CONFIG, peft_config(lora, named))
-        save_file(peft_tensors(architecture, adapters, lora), partial / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, partial / WEIGHTS, metadata={"format": "pt"})
 
 
 def load(folder: pathlib.Path, architecture: Architecture) -> tuple[Lora, dict[str, np.ndarray]]:

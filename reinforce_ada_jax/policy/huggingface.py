@@ -10,6 +10,8 @@ import functools
 import math
 import pathlib
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import safetensors
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import model_files
 from reinforce_ada_jax.policy import transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
@@ -259,7 +262,7 @@ def _read_part(whole: jax.Array, start: tuple[jax.typing.ArrayLike, ...], shape:
     return jax.lax.dynamic_slice(whole, start, shape)
 
 
-def _check_params(architecture: Architecture, weights: dict[str, jax.Array]) -> None:
+def _check_params(architecture: Architecture, weights: dict[str, Any]) -> None:
     shapes = {name: shape for name, (shape, _) in transformer.weight_shapes(architecture).items()}
     problems = [f"{name} is missing" for name in shapes if name not in weights]
     problems += [f"{name} is unknown" for name in weights if name not in shapes]
@@ -295,16 +298,21 @@ def save(
     architecture: Architecture,
     params: transformer.Params,
     *,
+    read: Callable[[str], jax.Array] | None = None,
     tokenizer_from: str | pathlib.Path | None = None,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int | float = 5e9,
 ) -> None:
     """Writes a folder that `load` and transformers' `from_pretrained` read; whole, or not at all.
 
+    One tensor at a time is copied to the host. Where several processes hold the weights, each calls this, and process 0
+    writes.
+
     Args:
       folder: doesn't exist yet, or is empty.
       architecture: of `params`.
-      params: arrays that this process can read whole, on any mesh; one tensor at a time is copied to the host.
+      params: arrays on any mesh; with `read` their shapes are enough.
+      read: returns a weight by its dotted name; it is called once for each, and the one before is released.
       tokenizer_from: a folder whose tokenizer files (and generation_config.json) are copied.
       dtype: of the files; None: as the weights are.
       max_shard_bytes: a model beyond this is written in several files and an index.
@@ -325,11 +333,25 @@ def save(
         if kind.name not in weight_files.DTYPE_CODES:
             raise ValueError(f"{name} would be written as {kind.name}; use {', '.join(weight_files.DTYPE_CODES)}.")
 
-    def read(name):
+    newest: dict[str, jax.Array] = {}
+
+    def weight(name: str) -> jax.Array:
+        if read is None:
+            return weights[name]
+        if name not in newest:
+            newest.clear()  # before the next one is read: one at a time is in memory
+            newest[name] = read(name)
+        return newest[name]
+
+    def fetch(name: str) -> np.ndarray:
         part = wanted[name]
-        value = np.asarray(_read_part(weights[part.weight], part.start, part.ours))
+        value = processes.fetch(_read_part(weight(part.weight), part.start, part.ours))
         return part.to_theirs(value.astype(dtypes[part.weight], copy=False))
 
+    if not processes.is_writer():
+        for name in wanted:
+            fetch(name)
+        return
     with weight_files.new_folder(folder) as partial:
         config = to_hf(architecture, dtypes["embedding"].name)
         weight_files.write_json(partial / "config.json", config)
@@ -338,4 +360,4 @@ def save(
         if tokenizer_from is not None:
             _copy_tokenizer(tokenizer_from, partial)
         specs = {name: (part.theirs, dtypes[part.weight]) for name, part in wanted.items()}
-        weight_files.write(partial, specs, read, max_shard_bytes)
+        weight_files.write(partial, specs, fetch, max_shard_bytes)

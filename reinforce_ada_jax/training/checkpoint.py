@@ -35,7 +35,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.buckets import AnyPath
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.learner import LearnerState
-from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.policy.transformer import Params, flatten, nest
 from reinforce_ada_jax.training import fingerprints, records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line
 from reinforce_ada_jax.training.save_times import SaveTimes, num_bytes
@@ -319,6 +319,35 @@ class Checkpoints:
         )
         return self._restore_arrays(iteration, "learner", target, record["fingerprints"]), record
 
+    def restore_params(self, iteration: int, target: Params, only: str = "") -> Params:
+        """Returns the learner's weights of an iteration; the optimizer's arrays are not read.
+
+        Args:
+          iteration: of the checkpoint.
+          target: shapes, dtypes and shardings of all weights.
+          only: dotted name of the one weight that is read, and returned in the same tree without the others.
+
+        Raises:
+          DamagedError: a part of them can't be read, or is not what was saved.
+        """
+        names = [
+            jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree.leaves_with_path(target)
+        ]
+        # The fingerprints of a learner's state begin with those of its weights.
+        expected = dict(zip(names, self.record(iteration)["fingerprints"], strict=False))
+        if only:
+            target, expected = nest({only: flatten(target)[only]}), {only: expected[only]}
+        item = {"params": target}
+        args = ocp.args.PyTreeRestore(
+            item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+        )
+
+        def read() -> Params:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(self.folder / str(iteration) / "learner", args=args)["params"]
+
+        return self._checked(iteration, read, target, list(expected.values()))
+
     def restore_sampler(self, iteration: int, target: Params) -> Params | None:
         """Returns the weights that the iteration after this one is drawn from; None where they are the learner's.
 
@@ -333,12 +362,15 @@ class Checkpoints:
         return None if expected is None else self._restore_arrays(iteration, "sampler", target, expected)
 
     def _restore_arrays(self, iteration: int, item: str, target: Any, expected: Sequence[int]) -> Any:
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
+        return self._checked(iteration, lambda: self._manager.restore(iteration, args=args)[item], target, expected)
+
+    def _checked(self, iteration: int, read: Callable[[], Any], target: Any, expected: Sequence[int]) -> Any:
+        """Returns the arrays that `read` reads; DamagedError, in every process, if they are not what was saved."""
         broken: Exception | None = None
         arrays: Any = None
         try:
-            arrays = self._manager.restore(
-                iteration, args=ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
-            )[item]
+            arrays = read()
         except Exception as error:  # Orbax and TensorStore raise many kinds for a broken file
             broken = error
         if processes.any_of(broken is not None):

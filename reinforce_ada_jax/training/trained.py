@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -15,7 +15,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, param_shardings
+from reinforce_ada_jax.policy.transformer import Params, flatten, param_shardings
 from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.iteration import Trainer
@@ -60,6 +60,31 @@ def read_trained(
     Raises:
       ValueError: the work directory has no such checkpoint, or the base of the adapters changed.
     """
+    with _of_iteration(workdir, config, iteration) as (checkpoints, found):
+        return found, checkpoints.restore_params(found, _target(config, components, checkpoints, found))
+
+
+@contextlib.contextmanager
+def streamed(
+    workdir: pathlib.Path, config: Config, components: Components, iteration: int | None
+) -> Iterator[tuple[int, Params, Callable[[str], jax.Array]]]:
+    """Gives (iteration, shapes of the trained weights, function that reads one of them by its dotted name).
+
+    Raises:
+      ValueError: as `read_trained`.
+    """
+    with _of_iteration(workdir, config, iteration) as (checkpoints, found):
+        target = _target(config, components, checkpoints, found)
+
+        def read(name: str) -> jax.Array:
+            return flatten(checkpoints.restore_params(found, target, name))[name]
+
+        yield found, target, read
+
+
+@contextlib.contextmanager
+def _of_iteration(workdir: pathlib.Path, config: Config, iteration: int | None) -> Iterator[tuple["Checkpoints", int]]:
+    """Gives the checkpoints of a run with the number of one of them, by default the newest."""
     with _opened(workdir, config) as checkpoints:
         available = checkpoints.iterations()
         iteration = checkpoints.latest() if iteration is None else iteration
@@ -68,11 +93,18 @@ def read_trained(
                 f"{buckets.origin(workdir)} holds no finished checkpoint of iteration {iteration}; there are "
                 f"{', '.join(map(str, available)) or 'none'}."
             )
-        learner = Learner(components.architecture, config, components.mesh)
-        state, record = checkpoints.restore(iteration, *abstract_state(config, learner))
-        if learner.lora is not None:
-            adapter_files.check_base(components.folder, record["base"])
-        return iteration, state.params
+        yield checkpoints, iteration
+
+
+def _target(config: Config, components: Components, checkpoints: "Checkpoints", iteration: int) -> Params:
+    """Returns shapes and shardings of what was trained; ValueError if adapters have another base now."""
+    learner = Learner(components.architecture, config, components.mesh)
+    if learner.lora is not None:
+        adapter_files.check_base(components.folder, checkpoints.record(iteration)["base"])
+    shapes, shardings = abstract_state(config, learner)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes.params, shardings.params
+    )
 
 
 def read_policy(
