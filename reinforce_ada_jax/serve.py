@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.config import Config, DataConfig, ModelConfig, SamplingConfig
+from reinforce_ada_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SamplingConfig
 from reinforce_ada_jax.serving.settings import ServerSettings, check_address
 
 if TYPE_CHECKING:
@@ -28,12 +28,16 @@ if TYPE_CHECKING:
 
 def build(settings: ServerSettings) -> "Components":
     """Returns the components of the model folder; no weight is read."""
+    from reinforce_ada_jax.distributed import mesh, processes
     from reinforce_ada_jax.training import components as components_lib
 
-    grpc = settings.api == "grpc"
+    grpc, replicas = settings.api == "grpc", settings.replicas
+    if not replicas or processes.count() > 1:
+        replicas = max(len(mesh.available_devices()) // settings.tensor, 1)
     config = Config(
         seed=settings.seed,
         model=ModelConfig(compute_dtype=settings.dtype),
+        mesh=MeshConfig(data=replicas, tensor=settings.tensor),
         data=DataConfig(max_prompt_tokens=settings.max_prompt_tokens),
         sampling=SamplingConfig(
             slots=settings.slots, page_size=settings.page_size, max_response_tokens=settings.max_response_tokens,
@@ -46,6 +50,7 @@ def build(settings: ServerSettings) -> "Components":
 
 def serve_http(settings: ServerSettings) -> None:
     """Checks what needs no weights, then serves over HTTP."""
+    from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.program_cache import keep_programs
     from reinforce_ada_jax.policy import huggingface
 
@@ -62,7 +67,8 @@ def serve_http(settings: ServerSettings) -> None:
             raise ValueError(
                 f"--api={settings.api} needs more packages ({error}): pip install 'reinforce_ada_jax[{settings.api}]'."
             ) from error
-        check_address(settings.host, settings.port)
+        if processes.is_writer():
+            check_address(settings.host, settings.port)
         keep_programs(settings.compilation_cache)
         served = []
         for name, folder in settings.model_folders().items():
@@ -77,8 +83,26 @@ def serve_http(settings: ServerSettings) -> None:
     server.run(settings, served)
 
 
+def check_processes(settings: ServerSettings) -> None:
+    """Ends the process if the interface can't be served by several processes."""
+    from reinforce_ada_jax.distributed import processes
+
+    # All processes must launch the same programs in the same order, which follows from what process 0 alone knows.
+    reasons = {
+        "grpc": "JetStream's driver starts programs in several threads, in an order of its own",
+        "tinker": "only process 0 knows which adapters clients train, and in which order",
+    }
+    if processes.count() > 1 and settings.api in reasons:
+        with cli.user_input():
+            raise ValueError(
+                f"--api={settings.api} is for one process, and there are {processes.count()}: {reasons[settings.api]}. "
+                "Start one process, or --api=openai."
+            )
+
+
 def main(settings: ServerSettings) -> None:
     """Checks what needs no weights, then serves."""
+    check_processes(settings)
     if settings.api != "grpc":
         serve_http(settings)
         return
@@ -128,4 +152,12 @@ def settings_from_flags() -> ServerSettings:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(lambda: main(settings_from_flags()))
+    DISTRIBUTED = cli.define_distributed()
+
+    def start() -> None:
+        from reinforce_ada_jax.distributed import processes
+
+        with processes.joined(cluster=DISTRIBUTED.value):
+            main(settings_from_flags())
+
+    cli.run(start)

@@ -77,6 +77,11 @@ class Forked:
                 file.close()
         return tuple(texts) or ("", "")
 
+    def said(self) -> str:
+        """Returns what it wrote to stdout until now."""
+        descriptor = self._outputs[0].fileno()  # it shares its position with the command
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
+
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless the command has ended."""
         if self.poll() is None:

@@ -8,6 +8,7 @@ writes files other than checkpoints.
 With one process nothing is sent and nothing is compiled.
 """
 
+import collections
 import contextlib
 import math
 import os
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,7 +36,10 @@ ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PRO
 JOIN_S, JOIN = 120.0, "REINFORCE_ADA_JOIN_S"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own, HOST:PORT: where process 0 listens, if not on all its addresses
 
+MESSAGES, POLL_MS = "reinforce_ada_jax/messages", 1_000  # a signal waits this long for `receive`
+
 _watchdog: Watchdog | None = None
+_num_messages: collections.Counter[str] = collections.Counter()  # sent and received, by sender and receiver
 
 
 def initialize(*, cluster: bool) -> None:
@@ -117,12 +122,18 @@ def _host(address: str) -> str:
     return address.rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
-def _join_watchdog() -> None:
+def _coordination() -> tuple[Any, str]:
+    """Returns JAX's key-value store of the processes, and the address of process 0."""
     from jax._src import distributed as jax_distributed  # noqa: PLC0415  (its key-value store has no public name)
 
-    global _watchdog  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
     store, address = jax_distributed.global_state.client, jax_distributed.global_state.coordinator_address
     assert store is not None and address is not None  # `initialize` has joined the run
+    return store, address
+
+
+def _join_watchdog() -> None:
+    global _watchdog  # noqa: PLW0603  (as the processes' connection in JAX itself: one for a process, from start to end)
+    store, address = _coordination()
     key = "reinforce_ada_jax/watchdog"
     _watchdog = Watchdog(index(), count())
     if index() == 0:
@@ -170,6 +181,32 @@ def exchange(payload: bytes) -> list[bytes]:
         for process, theirs in enumerate(multihost_utils.process_allgather(chunk)):
             received[process] += theirs.tobytes()
     return [bytes(theirs[:size]) for theirs, size in zip(received, sizes, strict=True)]
+
+
+def send(process: int, message: bytes) -> None:
+    """Sends a message to another process, which gets it with `receive`; no program runs, and nobody waits."""
+    key = f"{MESSAGES}/{index()} {process}"
+    _coordination()[0].key_value_set_bytes(f"{key}/{_number_of(key)}", message)
+
+
+def receive(process: int) -> bytes:
+    """Waits for the next message of another process; messages arrive in the order in which they were sent."""
+    store, key = _coordination()[0], f"{MESSAGES}/{process} {index()}"
+    name = f"{key}/{_number_of(key)}"
+    while True:
+        try:
+            message = store.blocking_key_value_get_bytes(name, POLL_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        else:
+            store.key_value_delete(name)
+            return message
+
+
+def _number_of(key: str) -> int:
+    _num_messages[key] += 1
+    return _num_messages[key]
 
 
 def of_writer(text: str) -> str:

@@ -7,7 +7,7 @@ requests and reads the one before it; between turns that thread may do something
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,9 +16,15 @@ from jaxtyping import Float, Int
 
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.scheduler import Scheduler
-from reinforce_ada_jax.sampling.state import PromptTerms, SamplingParams, WindowOutputs, default_terms
+from reinforce_ada_jax.sampling.state import (
+    EngineOptions,
+    PromptTerms,
+    SamplingParams,
+    WindowInputs,
+    WindowOutputs,
+    default_terms,
+)
 from reinforce_ada_jax.types import Prompt, Request
 
 # First word of the addresses of served responses.
@@ -79,6 +85,21 @@ class SampleJob:
 
 
 @runtime_checkable
+class SampledEngine(Protocol):
+    """Engine as a sampler uses it: that of this process, or of several (hosts.py)."""
+
+    options: EngineOptions
+    replicas: int
+
+    def init_decode_state(self) -> Any: ...
+    def set_terms(self, state: Any, terms: Sequence[PromptTerms], /) -> Any: ...
+    def decode_window(
+        self, params: Any, state: Any, inputs: Sequence[WindowInputs], /
+    ) -> tuple[Any, WindowOutputs]: ...
+    def fetch_outputs(self, outputs: WindowOutputs, /) -> list[WindowOutputs]: ...
+
+
+@runtime_checkable
 class Weights(Protocol):
     """Weights to decode with, which may have adapters."""
 
@@ -127,7 +148,7 @@ class _Window:
 class Sampler:
     """One engine with its weights."""
 
-    def __init__(self, engine: Engine, weights: Weights):
+    def __init__(self, engine: SampledEngine, weights: Weights):
         """Makes an idle sampler; the engine has room for as many stop tokens as a request may have."""
         self.engine, self.weights = engine, weights
         self._waiting: collections.deque[SampleJob] = collections.deque()

@@ -40,6 +40,13 @@ class ServerSettings:
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 is every network of this machine.")
     port: int = setting(9000, "Port to listen on; 0 chooses a free one and prints it.", _within(0, 65_535))
     slots: int = setting(16, "Responses decoded at the same time.", values.AT_LEAST_1)
+    replicas: int = setting(
+        1,
+        "Copies of the model, each with --slots; 0, and over several processes: as many as there are devices. With "
+        "--api=openai.",
+        values.NOT_NEGATIVE,
+    )
+    tensor: int = setting(1, "Devices that share a copy of the model, with --api=openai.", values.AT_LEAST_1)
     waiting: int = setting(256, "Requests that may wait for a slot; further ones are refused.", values.NOT_NEGATIVE)
     peer_calls: int = setting(128, "Open calls of one address, with --api=grpc.", values.AT_LEAST_1)
     request_s: float = setting(
@@ -85,6 +92,8 @@ class ServerSettings:
         for field in dataclasses.fields(self):
             if field.metadata["allowed"] is not None:
                 field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))
+        if self.api != "openai" and (self.replicas, self.tensor) != (1, 1):
+            raise ValueError(f"--api={self.api} runs on one device: --replicas and --tensor are for --api=openai.")
         if self.greedy and self.temperature not in (0, 1):
             raise ValueError(
                 f"--greedy takes the most probable token, and --temperature={self.temperature} draws: drop one of them."

@@ -230,6 +230,12 @@ class App:
         echoes = isinstance(asked, CompletionRequest) and bool(asked.echo)
         # At temperature 0 the sampler knows the most probable token: it is the one that it drew.
         scored = num_top is not None and (echoes or num_top > int(sampling.temperature == 0))
+        if scored and served.engine.spans_processes:
+            raise Invalid(
+                "this server runs over several processes, which score no texts: ask for logprobs=true (0 in "
+                "completions), no top_logprobs and no echo, or start it in one process.",
+                "logprobs",
+            )
         return Terms(
             asked.n or 1, sampling, asked.seed, asked.stops, keep_pieces=num_top is not None,
             keep_end=num_top is not None and is_completion, scored=scored, draws=max_tokens > 0,

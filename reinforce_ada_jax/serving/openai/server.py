@@ -1,6 +1,7 @@
 """The OpenAI-compatible server from start to end: it listens, loads, compiles, and serves until a signal."""
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -8,9 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import uvicorn
+
 from reinforce_ada_jax import cli
+from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.scoring import Scorer
-from reinforce_ada_jax.serving import http
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.serving import hosts, http
+from reinforce_ada_jax.serving.hosts import SharedEngine
 from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.call import Backend
@@ -21,13 +27,21 @@ from reinforce_ada_jax.serving.settings import ServerSettings
 IDLE_S = 1.0
 
 
-def make_backend(served: Served, wake: threading.Event) -> Backend:
-    """Reads the weights of a model, and compiles what sampling runs; what scores texts is compiled when it is asked."""
-    architecture, params = served.load()
+def make_backend(served: Served, wake: threading.Event, number: int = 0) -> Backend:
+    """Reads the weights of a model, and compiles what sampling runs; what scores texts is compiled when it is asked.
+
+    `number` is that of the model.
+    """
     engine = served.engine
-    sampler = Sampler(engine, PlainWeights(engine.decode_weights(params)))
+    shared = SharedEngine(engine, number) if engine.spans_processes else None
+
+    def weights() -> Params:
+        return served.load()[1]
+
+    params = engine.decode_weights(weights()) if shared is None else shared.load(weights)
+    sampler = Sampler(shared or engine, PlainWeights(params))
     sampler.warm_up()
-    scorer = Scorer(architecture, engine.mesh, engine.dtype)
+    scorer = Scorer(engine.architecture, engine.mesh, engine.dtype)
     return Backend(sampler, ScoreQueue(scorer, sampler.weights.params, wake))
 
 
@@ -53,7 +67,9 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.backends = {each.name: make_backend(each, self.wake) for each in self._models}
+            self.backends = {
+                each.name: make_backend(each, self.wake, number) for number, each in enumerate(self._models)
+            }
         except Exception as error:
             self.error = error
         self._on_loaded()
@@ -95,13 +111,37 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
         raise worker.error
     app.set_ready(worker.backends)
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
+    following = asyncio.create_task(_stop_with_others(server))
     await serving
+    following.cancel()
     worker.stop(settings.grace_s)
+    hosts.end()
     return True
 
 
+async def _stop_with_others(server: uvicorn.Server) -> None:
+    """Stops the server when another process of it was told to end."""
+    while not processes.asked_to_stop():
+        await asyncio.sleep(IDLE_S)
+    server.should_exit = True
+
+
+def follow(models: Sequence[Served]) -> None:
+    """Runs the windows of process 0 in another process, until that ends; a signal here ends it as well."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: processes.ask_to_stop())
+
+    def weights(served: Served) -> Params:
+        return served.load()[1]
+
+    hosts.follow([each.engine for each in models], [functools.partial(weights, each) for each in models])
+
+
 def run(settings: ServerSettings, models: Sequence[Served]) -> None:
-    """Serves until SIGINT or SIGTERM."""
+    """Serves until SIGINT or SIGTERM; of several processes, process 0 listens."""
+    if not processes.is_writer():
+        follow(models)
+        return
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
         signal.signal(number, lambda *_: None)
     with cli.user_input():

@@ -1,0 +1,145 @@
+"""One server over several processes: process 0 listens, all launch the same windows.
+
+Process 0 has the requests and the schedulers of all replicas. `SharedEngine` looks to its sampler like one engine, and
+sends each process the inputs of that process's replicas. The others run `follow`: they call their engine with these
+inputs, in the order in which process 0 calls its own, and send back the outputs. So all processes launch the same
+programs in the same order, and know nothing of requests. Messages are host memory: an idle server runs no program.
+"""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.scheduler import Scheduler
+from reinforce_ada_jax.sampling.state import DecodeState, EngineOptions, PromptTerms, WindowInputs, WindowOutputs
+from reinforce_ada_jax.sampling.state import default_terms as no_terms
+
+# What process 0 asks the others to do: read the weights of a model; begin with an empty state; set the terms of
+# prompts; launch a window; send the outputs of the oldest window that was not read; end.
+_LOAD, _RESET, _TERMS, _WINDOW, _READ, _END = "load", "reset", "terms", "window", "read", "end"
+
+
+def to_bytes(action: str, model: int, tree: Any = ()) -> bytes:
+    """Returns a message: what is asked, of which model, with the arrays of a tree."""
+    file = io.BytesIO()
+    header = np.frombuffer(json.dumps([action, model]).encode(), np.uint8)
+    np.savez(file, header, *map(np.asarray, jax.tree.leaves(tree)))
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> tuple[str, int, list[np.ndarray]]:
+    """Returns (action, model, arrays) of a message."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        header, *leaves = (arrays[f"arr_{number}"] for number in range(len(arrays.files)))
+    action, model = json.loads(header.tobytes())
+    return action, model, leaves
+
+
+class SharedEngine:
+    """Engine of all processes, in process 0: the replicas of process 0 come first, then those of process 1, and on."""
+
+    def __init__(self, engine: Engine, model: int):
+        """Makes it from this process's engine of a model."""
+        self.options: EngineOptions = engine.options
+        self.replicas = engine.replicas * processes.count()
+        self._engine, self._model = engine, model
+
+    def _ask(self, action: str, of_replicas: Sequence[Any] = ()) -> Sequence[Any]:
+        """Sends each process its part, and returns that of this one."""
+        own = len(of_replicas) // processes.count()
+        for process in range(1, processes.count()):
+            part = of_replicas[process * own : (process + 1) * own]
+            processes.send(process, to_bytes(action, self._model, part))
+        return of_replicas[:own]
+
+    def load(self, load: Callable[[], Params]) -> Params:
+        """Returns the weights to decode with."""
+        self._ask(_LOAD)
+        return self._engine.decode_weights(load())
+
+    def init_decode_state(self) -> DecodeState:
+        """Returns an empty state."""
+        self._ask(_RESET)
+        return self._engine.init_decode_state()
+
+    def set_terms(self, state: DecodeState, terms: Sequence[PromptTerms]) -> DecodeState:
+        """Sets the terms of the prompts of all replicas."""
+        return self._engine.set_terms(state, self._ask(_TERMS, terms))
+
+    def decode_window(
+        self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs]
+    ) -> tuple[DecodeState, WindowOutputs]:
+        """Launches a window of all replicas; the outputs are those of this process's."""
+        return self._engine.decode_window(params, state, self._ask(_WINDOW, inputs))
+
+    def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
+        """Waits for the oldest window that was not read; returns the outputs of all replicas."""
+        self._ask(_READ)
+        found = self._engine.fetch_outputs(outputs)
+        structure, own = jax.tree.structure(found), list(found)
+        for process in range(1, processes.count()):
+            found += jax.tree.unflatten(structure, from_bytes(processes.receive(process))[2])
+        assert len(found) == len(own) * processes.count()
+        return found
+
+
+def end() -> None:
+    """Ends the other processes' `follow`."""
+    for process in range(1, processes.count()):
+        processes.send(process, to_bytes(_END, 0))
+
+
+def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> None:
+    """Does what process 0 asks for, until it ends.
+
+    Args:
+      engines: of the models, in the order of process 0.
+      loads: functions that return their weights.
+    """
+    weights: dict[int, Params] = {}
+    states: dict[int, Any] = {}
+    windows: dict[int, list[WindowOutputs]] = {}
+    empty = [jax.tree.structure([_no_inputs(engine)] * engine.replicas) for engine in engines]
+    terms = [jax.tree.structure([no_terms(engine.options)] * engine.replicas) for engine in engines]
+    while True:
+        action, model, leaves = from_bytes(processes.receive(0))
+        engine = engines[model]
+        if action == _END:
+            return
+        if action == _LOAD:
+            weights[model] = engine.decode_weights(loads[model]())
+        elif action == _RESET:
+            states[model], windows[model] = engine.init_decode_state(), []
+        elif action == _TERMS:
+            states[model] = engine.set_terms(states[model], jax.tree.unflatten(terms[model], leaves))
+        elif action == _WINDOW:
+            inputs = jax.tree.unflatten(empty[model], leaves)
+            states[model], outputs = engine.decode_window(weights[model], states[model], inputs)
+            windows[model].append(outputs)
+        elif action == _READ:
+            found = engine.fetch_outputs(windows[model].pop(0))
+            processes.send(0, to_bytes(_READ, model, _without_padding(found)))
+
+
+def _no_inputs(engine: Engine) -> WindowInputs:
+    def unused(request: Any) -> Any:
+        raise AssertionError(request)
+
+    return Scheduler(engine.options).next_window(unused, unused)
+
+
+def _without_padding(outputs: Sequence[WindowOutputs]) -> list[WindowOutputs]:
+    """Returns outputs whose rows are as wide as the longest response."""
+    found = []
+    for each in outputs:
+        rows, longest = each.rows, int(np.max(each.rows.length, initial=1))
+        rows = rows.replace(tokens=rows.tokens[:, :longest], logprobs=rows.logprobs[:, :longest])
+        found.append(each.replace(rows=rows))
+    return found
