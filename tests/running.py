@@ -1,5 +1,6 @@
 """Configurations as tests load and change them, the environment in which they start commands, and what runs left."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -11,13 +12,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.distributed import compilation
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import loop
 from reinforce_ada_jax.training.checkpoint import Checkpoints
 from reinforce_ada_jax.training.state import abstract_state
 from tests import compiling
@@ -38,6 +42,20 @@ def load(file: pathlib.Path) -> types.ModuleType:
 def tiny(**changes: object) -> Config:
     """configs/tiny.py with some keys set: tiny(**{"seed": 1, "mesh.data": 2})."""
     return config_lib.replaced(config_lib.resolve(load(CONFIGS / "tiny.py").get_config()), changes)
+
+
+def compiles_nothing_early(patch: pytest.MonkeyPatch) -> None:
+    """A start of a run in this process compiles nothing: for tests that use few of its programs, or none."""
+    patch.setattr(compilation.EarlyCompilation, "add", lambda early, programs: compilation.always_ready)
+
+
+def train(
+    config: Config, workdir: pathlib.Path, load_benchmarks: loop.LoadBenchmarksFn = lambda *_: None
+) -> loop.Outcome:
+    """The outcome of a run in this process; by default it evaluates nothing."""
+    with contextlib.ExitStack() as stack:
+        run, state = loop.start(config, workdir, load_benchmarks, stack, quiet=True)
+        return loop.run_to_end(run, state)
 
 
 def environment(xla_flags: str = compiling.COMMANDS) -> dict[str, str]:

@@ -33,11 +33,15 @@ def adapters(learner):
     return jax.device_put(random_adapters(tiny.ARCHITECTURE), lora.shardings(tiny.ARCHITECTURE, ALL, learner.mesh))
 
 
+@jax.jit
+def _plain_logprobs(base, adapters, tokens, targets):
+    logits = transformer.logits(tiny.ARCHITECTURE, lora.adapted(base, adapters, ALL), tokens[None])[0]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
+
+
 def plain_logprobs(learner, adapters, row):
     """Log-probabilities of a row's targets by the plain forward pass."""
-    policy = lora.adapted(learner.base, adapters, ALL)
-    logits = transformer.logits(tiny.ARCHITECTURE, policy, jnp.asarray(row.tokens)[None])[0]
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(row.targets)[:, None], axis=1)[:, 0]
+    return _plain_logprobs(learner.base, adapters, row.tokens, row.targets)
 
 
 def expected_loss(name, logprobs, row):

@@ -135,12 +135,12 @@ def test_log_probabilities_near_zero_are_those_of_float64():
     logits = np.stack([top, top - np.float32(8), top - np.float32(12), top - np.float32(14)], axis=1)
     exact = logits.astype(np.float64)
     exact -= np.logaddexp.reduce(exact, axis=1, keepdims=True)
-    found = [
-        token_logprobs(HeadConfig(1.0, tied=True, tile=(1, 2)), jnp.ones((1, 1)), jnp.asarray(row)[:, None], target)[0]
-        for row in logits
-        for target in jnp.arange(2)[:, None]
-    ]
-    found = np.reshape(found, (64, 2))
+
+    @jax.jit
+    def logprob(row, target):
+        return token_logprobs(HeadConfig(1.0, tied=True, tile=(1, 2)), jnp.ones((1, 1)), row[:, None], target[None])[0]
+
+    found = np.reshape([logprob(row, target) for row in logits for target in np.arange(2, dtype=np.int32)], (64, 2))
     np.testing.assert_allclose(found[:, 0], exact[:, 0], rtol=0, atol=1.2e-7)
     np.testing.assert_allclose(found[:, 1], exact[:, 1], rtol=2e-7)
 
@@ -185,7 +185,7 @@ def test_large_and_equal_logits_stay_finite():
         return token_logprobs(HeadConfig(1.0, tied=False, tile=(2, 3)), jnp.eye(2), head, jnp.array([0, 3]))
 
     np.testing.assert_allclose(both(head), [[0.0, -np.log(4)], [0.0, np.log(4)]], atol=1e-6)
-    assert np.isfinite(jax.jacrev(both)(head)).all()
+    assert np.isfinite(jax.jit(jax.jacrev(both))(head)).all()
 
 
 def test_a_float32_head_beside_bfloat16_states():

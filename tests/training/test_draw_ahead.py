@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import signal
 import threading
 import time
@@ -16,10 +17,9 @@ from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import iteration as iteration_lib
-from reinforce_ada_jax.training import loop
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
 from reinforce_ada_jax.training.loop import Ending
-from tests import compiling
+from tests import compiling, running
 from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, reproducible, restored, tiny
 
@@ -36,11 +36,8 @@ SPLIT = {"mesh.sampler": 1, "mesh.learner": 1}
 
 def train(workdir, evaluator=None, **changes):
     """The outcome of a run in this process."""
-    config = tiny(**SMALL | SPLIT | changes)
-    with contextlib.ExitStack() as stack:
-        load = (lambda *_: lambda *_: evaluator) if evaluator else (lambda *_: None)
-        made, state = loop.start(config, workdir, load, stack, quiet=True)
-        return loop.run_to_end(made, state)
+    load = (lambda *_: lambda *_: evaluator) if evaluator else (lambda *_: None)
+    return running.train(tiny(**SMALL | SPLIT | changes), workdir, load)
 
 
 def texts(folder):
@@ -211,7 +208,26 @@ def test_a_failing_grader_costs_nothing_that_is_finished(unbroken, tmp_path, mon
     assert_same_run(tmp_path / "run", unbroken)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_was_asked_to_end_draws_the_collection_in_flight_again(unbroken, tmp_path, monkeypatch, number):
+    original = iteration_lib.collect
+
+    def asked_at_3(*arguments, **keywords):
+        if keywords["iteration"] == 3:
+            signal.raise_signal(number)
+        return original(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(iteration_lib, "collect", asked_at_3)
+        outcome = train(tmp_path / "run")
+    assert outcome.ending is (Ending.INTERRUPTED if number == signal.SIGINT else Ending.PREEMPTED)
+    assert re.search(r"iteration [12] is saved\.", outcome.message)
+    train(tmp_path / "run")
+    assert_same_run(tmp_path / "run", unbroken)
+
+
 # ---- kills -------------------------------------------------------------------------------------------------------
+# The test above holds what a request to end leaves, and test_train.py kills runs that draw and learn in turn.
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +273,7 @@ def kill_at_random_moments(start, workdir, iterations, kills):
     finish(start(workdir, iterations))
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(start, whole, tmp_path):
     kill_at_random_moments(start, tmp_path / "run", ITERATIONS, 2)
     assert_same_run(tmp_path / "run", whole)
@@ -270,7 +287,8 @@ def test_twenty_kills_at_random_moments(start, tmp_path):
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_to_end(start, whole, tmp_path, how):
     workdir = tmp_path / "run"
     process = start(workdir)

@@ -1,14 +1,12 @@
 """Training on responses that were drawn in int8."""
 
-import contextlib
 import json
 
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.training import loop
 from reinforce_ada_jax.training.loop import Ending
-from tests.running import tiny
+from tests.running import tiny, train
 
 SMALL = {
     "iterations": 2, "checkpoint.every": 0, "evaluation.every": 0, "logging.tensorboard": False,
@@ -21,9 +19,7 @@ SMALL = {
 def test_the_gap_is_logged_and_does_not_stop_the_run(tmp_path, prompts_per_update):
     # With one update an iteration the gap is from the update's own program, with two from the scoring pass.
     config = tiny(**SMALL, **{"learning.prompts_per_update": prompts_per_update})
-    with contextlib.ExitStack() as stack:
-        made, state = loop.start(config, tmp_path / "run", lambda *_: None, stack, quiet=True)
-        assert loop.run_to_end(made, state).ending is Ending.FINISHED
+    assert train(config, tmp_path / "run").ending is Ending.FINISHED
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         # In float32 on a CPU 1e-4 would stop a run that draws from the learner's weights.

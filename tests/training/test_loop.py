@@ -25,7 +25,7 @@ from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
-from tests.running import reproducible, restored, tiny
+from tests.running import compiles_nothing_early, reproducible, restored, tiny
 
 NAMES = (
     "reward/first_round", "collection/zero_signal_share", "collection/verifier_failures", "collection/responses",
@@ -59,7 +59,8 @@ class Evaluator:
 def run(workdir, iterate=iterate, evaluator=None, **changes):
     """(outcome, the state that the run began with) of a run to its end."""
     config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False, **changes})
-    with contextlib.ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        compiles_nothing_early(patch)
         made, state = loop.start(config, workdir, lambda *_: None, stack, quiet=True)
         made = dataclasses.replace(made, iterate=iterate, evaluator=evaluator, verifiers=contextlib.nullcontext())
         return loop.run_to_end(made, state), state
@@ -254,7 +255,7 @@ def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
 
 def test_training_from_a_notebook(tmp_path):
     settings = {"iterations": 1, "evaluation.every": 0, "logging.tensorboard": False, "learning.prompts_per_update": 4}
-    config = tiny(**settings | {"collection.prompts_per_iteration": 4, "sampling.slots": 32})
+    config = tiny(**settings | {"collection.prompts_per_iteration": 8, "sampling.slots": 32})
     done = train.train(config, tmp_path / "run")
     assert done.iteration == 1 and [line["iteration"] for line in done.metrics] == [1]
     state, _ = restored(tmp_path / "run")
@@ -265,9 +266,9 @@ def test_training_from_a_notebook(tmp_path):
         train.train(config_lib.replaced(config, {"data.prompts": ""}), tmp_path / "other")
 
 
-def test_training_with_a_function_of_the_notebook(tmp_path):
+def test_training_with_a_function_of_the_notebook(tmp_path, monkeypatch):
     settings = {"iterations": 1, "evaluation.every": 0, "logging.tensorboard": False, "learning.prompts_per_update": 4}
-    config = tiny(**settings | {"collection.prompts_per_iteration": 4, "sampling.slots": 32})
+    config = tiny(**settings | {"collection.prompts_per_iteration": 8, "sampling.slots": 32})
     given = []
 
     def letters(response, answer):  # local, so that no worker could import it
@@ -282,6 +283,7 @@ def test_training_with_a_function_of_the_notebook(tmp_path):
     assert 0 < sum(given) < len(given) == done.metrics[0]["collection/responses"]
     assert done.metrics[0]["reward/pool"] not in (0.0, 1.0)
     assert restored(tmp_path / "run")[1]["reward"] is not None
+    compiles_nothing_early(monkeypatch)
     for reward in (other, None):
         with pytest.raises(ValueError, match="the reward function .* is not the one that the run in .* began with"):
             train.train(config, tmp_path / "run", reward=reward)

@@ -1,18 +1,18 @@
 """Rewards that are broken from the start, break later, or change between two starts of a run."""
 
+import contextlib
 import dataclasses
 
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli
+from reinforce_ada_jax import cli, train
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume, reward_check
 from reinforce_ada_jax.types import Prompt, Verdict
-from tests.forked import Forked
-from tests.running import environment, tiny
+from tests.running import tiny
 
 PROMPT = Prompt("p-1", "2 + 2?", "4", np.zeros(1, np.int32), columns={"level": 3, "answer": "so it is 4"})
 
@@ -161,20 +161,23 @@ SMALL = {
 }  # fmt: skip
 
 
-def trained(workdir, path, code=0, **more):
-    flags = [f"--config.{key}={value}" for key, value in (SMALL | {"reward.path": path} | more).items()]
-    process = Forked(
-        ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}", *flags], environment()
-    )
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == code, err
-    return out, err
+@pytest.fixture
+def trained(capsys):
+    """trained(workdir, path, exit code, more settings) -> what the command said at both outputs."""
+
+    def trained(workdir, path, code=0, **more):
+        ends = pytest.raises(SystemExit, match=str(code)) if code else contextlib.nullcontext()
+        with ends:
+            train.main(tiny(**SMALL | {"reward.path": path} | more), workdir)
+        return capsys.readouterr()
+
+    return trained
 
 
-def test_rewards_of_other_programs_train_and_are_part_of_the_run(tmp_path):
+def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_path):
     file, workdir = tmp_path / "theirs.py", tmp_path / "run"
     file.write_text(REWARDS)
-    both = {"path": f"{file}:correct,{file}:short", "reward.weights": "(1.0,0.25)", "reward.positive_threshold": 0.9}
+    both = {"path": f"{file}:correct,{file}:short", "reward.weights": (1.0, 0.25), "reward.positive_threshold": 0.9}
     out, err = trained(workdir, **both)
     assert f"reward      {file}:correct,{file}:short gives " in out and "first response, to problem 'train-" in err
     (metrics,) = writers.read_metrics(workdir)
@@ -191,7 +194,7 @@ def test_rewards_of_other_programs_train_and_are_part_of_the_run(tmp_path):
     assert "the reward function (reward.path, train(..., reward=)) is not the one" in err and "Traceback" not in err
 
 
-def test_a_run_stops_at_the_first_iteration_without_a_graded_response(tmp_path):
+def test_a_run_stops_at_the_first_iteration_without_a_graded_response(trained, tmp_path):
     (tmp_path / "theirs.py").write_text(REWARDS)
     _, err = trained(tmp_path / "run", f"{tmp_path}/theirs.py:once", code=cli.STOPPED)
     assert "theirs.py:once could grade none of the" in err and "accept_changed_reward=True" in err

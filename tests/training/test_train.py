@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli, evaluate, export
+from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection.serialization import partial_from_text
 from reinforce_ada_jax.data import cipher
@@ -30,7 +30,16 @@ from reinforce_ada_jax.training import resume
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
 from tests.forked import Forked
-from tests.running import ROOT, cipher_file, environment, reproducible, restored, saved_config, tiny
+from tests.running import (
+    ROOT,
+    cipher_file,
+    compiles_nothing_early,
+    environment,
+    reproducible,
+    restored,
+    saved_config,
+    tiny,
+)
 
 ITERATIONS = 12
 # Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
@@ -179,9 +188,10 @@ def test_kill_and_resume(start, unbroken, tmp_path):
     assert_same_run(tmp_path / "run", unbroken[0])
 
 
-@pytest.mark.parametrize(("kills", "iterations"), [(3, 24), pytest.param(20, 60, marks=pytest.mark.slow)])
-def test_kills_at_random_moments(start, tmp_path, kills, iterations):
+@pytest.mark.slow  # test_kill_and_resume kills one such run
+def test_kills_at_random_moments(start, tmp_path):
     # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
+    kills, iterations = 20, 60
     flags = (f"--config.iterations={iterations}", "--config.checkpoint.every=3", "--config.evaluation.every=4")
     finish(start(tmp_path / "unbroken", *flags))
     moments, workdir, killed = np.random.default_rng(kills), tmp_path / "run", 0
@@ -277,14 +287,27 @@ def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
     assert_same_run(workdir, unbroken[0])
 
 
-def test_another_model_is_refused(start, unbroken, tmp_path):
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """refused(workdir) -> the message of the command that refuses the work directory as it is."""
+    compiles_nothing_early(monkeypatch)
+
+    def refused(workdir):
+        with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
+            train.main(saved_config(workdir), workdir)
+        return capsys.readouterr().err
+
+    return refused
+
+
+def test_another_model_is_refused(refused, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     model = shutil.copytree(ROOT / "reinforce_ada_jax" / "assets" / "cipher", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
     saved = config_lib.replaced(saved_config(workdir), {"model.path": str(model)})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
-    _, err = finish(start(workdir, f"--config.model.path={model}"), cli.BAD_INPUT)
+    err = refused(workdir)
     assert "holds checkpoints of another model" in err and "now 0.25" in err
     assert "Traceback" not in err
 
@@ -354,8 +377,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
     state, record = restored(tmp_path / "run")
     assert record["iteration"] == 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
-    assert "resuming after iteration 3" in finish(start(tmp_path / "run"))[0]
-    assert [line["iteration"] for line in writers.read_metrics(tmp_path / "run")] == list(range(1, ITERATIONS + 1))
+    assert "resuming after iteration 3" in finish(start(tmp_path / "run", "--config.iterations=4"))[0]
+    assert [line["iteration"] for line in writers.read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("seconds", [0, 3, 10**6])
@@ -407,11 +430,11 @@ def test_what_a_run_must_find_as_it_was(tmp_path):
         resume.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
 
 
-def test_other_prompts_are_refused(start, unbroken, tmp_path):
+def test_other_prompts_are_refused(refused, unbroken, tmp_path):
     workdir, others = shutil.copytree(unbroken[0], tmp_path / "run"), cipher_file(tmp_path / "others.jsonl", 64)
     saved = config_lib.replaced(saved_config(workdir), {"data.prompts": others})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
-    _, err = finish(start(workdir, f"--config.data.prompts={others}"), cli.BAD_INPUT)
+    err = refused(workdir)
     assert "the prompts of data.prompts are not those that the run in" in err and "Traceback" not in err
 
 

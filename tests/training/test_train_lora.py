@@ -1,6 +1,7 @@
 """A small run that trains adapters: what it keeps, that it resumes bit for bit, and what is made of it afterwards."""
 
 import contextlib
+import io
 import json
 import shutil
 
@@ -9,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax import cli, evaluate, export
+from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop
-from tests import compiling, forked
-from tests.running import environment, reproducible, restored, saved_config, tiny
+from tests.running import compiles_nothing_early, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 4
 SETTINGS = {
@@ -42,15 +42,12 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     benchmark = folder / "heldout.jsonl"
     benchmark.write_text("".join(json.dumps(problem) + "\n" for problem in cipher.problems("heldout")[:32]))
-    flags = ["--config=configs/tiny.py", f"--config.evaluation.benchmarks=({str(benchmark)!r},)"]
-    flags += [f"--config.{key}={value}" for key, value in SETTINGS.items()]
+    config = tiny(**SETTINGS | {"evaluation.benchmarks": (str(benchmark),)})
 
     def start(workdir):
-        # With the compiler's flags of this process, whose evaluations then have the bits of the run.
-        command = ["-m", "reinforce_ada_jax.train", *flags, f"--workdir={workdir}"]
-        result = forked.run(command, environment(compiling.QUICKLY))
-        assert result.returncode == 0, result.stderr
-        return result.stdout
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train.main(config, workdir, quiet=False)
+        return out.getvalue()
 
     return start
 
@@ -159,8 +156,9 @@ def test_adapters_on_another_base_are_refused(unbroken, tmp_path, capsys):
 
 
 @pytest.fixture
-def begin():
+def begin(monkeypatch):
     """begin(workdir, changes) -> (run, state) of a run at its beginning, in this process."""
+    compiles_nothing_early(monkeypatch)
     with contextlib.ExitStack() as stack:
 
         def begin(workdir, **changes):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.reporting import writers
-from tests import compiling, forked
-from tests.running import environment, reproducible, restored
+from reinforce_ada_jax.training.loop import Ending
+from tests.running import reproducible, restored, tiny, train
 
-ITERATIONS = 4
+ITERATIONS = 3
 FLAGS = {
     "iterations": ITERATIONS,
     "checkpoint.every": 2,
@@ -57,25 +57,15 @@ RUNS = {
 SLOW = ("ema", "positive", "dapo")
 
 
-@pytest.fixture(scope="module")
-def start():
-    """start(workdir, overrides) -> stderr of a finished run."""
-
-    def start(workdir, overrides):
-        flags = [f"--config.{key}={value}" for key, value in (FLAGS | overrides).items()]
-        command = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]
-        result = forked.run([*command, *flags], environment(compiling.QUICKLY))
-        assert result.returncode == 0, result.stderr
-        return result.stderr
-
-    return start
+def start(workdir, overrides):
+    assert train(tiny(**FLAGS | overrides), workdir).ending is Ending.FINISHED
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
-def test_a_run_resumes_bit_for_bit(start, tmp_path, name):
+def test_a_run_resumes_bit_for_bit(tmp_path, name):
     unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
     start(unbroken, RUNS[name])
-    # As after a kill in iteration 3 or 4: the checkpoint of iteration 2 is the newest, later lines are there.
+    # As after a kill in iteration 3: the checkpoint of iteration 2 is the newest, later lines are there.
     shutil.copytree(unbroken, resumed)
     shutil.rmtree(resumed / "checkpoints" / str(ITERATIONS))
     start(resumed, RUNS[name])
