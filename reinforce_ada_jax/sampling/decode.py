@@ -91,6 +91,11 @@ def release_slots(state: DecodeState, ended: Bool[Array, " S"]) -> DecodeState:
     return _change(state, jnp.any(ended), lambda small, other: (slots_lib.release(small, ended), other))[0]
 
 
+def _end_responses(state: DecodeState, ended: Bool[Array, " S"], park_reserve: Int[Array, ""]) -> DecodeState:
+    """Makes slots inactive, and parks their turns or releases their own pages."""
+    return _change(state, jnp.any(ended), lambda small, other: (slots_lib.end(small, ended, park_reserve), other))[0]
+
+
 def insert(
     state: DecodeState,
     prefix: Prefix,
@@ -120,6 +125,7 @@ def insert(
         key=jnp.where(here[:, None], token_lib.draw_keys(state.seed, address[None]), old.key),
         prompt_row=old.prompt_row,
         output_row=jnp.where(here, slot, old.output_row),
+        park_row=old.park_row,
         table=jnp.where(here[:, None], table, old.table),
         shared=jnp.where(here, 0, old.shared),
         used=jnp.where(here, used, old.used),
@@ -372,7 +378,7 @@ def decode_window(
             state, ended = drafts_lib.append_tokens(state, drafted, logprobs, decoding, at_a_time)
         else:
             state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), at_a_time)
-        return release_slots(state, ended), logprobs, width, go_on
+        return _end_responses(state, ended, inputs.park_reserve), logprobs, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend
     # on it exist once in the program: compiling takes longer than anything else at a start.
@@ -388,6 +394,7 @@ def _window_outputs(state: DecodeState) -> WindowOutputs:
         rows=state.outputs,
         waiting=state.queue.end - state.queue.head,
         free_pages=state.pool.available,
+        prompt_length=state.prompts.length,
         busy=state.busy,
         decode_steps=state.decode_steps,
         redone=state.redone,

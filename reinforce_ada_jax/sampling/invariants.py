@@ -38,8 +38,9 @@ def _require_partition(size: int, name: str, **parts: Iterable[int] | np.ndarray
 
 def check_rows(options: EngineOptions, rows: Rows) -> None:
     """Checks the host's rows of one replica: each is free or occupied, and no request is in flight twice."""
-    _require_partition(options.open_prompts, "prompt rows", open=rows.prompts.values(),
-                       closing=np.flatnonzero(rows.closing), free=rows.free_prompt_rows)  # fmt: skip
+    _require_partition(options.open_prompts, "prompt rows", open=rows.prompts.values(), parked=rows.parked,
+                       to_be_parked=rows.park_rows.values(), closing=np.flatnonzero(rows.closing),
+                       free=rows.free_prompt_rows)  # fmt: skip
     _require_partition(options.output_rows, "output rows", in_flight=rows.in_flight, free=rows.free_output_rows)
     counts = Counter((request.prompt.id, request.draw) for request in rows.in_flight.values())
     twice = [address for address, count in counts.items() if count > 1]
@@ -94,11 +95,11 @@ def _check_requests(state: Occupancy, rows: Rows, unread: Sequence[WindowOutputs
 
 
 def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
-    """Checks that each page is free, that of one or more prompts, or a slot's own."""
+    """Checks that each page is free, that of one or more prompts or parked turns, or a slot's own."""
     pool, prompts, slots = state.pool, state.prompts, state.slots
     available = int(pool.available)
     _require(0 <= available <= options.pages - 1, f"{available} of {options.pages - 1} pages are free")
-    open_rows = np.array(list(rows.prompts.values()), np.int64)
+    open_rows = np.array([*rows.prompts.values(), *rows.parked, *rows.park_rows.values()], np.int64)
     counts = num_pages(prompts.length[open_rows] - 1, options.page_size)
     prompt_pages = prompts.table[open_rows][np.arange(prompts.table.shape[1]) < counts[:, None]]
     column = np.arange(slots.table.shape[1])
@@ -114,9 +115,12 @@ def _check_slots(options: EngineOptions, state: Occupancy, rows: Rows, active: n
     home = np.array([rows.prompts.get(request.prompt.id, -1) for request in requests], np.int64)
     _require(bool((home >= 0).all()), f"slots {active[home < 0].tolist()} decode for prompts that are closed")
     length, table, shared, used = prompts.length[home], slots.table[active], slots.shared[active], slots.used[active]
+    of_slots = slots.output_row[active].tolist()
+    park_row = np.array([rows.park_rows.get(row, options.open_prompts) for row in of_slots], np.int64)
     max_tokens, count, position = slots.sampling.max_tokens[active], slots.count[active], slots.position[active]
     right = (
         (slots.prompt_row[active] == home)
+        & (slots.park_row[active] == park_row)
         & (position == length - 1 + count)
         & (count < max_tokens)
         & (shared == (length - 1) // options.page_size)

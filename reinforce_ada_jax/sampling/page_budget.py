@@ -24,6 +24,7 @@ class PageBudget:
         self._holders: collections.Counter[int] = collections.Counter()
         self._numbers = itertools.count()
         self.guaranteed_free_pages = options.pages - 1
+        self.parkable_turns = 0  # responses in flight whose pages may stay with a prompt row
         # Of each window in flight: pages closed less pages opened since the one before, and its reserve.
         self._in_flight: collections.deque[tuple[int, int]] = collections.deque()
         self._closed = self._opened = 0  # pages, since the newest window was submitted
@@ -36,24 +37,42 @@ class PageBudget:
         options = self._options
         return options.pages - 1 - max(options.table_width, for_responses) - len(self._holders)
 
-    def fits(self, prompt: Prompt, shared: int = 0, for_responses: int = 0) -> bool:
+    def fits(self, prompt: Prompt, shared: int = 0, for_responses: int = 0, *, after_closing: bool = False) -> bool:
         """Returns True if the prompt can be opened now.
 
         Args:
           prompt: to be opened.
           shared: of its first pages are those of another prompt.
           for_responses: pages that prompts must leave to responses.
+          after_closing: count on the pages that the next window releases.
         """
-        return self._pages(prompt) - shared <= min(self._room_for_prompts(for_responses), self.guaranteed_free_pages)
+        free = self.guaranteed_free_pages + (self._closed if after_closing else 0)
+        return self._pages(prompt) - shared <= min(self._room_for_prompts(for_responses), free)
 
     def open_prompt(self, row: int, prompt: Prompt, like: int = 0, shared: int = 0) -> None:
-        """Takes the pages of a prompt that fits; the first `shared` are those of the prompt in row `like`."""
+        """Takes the pages of a prompt that fits; the first `shared` are those of the prompt in row `like`.
+
+        In the row of a parked turn it goes on: `like` is that row, and `shared` are all its pages.
+        """
         new = self._pages(prompt) - shared
         pages = [*(self._pages_of[like][:shared] if shared else ()), *itertools.islice(self._numbers, new)]
         self._pages_of[row] = pages
-        self._holders.update(pages)
+        self._holders.update(pages[shared:] if like == row else pages)
         self.guaranteed_free_pages -= new
         self._opened += new
+
+    def park(self, row: int, num_pages: int, like: int, shared: int) -> None:
+        """Counts a response's pages as those of a prompt row; the first `shared` are those of its prompt.
+
+        They have not been free since the window that parked them, of which `read_window` is told next.
+        """
+        new = itertools.islice(self._numbers, num_pages - shared)
+        self._pages_of[row] = [*self._pages_of[like][:shared], *new]
+        self._holders.update(self._pages_of[row])
+
+    def park_reserve(self, reserve: int, for_responses: int = 0) -> int:
+        """Returns the pages that parked turns must leave free or to slots, in a window with this reserve."""
+        return reserve + max(self._options.table_width, for_responses)
 
     def close_prompt(self, row: int) -> None:
         """Counts on the pages that only this prompt holds from the next window on, which releases them."""
@@ -86,8 +105,8 @@ class PageBudget:
     def _after_window(self, free_pages: int, reserve: int) -> int:
         """Returns the pages that are free after a window which began with at least `free_pages`.
 
-        Slots may take all but `reserve`, and never more than their tables hold.
+        Slots may take all but `reserve`, and never more than their tables hold; nor do turns that were parked since.
         """
         options = self._options
-        held_by_slots = options.slots * options.table_width
+        held_by_slots = options.slots * options.table_width + self.parkable_turns * options.prompt_width
         return max(min(free_pages, reserve), options.pages - 1 - len(self._holders) - held_by_slots)

@@ -30,8 +30,9 @@ class Prefixes:
         return row, int(common[row]) // self._page_size
 
     def add(self, row: int, tokens: Int[np.ndarray, " T"], adapter: int) -> None:
-        """Adds an open prompt."""
-        self._tokens[row, : len(tokens) - 1] = tokens[:-1]
+        """Adds an open prompt, or a parked turn."""
+        stored = tokens[:-1][: self._tokens.shape[1]]
+        self._tokens[row, : len(stored)] = stored
         self._adapter[row] = adapter
 
     def remove(self, row: int) -> None:

@@ -75,8 +75,9 @@ class RolloutCounts:
       steps: decode steps from the first window to the last, where several processes decode: those of the slowest.
       waited_steps: those of them in which this process decoded nothing and waited for another one.
       prefills: prompts prefilled.
-      prefilled_tokens: their tokens, less the last of each, which starts its draws, and less those shared.
+      prefilled_tokens: their tokens, less the last of each, which starts its draws, and less those shared or continued.
       shared_tokens: their tokens whose keys and values another prompt had.
+      continued_tokens: their tokens whose keys and values the turn before had left.
       dispatches: programs started on the device: windows, and a last one, which only gives pages back.
       drafted: tokens that were guessed and verified.
       accepted: of these, tokens of responses.
@@ -92,6 +93,7 @@ class RolloutCounts:
     prefills: int = 0
     prefilled_tokens: int = 0
     shared_tokens: int = 0
+    continued_tokens: int = 0
     dispatches: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -303,9 +305,10 @@ class _Session:
                 self._add(self.queue.take_speculative(missing, scheduler.rows.prompts))
 
     def _add(self, requests: Sequence[Request]) -> None:
-        """Gives each request to the replica that has its prompt; a new prompt to the one with the least to do."""
+        """Gives each request to the replica with its prompt or last turn; else to the one with the least to do."""
         for request in requests:
-            homes = [scheduler for scheduler in self.schedulers if scheduler.has(request.prompt.id)]
+            prompt = request.prompt
+            homes = [each for each in self.schedulers if each.has(prompt.id) or each.has_parked(prompt)]
             (homes[0] if homes else min(self.schedulers, key=lambda scheduler: scheduler.load)).add(request)
 
     def _close(self, prompt_ids: Sequence[str]) -> None:
@@ -325,9 +328,10 @@ class _Session:
         for opened in (each.opened for each in inputs):
             is_prompt = opened.row < self.engine.options.open_prompts
             self.counts.prefills += int(is_prompt.sum())
-            shared = int(opened.shared.sum()) * self.engine.options.page_size
-            self.counts.shared_tokens += shared
-            self.counts.prefilled_tokens += int((opened.length[is_prompt] - 1).sum()) - shared
+            continues = opened.like == opened.row
+            self.counts.shared_tokens += int(opened.cached[~continues].sum())
+            self.counts.continued_tokens += int(opened.cached[continues].sum())
+            self.counts.prefilled_tokens += int((opened.length - 1 - opened.cached)[is_prompt].sum())
         if self.engine.options.check_invariants:
             self._check([outputs] if previous is None else [previous, outputs])
         return outputs
@@ -374,6 +378,10 @@ class _Session:
         """With nothing in flight: returns True if prompts that wait for room may find some now."""
         if not any(scheduler.num_unopened for scheduler in self.schedulers):
             return False
+        for scheduler in self.schedulers:
+            scheduler.open_waiting()  # which may close others
+        if self._busy:
+            return True
         verdicts = self.queue.wait()  # they close prompts
         self._close(self.queue.closed())  # also those that the last `take` closed
         if not verdicts and not self._busy:
@@ -403,7 +411,7 @@ class _Session:
                 "than their number."
             )
         for scheduler in self.schedulers:
-            scheduler.close(list(scheduler.rows.prompts))
+            scheduler.close_all()
 
     def _check_idle(self) -> None:
         if self.engine.options.check_invariants:

@@ -1,9 +1,26 @@
 """Rows of a replica's prompt table and of its outputs: which are free, and what occupies the others."""
 
+from typing import NamedTuple
+
 import numpy as np
+from jaxtyping import Int
 
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.types import Request
+
+
+class ParkedTurn(NamedTuple):
+    """A turn of a trajectory whose pages stay for the next one.
+
+    Attributes:
+      prompt_id: of the turn's prompt.
+      tokens: of the prompt and the response.
+      adapter: of their keys and values.
+    """
+
+    prompt_id: str
+    tokens: Int[np.ndarray, " T"]
+    adapter: int
 
 
 class Rows:
@@ -12,12 +29,16 @@ class Rows:
     Attributes:
       prompts: row of each open prompt, by its id.
       closing: bool[R], rows of prompts that the next window releases.
+      parked: turns that wait for the next one, by prompt row, the oldest first.
+      park_rows: prompt rows that turns in flight may be parked in, by output row.
       in_flight: requests on the device, by output row.
     """
 
     def __init__(self, options: EngineOptions):
         self.prompts: dict[str, int] = {}
         self.closing = np.zeros(options.open_prompts, bool)
+        self.parked: dict[int, ParkedTurn] = {}
+        self.park_rows: dict[int, int] = {}
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.in_flight: dict[int, Request] = {}
         self.free_output_rows = list(range(options.output_rows))[::-1]
@@ -26,6 +47,24 @@ class Rows:
         """Returns the row that the prompt gets."""
         self.prompts[prompt_id] = row = self.free_prompt_rows.pop()
         return row
+
+    def find_parked(self, tokens: Int[np.ndarray, " T"], adapter: int) -> int | None:
+        """Returns the row of the parked turn with which these tokens begin; None where there is none."""
+        for row, turn in self.parked.items():
+            length = len(turn.tokens)
+            if length <= len(tokens) and turn.adapter == adapter and np.array_equal(turn.tokens, tokens[:length]):
+                return row
+        return None
+
+    def continue_turn(self, row: int, prompt_id: str) -> None:
+        """Gives the row of a parked turn to the prompt of the next one."""
+        del self.parked[row]
+        self.prompts[prompt_id] = row
+
+    def close_parked(self, row: int) -> None:
+        """Marks the row of a parked turn for the next window to release."""
+        del self.parked[row]
+        self.closing[row] = True
 
     def close_prompt(self, prompt_id: str) -> int:
         """Marks a prompt's row for the next window to release, and returns it."""
@@ -43,9 +82,11 @@ class Rows:
         return closing
 
     def start(self, request: Request) -> int:
-        """Returns the output row that the response will fill."""
+        """Returns the output row that the response will fill; a turn gets a row to be parked in, if one is free."""
         row = self.free_output_rows.pop()
         self.in_flight[row] = request
+        if request.continues and self.free_prompt_rows:
+            self.park_rows[row] = self.free_prompt_rows.pop()
         return row
 
     def finish(self, row: int) -> Request:

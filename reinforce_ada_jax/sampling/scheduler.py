@@ -7,16 +7,17 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.page_budget import PageBudget
-from reinforce_ada_jax.sampling.pages import own_pages
+from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.prefixes import Prefixes
 from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
-from reinforce_ada_jax.sampling.rows import Rows
+from reinforce_ada_jax.sampling.rows import ParkedTurn, Rows
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
     TRUNCATED,
@@ -35,6 +36,15 @@ from reinforce_ada_jax.types import Prompt, Request, Response
 FREED_IN_A_WINDOW = 5
 # Prompts that wait, for which a window leaves pages free.
 NEXT_PROMPTS = 16
+
+
+class _Beginning(NamedTuple):
+    """Tokens of a prompt that are in the cache: in the first `shared` pages of row `like`, maybe of a parked turn."""
+
+    is_parked: bool
+    like: int
+    shared: int
+    cached: int
 
 
 def _no_adapter(prompt: Prompt) -> int:
@@ -59,6 +69,8 @@ class Scheduler:
         self._ready: collections.deque[Request] = collections.deque()  # of open prompts
         self._cancelled: set[Request] = set()  # on the device, with the next window
         self.opened: list[OpenedPrompt] = []  # with the next window
+        self._has_turns = False  # prompts may wait for the end of a trajectory whose next turn waits for them
+        self._next_turns: set[str] = set()  # open prompts that go on where a turn was parked
 
     @property
     def busy(self) -> bool:
@@ -95,9 +107,17 @@ class Scheduler:
         """Returns True if the prompt is open here, or waits to be."""
         return prompt_id in self.rows.prompts or prompt_id in self._unopened
 
+    def has_parked(self, prompt: Prompt) -> bool:
+        """Returns True if the prompt begins with a turn that is parked here."""
+        return self._find_parked(prompt) is not None
+
+    def _find_parked(self, prompt: Prompt) -> int | None:
+        return self.rows.find_parked(prompt.tokens, self._adapter_of(prompt)) if self.rows.parked else None
+
     def add(self, request: Request) -> None:
         """Adds a request; its prompt is opened if it is new and there is room."""
         prompt = request.prompt
+        self._has_turns |= request.continues
         if prompt.id in self.rows.prompts or (not self._unopened and self._open(prompt, 1)):
             self._ready.append(request)
         else:
@@ -106,7 +126,10 @@ class Scheduler:
     def open_waiting(self) -> None:
         """Opens prompts that wait, in order, until one finds no room."""
         for prompt_id, requests in list(self._unopened.items()):
-            if not self.capacity or not self._open(requests[0].prompt, len(requests)):
+            if not self.capacity:
+                break
+            if not self._open(requests[0].prompt, len(requests)):
+                self._make_way(requests[0].prompt, len(requests))
                 break
             self._ready.extend(self._unopened.pop(prompt_id))
 
@@ -123,24 +146,110 @@ class Scheduler:
     def _open(self, prompt: Prompt, requests: int) -> bool:
         """Opens a prompt with this number of requests, if there is room."""
         check_prompt(self.options, len(prompt.tokens))
-        adapter = self._adapter_of(prompt)
-        like, shared = self._prefixes.find(prompt.tokens, adapter)
-        for_responses = self._pages_for_responses(requests)
-        if not self.rows.free_prompt_rows or not self.budget.fits(prompt, shared, for_responses):
+        begins = self._beginning(prompt)
+        if not self._fits(prompt, begins, requests):
             return False
-        row = self.rows.open_prompt(prompt.id)
-        self.budget.open_prompt(row, prompt, like, shared)
-        self._prefixes.add(row, prompt.tokens, adapter)
-        self.opened.append(OpenedPrompt(row, prompt.tokens, like, shared))
+        if begins.is_parked:
+            row = begins.like
+            self.rows.continue_turn(row, prompt.id)
+            self._next_turns.add(prompt.id)
+        else:
+            row = self.rows.open_prompt(prompt.id)
+        self.budget.open_prompt(row, prompt, begins.like, begins.shared)
+        self._prefixes.add(row, prompt.tokens, self._adapter_of(prompt))
+        self.opened.append(OpenedPrompt(row, prompt.tokens, begins.like, begins.shared, begins.cached))
         return True
 
-    def close(self, prompt_ids: Sequence[str]) -> None:
-        """Closes those of the prompts that are open here, with the next window."""
+    def _beginning(self, prompt: Prompt) -> _Beginning:
+        page_size, parked = self.options.page_size, self._find_parked(prompt)
+        if parked is not None:
+            cached = len(self.rows.parked[parked].tokens) - 1
+            return _Beginning(True, parked, num_pages(cached, page_size), cached)
+        like, shared = self._prefixes.find(prompt.tokens, self._adapter_of(prompt))
+        return _Beginning(False, like, shared, shared * page_size)
+
+    def _fits(self, prompt: Prompt, begins: _Beginning, requests: int, *, after_closing: bool = False) -> bool:
+        """Returns True if the prompt finds a row and pages; also those that the next window releases if asked."""
+        has_row = begins.is_parked or bool(self.rows.free_prompt_rows)
+        has_row |= after_closing and bool(self.rows.closing.any())
+        for_responses = self._pages_for_responses(requests)
+        return has_row and self.budget.fits(prompt, begins.shared, for_responses, after_closing=after_closing)
+
+    # ---- trajectories ------------------------------------------------------------------------------------------------
+
+    def _make_way(self, prompt: Prompt, requests: int) -> None:
+        """Gives up what only saves work, until a prompt that waits will fit, where prompts may wait for each other.
+
+        A prompt stays open for the turns that begin with it, and these need rows and pages of their own. So without
+        this a few prompts could hold all of them, and none would end. What was given up is prefilled again.
+        """
+        while self._has_turns and not self._fits(prompt, self._beginning(prompt), requests, after_closing=True):
+            if not self._give_up():
+                break
+
+    def _give_up(self, *, only_unclaimed: bool = False) -> bool:
+        """Closes what nothing on the device needs; False where there is nothing.
+
+        First the oldest parked turn, then a prompt without requests, at last a turn for which the next one waits.
+        """
+        in_use = {opened.like for opened in self.opened if opened.shared}
+        waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
+        claimed = [self._find_parked(requests[0].prompt) for requests in waiting]
+        for row in self.rows.parked:
+            if row not in in_use and row not in claimed:
+                self._close_parked(row)
+                return True
+        if only_unclaimed:
+            return False
+        busy = {request.prompt.id for request in (*self.rows.in_flight.values(), *self._ready)}
+        for prompt_id, row in self.rows.prompts.items():
+            if prompt_id not in busy and row not in in_use:
+                self._close_prompt(prompt_id)
+                return True
+        for row in reversed(claimed):
+            if row is not None and row not in in_use:
+                self._close_parked(row)
+                return True
+        return False
+
+    def _end_turn(self, output_row: int, request: Request, response: Response, outputs: WindowOutputs) -> None:
+        """Records a turn that the window has parked, and closes a prompt that no other request can have."""
+        prompt, page_size = request.prompt, self.options.page_size
+        row = self.rows.park_rows.pop(output_row, None)
+        if row is not None and outputs.prompt_length[row] > 1:
+            tokens, adapter = np.concatenate([prompt.tokens, response.tokens]), self._adapter_of(prompt)
+            self.rows.parked[row] = ParkedTurn(prompt.id, tokens, adapter)
+            counts = num_pages(len(tokens) - 1, page_size), self.rows.prompts[prompt.id]
+            self.budget.park(row, *counts, (len(prompt.tokens) - 1) // page_size)
+            self._prefixes.add(row, tokens, adapter)
+        elif row is not None:
+            self.rows.free_prompt_rows.append(row)
+        if prompt.id in self._next_turns:
+            self._close_prompt(prompt.id)
+
+    def _close_prompt(self, prompt_id: str) -> None:
+        row = self.rows.close_prompt(prompt_id)
+        self.budget.close_prompt(row)
+        self._prefixes.remove(row)
+        self._next_turns.discard(prompt_id)
+
+    def _close_parked(self, row: int) -> None:
+        self.rows.close_parked(row)
+        self.budget.close_prompt(row)
+        self._prefixes.remove(row)
+
+    def close(self, prompt_ids: Collection[str]) -> None:
+        """Closes those of the prompts that are open here, and their parked turns, with the next window."""
         for prompt_id in prompt_ids:
             if prompt_id in self.rows.prompts:
-                row = self.rows.close_prompt(prompt_id)
-                self.budget.close_prompt(row)
-                self._prefixes.remove(row)
+                self._close_prompt(prompt_id)
+        for row, turn in list(self.rows.parked.items()):
+            if turn.prompt_id in prompt_ids:
+                self._close_parked(row)
+
+    def close_all(self) -> None:
+        """Closes all prompts and parked turns, with the next window."""
+        self.close([*self.rows.prompts, *(turn.prompt_id for turn in self.rows.parked.values())])
 
     def cancel(self, requests: Collection[Request]) -> list[Request]:
         """Ends requests: returns those that never reached the device; others are answered after their next token."""
@@ -158,19 +267,27 @@ class Scheduler:
         self, address: Callable[[Request], np.ndarray], sampling: Callable[[Request], SamplingParams]
     ) -> WindowInputs:
         """Starts the requests that are ready: returns the inputs of the next window."""
-        waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
-        next_prompts = (requests[0].prompt for requests in waiting)
-        reserve = self.budget.submit_window(next_prompts, self._pages_for_responses())
+        for_responses = self._pages_for_responses()
+        num_turns = sum(request.continues for request in self._ready)
+        while num_turns > len(self.rows.free_prompt_rows) + self.rows.closing.sum():
+            if not self._give_up(only_unclaimed=True):
+                break
+        closing = self.rows.take_closing()
         cancelled = [row for row, request in self.rows.in_flight.items() if request in self._cancelled]
         self._cancelled.clear()
         entries = []
         while self._ready and self.rows.free_output_rows:
             request = self._ready.popleft()
             prompt_row, output_row = self.rows.prompts[request.prompt.id], self.rows.start(request)
-            entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request)))
+            park_row = self.rows.park_rows.get(output_row)
+            entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request), park_row))
+        self.budget.parkable_turns = len(self.rows.park_rows)
+        waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
+        reserve = self.budget.submit_window((requests[0].prompt for requests in waiting), for_responses)
+        park_reserve = self.budget.park_reserve(reserve, for_responses)
         opened, self.opened = self.opened, []
-        closing, survivors = self.rows.take_closing(), self._lengths.survivors()
-        return window_inputs(self.options, entries, closing, opened, reserve, survivors, cancelled)
+        survivors = self._lengths.survivors()
+        return window_inputs(self.options, entries, closing, opened, reserve, survivors, cancelled, park_reserve)
 
     def process_outputs(self, outputs: WindowOutputs, policy_version: int) -> list[Response]:
         """Returns the responses that ended in the oldest window in flight, by output row.
@@ -180,7 +297,6 @@ class Scheduler:
         """
         if self.options.check_invariants:
             invariants.check_outputs(outputs, self.rows.in_flight)
-        self.budget.read_window(int(outputs.free_pages))
         if outputs.waiting and not outputs.decode_steps:
             raise RuntimeError(
                 f"{outputs.waiting} requests wait and none can start: the pool of {self.options.pages} pages has no "
@@ -198,6 +314,9 @@ class Scheduler:
                 truncated=bool(rows.status[row] == TRUNCATED),
                 policy_version=policy_version,
             ))  # fmt: skip
+            self._end_turn(row, request, responses[-1], outputs)
+        self.budget.parkable_turns = len(self.rows.park_rows)
+        self.budget.read_window(int(outputs.free_pages))
         return responses
 
     def check(self, state: Occupancy, unread: Sequence[WindowOutputs]) -> None:

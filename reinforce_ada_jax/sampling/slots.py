@@ -54,7 +54,10 @@ def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
     own = jnp.where(column >= 0, jnp.take_along_axis(own, jnp.maximum(column, 0), axis=1), NULL)
 
     def share(index, table):
-        """Puts the pages of another prompt, which may be opened in the same window, before a prompt's own."""
+        """Puts the pages of another prompt, which may be opened in the same window, before a prompt's own.
+
+        A prompt that goes on where a turn is parked begins with the pages of its own row.
+        """
         first = jnp.where(column[index] < 0, table[opened.like[index]], own[index])
         return table.at[row[index]].set(first)
 
@@ -64,7 +67,7 @@ def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
         table=table,
         length=old.length.at[row].set(length, mode="drop"),
         last_token=old.last_token.at[row].set(last_token, mode="drop"),
-        cached=old.cached.at[row].set(shared * page_size, mode="drop"),
+        cached=old.cached.at[row].set(opened.cached, mode="drop"),
         number=old.number.at[row].set(jnp.max(old.number) + 1 + jnp.arange(row.shape[0]), mode="drop"),
     )
     return state.replace(pool=pool, prompts=prompts)
@@ -97,6 +100,7 @@ def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
     queue = Queue(
         prompt_row=put(queue.prompt_row, inputs.prompt_row),
         output_row=put(queue.output_row, inputs.output_row),
+        park_row=put(queue.park_row, inputs.park_row),
         key=put(queue.key, token_lib.draw_keys(seed, inputs.address)),
         sampling=jax.tree.map(put, queue.sampling, inputs.sampling),
         head=queue.head,
@@ -147,6 +151,7 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
         key=choose(queue.key[entry], slots.key),
         prompt_row=choose(row, slots.prompt_row),
         output_row=choose(queue.output_row[entry], slots.output_row),
+        park_row=choose(queue.park_row[entry], slots.park_row),
         table=choose(table, slots.table),
         shared=choose(shared, slots.shared),
         used=choose(shared + 1, slots.used),
@@ -207,12 +212,42 @@ def evict(state: Occupancy, needs_page: Bool[Array, " S"], floor: Int[Array, ""]
     queue = Queue(
         prompt_row=put_back(queue.prompt_row, slots.prompt_row),
         output_row=put_back(queue.output_row, slots.output_row),
+        park_row=put_back(queue.park_row, slots.park_row),
         key=put_back(queue.key, slots.key),
         sampling=jax.tree.map(put_back, queue.sampling, slots.sampling),
         head=queue.head - jnp.sum(evicted, dtype=jnp.int32),
         end=queue.end,
     )
     return release(state.replace(queue=queue), evicted)
+
+
+def end(state: Occupancy, ended: Bool[Array, " S"], park_reserve: Int[Array, ""]) -> Occupancy:
+    """Ends responses: the turns of trajectories are parked where pages allow it, and other pages are released.
+
+    A parked turn is an open prompt, the sequence of prompt and response, whose tokens are all in the cache. The next
+    turn is opened in its row. Whole pages of the prompt belong to both rows, as pages of a common beginning do.
+
+    Args:
+      state: of the engine.
+      ended: slots whose responses have ended.
+      park_reserve: pages that parked turns leave to responses and to prompts about to be opened.
+    """
+    slots, prompts = state.slots, state.prompts
+    num_rows, width = prompts.table.shape
+    own = slots.used - slots.shared
+    wanted = ended & (slots.park_row < num_rows) & (slots.used <= width)
+    room = state.pool.available + jnp.sum(own) - park_reserve
+    parked = wanted & (jnp.cumsum(jnp.where(wanted, own, 0)) <= room)
+    row = jnp.where(parked, slots.park_row, num_rows)
+    table = jnp.pad(slots.table, ((0, 0), (0, max(0, width - slots.table.shape[1]))))[:, :width]
+    prompts = prompts.replace(
+        table=prompts.table.at[row].set(table, mode="drop"),
+        length=prompts.length.at[row].set(slots.position + 1, mode="drop"),
+        last_token=prompts.last_token.at[row].set(slots.token, mode="drop"),
+        cached=prompts.cached.at[row].set(slots.position, mode="drop"),
+    )
+    slots = slots.replace(shared=jnp.where(parked, slots.used, slots.shared))  # no page is a slot's own any more
+    return release(state.replace(prompts=prompts, slots=slots), ended)
 
 
 def release(state: State, ended: Bool[Array, " S"]) -> State:

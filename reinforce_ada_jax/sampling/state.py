@@ -89,8 +89,9 @@ class OpenedPrompts(Record):
     row: Int[ArrayLike, " R"]
     tokens: Int[ArrayLike, "R max_prompt"]
     length: Int[ArrayLike, " R"]
-    like: Int[ArrayLike, " R"]  # row of a prompt with the same first tokens
-    shared: Int[ArrayLike, " R"]  # its pages, from the first on, that belong to both
+    like: Int[ArrayLike, " R"]  # row of a prompt with the same first tokens, or its own row where a turn is parked
+    shared: Int[ArrayLike, " R"]  # pages of that row, from the first on, that belong to the prompt
+    cached: Int[ArrayLike, " R"]  # leading tokens whose keys and values are in these pages
 
 
 class PromptTerms(Record):
@@ -106,6 +107,8 @@ class WindowInputs(Record):
     Attributes:
       prompt_row: of each request, the row of its open prompt.
       output_row: of each request, the row of `Outputs` that it will fill.
+      park_row: of each request, the free prompt row that keeps the pages of prompt and response when it ends; beyond
+        the rows: none does.
       address: of each request (`token.address`).
       sampling: of each request.
       count: number of requests, at the front; they queue behind those that wait already.
@@ -113,11 +116,13 @@ class WindowInputs(Record):
       closing: prompt rows to release; none of their draws runs or waits.
       opened: prompts to open, after that.
       reserve: pages that new responses must leave free, for prompts about to be opened.
+      park_reserve: pages that parked turns must leave to responses and to those prompts.
       survivors: responses seen that held at least 1, 2, ... pages of their own (admission.py).
     """
 
     prompt_row: Int[ArrayLike, " Q"]
     output_row: Int[ArrayLike, " Q"]
+    park_row: Int[ArrayLike, " Q"]
     address: UInt32[ArrayLike, "Q 4"]
     sampling: Sampling
     count: Int[ArrayLike, ""]
@@ -125,6 +130,7 @@ class WindowInputs(Record):
     closing: Bool[ArrayLike, " R"]
     opened: OpenedPrompts
     reserve: Int[ArrayLike, ""]
+    park_reserve: Int[ArrayLike, ""]
     survivors: Int[ArrayLike, " width"]
 
 
@@ -133,6 +139,7 @@ class Queue(Record):
 
     prompt_row: Int[ArrayLike, " Q"]
     output_row: Int[ArrayLike, " Q"]
+    park_row: Int[ArrayLike, " Q"]
     key: UInt32[ArrayLike, "Q 2"]
     sampling: Sampling
     head: Int[ArrayLike, ""]
@@ -150,6 +157,7 @@ class Slots(Record):
     key: UInt32[ArrayLike, "S 2"]
     prompt_row: Int[ArrayLike, " S"]
     output_row: Int[ArrayLike, " S"]
+    park_row: Int[ArrayLike, " S"]  # prompt row that keeps the pages at the end; beyond the rows: none does
     table: Int[ArrayLike, "S width"]
     shared: Int[ArrayLike, " S"]  # leading table entries that belong to the prompt
     used: Int[ArrayLike, " S"]  # table entries in use; those from `shared` on are the slot's own
@@ -220,6 +228,7 @@ class WindowOutputs(Record):
       rows: status other than RUNNING where a response ended in this window.
       waiting: requests that no slot has taken yet.
       free_pages: at the end of the window.
+      prompt_length: of each prompt row at the end of the window; above 1 where a turn is parked.
       busy: slot-steps that made a token.
       decode_steps: steps taken, each by all slots.
       redone: tokens of responses that lost their slots and start again.
@@ -230,6 +239,7 @@ class WindowOutputs(Record):
     rows: Outputs
     waiting: Int[ArrayLike, ""]
     free_pages: Int[ArrayLike, ""]
+    prompt_length: Int[ArrayLike, " R"]
     busy: Int[ArrayLike, ""]
     decode_steps: Int[ArrayLike, ""]
     redone: Int[ArrayLike, ""]
@@ -314,7 +324,7 @@ def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
         floats = dict(temperature=xp.ones(rows, xp.float32), top_p=xp.ones(rows, xp.float32))
         return Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats)
 
-    rows, slots = o.output_rows, o.slots
+    rows, slots, no_row = o.output_rows, o.slots, o.open_prompts
     return Occupancy(
         pool=pages_lib.make_pool(o.pages, xp),
         prompts=Prompts(
@@ -325,14 +335,14 @@ def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
             number=integers(o.open_prompts),
         ),
         queue=Queue(
-            prompt_row=integers(rows), output_row=integers(rows), key=xp.zeros((rows, 2), xp.uint32),
-            sampling=sampling(rows), head=integers(), end=integers(),
+            prompt_row=integers(rows), output_row=integers(rows), park_row=integers(rows) + no_row,
+            key=xp.zeros((rows, 2), xp.uint32), sampling=sampling(rows), head=integers(), end=integers(),
         ),
         slots=Slots(
             active=xp.zeros(slots, bool), token=integers(slots), position=integers(slots), count=integers(slots),
             sampling=sampling(slots), key=xp.zeros((slots, 2), xp.uint32), prompt_row=integers(slots),
-            output_row=integers(slots), table=integers(slots, o.table_width), shared=integers(slots),
-            used=integers(slots),
+            output_row=integers(slots), park_row=integers(slots) + no_row, table=integers(slots, o.table_width),
+            shared=integers(slots), used=integers(slots),
         ),
     )  # fmt: skip
 

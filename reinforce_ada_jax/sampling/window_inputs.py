@@ -23,15 +23,25 @@ class QueueEntry(NamedTuple):
     output_row: int
     address: UInt32[np.ndarray, " 4"]
     sampling: SamplingParams
+    park_row: int | None = None
 
 
 class OpenedPrompt(NamedTuple):
-    """A prompt as the device opens it: its first `shared` pages are those of the prompt in row `like`."""
+    """A prompt as the device opens it.
+
+    Attributes:
+      row: of the prompt; also that of a parked turn with which it begins.
+      tokens: of the prompt.
+      like: row of a prompt with the same first tokens, or `row` itself.
+      shared: pages of that row, from the first on, with which this prompt begins.
+      cached: tokens in these pages.
+    """
 
     row: int
     tokens: Int[np.ndarray, " T"]
     like: int = 0
     shared: int = 0
+    cached: int = 0
 
 
 def window_inputs(
@@ -42,6 +52,7 @@ def window_inputs(
     reserve: int,
     survivors: Int[np.ndarray, " width"],
     cancelled: Collection[int] = (),
+    park_reserve: int = 0,
 ) -> WindowInputs:
     """Returns the inputs of one replica's window.
 
@@ -53,7 +64,9 @@ def window_inputs(
       reserve: pages that new responses must leave free.
       survivors: from `admission.Lengths.survivors`.
       cancelled: output rows whose responses end with their next token.
+      park_reserve: pages that parked turns must leave free or to slots.
     """
+    no_row = options.open_prompts
 
     def column(values: Sequence, dtype: type, empty: int = 0) -> np.ndarray:
         array = np.full(options.output_rows, empty, dtype)
@@ -66,6 +79,7 @@ def window_inputs(
     return WindowInputs(
         prompt_row=column([entry.prompt_row for entry in entries], np.int32),
         output_row=column([entry.output_row for entry in entries], np.int32),
+        park_row=column([no_row if entry.park_row is None else entry.park_row for entry in entries], np.int32, no_row),
         address=address,
         sampling=Sampling(
             max_tokens=column([entry.sampling.max_tokens for entry in entries], np.int32),
@@ -78,6 +92,7 @@ def window_inputs(
         closing=closing,
         opened=_opened_prompts(options, opened),
         reserve=np.asarray(reserve, np.int32),
+        park_reserve=np.asarray(park_reserve, np.int32),
         survivors=survivors,
     )
 
@@ -90,9 +105,10 @@ def _opened_prompts(options: EngineOptions, opened: Sequence[OpenedPrompt]) -> O
         length=np.ones(rows, np.int32),
         like=np.zeros(rows, np.int32),
         shared=np.zeros(rows, np.int32),
+        cached=np.zeros(rows, np.int32),
     )
     for index, prompt in enumerate(opened):
         prompts.row[index], prompts.length[index] = prompt.row, len(prompt.tokens)
         prompts.tokens[index, : len(prompt.tokens)] = prompt.tokens
-        prompts.like[index], prompts.shared[index] = prompt.like, prompt.shared
+        prompts.like[index], prompts.shared[index], prompts.cached[index] = prompt.like, prompt.shared, prompt.cached
     return prompts

@@ -101,7 +101,7 @@ class WindowModel:
             self.on_advance(active, num_tokens)
             slots.position[active] += num_tokens
             slots.count[active] += num_tokens
-            ended.extend(self._release(active[left == num_tokens]))
+            ended.extend(self._end(active[left == num_tokens], int(inputs.park_reserve)))
 
         widths = [o.slots // part for part in (1, *NARROWER) if o.slots >= part]
         last_width = o.slots
@@ -164,7 +164,7 @@ class WindowModel:
             prompts.table[row, shared:] = 0
             prompts.table[row, shared : shared + len(pages)] = pages
             prompts.length[row], prompts.last_token[row] = length, opened.tokens[index, length - 1]
-            prompts.cached[row], prompts.number[row] = shared * self.options.page_size, first + index
+            prompts.cached[row], prompts.number[row] = opened.cached[index], first + index
             self._drafts.open_prompt(row, opened.tokens[index], length)
 
     def _missing_tokens(self) -> np.ndarray:
@@ -196,6 +196,7 @@ class WindowModel:
         for index in range(int(inputs.count)):
             entry, max_tokens = (int(queue.end) + index) % size, int(inputs.sampling.max_tokens[index])
             queue.prompt_row[entry], queue.output_row[entry] = inputs.prompt_row[index], inputs.output_row[index]
+            queue.park_row[entry] = inputs.park_row[index]
             queue.sampling.max_tokens[entry] = max_tokens
             self.responses[int(inputs.output_row[index])] = self._respond(inputs.address[index], max_tokens)
         queue.end[...] += inputs.count
@@ -226,7 +227,7 @@ class WindowModel:
             slots.table[slot, shared] = self._allocate(1)[0]
             slots.active[slot], slots.position[slot], slots.count[slot] = True, length - 1, 0
             slots.shared[slot], slots.used[slot], slots.prompt_row[slot] = shared, shared + 1, row[slot]
-            slots.output_row[slot] = queue.output_row[entry[slot]]
+            slots.output_row[slot], slots.park_row[slot] = queue.output_row[entry[slot]], queue.park_row[entry[slot]]
             slots.sampling.max_tokens[slot] = max_tokens[slot]
             self.on_start(slot, int(row[slot]))
 
@@ -256,17 +257,28 @@ class WindowModel:
             queue.head[...] -= 1
             entry = int(queue.head) % self.options.output_rows
             queue.prompt_row[entry], queue.output_row[entry] = slots.prompt_row[slot], slots.output_row[slot]
+            queue.park_row[entry] = slots.park_row[slot]
             queue.sampling.max_tokens[entry] = slots.sampling.max_tokens[slot]
         for slot in sorted(evicted):
             self.on_evict(slot)
             self._give_up(slot)
         return int(slots.count[evicted].sum())
 
-    def _release(self, ended: np.ndarray) -> Iterator[int]:
-        """Yields the output rows of slots whose responses have ended, and releases their pages."""
-        slots = self.state.slots
+    def _end(self, ended: np.ndarray, park_reserve: int) -> Iterator[int]:
+        """Yields the output rows of slots whose responses have ended; parks their turns, or releases their pages."""
+        slots, prompts = self.state.slots, self.state.prompts
+        num_rows, width = prompts.table.shape
+        own, wanted = slots.used - slots.shared, np.zeros(len(slots.used), bool)
+        wanted[ended] = ((slots.park_row < num_rows) & (slots.used <= width))[ended]
+        room = int(self.state.pool.available) + own.sum() - park_reserve
+        parked = wanted & (np.where(wanted, own, 0).cumsum() <= room)
         for slot in ended.tolist():
             self.on_end(slot)
+            if parked[slot]:
+                row, position, used = slots.park_row[slot], slots.position[slot], slots.used[slot]
+                prompts.table[row, :used] = slots.table[slot, :used]
+                prompts.length[row], prompts.cached[row] = position + 1, position
+                slots.shared[slot] = used
             self._give_up(slot)
             yield int(slots.output_row[slot])
 
@@ -294,6 +306,7 @@ class WindowModel:
         queue = self.state.queue
         return WindowOutputs(
             rows=outputs, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
-            busy=np.asarray(busy, np.int32), decode_steps=np.asarray(decode_steps, np.int32),
-            redone=np.asarray(redone, np.int32), drafts=self._drafts.take_counts(),
+            prompt_length=self.state.prompts.length.copy(), busy=np.asarray(busy, np.int32),
+            decode_steps=np.asarray(decode_steps, np.int32), redone=np.asarray(redone, np.int32),
+            drafts=self._drafts.take_counts(),
         )  # fmt: skip

@@ -400,6 +400,7 @@ def _collection_metrics(
         "collection/prefills": counts["prefills"],
         "collection/prefilled_tokens": counts["prefilled_tokens"],
         "collection/shared_tokens": counts["shared_tokens"],
+        "collection/continued_tokens": counts["continued_tokens"],
         "collection/dispatches": counts["dispatches"],
         "collection/waited_share": counts["waited_steps"] / max(counts["steps"], 1),
         "collection/ahead": sum(age > 0 for age in staleness),

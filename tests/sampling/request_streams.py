@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Collection
 
 import numpy as np
@@ -49,9 +50,12 @@ class RandomStream:
     collection/collect.py `take` waits for verdicts where nothing taken is outstanding, and `wait` for the next ones.
     """
 
-    def __init__(self, rng: np.random.Generator, options: EngineOptions, vocabulary: int, prefix: str = "p"):
+    def __init__(
+        self, rng: np.random.Generator, options: EngineOptions, vocabulary: int, prefix: str = "p", longest: int = 0
+    ):
+        longest = longest or options.max_prompt_tokens
         self._rng, self._patience = rng, int(rng.choice([0, 0, 2, 6]))
-        lengths = rng.integers(1, options.max_prompt_tokens + 1, int(rng.integers(0, 10)))
+        lengths = rng.integers(1, longest + 1, int(rng.integers(0, 10)))
         # The prompts of half of the streams have a common beginning, of different lengths.
         beginning = rng.integers(0, vocabulary, options.max_prompt_tokens)
         like = rng.integers(0, 2) * rng.integers(0, 2 * options.max_prompt_tokens, len(lengths))
@@ -168,3 +172,124 @@ class RandomStream:
         while self.wait():
             pass
         assert not self._num_open and not self._waiting, "a prompt was left in the middle"
+
+
+@dataclasses.dataclass
+class _Trajectory:
+    """A draw that goes on after its first response."""
+
+    request: Request  # of the first turn
+    turns: int
+    turn: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)  # after the prompt
+    segments: list[int] = dataclasses.field(default_factory=list)
+
+
+class TurnStream(RandomStream):
+    """A stream whose draws are trajectories of one to four turns, as long as the engine's prompts have room for them.
+
+    How many turns, and what the environment says, follows from the address. Its answers take a random time. `turns`
+    has each turn's request with its response.
+    """
+
+    def __init__(
+        self, rng: np.random.Generator, options: EngineOptions, vocabulary: int, prefix: str = "p", most_turns: int = 4
+    ):
+        self._in_engine: dict[tuple[str, int], _Trajectory] = {}
+        self._next_turns: collections.deque[Request] = collections.deque()
+        self._environments: collections.deque[tuple[int, _Trajectory]] = collections.deque()
+        self._of_turn: dict[str, _Trajectory] = {}
+        self._most_turns = most_turns
+        self.turns: list[tuple[Request, Response]] = []
+        self._requests: dict[tuple[str, int], Request] = {}
+        self._room, self._vocabulary = options.max_prompt_tokens, vocabulary
+        super().__init__(rng, options, vocabulary, prefix, longest=-(-self._room // 3))
+
+    def take(self, limit: int, *, wait: bool = True) -> list[Request]:
+        while self._environments and self._environments[0][0] <= self._clock:
+            self._answer()
+        requests = [self._next_turns.popleft() for _ in range(min(limit, len(self._next_turns)))]
+        if limit > len(requests):
+            requests += [self._first(request) for request in super().take(limit - len(requests), wait=wait)]
+        if wait and not requests and not self._in_engine and self._environments:
+            self._answer()
+            return self.take(limit)
+        for request in requests:
+            self._in_engine[request.prompt.id, request.draw] = self._of_turn[f"{request.prompt.id}/{request.draw}"]
+            self._requests[request.prompt.id, request.draw] = request
+        return requests
+
+    def take_prefetch(self, limit: int) -> list[Request]:
+        requests = [self._first(request) for request in super().take_prefetch(limit)]
+        for request in requests:
+            self._in_engine[request.prompt.id, request.draw] = self._of_turn[f"{request.prompt.id}/{request.draw}"]
+            self._requests[request.prompt.id, request.draw] = request
+        return requests
+
+    def wait(self) -> bool:
+        if super().wait():
+            return True
+        if self._environments:
+            self._answer()
+            return True
+        return False
+
+    def awaits_verdicts(self) -> bool:
+        return super().awaits_verdicts() or bool(self._environments)
+
+    def _number(self, *words: object) -> int:
+        return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=4).digest())
+
+    def _first(self, request: Request) -> Request:
+        number = self._number(request.prompt.id, request.draw)
+        trajectory = _Trajectory(request, 1 + number % self._most_turns)
+        self._of_turn[f"{request.prompt.id}/{request.draw}"] = trajectory
+        # Some that end with their first turn might have gone on.
+        return dataclasses.replace(request, continues=trajectory.turns > 1 or number % 5 == 0)
+
+    def _answer(self) -> None:
+        """The environment's answer to the trajectory that has waited longest: one to five tokens, and a request."""
+        trajectory = self._environments.popleft()[1]
+        prompt, draw = trajectory.request.prompt, trajectory.request.draw
+        prompt_id = f"{prompt.id}#{draw}.{trajectory.turn}"
+        number = self._number(prompt_id)
+        answer = [(number + 11 * place) % self._vocabulary for place in range(1 + number % 5)]
+        trajectory.tokens += answer
+        trajectory.segments.append(len(answer))
+        tokens = np.concatenate([prompt.tokens, trajectory.tokens]).astype(np.int32)
+        if len(tokens) > self._room:
+            del trajectory.tokens[-len(answer) :], trajectory.segments[-1]
+            return self._finish_trajectory(trajectory)
+        request = Request(
+            Prompt(prompt_id, "", "", tokens), draw, trajectory.request.prefetch, trajectory.turn < trajectory.turns
+        )
+        self._of_turn[f"{prompt_id}/{draw}"] = trajectory
+        self._next_turns.append(request)
+
+    def _finish_trajectory(self, trajectory: _Trajectory) -> None:
+        request = trajectory.request
+        self._closed += [f"{request.prompt.id}#{request.draw}.{turn}" for turn in range(1, trajectory.turn + 1)]
+        tokens = np.array(trajectory.tokens, np.int32)
+        whole = Response(
+            request.prompt.id, request.draw, tokens, np.zeros(len(tokens), np.float32), False,
+            segments=tuple(trajectory.segments),
+        )  # fmt: skip
+        super().receive([whole])
+
+    def receive(self, responses: list[Response]) -> None:
+        for response in responses:
+            place = response.prompt_id, response.draw
+            assert place in self._in_engine, f"{place} came unasked or twice"
+            trajectory = self._in_engine.pop(place)
+            self.turns.append((self._requests[place], response))
+            trajectory.tokens += response.tokens.tolist()
+            trajectory.segments.append(len(response.tokens))
+            trajectory.turn += 1
+            if trajectory.turn == trajectory.turns:
+                self._finish_trajectory(trajectory)
+            else:
+                self._environments.append((self._clock + int(self._rng.integers(0, self._patience + 1)), trajectory))
+
+    def finish(self) -> None:
+        assert not self._in_engine and not self._next_turns and not self._environments
+        super().finish()

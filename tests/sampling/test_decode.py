@@ -133,7 +133,7 @@ def test_closing_one_prompt_leaves_the_others_running(engine):
 def test_prompts_with_a_common_beginning_share_its_pages(engine):
     """Three prompts are opened at once, each with pages of the one before; the first two are closed before it draws."""
     state, before = engine.init_decode_state(), available(engine.init_decode_state())
-    chain = [OpenedPrompt(0, P17.tokens), OpenedPrompt(1, P17.tokens, 0, 3), OpenedPrompt(2, P17.tokens, 1, 3)]
+    chain = [OpenedPrompt(0, P17.tokens), OpenedPrompt(1, P17.tokens, 0, 3, 12), OpenedPrompt(2, P17.tokens, 1, 3, 12)]
     state, _ = window(engine, state, opened=chain)
     assert available(state) == before - 4 - 1 - 1
     state, _ = window(engine, state, closing=[0])

@@ -300,6 +300,7 @@ def outputs_of(options, status, length):
         rows=outputs,
         waiting=np.int32(0),
         free_pages=np.int32(0),
+        prompt_length=np.ones(options.open_prompts, np.int32),
         busy=np.int32(1),
         decode_steps=np.int32(1),
         redone=np.int32(0),
