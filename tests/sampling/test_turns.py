@@ -1,17 +1,27 @@
 """Trajectories of several turns: the pages of a turn stay for the next one, which is prefilled from there on."""
 
 import dataclasses
+import functools
+from concurrent.futures import Future
 
+import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.trajectories import Trajectories
+from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.sampling.engine import enough_pages
-from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.rollouts import RolloutCounts, Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import address
-from tests.sampling import tiny
+from reinforce_ada_jax.training.compile_counter import CompileCounter
+from reinforce_ada_jax.types import Response, Verdict
+from tests.sampling import page_engine, tiny
 from tests.sampling.page_engine import VOCABULARY, PageEngine, response_to
 from tests.sampling.request_streams import TurnStream, random_options
-from tests.sampling.test_invariants import PREFETCH_STREAM, STREAM, session
+from tests.sampling.test_invariants import PREFETCH_STREAM, STREAM, recorded, session
 
 
 def check_turns(stream: TurnStream, longest: int) -> None:
@@ -78,3 +88,114 @@ def test_a_turn_prefills_its_new_tokens_only():
     assert environment > 100 and later > 5 * environment
     assert counts.prefilled_tokens + counts.shared_tokens == first + environment
     assert counts.continued_tokens == later - environment
+
+
+# ---- the compiled engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [dict(slots=3, open_prompts=9, pages=70), dict(slots=4, open_prompts=7, pages=30)])
+def test_the_compiled_engine_parks_page_for_page(sizes, monkeypatch):
+    """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
+    real = tiny.rollouts(stop_ids=(), check_invariants=True, max_prompt_tokens=40, **sizes)
+    options, continued = real.engine.options, 0
+    for seed in range(8):
+        streams = [TurnStream(np.random.default_rng(seed), options, vocabulary=24) for _ in range(2)]
+        real.state = None
+        compiled, tokens = recorded(real, streams[0])
+        continued += real.counts.continued_tokens
+        monkeypatch.setattr(
+            page_engine, "response_to", lambda words, limit, longest, tokens=tokens: (tokens[words.tobytes()], True)
+        )
+        plain, _ = recorded(Rollouts(PageEngine(options)), streams[1])
+        assert len(compiled) == len(plain), f"seed {seed}"
+        for number, (one, other) in enumerate(zip(compiled, plain, strict=True)):
+            assert one == other, f"seed {seed}, window {number}"
+    assert continued > 300
+
+
+TURNS, LIMIT, LONGEST = 4, 8, 50
+ENGINES = {
+    "8 slots": dict(slots=8, open_prompts=50),
+    "64 slots": dict(slots=64, open_prompts=50),
+    "1 slot, few rows": dict(slots=1, window=16, open_prompts=6),
+}
+
+
+class Teacher:
+    """Answers a turn with one to three tokens that follow from it; the draw decides how many turns there are."""
+
+    def begin(self, prompt, draw):
+        return [1 + (len(prompt.tokens) + draw) % TURNS, 0]
+
+    def submit(self, trajectory, tokens):
+        answer = Future()
+        answer.set_result(int(tokens.sum()))
+        return answer
+
+    def read(self, trajectory, answer):
+        trajectory[1] += 1
+        if trajectory[1] == trajectory[0]:
+            return Verdict(True, 1.0)
+        return ((answer + np.arange(1 + answer % 3)) % 24).astype(np.int32)
+
+    def end(self, trajectory):
+        pass
+
+
+def trajectories(rollouts: Rollouts) -> dict[tuple[str, int], Response]:
+    turns = Trajectories(Teacher(), max_turns=TURNS, max_tokens=LONGEST - 17, deterministic=True)
+    sample_fn = rollouts.sampler(tiny.params(), stream=0, sampling=SamplingParams(LIMIT))
+    pools = collect(tiny.PROMPTS, sample_fn, turns.verdicts, strategies.fixed(6), turns=turns)
+    tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
+    return tiny.samples(pools)
+
+
+def engine(name: str) -> Rollouts:
+    changes = dict(stop_ids=tuple(range(8)), max_prompt_tokens=LONGEST, check_invariants=True) | ENGINES[name]
+    return tiny.rollouts(**changes)
+
+
+@functools.cache
+def drawn(name: str) -> tuple[dict[tuple[str, int], Response], RolloutCounts]:
+    rollouts = engine(name)
+    return trajectories(rollouts), rollouts.counts
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_logprobs_of_trajectories_are_the_learners(name):
+    responses, counts = drawn(name)
+    assert sum(len(response.segments) > 1 for response in responses.values()) > 12 and counts.continued_tokens > 10
+    prompt_of = {prompt.id: prompt.tokens for prompt in tiny.PROMPTS}
+    rows = [Example(prompt_of[response.prompt_id], response) for response in responses.values()]
+    batch = make_batch(rows, max_prompt_tokens=17, max_response_tokens=LONGEST - 17)
+    gaps = np.abs(tiny._logprobs(tiny.params(), batch, 1.0) - batch.behaviour_logprobs)
+    assert gaps[batch.response_mask].max() < 1e-4
+
+
+@pytest.mark.parametrize("name", list(ENGINES)[1:])
+def test_slots_and_given_up_turns_decide_nothing(name):
+    expected, (found, counts) = drawn("8 slots")[0], drawn(name)
+    assert found.keys() == expected.keys()
+    for place, response in expected.items():
+        assert found[place].segments == response.segments, place
+        np.testing.assert_array_equal(found[place].tokens, response.tokens)
+        np.testing.assert_allclose(found[place].logprobs, response.logprobs, atol=1e-4)
+    parked_all = counts.prefilled_tokens == drawn("8 slots")[1].prefilled_tokens
+    assert parked_all == (name == "64 slots")
+
+
+def test_a_turn_of_the_compiled_engine_prefills_its_new_tokens():
+    responses, counts = drawn("8 slots")
+    environment = sum(sum(response.segments[1::2]) for response in responses.values())
+    assert environment > 20
+    assert counts.prefilled_tokens + counts.shared_tokens == 0 + 3 + 4 + 15 + 16 + environment
+
+
+def test_a_second_session_compiles_nothing():
+    first = drawn("8 slots")[0]
+    compiled = CompileCounter()
+    again = trajectories(engine("8 slots"))
+    assert compiled.since_last() == 0
+    assert jax.tree.all(
+        jax.tree.map(np.array_equal, *[[r.logprobs for r in drawn.values()] for drawn in (first, again)])
+    )
