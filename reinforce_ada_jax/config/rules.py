@@ -43,6 +43,7 @@ def model_and_prompts_are_named(config: Config) -> None:
         raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
     check_input("model.path", config.model.path)
     check_input("data.prompts", config.data.prompts)
+    check_input("logging.compilation_cache", config.logging.compilation_cache)
     for source in config.evaluation.benchmarks:
         check_input("evaluation.benchmarks", source)
 

@@ -490,8 +490,9 @@ class LoggingConfig:
         "a later one.", values.NOT_NEGATIVE,
     )  # fmt: skip
     compilation_cache: str = setting(
-        "auto", "Folder that keeps compiled programs for later starts; auto: $XDG_CACHE_HOME/reinforce_ada_jax/"
-        "programs (~/.cache/...); empty: none. JAX_COMPILATION_CACHE_DIR, where it is set, is used instead.",
+        "auto", "Folder that keeps compiled programs for later starts, which may be in a bucket (gs://); auto: "
+        "$XDG_CACHE_HOME/reinforce_ada_jax/programs (~/.cache/...); empty: none. JAX_COMPILATION_CACHE_DIR, where it "
+        "is set, is used instead.",
     )  # fmt: skip
 
 

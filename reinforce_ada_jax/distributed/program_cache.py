@@ -3,6 +3,8 @@
 JAX's own folder writes entries in place: a killed process leaves half of one, which every later start reports and none
 repairs, and a bounded folder then refuses new entries. Here an entry appears whole or not at all, and one that does not
 match its hash is removed and compiled again. Processes need no lock.
+
+The folder may stand in front of one in a bucket, so that a node that replaces a preempted one compiles nothing again.
 """
 
 import contextlib
@@ -17,6 +19,8 @@ import time
 import jax
 from jax._src import compilation_cache  # a cache of one's own has no public hook
 from jax._src.compilation_cache_interface import CacheInterface
+
+from reinforce_ada_jax.files import buckets
 
 MAX_BYTES = 2 * 2**30
 AUTO = "auto"
@@ -36,15 +40,18 @@ def keep_programs(chosen: str) -> None:
     A folder that JAX already has (JAX_COMPILATION_CACHE_DIR) stays as it is.
 
     Args:
-      chosen: the folder; "auto" for `default_folder`, "" for none.
+      chosen: the folder, which may be one of a bucket; "auto" for `default_folder`, "" for none.
     """
     if not chosen or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
-    folder = (default_folder() if chosen == AUTO else pathlib.Path(chosen).expanduser()) / _machine()
+    in_bucket = buckets.is_bucket(chosen)
+    folder = (default_folder() if chosen == AUTO or in_bucket else pathlib.Path(chosen).expanduser()) / _machine()
     try:
         # Everyone who can write here runs code in the processes that read it.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         programs = ProgramFolder(folder)
+        if in_bucket:
+            programs = ProgramBucket(f"{buckets.url(chosen)}/{_machine()}", programs)
     except OSError as error:
         _say_not_kept(error)
         return
@@ -70,6 +77,16 @@ def _say_not_kept(error: OSError) -> None:
     )
 
 
+def _with_hash(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest() + value
+
+
+def _checked(entry: bytes) -> bytes | None:
+    """Returns the value of an entry, or None if it does not match its hash."""
+    matches = entry[:_HASH_BYTES] == hashlib.sha256(entry[_HASH_BYTES:]).digest()
+    return entry[_HASH_BYTES:] if matches else None
+
+
 class ProgramFolder(CacheInterface):
     """The entries, one file each: a hash of the content, and the content."""
 
@@ -93,10 +110,10 @@ class ProgramFolder(CacheInterface):
             entry = file.read_bytes()
         except OSError:  # another process may remove it at any time; what can't be read is compiled
             return None
-        matches = entry[:_HASH_BYTES] == hashlib.sha256(entry[_HASH_BYTES:]).digest()
+        value = _checked(entry)
         with contextlib.suppress(OSError):  # a folder that may only be read
-            os.utime(file) if matches else file.unlink()
-        return entry[_HASH_BYTES:] if matches else None
+            file.unlink() if value is None else os.utime(file)
+        return value
 
     def put(self, key: str, value: bytes) -> None:
         """Adds an entry, and removes old ones if all together are too large."""
@@ -105,7 +122,7 @@ class ProgramFolder(CacheInterface):
         try:
             with tempfile.NamedTemporaryFile(dir=self._path, suffix=_PARTIAL, delete=False) as partial:
                 try:
-                    partial.write(hashlib.sha256(value).digest() + value)
+                    partial.write(_with_hash(value))
                     partial.close()
                     os.replace(partial.name, self._path / key)
                 except OSError:
@@ -129,3 +146,51 @@ class ProgramFolder(CacheInterface):
                 break
             file.unlink(missing_ok=True)
             total -= size
+
+
+class ProgramBucket(CacheInterface):
+    """The entries in a folder of a bucket, one object each, and those of them that this machine has.
+
+    Objects appear whole. None is removed: the bucket's own rules may delete those that are old.
+    """
+
+    def __init__(self, url: str, folder: ProgramFolder):
+        """Asks once which entries there are, so that a program that is not among them costs no request.
+
+        Raises:
+          BucketError: the bucket can't be read.
+        """
+        self._url, self._folder, self._is_reachable = url, folder, True
+        self._names = set(buckets.objects(url))
+
+    def get(self, key: str) -> bytes | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns an entry of this machine or of the bucket; None if there is none, or none that matches its hash."""
+        value = self._folder.get(key)
+        if value is not None or key not in self._names or not self._is_reachable:
+            return value
+        try:
+            value = _checked(buckets.read_bytes(buckets.path(f"{self._url}/{key}")))
+        except FileNotFoundError:  # deleted meanwhile
+            return None
+        except OSError as error:
+            self._give_up(error)
+            return None
+        if value is not None:
+            self._folder.put(key, value)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Adds an entry on this machine and in the bucket."""
+        self._folder.put(key, value)
+        if not self._is_reachable:
+            return
+        try:
+            with buckets.reachable(self._url):
+                buckets.file_system().pipe_file(f"{self._url}/{key}", _with_hash(value))
+            self._names.add(key)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_reachable = False
+        _say_not_kept(error)

@@ -64,7 +64,7 @@ class ServerSettings:
     dtype: str = setting("bfloat16", "Precision of weights, cache and arithmetic.", values.one_of(values.DTYPES))
     seed: int = setting(0, "Seed of all responses, which are numbered as they come.", _within(-(2**31), 2**31 - 1))
     compilation_cache: str = setting(
-        "auto", "Folder that keeps compiled programs, as logging.compilation_cache of a run; empty: none."
+        "auto", "Folder that keeps compiled programs, as logging.compilation_cache of a run: also gs://; empty: none."
     )
     grace_s: float = setting(
         10.0, "Seconds for running responses to end after the first signal.",
@@ -89,6 +89,7 @@ class ServerSettings:
             check_input("--model", self.model)
         else:
             self._check_http()
+        check_input("--compilation_cache", self.compilation_cache)
         for field in dataclasses.fields(self):
             if field.metadata["allowed"] is not None:
                 field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))

@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
 from reinforce_ada_jax.distributed import program_cache
-from reinforce_ada_jax.distributed.program_cache import ProgramFolder
+from reinforce_ada_jax.distributed.program_cache import ProgramBucket, ProgramFolder
+from reinforce_ada_jax.files.buckets import BucketError
+from tests.bucket_server import Buckets, serving
 from tests.running import ROOT, environment
 
 # Four starts, between which JAX forgets its programs; prints the result, and how many were compiled and read.
@@ -113,3 +116,106 @@ def test_files_of_killed_writers_are_removed_later(tmp_path):
             os.utime(tmp_path / name, (age, age))
     ProgramFolder(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["new.partial"]
+
+
+# ---- in a bucket -----------------------------------------------------------------------------------------------------
+
+URL = "gs://programs/kept/here"
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("gcsfs")
+    served, patch = Buckets(), pytest.MonkeyPatch()
+    with serving(served) as address:
+        for name, value in address.items():
+            patch.setenv(name, value)
+        yield served
+    patch.undo()
+
+
+def folder(path):
+    path.mkdir()
+    return ProgramFolder(path)
+
+
+def test_another_node_finds_the_programs_in_the_bucket(server, tmp_path):
+    first = ProgramBucket(URL, folder(tmp_path / "first"))
+    first.put("a", b"program a")
+    assert server.names(URL) == ["a"]
+    before = len(server.requests)
+    assert (first.get("a"), first.get("b")) == (b"program a", None)  # its own folder has "a", and the bucket had no "b"
+    assert len(server.requests) == before
+    second = ProgramBucket(URL, folder(tmp_path / "second"))
+    assert (second.get("a"), second.get("a")) == (b"program a", b"program a")
+    assert ProgramFolder(tmp_path / "second").get("a") == b"program a"  # fetched once
+    # What is damaged is compiled and written again; what was deleted is compiled.
+    server.write(f"{URL}/a", b"x" * 50)
+    third = ProgramBucket(URL, folder(tmp_path / "third"))
+    del server.objects["programs", "kept/here/a"]
+    assert third.get("a") is None
+    server.write(f"{URL}/a", b"x" * 50)
+    fourth = ProgramBucket(URL, folder(tmp_path / "fourth"))
+    assert fourth.get("a") is None
+    fourth.put("a", b"program a")
+    assert ProgramBucket(URL, folder(tmp_path / "fifth")).get("a") == b"program a"
+
+
+def test_a_bucket_that_fails_is_said_once_and_the_folder_goes_on(server, tmp_path, capsys, monkeypatch):
+    programs = ProgramBucket("gs://programs/failing", folder(tmp_path / "folder"))
+
+    class Refusing:
+        def pipe_file(self, *_):
+            raise PermissionError("no rights on programs/failing")
+
+    monkeypatch.setattr(program_cache.buckets, "file_system", Refusing)
+    programs.put("a", b"program a")
+    programs.put("b", b"program b")
+    assert (programs.get("a"), programs.get("b")) == (b"program a", b"program b")
+    err = capsys.readouterr().err
+    assert err.count("compiled programs are not kept") == err.count("no rights on programs/failing") == 1
+
+    def unreadable(_):
+        raise BucketError("gs://programs/failing can't be read or written: no rights")
+
+    monkeypatch.setattr(program_cache.buckets, "objects", unreadable)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        program_cache.keep_programs("gs://programs/failing")
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "can't be read or written: no rights" in capsys.readouterr().err
+
+
+# A node, and the one that replaces it: prints the result, and how many programs were compiled and read.
+NODES = """
+import collections, shutil, sys
+import jax
+from reinforce_ada_jax.distributed import program_cache
+
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+program_cache.keep_programs("gs://programs/nodes")
+for _ in range(2):
+    before = events.copy()
+    result = float(jax.jit(lambda x: x * x)(3.0))
+    print(result, *(events[name] - before[name] for name in ("cache_misses", "cache_hits")))
+    shutil.rmtree(program_cache.default_folder())
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.clear_caches()
+    program_cache.keep_programs("gs://programs/nodes")
+"""
+
+
+def test_a_node_that_replaces_another_compiles_nothing(server, tmp_path):
+    env = {name: value for name, value in environment().items() if not name.startswith(("JAX_COMPILATION", "JAX_PERS"))}
+    done = subprocess.run(
+        [sys.executable, "-c", NODES], cwd=ROOT, env=env | {"XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.stdout.split("\n"), done.stderr) == (["9.0 1 0", "9.0 0 1", ""], "")
+    (name,) = server.names("gs://programs/nodes")
+    assert name.startswith(f"{program_cache._machine()}/")
