@@ -4,6 +4,8 @@ import contextlib
 import http.server
 import json
 import sqlite3
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -16,7 +18,7 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check
 from reinforce_ada_jax.types import Prompt
-from tests.running import tiny
+from tests.running import ROOT, tiny
 
 KEY = "sk-a-key-that-is-secret"
 GRADER = "reinforce_ada_jax.rewards.judge:Judge"
@@ -159,6 +161,29 @@ def test_of_two_answers_to_one_request_the_first_counts(tmp_path):
     assert second.put("key", "two") == "one"
     first.close()
     second.close()
+
+
+KEPT = """
+import sys
+from reinforce_ada_jax.rewards.judge import _Answers
+
+answers = _Answers(sys.argv[1])
+for number in range(10**6):
+    print(answers.put(str(number), f"answer {number}" + "." * 3000), flush=True)
+"""
+
+
+def test_what_was_stored_survives_a_kill(tmp_path):
+    file = str(tmp_path / "judge.sqlite3")
+    with subprocess.Popen([sys.executable, "-c", KEPT, file], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = [process.stdout.readline() for _ in range(20)]
+        process.kill()  # in the middle of a write, most probably
+        lines += [line for line in process.stdout.readlines() if line.endswith("\n")]
+    with contextlib.closing(judge._Answers(file)) as answers:
+        assert [f"{answers.get(str(number))}\n" for number in range(len(lines))] == lines
+        assert answers.put("another", "new") == "new"
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_without_its_folder_nothing_is_kept(server, tmp_path):
