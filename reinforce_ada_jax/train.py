@@ -86,7 +86,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.watchdog import RESTART
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
-    from reinforce_ada_jax.training import loop
+    from reinforce_ada_jax.training import host_log, loop
     from reinforce_ada_jax.training.loop import Ending
     from reinforce_ada_jax.training.reward_check import not_graded
 
@@ -96,7 +96,9 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
             if page is not None and processes.is_writer():
                 _show_page(folder, page, stack)
             run, state = loop.start(config, folder, make_evaluator_fn, stack, copy=copy, quiet=quiet)
+            stack.enter_context(host_log.kept(folder, f"begins after iteration {state.iteration}"))
         outcome = loop.run_to_end(run, state)
+        host_log.add(outcome.message or "finished")
         ungraded = not_graded(folder)
     if outcome.ending is not Ending.FINISHED:
         codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}

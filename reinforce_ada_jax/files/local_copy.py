@@ -17,7 +17,7 @@ from reinforce_ada_jax.files import buckets
 
 UPLOAD_S = 30.0
 SHARE = 0.1  # most of the time that uploads in the background may take
-_NOT_COPIED = (f"{buckets.CHECKPOINTS}/", "damaged_checkpoints/", "foreign_checkpoints/", "tensorboard/", "logs/")
+_NOT_COPIED = (f"{buckets.CHECKPOINTS}/", "damaged_checkpoints/", "foreign_checkpoints/", "tensorboard/")
 _LOCAL = (buckets.ORIGIN, ".partial")  # ends of names that are never uploaded
 
 

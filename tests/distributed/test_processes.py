@@ -102,6 +102,8 @@ def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbro
     assert time.monotonic() - began < 60
     assert processes[0].returncode == RESTART
     assert "error: process 1 of 2 is gone" in said
+    logs = [workdir / "logs" / f"host-{number}.log" for number in range(2)]
+    assert "error: process 1 of 2 is gone" in logs[0].read_text() and "process 1 of 2, " in logs[1].read_text()
     spoke, silent = finished(start(workdir, 2))
     assert "finished iteration 8" in spoke and "finished" not in silent
     assert_same_run(unbroken, workdir)

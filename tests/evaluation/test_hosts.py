@@ -22,12 +22,12 @@ def words(tmp_path_factory):
     return cipher_file(tmp_path_factory.mktemp("shared") / "words.jsonl", 48)
 
 
-def evaluate(words: str, output: pathlib.Path) -> list[str]:
+def evaluate(words: str, output: pathlib.Path | str) -> list[str]:
     return ["-m", "reinforce_ada_jax.evaluate", *SMALL, MESH, "--model=package:cipher", f"--benchmarks={words}",
             f"--output={output}"]  # fmt: skip
 
 
-def prepare(words: str, output: pathlib.Path) -> list[str]:
+def prepare(words: str, output: pathlib.Path | str) -> list[str]:
     return ["-m", "reinforce_ada_jax.prepare", *SMALL, MESH, f"--input={words}", f"--output={output}",
             "--max_pass_rate=0.5"]  # fmt: skip
 

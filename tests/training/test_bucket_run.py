@@ -78,6 +78,7 @@ def test_killed_and_resumed_nothing_is_lost_and_two_at_once_are_refused(tmp_path
         _finished(exported)
         (tmp_path / "model.safetensors").write_bytes(server.read("gs://runs/model/model.safetensors"))
     assert reproducible(copy) == reproducible(tmp_path / "unbroken")
+    assert (copy / "logs" / "host-0.log").read_text().count(": begins after iteration") >= 2
     samples = tmp_path / "unbroken" / "samples"
     assert all((copy / "samples" / file.name).read_bytes() == file.read_bytes() for file in samples.iterdir())
     assert "training.lock" not in server.names(run)
