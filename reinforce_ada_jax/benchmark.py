@@ -16,6 +16,7 @@
     python -m reinforce_ada_jax.benchmark split --config=configs/qwen_1p5b.py --topology=v5e:2x4
     python -m reinforce_ada_jax.benchmark start --json=OUT
     python -m reinforce_ada_jax.benchmark accelerator --json=OUT
+    python -m reinforce_ada_jax.benchmark preemption --config=configs/tiny.py --json=OUT
     python -m reinforce_ada_jax.benchmark serve --shape=512x8 --slots=64 --requests=256 --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
@@ -23,7 +24,8 @@
 policy loss and its gradients, and `iteration` whole iterations by their phases. `split` measures iterations that are
 drawn while the one before is learned, and predicts them for a TPU slice. `start` measures the seconds until the first
 sampled token. `serve` samples through the server of the tinker client, beside the engine alone. `accelerator` puts
-hand-over, prefill, decoding, loss and update beside the limits of the device. --simulate runs only the scheduling.
+hand-over, prefill, decoding, loss and update beside the limits of the device. `preemption` tells a run to end in each
+phase, and measures the work that is lost and the seconds to the end. --simulate runs only the scheduling.
 docs/performance.md explains the numbers and lists results.
 """
 
@@ -50,6 +52,7 @@ BENCHMARKS = (
     "start",
     "serve",
     "accelerator",
+    "preemption",
 )
 
 
@@ -109,7 +112,7 @@ if __name__ == "__main__":
 
         from reinforce_ada_jax.benchmarks import engines
 
-        if arguments and arguments[0] in ("update", "accelerator"):
+        if arguments and arguments[0] in ("update", "accelerator", "preemption"):
             jax.config.update("jax_platforms", "cpu")  # accelerators belong to its subprocesses
         elif arguments and arguments[0] in ("rollout", "adaptive", "split"):
             engines.use_one_core_per_replica(flags.FLAGS)

@@ -116,7 +116,7 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_list(
         "variants", list(DEFAULT_VARIANTS), f"Variants of `iteration`, of {', '.join(VARIANTS)}.", flag_values=values
     )
-    cli.config_flag(values, "The configuration of `iteration` and `split`: a packaged one, or a file.")
+    cli.config_flag(values, "The configuration of `iteration`, `split` and `preemption`: a packaged one, or a file.")
     return values
 
 

@@ -32,18 +32,24 @@ class Save:
     seconds: float
 
 
+def read(workdir: pathlib.Path) -> list[Save]:
+    """Returns the saves of a work directory; a line that is damaged is left out."""
+    saves = []
+    for line in finished_lines(workdir / FILE):
+        with contextlib.suppress(ValueError, TypeError):
+            saves.append(Save(**json.loads(line)))
+    return saves
+
+
 class SaveTimes:
     """Times of the saves of a run, measured by process 0; the others know none."""
 
     def __init__(self, workdir: pathlib.Path):
-        """Reads the saves of earlier starts; a line that is damaged is left out."""
+        """Reads the saves of earlier starts."""
         self._said = False
         self._file = workdir / FILE
-        self._saves: list[Save] = []
+        self._saves = read(workdir) if processes.is_writer() else []
         self._begun: tuple[int, int, float] | None = None
-        for line in finished_lines(self._file) if processes.is_writer() else ():
-            with contextlib.suppress(ValueError, TypeError):
-                self._saves.append(Save(**json.loads(line)))
 
     def begin(self, iteration: int, size: int) -> None:
         """Notes that a save of this number of bytes begins."""

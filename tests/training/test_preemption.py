@@ -1,0 +1,100 @@
+"""Runs that are told to end at 20 random moments, and continue, make the run that nothing disturbed."""
+
+import re
+import socket
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.distributed import processes as processes_lib
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from tests import compiling
+from tests.forked import Forked
+from tests.running import environment, reproducible, restored
+
+# Invariant numerics: a response has the same bits in another slot, so that a broken collection is kept on a CPU, too.
+SETTINGS = {
+    "model.numerics": "invariant", "iterations": 16, "checkpoint.every": 4, "evaluation.every": 4,
+    "evaluation.samples": 1, "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4,
+    "sampling.slots": 8, "sampling.window": 4, "logging.sampled_prompts": 8, "logging.tensorboard": False,
+}  # fmt: skip
+SIGTERMS = 20
+# Work of the engine, which has drawn again what was lost in the slots.
+OF_THE_ENGINE = re.compile(
+    "collection/(slot_utilisation|redone_tokens|prefills|prefilled_tokens|shared_tokens|dispatches|waited_share|draft_.*"
+    "|discarded.*)"
+)
+# Ends itself, a moment after it has shown for the N-th time that it is in a phase (any of them: "").
+AT_A_PHASE = """
+import os, runpy, signal, threading
+from reinforce_ada_jax.reporting import progress
+
+left = {number}
+
+def phase(self, text, original=progress.Progress.phase):
+    global left
+    left -= text.startswith({phase!r})
+    if left == 0:
+        left = -1
+        print("at", text.split(":")[0].split(" ")[0], flush=True)
+        threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    original(self, text)
+
+progress.Progress.phase = phase
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def start(workdir, count, how):
+    """Returns the processes of a run, of two devices together; `how` says how each one is started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    flags = ["--config=configs/tiny.py", f"--workdir={workdir}"]
+    flags += [f"--config.{key}={value}" for key, value in (SETTINGS | {"mesh.fsdp": 2}).items()]
+    started = []
+    for index in range(count):
+        env = environment(f"--xla_force_host_platform_device_count={2 // count} {compiling.QUICKLY}")
+        if count > 1:
+            names = (processes_lib.ADDRESS, processes_lib.COUNT, processes_lib.INDEX)
+            env |= dict(zip(names, (address, str(count), str(index)), strict=True))
+        started.append(Forked([*how[index], *flags], env))
+    return started
+
+
+def ended(processes, code) -> list[str]:
+    """Waits for processes; returns their outputs."""
+    said = [process.communicate(timeout=400) for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), said
+    return [out + err for out, err in said]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_twenty_sigterms_change_no_bit(tmp_path, count):
+    unharmed = ("-m", "reinforce_ada_jax.train")
+    ended(start(tmp_path / "unbroken", count, [unharmed] * count), 0)
+    numbers, workdir, said = np.random.default_rng(count), tmp_path / "run", []
+    for number in range(SIGTERMS):
+        how, phase = [unharmed] * count, "updating" if number % 4 == 3 else ""
+        first = 1 if phase else numbers.integers(1, 24)
+        program = AT_A_PHASE.format(phase=phase, number=first, delay=numbers.uniform(0.0, 0.1))
+        how[numbers.integers(count)] = ("-c", program)
+        said += ended(start(workdir, count, how), RESTART)
+    said = "\n".join(said)
+    phases = set(re.findall("^at ([a-z]+)", said, re.MULTILINE))
+    assert {"collecting", "evaluating", "updating"} <= phases, phases
+    assert len(re.findall(r"[1-9]\d* responses of the next one are kept", said)) > 3, "in the middle of a collection"
+    assert len(re.findall(r"begins with \d+ kept responses", said)) > 3
+    ended(start(workdir, count, [unharmed] * count), 0)
+
+    (state, record), (unbroken, other) = restored(workdir), restored(tmp_path / "unbroken")
+    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
+    assert record == other
+    for line, expected in zip(reproducible(workdir), reproducible(tmp_path / "unbroken"), strict=True):
+        assert line.keys() == expected.keys()
+        assert {key for key in line if line[key] != expected[key] and not OF_THE_ENGINE.fullmatch(key)} == set()
+    for folder in ("samples", "evaluations"):
+        one, other = (sorted((run / folder).iterdir()) for run in (workdir, tmp_path / "unbroken"))
+        assert [(file.name, file.read_text()) for file in one] == [(file.name, file.read_text()) for file in other]
