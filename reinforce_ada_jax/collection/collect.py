@@ -109,7 +109,7 @@ def _draw(
 ) -> None:
     """Lets the sampler answer all requests of the queue; arguments as for `collect`."""
     if turns is not None:
-        turns.attach(queue)
+        turns.attach(queue, lambda: _report(queue, on_progress))
     offered = turns or queue
     for responses in sample_fn(offered):
         offered.receive(responses)

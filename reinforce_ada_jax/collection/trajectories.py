@@ -8,7 +8,7 @@ with the verdict.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
+from reinforce_ada_jax.collection.verification import WAIT_S
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
 # Reasons of trajectories that a limit ended: the reward is 0, and no failure of the environment.
@@ -118,9 +119,9 @@ class Trajectories:
         self._deterministic = deterministic
         self._verdicts: dict[tuple[str, int], Verdict] = {}
 
-    def attach(self, queue: ReceivingQueue) -> None:
-        """Begins a collection."""
-        self._queue = queue
+    def attach(self, queue: ReceivingQueue, waiting: Callable[[], None] = lambda: None) -> None:
+        """Begins a collection; `waiting` is called again and again while answers are waited for, and may raise."""
+        self._queue, self._waiting = queue, waiting
         self._decoding: dict[tuple[str, int], _Trajectory] = {}  # turns at the sampler, by their address
         self._pending: dict[Future[Any], _Trajectory] = {}  # turns at the environment, in order
         self._ready: collections.deque[tuple[Request, _Trajectory]] = collections.deque()  # next turns
@@ -205,7 +206,8 @@ class Trajectories:
         """Waits for the oldest turn at the environment; for any one if time may decide."""
         due = list(self._pending)[:1]
         if not self._deterministic:
-            futures.wait(self._pending, return_when=futures.FIRST_COMPLETED)
+            while not futures.wait(self._pending, WAIT_S, return_when=futures.FIRST_COMPLETED).done:
+                self._waiting()
             due = [future for future in self._pending if future.done()]
         self._hand_over(self._read(due))
 
@@ -217,6 +219,8 @@ class Trajectories:
         """Reads answers, waiting for each; returns the responses of the trajectories that end."""
         finished = []
         for future in due:
+            while not futures.wait([future], WAIT_S).done:
+                self._waiting()
             trajectory = self._pending.pop(future)
             found = self._environment.read(trajectory.environment, future.result())
             if isinstance(found, Verdict):
