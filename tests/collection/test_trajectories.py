@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import strategies, trajectories
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
@@ -82,10 +82,20 @@ def sampler(slots, choose, taken=None, closed=None):
     return sample
 
 
-def draw(environment, sample, strategy=GRPO, prompts=PROMPTS, **settings):
+def draw(environment, sample, strategy=GRPO, prompts=PROMPTS, *, partial=None, broken_off=None, asked=None, **settings):
+    """Pools of the prompts; the collection is broken off when it has asked for progress `asked` times."""
     limits = {"max_turns": 4, "max_tokens": 100, "deterministic": True} | settings
-    turns = Trajectories(environment, **limits)
-    return collect(prompts, sample, turns.verdicts, strategy, turns=turns)
+    turns, calls = Trajectories(environment, **limits), []
+
+    def on_progress(closed, drawn):
+        calls.append((closed, drawn))
+        if len(calls) == asked:
+            raise KeyError("asked to end")
+
+    return collect(
+        prompts, sample, turns.verdicts, strategy, turns=turns, partial=partial, broken_off=broken_off,
+        on_progress=on_progress,
+    )  # fmt: skip
 
 
 def described(pools):
@@ -143,6 +153,36 @@ def test_slots_and_order_change_nothing(slots, choose, strategy):
         ([0, 0, 0], (), False, 0.0, ""),
         ([0, 1, 0, 9, 9, 0, 1, 1], (3, 2, 3), False, 1.0, ""),
     ]
+
+
+def test_a_collection_that_is_broken_off_goes_on_from_its_finished_rounds():
+    def last_turn(row, draw):
+        return (row + draw) % 3
+
+    expected = described(draw(Countdown(last_turn), sampler(16, all_of), BALANCE))
+    kept, taken = {}, []
+    with pytest.raises(KeyError):
+        draw(Countdown(last_turn), sampler(3, last), BALANCE, broken_off=kept, asked=9)
+    assert sum(len(rollouts.responses) for rollouts in kept.values()) == sum(len(r.verdicts) for r in kept.values()) > 0
+    pools = draw(Countdown(last_turn), sampler(3, last, taken), BALANCE, partial=kept)
+    assert described(pools) == expected
+    drawn = {(name, number) for name, number, *_ in taken}
+    assert not {(name, r.draw) for name, rollouts in kept.items() for r in rollouts.responses} & drawn
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_who_waits_for_answers_is_asked_all_the_while(monkeypatch, deterministic):
+    monkeypatch.setattr(trajectories, "WAIT_S", 0.01)
+    silent = Countdown(lambda row, draw: 1, at_once=False)
+    with pytest.raises(KeyError):
+        draw(silent, iter_once, asked=3, deterministic=deterministic)
+    assert len(silent.waiting) == 2, "both turns of the first prompt"
+
+
+def iter_once(queue):
+    """Takes two requests, returns both, and waits for what follows."""
+    yield [turn_of(request) for request in queue.take(2)]
+    queue.wait()
 
 
 def test_begun_trajectories_precede_new_ones():
