@@ -92,10 +92,17 @@ def converted(holder: flags.FlagHolder[ConfigDict], convert: Callable[[ConfigDic
         return convert(holder.value)
 
 
-def fail(message: object, code: int = BAD_INPUT) -> NoReturn:
-    """Ends the process with one message, in which control characters, of a file's name for example, are escaped."""
+def fail(message: object, code: int = BAD_INPUT, *, at_once: bool = False) -> NoReturn:
+    """Ends the process with one message, in which control characters, of a file's name for example, are escaped.
+
+    With `at_once` the process does not wait for its threads, which may be compiling.
+    """
     text = "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in str(message))
     print(f"error: {text}", file=sys.stderr)
+    if at_once:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

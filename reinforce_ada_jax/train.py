@@ -102,7 +102,9 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
         ungraded = not_graded(folder)
     if outcome.ending is not Ending.FINISHED:
         codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
-        cli.fail(outcome.message, codes[outcome.ending])
+        # JAX ends several processes together; only one process compiles in threads.
+        at_once = outcome.ending is Ending.PREEMPTED and processes.count() == 1
+        cli.fail(outcome.message, codes[outcome.ending], at_once=at_once)
     if processes.is_writer() and outcome.state is not None:
         named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
         print(

@@ -313,6 +313,7 @@ RUN_BY = {
     "benchmark split": "tests/benchmarks/test_split.py::test_a_split_and_taking_turns_do_the_same_work",
     "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
     "benchmark start": "tests/benchmarks/test_start.py::test_second_starts_are_quicker",
+    "benchmark preemption": "tests/benchmarks/test_preemption.py::test_the_command_measures_each_phase_of_a_run",
     "benchmark accelerator": "tests/benchmarks/test_accelerator.py::test_the_command_runs_all_parts",
     "benchmark serve": "tests/benchmarks/test_serve.py::test_the_server_beside_its_engine",
     "benchmark learning": "by hand: hours of two cores",

@@ -72,5 +72,5 @@ class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
         return ready
 
     def __exit__(self, *_: object) -> None:
-        """Begins no further program; returns when those at work are compiled."""
-        self._pool.shutdown(cancel_futures=True)
+        """Begins no further program; those at work are compiled before the interpreter ends."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,14 +1,15 @@
 """`benchmark preemption`: where a run is, by its own words, and what is measured when it is told to end."""
 
+import json
+import subprocess
 import sys
 
 import pytest
 from absl import flags
 
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import options, preemption
 from reinforce_ada_jax.benchmarks.preemption import Moment
-from tests.running import tiny
+from tests.running import ROOT, environment
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,23 @@ def test_a_configuration_is_needed():
 
 
 @pytest.mark.slow
-def test_each_phase_of_a_tiny_run_is_measured():
+def test_the_command_measures_each_phase_of_a_run(tmp_path):
     settings = {"evaluation.samples": 1, "model.numerics": "invariant", "sampling.slots": 32}
-    found = preemption.measure(config_lib.replaced(tiny(), settings), repeat=1)
-    assert list(found) == ["collecting", "updating", "evaluating", "start_s", "save_s", "save_bytes"]
+    flags = ["--config=configs/tiny.py", *(f"--config.{key}={value}" for key, value in settings.items())]
+    command = [
+        "-m",
+        "reinforce_ada_jax.benchmark",
+        "preemption",
+        *flags,
+        "--repeat=1",
+        f"--json={tmp_path / 'out.json'}",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert list(found) == ["benchmark", "collecting", "updating", "evaluating", "start_s", "save_s", "save_bytes"]
     for phase in preemption.PHASES:
         assert len(found[phase]["all_lost_s"]) == len(found[phase]["all_exit_s"]) == 1
         assert 0 <= found[phase]["lost_s"] < 60 and 0 < found[phase]["exit_s"] < 60
