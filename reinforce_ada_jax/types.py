@@ -56,14 +56,15 @@ class Request:
       prompt: the prompt to draw for.
       draw: number of the response in the prompt's pool, from 0.
       prefetch: the prompt belongs to the next iteration, and a slot would be idle without it.
-      continues: another turn may follow: a prompt that begins with the tokens of this one and of the response, and has
-        one request. Until then, or until `RequestQueue.closed` names this prompt, a sampler may keep what it computed.
+      continues: where another turn may follow, the id of its prompt, else empty. That prompt begins with the tokens of
+        this one and of the response, and has one request. A sampler may keep what it computed until the request comes,
+        or until `RequestQueue.closed` names one of the two prompts.
     """
 
     prompt: Prompt
     draw: int
     prefetch: bool = False
-    continues: bool = False
+    continues: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -241,5 +242,8 @@ class RequestQueue(Protocol):
         ...
 
     def closed(self) -> list[str]:
-        """Returns ids of the prompts closed since the last call: none of their requests is waiting or in flight."""
+        """Returns ids of the prompts closed since the last call: none of their requests is waiting or in flight.
+
+        A trajectory that has ended closes the prompts of its turns, and that of the turn that could have followed.
+        """
         ...

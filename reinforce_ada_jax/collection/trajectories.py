@@ -85,7 +85,7 @@ class _Trajectory:
         prompt, turn = self.request.prompt, len(self.turns)
         tokens = np.concatenate([prompt.tokens, *self.tokens])
         following = dataclasses.replace(prompt, id=self.turn_id(turn), tokens=tokens)
-        return Request(following, self.request.draw, continues=turn + 1 < max_turns)
+        return Request(following, self.request.draw, continues=self.turn_id(turn + 1) if turn + 1 < max_turns else "")
 
     def response(self, *, truncated: bool) -> Response:
         """Returns all segments as one response, which ends with the model's last one."""
@@ -190,10 +190,11 @@ class Trajectories:
 
     def _begin(self, requests: Sequence[Request]) -> list[Request]:
         """Returns the requests of first turns."""
-        begun = [dataclasses.replace(request, continues=self._max_turns > 1) for request in requests]
-        for request in begun:
-            environment = self._environment.begin(request.prompt, request.draw)
-            self._decoding[request.prompt.id, request.draw] = _Trajectory(request, environment)
+        begun = []
+        for request in requests:
+            trajectory = _Trajectory(request, self._environment.begin(request.prompt, request.draw))
+            self._decoding[request.prompt.id, request.draw] = trajectory
+            begun.append(dataclasses.replace(request, continues=trajectory.turn_id(1) if self._max_turns > 1 else ""))
         return begun
 
     def _take_ready(self, limit: int) -> list[Request]:
@@ -238,7 +239,8 @@ class Trajectories:
     def _end(self, trajectory: _Trajectory, verdict: Verdict, *, truncated: bool = False) -> Response:
         """Ends a trajectory; returns its response."""
         self._environment.end(trajectory.environment)
-        self._over += [trajectory.turn_id(turn) for turn in range(1, len(trajectory.turns))]
+        # The turn that does not follow, too: the sampler need not wait for it.
+        self._over += [trajectory.turn_id(turn) for turn in range(1, len(trajectory.turns) + 1)]
         response = trajectory.response(truncated=truncated)
         self._verdicts[response.prompt_id, response.draw] = verdict
         return response

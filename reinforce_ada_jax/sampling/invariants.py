@@ -38,9 +38,9 @@ def _require_partition(size: int, name: str, **parts: Iterable[int] | np.ndarray
 
 def check_rows(options: EngineOptions, rows: Rows) -> None:
     """Checks the host's rows of one replica: each is free or occupied, and no request is in flight twice."""
-    _require_partition(options.open_prompts, "prompt rows", open=rows.prompts.values(), parked=rows.parked,
-                       to_be_parked=rows.park_rows.values(), closing=np.flatnonzero(rows.closing),
-                       free=rows.free_prompt_rows)  # fmt: skip
+    _require_partition(options.open_prompts, "prompt rows", open=rows.prompts.values(),
+                       parked=[turn.row for turn in rows.parked.values()], to_be_parked=rows.park_rows.values(),
+                       closing=np.flatnonzero(rows.closing), free=rows.free_prompt_rows)  # fmt: skip
     _require_partition(options.output_rows, "output rows", in_flight=rows.in_flight, free=rows.free_output_rows)
     counts = Counter((request.prompt.id, request.draw) for request in rows.in_flight.values())
     twice = [address for address, count in counts.items() if count > 1]
@@ -99,7 +99,8 @@ def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: n
     pool, prompts, slots = state.pool, state.prompts, state.slots
     available = int(pool.available)
     _require(0 <= available <= options.pages - 1, f"{available} of {options.pages - 1} pages are free")
-    open_rows = np.array([*rows.prompts.values(), *rows.parked, *rows.park_rows.values()], np.int64)
+    parked = [turn.row for turn in rows.parked.values()]
+    open_rows = np.array([*rows.prompts.values(), *parked, *rows.park_rows.values()], np.int64)
     counts = num_pages(prompts.length[open_rows] - 1, options.page_size)
     prompt_pages = prompts.table[open_rows][np.arange(prompts.table.shape[1]) < counts[:, None]]
     column = np.arange(slots.table.shape[1])

@@ -307,8 +307,7 @@ class _Session:
     def _add(self, requests: Sequence[Request]) -> None:
         """Gives each request to the replica with its prompt or last turn; else to the one with the least to do."""
         for request in requests:
-            prompt = request.prompt
-            homes = [each for each in self.schedulers if each.has(prompt.id) or each.has_parked(prompt)]
+            homes = [scheduler for scheduler in self.schedulers if scheduler.has(request.prompt.id)]
             (homes[0] if homes else min(self.schedulers, key=lambda scheduler: scheduler.load)).add(request)
 
     def _close(self, prompt_ids: Sequence[str]) -> None:

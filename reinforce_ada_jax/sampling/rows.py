@@ -13,14 +13,14 @@ class ParkedTurn(NamedTuple):
     """A turn of a trajectory whose pages stay for the next one.
 
     Attributes:
+      row: prompt row that has the pages.
       prompt_id: of the turn's prompt.
       tokens: of the prompt and the response.
-      adapter: of their keys and values.
     """
 
+    row: int
     prompt_id: str
     tokens: Int[np.ndarray, " T"]
-    adapter: int
 
 
 class Rows:
@@ -29,7 +29,7 @@ class Rows:
     Attributes:
       prompts: row of each open prompt, by its id.
       closing: bool[R], rows of prompts that the next window releases.
-      parked: turns that wait for the next one, by prompt row, the oldest first.
+      parked: turns that wait for the next one, by the id of its prompt, the oldest first.
       park_rows: prompt rows that turns in flight may be parked in, by output row.
       in_flight: requests on the device, by output row.
     """
@@ -37,7 +37,7 @@ class Rows:
     def __init__(self, options: EngineOptions):
         self.prompts: dict[str, int] = {}
         self.closing = np.zeros(options.open_prompts, bool)
-        self.parked: dict[int, ParkedTurn] = {}
+        self.parked: dict[str, ParkedTurn] = {}
         self.park_rows: dict[int, int] = {}
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.in_flight: dict[int, Request] = {}
@@ -48,23 +48,16 @@ class Rows:
         self.prompts[prompt_id] = row = self.free_prompt_rows.pop()
         return row
 
-    def find_parked(self, tokens: Int[np.ndarray, " T"], adapter: int) -> int | None:
-        """Returns the row of the parked turn with which these tokens begin; None where there is none."""
-        for row, turn in self.parked.items():
-            length = len(turn.tokens)
-            if length <= len(tokens) and turn.adapter == adapter and np.array_equal(turn.tokens, tokens[:length]):
-                return row
-        return None
+    def continue_turn(self, prompt_id: str) -> int:
+        """Returns the row of a parked turn, which the prompt of the next one takes over."""
+        self.prompts[prompt_id] = row = self.parked.pop(prompt_id).row
+        return row
 
-    def continue_turn(self, row: int, prompt_id: str) -> None:
-        """Gives the row of a parked turn to the prompt of the next one."""
-        del self.parked[row]
-        self.prompts[prompt_id] = row
-
-    def close_parked(self, row: int) -> None:
-        """Marks the row of a parked turn for the next window to release."""
-        del self.parked[row]
+    def close_parked(self, next_id: str) -> int:
+        """Marks the row of a parked turn for the next window to release, and returns it."""
+        row = self.parked.pop(next_id).row
         self.closing[row] = True
+        return row
 
     def close_prompt(self, prompt_id: str) -> int:
         """Marks a prompt's row for the next window to release, and returns it."""

@@ -104,20 +104,13 @@ class Scheduler:
         return len(self._unopened)
 
     def has(self, prompt_id: str) -> bool:
-        """Returns True if the prompt is open here, or waits to be."""
-        return prompt_id in self.rows.prompts or prompt_id in self._unopened
-
-    def has_parked(self, prompt: Prompt) -> bool:
-        """Returns True if the prompt begins with a turn that is parked here."""
-        return self._find_parked(prompt) is not None
-
-    def _find_parked(self, prompt: Prompt) -> int | None:
-        return self.rows.find_parked(prompt.tokens, self._adapter_of(prompt)) if self.rows.parked else None
+        """Returns True if the prompt is open here, waits to be, or follows a turn that is parked here."""
+        return prompt_id in self.rows.prompts or prompt_id in self._unopened or prompt_id in self.rows.parked
 
     def add(self, request: Request) -> None:
         """Adds a request; its prompt is opened if it is new and there is room."""
         prompt = request.prompt
-        self._has_turns |= request.continues
+        self._has_turns |= bool(request.continues)
         if prompt.id in self.rows.prompts or (not self._unopened and self._open(prompt, 1)):
             self._ready.append(request)
         else:
@@ -150,8 +143,7 @@ class Scheduler:
         if not self._fits(prompt, begins, requests):
             return False
         if begins.is_parked:
-            row = begins.like
-            self.rows.continue_turn(row, prompt.id)
+            row = self.rows.continue_turn(prompt.id)
             self._next_turns.add(prompt.id)
         else:
             row = self.rows.open_prompt(prompt.id)
@@ -161,10 +153,10 @@ class Scheduler:
         return True
 
     def _beginning(self, prompt: Prompt) -> _Beginning:
-        page_size, parked = self.options.page_size, self._find_parked(prompt)
-        if parked is not None:
-            cached = len(self.rows.parked[parked].tokens) - 1
-            return _Beginning(True, parked, num_pages(cached, page_size), cached)
+        page_size, turn = self.options.page_size, self.rows.parked.get(prompt.id)
+        if turn is not None and np.array_equal(turn.tokens, prompt.tokens[: len(turn.tokens)]):
+            cached = len(turn.tokens) - 1
+            return _Beginning(True, turn.row, num_pages(cached, page_size), cached)
         like, shared = self._prefixes.find(prompt.tokens, self._adapter_of(prompt))
         return _Beginning(False, like, shared, shared * page_size)
 
@@ -187,29 +179,21 @@ class Scheduler:
             if not self._give_up():
                 break
 
-    def _give_up(self, *, only_unclaimed: bool = False) -> bool:
+    def _give_up(self, *, parked: bool = True) -> bool:
         """Closes what nothing on the device needs; False where there is nothing.
 
-        First the oldest parked turn, then a prompt without requests, at last a turn for which the next one waits.
+        First the oldest prompt without requests, then the oldest parked turn, at last one that the next turn waits for.
         """
         in_use = {opened.like for opened in self.opened if opened.shared}
-        waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
-        claimed = [self._find_parked(requests[0].prompt) for requests in waiting]
-        for row in self.rows.parked:
-            if row not in in_use and row not in claimed:
-                self._close_parked(row)
-                return True
-        if only_unclaimed:
-            return False
         busy = {request.prompt.id for request in (*self.rows.in_flight.values(), *self._ready)}
         for prompt_id, row in self.rows.prompts.items():
             if prompt_id not in busy and row not in in_use:
                 self._close_prompt(prompt_id)
                 return True
-        for row in reversed(claimed):
-            if row is not None and row not in in_use:
-                self._close_parked(row)
-                return True
+        free = [next_id for next_id, turn in self.rows.parked.items() if parked and turn.row not in in_use]
+        for next_id in sorted(free, key=lambda next_id: next_id in self._unopened):
+            self._close_parked(next_id)
+            return True
         return False
 
     def _end_turn(self, output_row: int, request: Request, response: Response, outputs: WindowOutputs) -> None:
@@ -217,11 +201,13 @@ class Scheduler:
         prompt, page_size = request.prompt, self.options.page_size
         row = self.rows.park_rows.pop(output_row, None)
         if row is not None and outputs.prompt_length[row] > 1:
-            tokens, adapter = np.concatenate([prompt.tokens, response.tokens]), self._adapter_of(prompt)
-            self.rows.parked[row] = ParkedTurn(prompt.id, tokens, adapter)
-            counts = num_pages(len(tokens) - 1, page_size), self.rows.prompts[prompt.id]
-            self.budget.park(row, *counts, (len(prompt.tokens) - 1) // page_size)
-            self._prefixes.add(row, tokens, adapter)
+            if request.continues in self.rows.parked:
+                self._close_parked(request.continues)
+            tokens = np.concatenate([prompt.tokens, response.tokens])
+            self.rows.parked[request.continues] = ParkedTurn(row, prompt.id, tokens)
+            of_prompt = self.rows.prompts[prompt.id], (len(prompt.tokens) - 1) // page_size
+            self.budget.park(row, num_pages(len(tokens) - 1, page_size), *of_prompt)
+            self._prefixes.add(row, tokens, self._adapter_of(prompt))
         elif row is not None:
             self.rows.free_prompt_rows.append(row)
         if prompt.id in self._next_turns:
@@ -233,23 +219,24 @@ class Scheduler:
         self._prefixes.remove(row)
         self._next_turns.discard(prompt_id)
 
-    def _close_parked(self, row: int) -> None:
-        self.rows.close_parked(row)
+    def _close_parked(self, next_id: str) -> None:
+        row = self.rows.close_parked(next_id)
         self.budget.close_prompt(row)
         self._prefixes.remove(row)
 
     def close(self, prompt_ids: Collection[str]) -> None:
-        """Closes those of the prompts that are open here, and their parked turns, with the next window."""
+        """Closes those of the prompts that are open here, and turns parked around them, with the next window."""
+        closed = set(prompt_ids)
         for prompt_id in prompt_ids:
             if prompt_id in self.rows.prompts:
                 self._close_prompt(prompt_id)
-        for row, turn in list(self.rows.parked.items()):
-            if turn.prompt_id in prompt_ids:
-                self._close_parked(row)
+        for next_id, turn in list(self.rows.parked.items()):
+            if next_id in closed or turn.prompt_id in closed:
+                self._close_parked(next_id)
 
     def close_all(self) -> None:
         """Closes all prompts and parked turns, with the next window."""
-        self.close([*self.rows.prompts, *(turn.prompt_id for turn in self.rows.parked.values())])
+        self.close([*self.rows.prompts, *self.rows.parked])
 
     def cancel(self, requests: Collection[Request]) -> list[Request]:
         """Ends requests: returns those that never reached the device; others are answered after their next token."""
@@ -268,9 +255,9 @@ class Scheduler:
     ) -> WindowInputs:
         """Starts the requests that are ready: returns the inputs of the next window."""
         for_responses = self._pages_for_responses()
-        num_turns = sum(request.continues for request in self._ready)
+        num_turns = sum(bool(request.continues) for request in self._ready)
         while num_turns > len(self.rows.free_prompt_rows) + self.rows.closing.sum():
-            if not self._give_up(only_unclaimed=True):
+            if not self._give_up(parked=False):
                 break
         closing = self.rows.take_closing()
         cancelled = [row for row, request in self.rows.in_flight.items() if request in self._cancelled]

@@ -131,12 +131,12 @@ def test_turns_are_one_response_with_the_environments_tokens_between_them():
     assert [verdict.reward for verdict in pool.verdicts] == [0.0, 2.0]
     # The prompt of a turn is all that was said; turns 2 to 4 of at most 4 may be followed, the last one may not.
     assert taken == [
-        ("p1", 0, [1, 1], True),
-        ("p1", 1, [1, 1], True),
-        ("p1#1.1", 1, [1, 1, 1, 1, 0, 9, 9], True),
-        ("p1#1.2", 1, [1, 1, 1, 1, 0, 9, 9, 1, 1, 1, 9, 9], True),
+        ("p1", 0, [1, 1], "p1#0.1"),
+        ("p1", 1, [1, 1], "p1#1.1"),
+        ("p1#1.1", 1, [1, 1, 1, 1, 0, 9, 9], "p1#1.2"),
+        ("p1#1.2", 1, [1, 1, 1, 1, 0, 9, 9, 1, 1, 1, 9, 9], "p1#1.3"),
     ]
-    assert closed[-1] == ["p1#1.1", "p1#1.2", "p1"]
+    assert closed[-1] == ["p1#1.1", "p1#1.2", "p1#1.3", "p1"]
     assert environment.ended == [("p1", 0), ("p1", 1)]
 
 
@@ -263,7 +263,7 @@ def test_early_answers_are_read_at_the_next_yield_where_time_must_not_decide(det
     environment.answer(0)
     assert turns.wait() and not turns.wait()
     assert queue.received == [("p0", 0), ("p0", 1)]
-    assert turns.closed() == ["p0#1.1"]
+    assert turns.closed() == ["p0#0.1", "p0#1.1", "p0#1.2"]  # turns that were drawn, and the next one of each draw
 
 
 def test_a_response_that_nobody_asked_for_is_an_error():

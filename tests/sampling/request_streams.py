@@ -244,8 +244,8 @@ class TurnStream(RandomStream):
         number = self._number(request.prompt.id, request.draw)
         trajectory = _Trajectory(request, 1 + number % self._most_turns)
         self._of_turn[f"{request.prompt.id}/{request.draw}"] = trajectory
-        # Some that end with their first turn might have gone on.
-        return dataclasses.replace(request, continues=trajectory.turns > 1 or number % 5 == 0)
+        goes_on = trajectory.turns > 1 or number % 5 == 0  # some that end with their first turn might have gone on
+        return dataclasses.replace(request, continues=f"{request.prompt.id}#{request.draw}.1" if goes_on else "")
 
     def _answer(self) -> None:
         """The environment's answer to the trajectory that has waited longest: one to five tokens, and a request."""
@@ -261,14 +261,18 @@ class TurnStream(RandomStream):
             del trajectory.tokens[-len(answer) :], trajectory.segments[-1]
             return self._finish_trajectory(trajectory)
         request = Request(
-            Prompt(prompt_id, "", "", tokens), draw, trajectory.request.prefetch, trajectory.turn < trajectory.turns
-        )
+            Prompt(prompt_id, "", "", tokens), draw, trajectory.request.prefetch,
+            f"{prompt.id}#{draw}.{trajectory.turn + 1}" if trajectory.turn + 1 < trajectory.turns else "",
+        )  # fmt: skip
         self._of_turn[f"{prompt_id}/{draw}"] = trajectory
         self._next_turns.append(request)
 
     def _finish_trajectory(self, trajectory: _Trajectory) -> None:
         request = trajectory.request
-        self._closed += [f"{request.prompt.id}#{request.draw}.{turn}" for turn in range(1, trajectory.turn + 1)]
+        self._closed += [
+            f"{request.prompt.id}#{request.draw}.{turn}"
+            for turn in range(1, trajectory.turn + 1 + self._rng.integers(2))
+        ]
         tokens = np.array(trajectory.tokens, np.int32)
         whole = Response(
             request.prompt.id, request.draw, tokens, np.zeros(len(tokens), np.float32), False,

@@ -93,7 +93,9 @@ def test_a_turn_prefills_its_new_tokens_only():
 # ---- the compiled engine ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [dict(slots=3, open_prompts=9, pages=70), dict(slots=4, open_prompts=7, pages=30)])
+@pytest.mark.parametrize(
+    "sizes", [dict(slots=3, open_prompts=9, pages=70), dict(slots=4, open_prompts=7, pages=30, drafts=3, draft_rows=8)]
+)
 def test_the_compiled_engine_parks_page_for_page(sizes, monkeypatch):
     """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
     real = tiny.rollouts(stop_ids=(), check_invariants=True, max_prompt_tokens=40, **sizes)
