@@ -26,7 +26,7 @@ def _is_running(pid: str) -> bool:
 def open_programs() -> pathlib.Path:
     """Returns the folder of this session's programs; the first process of a session chooses it.
 
-    JAX writes entries in place, so that a process killed while it writes leaves half of one. A folder whose last
+    Without `share_programs` JAX writes entries in place: a killed process leaves half of one. A folder whose last
     session did not end is therefore emptied. A session beside a running one has a folder of its own.
     """
     if CHOSEN in os.environ:
@@ -58,6 +58,36 @@ def keeping(name: str) -> dict[str, str]:
     """The environment in which jax keeps each program that it compiles, in a folder of the session."""
     return {
         "JAX_COMPILATION_CACHE_DIR": str(open_programs() / name),
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # else a program's key depends on the folder
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def share_programs() -> None:
+    """Makes this process write each program whole, so that all workers of a session can share one folder.
+
+    It must be called after jax is imported. The names of the files are those of jax.
+    """
+    from jax._src import compilation_cache  # noqa: PLC0415 (conftest.py sets what jax reads before)
+    from jax._src.compilation_cache_interface import CacheInterface  # noqa: PLC0415
+
+    class Folder(CacheInterface):
+        """Programs in files, with the names that jax gives them."""
+
+        def __init__(self, path: str):
+            self._path = pathlib.Path(path)
+            self._path.mkdir(parents=True, exist_ok=True)
+
+        def get(self, key: str) -> bytes | None:
+            try:
+                return (self._path / f"{key}-cache").read_bytes()
+            except FileNotFoundError:
+                return None
+
+        def put(self, key: str, value: bytes) -> None:
+            partial = self._path / f"{key}.{os.getpid()}"
+            partial.write_bytes(value)
+            partial.replace(self._path / f"{key}-cache")
+
+    compilation_cache.get_file_cache = lambda path: (Folder(path), path)

@@ -16,10 +16,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks huggingface.co
 FLAGS = ("--xla_force_host_platform_device_count=8", compiling.QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
-# A folder for each worker, so that none reads what another is writing.
-os.environ |= compiling.keeping(os.environ.get("PYTEST_XDIST_WORKER", "main"))
+os.environ |= compiling.keeping("tests")
 
 import jax  # noqa: E402
+
+compiling.share_programs()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

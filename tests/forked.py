@@ -129,6 +129,7 @@ def serve() -> None:
     """Forks a process for each request at standard input, which is a socket."""
     for name in (*COMMANDS, *IMPORTED):
         importlib.import_module(f"{PACKAGE}.{name}")
+    compiling.share_programs()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the commands get it too
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -70,7 +70,7 @@ def test_every_configuration_names_a_model_whose_sizes_are_known():
 
 
 def test_programs_take_just_what_rollouts_hand_over(monkeypatch):
-    rollouts = tiny_engine.rollouts(slots=4)
+    rollouts = tiny_engine.rollouts()
     engine, calls = rollouts.engine, {}
     run = programs_lib.abstract_run(tiny(), engine.architecture, engine.options, engine.mesh)
     programs = programs_lib.engine_programs(dataclasses.replace(run, engine=engine), 10)

@@ -86,7 +86,9 @@ def test_in_bfloat16(backend):
     np.testing.assert_allclose(run(backend, case, jnp.bfloat16), expected(case, jnp.bfloat16), atol=2e-2, rtol=0)
 
 
-@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [SIZES[0], *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SIZES[1:3])], ids=str
+)
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_pages_in_int8(backend, sizes, monkeypatch):
     *sizes, axes = sizes

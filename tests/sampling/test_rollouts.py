@@ -44,7 +44,7 @@ def for_all(*sizes) -> strategies.Strategy:
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(slots=1, window=64), {}, dict(slots=64)], ids=["1 slot", "8 slots", "64 slots"]
+    "changes", [dict(slots=1, window=64), {}, dict(slots=64, window=64)], ids=["1 slot", "8 slots", "64 slots"]
 )
 def test_sampled_logprobs_are_the_learners(changes):
     assert tiny.logprob_gaps(tiny.drawn(**changes)).max() < 1e-4
@@ -54,7 +54,7 @@ def test_sampled_logprobs_are_the_learners(changes):
     "changes",
     [
         dict(slots=1, window=64),
-        dict(slots=64),
+        dict(slots=64, window=64),
         dict(window=1, page_size=16),
         tiny.SCARCE,
         dict(fsdp=2, tensor=2),
@@ -214,7 +214,7 @@ def test_counts():
 def test_balance_collects_the_same_pools_from_8_and_64_slots():
     config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=5, max_rounds=4)
     strategy = strategies.build(config)
-    few, many = (tiny.collect_pools(tiny.rollouts(**changes), strategy) for changes in ({}, dict(slots=64)))
+    few, many = (tiny.collect_pools(tiny.rollouts(**changes), strategy) for changes in ({}, dict(slots=64, window=64)))
     assert len({pool.rounds for pool in few}) > 1
     assert [pool.rounds for pool in few] == [pool.rounds for pool in many]
     tiny.assert_same(tiny.samples(few), tiny.samples(many))

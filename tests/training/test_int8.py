@@ -15,7 +15,8 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("prompts_per_update", [8, 4])
+# With 8, one update an iteration, test_updates.py has the gap.
+@pytest.mark.parametrize("prompts_per_update", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_the_gap_is_logged_and_does_not_stop_the_run(tmp_path, prompts_per_update):
     # With one update an iteration the gap is from the update's own program, with two from the scoring pass.
     config = tiny(**SMALL, **{"learning.prompts_per_update": prompts_per_update})
