@@ -40,6 +40,16 @@ def learner_sent_bytes(a: Architecture, layout: BatchLayout, *, update: bool) ->
     return layout.micro_batches * (weights + head + sums)
 
 
+def decode_sent_bytes(a: Architecture, rows: int, tensor: int, itemsize: int) -> float:
+    """Bytes that a device sends in a decode step of `rows` slots, counted by hand.
+
+    Summed along `tensor` are the embedding's rows, the outputs of attention and MLP of each layer, and five numbers of
+    four bytes a slot: the head's largest logit and sum, the sampled token's score, index and log-probability.
+    """
+    numbers = (1 + 2 * a.num_layers) * a.hidden_size * itemsize + 5 * 4
+    return 2 * (tensor - 1) / tensor * rows * numbers
+
+
 def _array_bytes(hlo_type: str) -> list[float]:
     sizes = []
     for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", hlo_type):

@@ -24,8 +24,8 @@ class ProgramResult:
 
     The peak is the program's alone, arguments included; `hbm_beside_bytes` is what a run keeps there meanwhile. Where a
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
-    `sent_bytes` is read from the compiled program; where a target shows none it is counted by hand, or None, and there
-    are no `collectives`. `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
+    `sent_bytes` is read from the compiled program; of a step, and where a target shows none, it is counted by hand, or
+    None, and there are no `collectives`. `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
     """
 
     program: str
@@ -90,7 +90,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         if cost.flops_loops_once and compiler_flops:
             compiled_over_counted = compiler_flops / cost.flops_loops_once
         hlo = compiled_text(compiled)
-        if hlo is None:
+        if hlo is None or program.unit == "step":
             sent = program.sent_bytes
         else:
             sent, kinds = collectives.sent_bytes(hlo, program.trip_count)

@@ -41,7 +41,8 @@ class Program:
       beside_bytes: memory that a training run keeps on each device beside this program.
       trip_count: of its outermost loop in one unit, where data ends the loop.
       necessary_flops: FLOPs by the usual rule, to compare with.
-      sent_bytes: counted by hand, for targets that don't show their compiled program.
+      sent_bytes: counted by hand: of a call for targets that don't show their compiled program, of a step always. The
+        program of a step also has a prefill, passes of fewer slots, and branches for top-k and top-p.
     """
 
     name: str
@@ -193,8 +194,11 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
     if run.shares_weights:
         beside -= mesh_lib.shard_bytes(run.state.params)
     cost = roofline.decode_step(engine.architecture, engine.options, engine.mesh.shape["tensor"], mean_context)
+    sent = collectives.decode_sent_bytes(
+        engine.architecture, engine.options.slots, engine.mesh.shape["tensor"], engine.dtype.itemsize
+    )
     name = f"decode window of {engine.options.window}"
-    return [Program(name, engine.programs()["decode window"], cost, "step", beside, trip_count=1)]
+    return [Program(name, engine.programs()["decode window"], cost, "step", beside, sent_bytes=sent)]
 
 
 def learner_programs(run: AbstractRun) -> list[Program]:

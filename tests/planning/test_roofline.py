@@ -238,6 +238,12 @@ def test_learner_sent():
     assert collectives.learner_sent_bytes(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
 
 
+def test_decode_sent():
+    # Two devices, 3 slots: the embedding's row and twice each layer's output, 4 columns of 2 B; and 20 B.
+    assert collectives.decode_sent_bytes(TIED, 3, 2, 2) == 3 * ((1 + 2 * TIED.num_layers) * 4 * 2 + 20)
+    assert collectives.decode_sent_bytes(TIED, 3, 1, 2) == 0
+
+
 def test_sent_bytes():
     # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; 3 times 44. With 28 B summed over 4,
     # twice 21: 174 a turn. Outside: 12 B come out of each of 8, so that 84 pass.
