@@ -6,14 +6,19 @@ inputs, in the order in which process 0 calls its own, and send back the outputs
 programs in the same order, and know nothing of requests. Messages are host memory: an idle server runs no program.
 """
 
+import contextlib
 import io
 import json
-from collections.abc import Callable, Sequence
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
@@ -40,6 +45,17 @@ def from_bytes(data: bytes) -> tuple[str, int, list[np.ndarray]]:
         header, *leaves = (arrays[f"arr_{number}"] for number in range(len(arrays.files)))
     action, model = json.loads(header.tobytes())
     return action, model, leaves
+
+
+@contextlib.contextmanager
+def _ending_all() -> Iterator[None]:
+    """Ends this process after an error, and so all: the others have launched the program, and wait for this one."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(cli.STOPPED)
 
 
 class SharedEngine:
@@ -71,23 +87,25 @@ class SharedEngine:
 
     def set_terms(self, state: DecodeState, terms: Sequence[PromptTerms]) -> DecodeState:
         """Sets the terms of the prompts of all replicas."""
-        return self._engine.set_terms(state, self._ask(_TERMS, terms))
+        with _ending_all():
+            return self._engine.set_terms(state, self._ask(_TERMS, terms))
 
     def decode_window(
         self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs]
     ) -> tuple[DecodeState, WindowOutputs]:
         """Launches a window of all replicas; the outputs are those of this process's."""
-        return self._engine.decode_window(params, state, self._ask(_WINDOW, inputs))
+        with _ending_all():
+            return self._engine.decode_window(params, state, self._ask(_WINDOW, inputs))
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         """Waits for the oldest window that was not read; returns the outputs of all replicas."""
-        self._ask(_READ)
-        found = self._engine.fetch_outputs(outputs)
-        structure, own = jax.tree.structure(found), list(found)
-        for process in range(1, processes.count()):
-            found += jax.tree.unflatten(structure, from_bytes(processes.receive(process))[2])
-        assert len(found) == len(own) * processes.count()
-        return found
+        with _ending_all():
+            self._ask(_READ)
+            own = self._engine.fetch_outputs(outputs)
+            structure, found = jax.tree.structure(own), list(own)
+            for process in range(1, processes.count()):
+                found += jax.tree.unflatten(structure, from_bytes(processes.receive(process))[2])
+            return found
 
 
 def end() -> None:

@@ -1,6 +1,7 @@
 """`serve --api=openai` as several processes on loopback answers as one process does."""
 
 import functools
+import os
 import queue
 import re
 import signal
@@ -109,6 +110,26 @@ def test_process_0_runs_the_windows_of_all(monkeypatch):
     serving_hosts.end()
     follower.join(60)
     assert not follower.is_alive() and to[0].empty() and to[1].empty()
+
+
+def test_an_error_in_process_0_ends_it(monkeypatch, capsys):
+    """The others are in the same program, and no later one would begin there."""
+
+    def fail(*arguments):
+        raise RuntimeError("out of memory")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    engine = serve.build(SETTINGS).engine
+    monkeypatch.setattr(engine, "decode_window", fail)
+    monkeypatch.setattr(processes_lib, "count", lambda: 2)
+    monkeypatch.setattr(processes_lib, "send", lambda process, message: None)
+    monkeypatch.setattr(os, "_exit", leave)
+    nothing = [serving_hosts._no_inputs(engine)] * 2
+    with pytest.raises(SystemExit) as ended:
+        serving_hosts.SharedEngine(engine, 0).decode_window({}, engine.init_decode_state(), nothing)
+    assert ended.value.code == cli.STOPPED and "RuntimeError: out of memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("api", "reason"), [("grpc", "JetStream's driver"), ("tinker", "which adapters")])
