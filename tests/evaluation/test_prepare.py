@@ -44,6 +44,7 @@ def start(tmp_path_factory):
     return start
 
 
+@pytest.mark.slow  # test_evaluate.py has the same kills of what draws and stores for both commands
 def test_killed_twice_it_chooses_the_same_prompts(start, tmp_path):
     names = ("prompts.jsonl", "prompts.manifest.json")
     for folder in ("whole", "broken"):

@@ -367,7 +367,14 @@ def test_a_weight_that_is_not_finite_leaves_the_state_as_it_was():
     assert_trees_equal(state, fresh_state(learner(), poisoned))
 
 
-@pytest.mark.parametrize("micro_batches, mesh", [(2, (2, 2, 2)), (1, (1, 8, 1)), (2, (1, 4, 2)), (1, (2, 4, 1))])
+@pytest.mark.parametrize(
+    "micro_batches, mesh",
+    [
+        (2, (2, 2, 2)),
+        (1, (1, 8, 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, (1, 4, 2)), (1, (2, 4, 1)))),
+    ],
+)
 def test_eight_devices_are_one(micro_batches, mesh):
     spread = learner(micro_batches, mesh)
     (one, one_metrics), (eight, eight_metrics) = updated(learner()), updated(spread)

@@ -49,8 +49,15 @@ def assert_near(ours, wanted, tolerance=1e-5):
 
 
 # Rows and words: whole tiles; a rest of both; less than one tile. What a tile reads beyond an array is nan here.
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("rows, num_words", [(32, 256), (19, 300), (5, 40)])
+@pytest.mark.parametrize(
+    "rows, num_words, tied",
+    [
+        (32, 256, True),
+        (19, 300, True),
+        (5, 40, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((32, 256, False), (19, 300, False), (5, 40, True))),
+    ],
+)
 def test_equals_the_scan(rows, num_words, tied):
     case = make_case(rows, 24, num_words, tied=tied)
     ours = both(*case, tied=tied, backend="pallas_tpu", tile=(16, 128))
@@ -96,7 +103,9 @@ def test_large_logits_stay_finite():
     assert_near(ours, both(*case, tied=True, backend="scan", tile=(16, 128)), 1e-4)
 
 
-@pytest.mark.parametrize("axes", [dict(tensor=8), dict(data=2, fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "axes", [pytest.param(dict(tensor=8), marks=pytest.mark.slow), dict(data=2, fsdp=2, tensor=2)], ids=str
+)
 def test_one_device_equals_eight(axes):
     case = make_case(20, 24, 600)
     ours = both(*case, tied=True, backend="pallas_tpu", tile=(8, 128), mesh=make_mesh(**axes))

@@ -205,13 +205,13 @@ def test_merging_adapters_is_counted():
     assert programs_lib.merge_flops(abstract()) == 0
 
 
-def test_every_program_of_adapters_compiles():
+def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
     run = abstract("bfloat16", **LORA, **{"collection.strategy": "estimate", "estimator.kind": "value"})
     programs = {p.name: p for p in programs_lib.engine_programs(run, 10) + programs_lib.learner_programs(run)}
     assert list(programs)[-4:] == ["reshard", "value head's features", "score", "update"]
-    compiled = {name: program.lower().compile() for name, program in programs.items()}
+    lowered = {name: program.lower() for name, program in programs.items()}
     # Adapters and moments are updated in place.
-    assert compiled["update"].memory_analysis().alias_size_in_bytes == shard_bytes(run.state)
+    assert lowered["update"].compile().memory_analysis().alias_size_in_bytes == shard_bytes(run.state)
 
 
 def test_what_is_there_throughout():

@@ -228,24 +228,20 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     assert partial_from_text(restored(tmp_path / "run")[1]["partial_rollouts"])
 
 
-def test_interrupted_and_taken_away_it_resumes(start, unbroken, tmp_path):
-    workdir, saved = tmp_path / "run", 0
-    for number, code, reason in (
-        (signal.SIGINT, cli.INTERRUPTED, "interrupted"),
-        (signal.SIGTERM, RESTART, "told to end"),
-    ):
-        process = start(workdir)
-        wait_for_lines(process, workdir, saved + 2)
-        process.send_signal(number)
-        asked = time.monotonic()
-        out, err = finish(process, code)
-        assert time.monotonic() - asked < 30
-        assert (f"resuming after iteration {saved}\n" in out) == (saved > 0)
-        last = err.splitlines()[-1]
-        saved = int(re.match(rf"error: {reason}; iteration (\d+) is saved\.", last)[1])
-        assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
-        # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
-        assert saved - len(writers.read_metrics(workdir)) in (0, 1)
+def test_interrupted_it_resumes(start, unbroken, tmp_path):
+    # test_draw_ahead.py has a run that is told to end.
+    workdir = tmp_path / "run"
+    process = start(workdir)
+    wait_for_lines(process, workdir, 2)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    _, err = finish(process, cli.INTERRUPTED)
+    assert time.monotonic() - asked < 30
+    last = err.splitlines()[-1]
+    saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
+    assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
+    # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
+    assert saved - len(writers.read_metrics(workdir)) in (0, 1)
     out, _ = finish(start(workdir))
     assert f"resuming after iteration {saved}\n" in out
     assert_same_run(workdir, unbroken[0])

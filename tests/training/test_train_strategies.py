@@ -54,7 +54,7 @@ RUNS = {
         "collection.control_variate": "estimate",
     },
 }
-SLOW = ("ema", "positive", "dapo")
+SLOW = ("ema", "positive", "dapo", "exact")  # samples and estimates of "value" and "ngu" resume in the same way
 
 
 def start(workdir, overrides):
