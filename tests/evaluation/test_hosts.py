@@ -48,6 +48,7 @@ def test_two_processes_store_the_evaluation_of_one(words, tmp_path):
     ]
 
 
+@pytest.mark.slow  # the test above has two processes that draw and store for both commands
 def test_two_processes_prepare_the_prompts_of_one(words, tmp_path):
     found = []
     for count in (1, 2):
