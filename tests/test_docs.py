@@ -374,7 +374,10 @@ def commands(document: pathlib.Path) -> list[Command]:
         other = re.match(r"(?:launch/)?(make|tpu_vm\.sh|tpu_pod\.sh)( [a-z]+[a-z-]*\b(?: --? ?.*)?)(?:\s+#.*)?$", text)
         match = module or short or other
         if match:
-            words = shlex.split(re.sub(r"\[|\]|\s#.*", "", match[2]))
+            flags = re.sub(r"\[|\]|\s#.*", "", match[2])
+            if flags.count('"') % 2:  # the whole command is in quotes
+                flags = flags.rstrip().removesuffix('"')
+            words = shlex.split(flags)
             kept = [word for word in words if word.strip(".") and not word.endswith(("=", "=..."))]
             whole = bool(words) and short is None and all(word in kept or not word.strip(".") for word in words)
             found.append(Command(name, match[1], kept, whole))
