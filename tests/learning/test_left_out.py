@@ -167,7 +167,11 @@ def unscored(rows):
     ("mesh", "options"),
     [
         ((1, 1, 1), {"aggregation": "token-mean"}),
-        ((1, 1, 1), {"aggregation": "seq-mean-token-mean", "ratio": "sequence", "entropy_coefficient": 0.01}),
+        pytest.param(
+            (1, 1, 1),
+            {"aggregation": "seq-mean-token-mean", "ratio": "sequence", "entropy_coefficient": 0.01},
+            marks=pytest.mark.slow,
+        ),
         ((2, 2, 2), {"aggregation": "seq-mean-token-sum", "truncated_is_cap": 1.2}),
     ],
 )

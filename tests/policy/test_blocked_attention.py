@@ -30,6 +30,10 @@ def test_the_backward_pass_keeps_no_scores():
 
 
 def test_keeps_the_dtype():
+    def with_slopes(*arrays):
+        mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, 0, None)[0], *arrays)
+        return mixed, *vjp(mixed)
+
     arrays = [x.astype(jnp.bfloat16) for x in make_case(140, 4, 2, 16)[0]]
-    mixed, vjp = jax.vjp(lambda *x: blocked_attention.attend(*x, 0, None)[0], *arrays)
-    assert {x.dtype for x in (mixed, *vjp(mixed))} == {jnp.dtype(jnp.bfloat16)}
+    shapes = jax.eval_shape(with_slopes, *arrays)
+    assert len(shapes) == 1 + len(arrays) and {x.dtype for x in shapes} == {jnp.dtype(jnp.bfloat16)}
