@@ -102,7 +102,7 @@ def commands_page() -> str:
 EXIT_CODES = {
     "cli.STOPPED": "The run stopped itself. The last line says why, and which state is complete. Examples: a full disk, a loss that is not finite.",  # noqa: E501
     "cli.BAD_INPUT": "The input was refused, and would be refused again. One line says what to change.",
-    "watchdog.RESTART": "Start the same command again. SIGTERM or a preemption notice arrived and the state is saved, or another process of the run died.",  # noqa: E501
+    "watchdog.RESTART": "Start the same command again. SIGTERM or a preemption notice arrived and what the time allows is saved, or another process of the run died.",  # noqa: E501
     "cli.INTERRUPTED": "Ctrl-C. The last finished iteration is saved; the same command resumes. A second Ctrl-C ends the process without saving.",  # noqa: E501
 }
 
