@@ -17,15 +17,17 @@
     python -m reinforce_ada_jax.benchmark start --json=OUT
     python -m reinforce_ada_jax.benchmark accelerator --json=OUT
     python -m reinforce_ada_jax.benchmark preemption --config=configs/tiny.py --json=OUT
+    python -m reinforce_ada_jax.benchmark turns --shape=512x8 --slots=16 --json=OUT
     python -m reinforce_ada_jax.benchmark serve --shape=512x8 --slots=64 --requests=256 --json=OUT
 
 `rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
 `learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
 policy loss and its gradients, and `iteration` whole iterations by their phases. `split` measures iterations that are
 drawn while the one before is learned, and predicts them for a TPU slice. `start` measures the seconds until the first
-sampled token. `serve` samples through the server of the tinker client, beside the engine alone. `accelerator` puts
-hand-over, prefill, decoding, loss and update beside the limits of the device. `preemption` tells a run to end in each
-phase, and measures the work that is lost and the seconds to the end. --simulate runs only the scheduling.
+sampled token. `turns` draws trajectories of several turns, beside one turn of as many tokens. `serve` samples through
+the server of the tinker client, beside the engine alone. `accelerator` puts hand-over, prefill, decoding, loss and
+update beside the limits of the device. `preemption` tells a run to end in each phase, and measures the work that is
+lost and the seconds to the end. --simulate runs only the scheduling.
 docs/performance.md explains the numbers and lists results.
 """
 
@@ -53,6 +55,7 @@ BENCHMARKS = (
     "serve",
     "accelerator",
     "preemption",
+    "turns",
 )
 
 

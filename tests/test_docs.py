@@ -316,6 +316,7 @@ RUN_BY = {
     "benchmark preemption": "tests/benchmarks/test_preemption.py::test_the_command_measures_each_phase_of_a_run",
     "benchmark accelerator": "tests/benchmarks/test_accelerator.py::test_the_command_runs_all_parts",
     "benchmark serve": "tests/benchmarks/test_serve.py::test_the_server_beside_its_engine",
+    "benchmark turns": "tests/benchmarks/test_turns.py::test_turns_beside_one_turn",
     "benchmark learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
     "examples": "tests/test_tutorial.py",  # the same file, as a script

@@ -42,15 +42,20 @@ INTEGERS = {
         None,
         "Timed repetitions; 5 of `rollout`, `update` and `split`, 1 of `adaptive`, 3 of the others.",
     ),
-    "requests": (None, "Number of prompts, if there is no --workload; default of `serve` 256."),
-    "prompt_tokens": (None, "Length of prompts; default 512, for `update` and `serve` 64."),
+    "requests": (
+        None,
+        "Number of prompts, if there is no --workload; default of `serve` 256, of `turns` four for each slot.",
+    ),
+    "prompt_tokens": (None, "Length of prompts; default 512, for `update`, `serve` and `turns` 64."),
     "samples": (1, "Responses to each prompt of --requests."),
     "response_tokens": (
         None,
-        "Length of responses, if --lengths is not given; default 1024, for `update` and `serve` 128.",
+        "Length of responses, if --lengths is not given; default 1024, for `update`, `serve` and `turns` 128.",
     ),
     "prompts": (512, "Prompts of the `adaptive` workload."),
     "samples_per_round": (8, "Draws of one round of `adaptive`."),
+    "turns": (4, "Turns of a trajectory of `turns`."),
+    "environment_tokens": (8, "Tokens of the environment between two turns, of the --response_tokens of `turns`."),
     "max_rounds": (4, "Most rounds of `adaptive`."),
     "hosts": (1, "Simulation: hosts that decode in step, each with --slots and a share of --prompts."),
     "max_response_tokens": (

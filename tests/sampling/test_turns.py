@@ -63,13 +63,13 @@ def run_seeds(seeds) -> np.ndarray:
 
 
 def test_random_trajectories():
-    turns, _, continued, prefilled = run_seeds(range(25))
-    assert turns > 2_000 and continued > 5_000 and prefilled > 5_000
+    turns, _, continued, prefilled = run_seeds(range(15))
+    assert turns > 1_000 and continued > 2_000 and prefilled > 2_000
 
 
 @pytest.mark.slow
 def test_two_thousand_random_trajectories():
-    turns, redone, continued, prefilled = run_seeds(range(25, 1_025))
+    turns, redone, continued, prefilled = run_seeds(range(15, 1_015))
     assert turns > 80_000 and redone > 100 and continued > 200_000 and prefilled > 200_000
 
 
@@ -94,13 +94,18 @@ def test_a_turn_prefills_its_new_tokens_only():
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(slots=3, open_prompts=9, pages=70), dict(slots=4, open_prompts=7, pages=30, drafts=3, draft_rows=8)]
+    "sizes",
+    [
+        dict(slots=4, open_prompts=7, pages=30, drafts=3, draft_rows=8),
+        pytest.param(dict(slots=3, open_prompts=9, pages=70), marks=pytest.mark.slow),
+    ],
+    ids=["few pages", "enough pages"],
 )
 def test_the_compiled_engine_parks_page_for_page(sizes, monkeypatch):
     """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
     real = tiny.rollouts(stop_ids=(), check_invariants=True, max_prompt_tokens=40, **sizes)
     options, continued = real.engine.options, 0
-    for seed in range(8):
+    for seed in range(6):
         streams = [TurnStream(np.random.default_rng(seed), options, vocabulary=24) for _ in range(2)]
         real.state = None
         compiled, tokens = recorded(real, streams[0])
@@ -112,7 +117,7 @@ def test_the_compiled_engine_parks_page_for_page(sizes, monkeypatch):
         assert len(compiled) == len(plain), f"seed {seed}"
         for number, (one, other) in enumerate(zip(compiled, plain, strict=True)):
             assert one == other, f"seed {seed}, window {number}"
-    assert continued > 300
+    assert continued > 100
 
 
 TURNS, LIMIT, LONGEST = 4, 8, 50
@@ -121,6 +126,10 @@ ENGINES = {
     "64 slots": dict(slots=64, open_prompts=50),
     "1 slot, few rows": dict(slots=1, window=16, open_prompts=6),
 }
+
+
+# Each takes ten seconds to compile.
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("64")) for name in ENGINES]
 
 
 class Teacher:
@@ -163,7 +172,7 @@ def drawn(name: str) -> tuple[dict[tuple[str, int], Response], RolloutCounts]:
     return trajectories(rollouts), rollouts.counts
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", MARKED)
 def test_logprobs_of_trajectories_are_the_learners(name):
     responses, counts = drawn(name)
     assert sum(len(response.segments) > 1 for response in responses.values()) > 12 and counts.continued_tokens > 10
@@ -174,7 +183,7 @@ def test_logprobs_of_trajectories_are_the_learners(name):
     assert gaps[batch.response_mask].max() < 1e-4
 
 
-@pytest.mark.parametrize("name", list(ENGINES)[1:])
+@pytest.mark.parametrize("name", MARKED[1:])
 def test_slots_and_given_up_turns_decide_nothing(name):
     expected, (found, counts) = drawn("8 slots")[0], drawn(name)
     assert found.keys() == expected.keys()
