@@ -94,6 +94,15 @@ def discarded_metrics(pools: Sequence[Pool]) -> dict[str, int]:
     }
 
 
+def turn_metrics(pools: Sequence[Pool]) -> dict[str, float | int]:
+    """Computes metrics of trajectories: turns of the model, and the environment's tokens, over all responses."""
+    responses = [response for pool in pools for response in pool.responses]
+    return {
+        "collection/turns_mean": float(np.mean([len(response.segments) // 2 + 1 for response in responses])),
+        "collection/environment_tokens": sum(len(response.tokens) - response.num_sampled for response in responses),
+    }
+
+
 def _names_of_trl(pools: Sequence[Pool]) -> dict[str, float]:
     """Computes metrics under the names that TRL gives them: share of prompts with equal rewards, mean length."""
     lengths = [response.num_sampled for pool in pools for response in pool.responses]

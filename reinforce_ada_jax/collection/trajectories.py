@@ -106,7 +106,9 @@ class Trajectories:
     have begun precede new requests: the sampler may hold their pages.
     """
 
-    def __init__(self, environment: Environment, *, max_turns: int, max_tokens: int, deterministic: bool):
+    def __init__(
+        self, environment: Environment, *, max_turns: int, max_tokens: int, deterministic: bool, max_begun: int = 2**31
+    ):
         """Makes the queue of a collection's turns.
 
         Args:
@@ -114,9 +116,10 @@ class Trajectories:
           max_turns: most turns of the model; a trajectory that needs more has the reward 0.
           max_tokens: most tokens after the prompt, those of the environment included.
           deterministic: see above.
+          max_begun: most trajectories that have begun and not ended, for whose turns the sampler has room.
         """
         self._environment, self._max_turns, self._max_tokens = environment, max_turns, max_tokens
-        self._deterministic = deterministic
+        self._max_begun, self._deterministic = max_begun, deterministic
         self._verdicts: dict[tuple[str, int], Verdict] = {}
 
     def attach(self, queue: ReceivingQueue, waiting: Callable[[], None] = lambda: None) -> None:
@@ -133,6 +136,10 @@ class Trajectories:
         """Returns the environment's verdicts on responses of this collection."""
         return [self._verdicts.pop((prompt.id, response.draw)) for prompt, response in pairs]
 
+    def tokens_left(self, request: Request) -> int:
+        """Returns the most tokens of a turn that the sampler has."""
+        return self._max_tokens - self._decoding[request.prompt.id, request.draw].num_tokens
+
     # ---- what the sampler calls --------------------------------------------------------------------------------------
 
     def take(self, limit: int, *, wait: bool = True) -> list[Request]:
@@ -140,17 +147,18 @@ class Trajectories:
             if not self._deterministic:
                 self._hand_over(self._read([future for future in self._pending if future.done()]))
             taken = self._take_ready(limit)
-            taken += self._begin(self._queue.take(limit - len(taken), wait=wait)) if len(taken) < limit else []
+            room = min(limit - len(taken), self._room)
+            taken += self._begin(self._queue.take(room, wait=wait)) if room > 0 else []
             if taken or self._decoding or not (wait and self._pending):
                 return taken
             self._wait_for_answer()
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        return self._begin(self._queue.take_prefetch(limit))
+        return self._begin(self._queue.take_prefetch(min(limit, self._room))) if self._room > 0 else []
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
         prompts = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._turn_ids]
-        return self._begin(self._queue.take_speculative(limit, prompts))
+        return self._begin(self._queue.take_speculative(min(limit, self._room), prompts)) if self._room > 0 else []
 
     def wait(self) -> bool:
         if not self._pending:
@@ -185,6 +193,11 @@ class Trajectories:
             else:
                 self._pending[self._environment.submit(trajectory.environment, turn.tokens)] = trajectory
         self._queue.receive(finished)
+
+    @property
+    def _room(self) -> int:
+        """Number of trajectories that may begin."""
+        return self._max_begun - len(self._decoding) - len(self._pending) - len(self._ready)
 
     # ---- turns -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from reinforce_ada_jax.config.config_files import packaged
 from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
 from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir, read
-from reinforce_ada_jax.config.rules import check, least_pages, longest_response, validate
+from reinforce_ada_jax.config.rules import check, least_pages, longest_prompt, longest_response, longest_turn, validate
 from reinforce_ada_jax.config.settings import (
     DAY,
     INSTRUCTION,
@@ -12,6 +12,7 @@ from reinforce_ada_jax.config.settings import (
     CollectionConfig,
     Config,
     DataConfig,
+    EnvironmentConfig,
     EstimatorConfig,
     EvaluationConfig,
     LearningConfig,
@@ -25,8 +26,8 @@ from reinforce_ada_jax.config.settings import (
 
 __all__ = [
     "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "RESUMABLE", "SYSTEM", "CheckpointConfig", "CollectionConfig",
-    "Config", "DataConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig", "LoggingConfig", "LoraConfig",
-    "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check", "check_evaluated", "check_workdir",
-    "defaults", "flatten", "from_json", "least_pages", "longest_response", "packaged", "read", "replaced", "resolve",
-    "settings", "to_json", "validate",
+    "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig",
+    "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check",
+    "check_evaluated", "check_workdir", "defaults", "flatten", "from_json", "least_pages", "longest_prompt",
+    "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve", "settings", "to_json", "validate",
 ]  # fmt: skip

@@ -16,12 +16,16 @@ from reinforce_ada_jax.files import buckets
 RESUMABLE = (
     *("iterations", "checkpoint", "evaluation", "logging"),
     *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped"),
-    *("reward.max_failed", "reward.judge_url", "reward.judge_retries", "reward.judge_key_variable"),
+    *("environment.max_failed", "reward.max_failed"),
+    *("reward.judge_url", "reward.judge_retries", "reward.judge_key_variable"),
 )
 # What an evaluation of a run must have in common with it. `evaluation` and everything that only changes speed is free.
 DRAWN_WITH = ("seed", "model", "lora", "data.template", "data.system", "data.instruction", "data.date")
 SHOWN = 3  # lines of differences in a message
-GRADED_BY = tuple(f"reward.{key}" for key in ("kind", "path", "weights", "completions", "positive_threshold"))
+GRADED_BY = (
+    *(f"reward.{key}" for key in ("kind", "path", "weights", "completions", "positive_threshold")),
+    *(f"environment.{key}" for key in ("path", "max_turns", "max_turn_tokens")),
+)
 
 
 def _is_resumable(key: str) -> bool:

@@ -25,14 +25,25 @@ def longest_response(config: Config) -> int:
     return config.sampling.max_response_tokens
 
 
+def longest_prompt(config: Config) -> int:
+    """Returns the most tokens that come before a response; before a later turn of a trajectory its earlier ones do."""
+    return config.data.max_prompt_tokens + (longest_response(config) if config.environment.path else 0)
+
+
+def longest_turn(config: Config) -> int:
+    """Returns the most tokens that are drawn at a time: of a response, or of one turn of a trajectory."""
+    of_turn = config.environment.max_turn_tokens if config.environment.path else 0
+    return min(longest_response(config), of_turn or longest_response(config))
+
+
 def least_pages(config: Config) -> int:
     """Returns the smallest number of pages in which one response always finds room.
 
     The longest prompt holds its pages; its draw has pages of its own from the prompt's last, partly filled one on, and
     one page is never handed out: it takes the writes of idle slots and of padding.
     """
-    prompt, page_size = config.data.max_prompt_tokens, config.sampling.page_size
-    return math.ceil(prompt / page_size) + math.ceil((prompt + longest_response(config)) / page_size) + 1
+    prompt, page_size = longest_prompt(config), config.sampling.page_size
+    return math.ceil(prompt / page_size) + math.ceil((prompt + longest_turn(config)) / page_size) + 1
 
 
 def model_and_prompts_are_named(config: Config) -> None:
@@ -101,7 +112,7 @@ def function_has_a_path(config: Config) -> None:
 def kinds(config: Config) -> set[str]:
     """Returns the kinds of reward that grade responses or benchmarks; a reward of the user's has none."""
     named = {entry.rpartition("=")[2] for entry in config.evaluation.graders}
-    return named | (set() if config.reward.path else {config.reward.kind})
+    return named | (set() if config.reward.path or config.environment.path else {config.reward.kind})
 
 
 def own_code_has_workers(config: Config) -> None:
@@ -168,6 +179,27 @@ def _groups(pattern: str) -> int:
         return re.compile(pattern).groups
     except (re.error, RecursionError, OverflowError):
         return -1
+
+
+def an_environment_gives_the_rewards(config: Config) -> None:
+    """With an environment there is no other reward, no prefetch of the next iteration, and a chat template."""
+    environment, reward = config.environment, config.reward
+    if not environment.path:
+        return
+    named = f"environment.path is {environment.path!r}"
+    if reward.path or reward.kind in ("code", "judge", "function"):
+        other = f"reward.path is {reward.path!r}" if reward.path else f"reward.kind is {reward.kind!r}"
+        raise ValueError(f"{named} and {other}: the environment gives the reward. Leave one of them out.")
+    if config.data.template == "plain":
+        raise ValueError(
+            f"{named}, and data.template is 'plain': an environment speaks in messages, which need the chat template "
+            "of the model. Set data.template to 'chat'."
+        )
+    if config.collection.overlap_iterations:
+        raise ValueError(
+            f"{named}, and collection.overlap_iterations is 1: trajectories of the next iteration would be kept "
+            "without their environments. Set it to 0."
+        )
 
 
 def weights_belong_to_functions(config: Config) -> None:
@@ -331,7 +363,8 @@ def pages_hold_a_response(config: Config) -> None:
 FIRST: tuple[Callable[[Config], None], ...] = (model_and_prompts_are_named,)  # before the values of single settings
 RULES: tuple[Callable[[Config], None], ...] = (
     texts_belong_to_chat, master_weights_are_float32, invariant_numerics_are_possible,
-    function_has_a_path, own_code_has_workers, a_test_fits_the_grading, a_judge_is_complete,
+    function_has_a_path, an_environment_gives_the_rewards, own_code_has_workers, a_test_fits_the_grading,
+    a_judge_is_complete,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,

@@ -153,6 +153,27 @@ class RewardConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Tasks of several turns: an environment that answers the model, and gives the reward."""
+
+    path: str = setting(
+        "", '"file.py:Class" of your own (docs/how_to/environments.md). It makes the first messages of each problem, '
+        "and replaces the reward. sampling.max_response_tokens bounds a whole trajectory.", values.USER_CLASS,
+        rule="an_environment_gives_the_rewards",
+    )  # fmt: skip
+    workers: int = setting(2, "Processes, each with many environments.", values.AT_LEAST_1)
+    max_turns: int = setting(8, "Most turns of the model; a trajectory that needs more gets 0.", values.AT_LEAST_1)
+    max_turn_tokens: int = setting(
+        0, "Longest turn of the model in tokens; 0: what the trajectory leaves.", values.NOT_NEGATIVE
+    )
+    timeout_s: float = setting(10.0, "Seconds for one answer; the process is killed after that.", values.POSITIVE)
+    max_failed: float = setting(
+        0.5, "Share of the trajectories of an iteration whose environment may fail; above it the run stops.",
+        values.SHARE,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectionConfig:
     """Stopping rules, groups, advantages and objectives."""
 
@@ -507,6 +528,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     collection: CollectionConfig = CollectionConfig()
     estimator: EstimatorConfig = EstimatorConfig()
     sampling: SamplingConfig = SamplingConfig()

@@ -38,11 +38,13 @@ class Chat:
       system: the system message; "" for none.
       instruction: text after the problem and a space in the user's message; "" for none.
       date: date that the template gets as today's.
+      tools: descriptions of functions that the model may call.
     """
 
     system: str = SYSTEM
     instruction: str = INSTRUCTION
     date: datetime.date = DATE
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def messages(self, problem: str) -> list[dict[str, str]]:
         """Returns the conversation that the model continues."""
@@ -54,6 +56,29 @@ class Chat:
 def chat_from_config(config: Config) -> Chat:
     """Returns the `Chat` of `data.system`, `data.instruction` and `data.date`."""
     return Chat(config.data.system, config.data.instruction, datetime.date.fromisoformat(config.data.date))
+
+
+def offer_tools(
+    template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]] | None]:
+    """Returns the messages and tools to render, where tools are in the messages if the template knows none.
+
+    Then the system message ends with their descriptions, and a tool's result is a message of the user.
+    """
+    if not tools or "tools" in template:
+        return list(messages), list(tools) or None
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    call = '<tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
+    text = f"To call a function, answer {call}. The functions are:\n{lines}"
+    rest = [
+        {"role": "user", "content": f"<tool_response>{message['content']}</tool_response>"}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
+    if rest[0]["role"] == "system":
+        return [{"role": "system", "content": f"{rest[0]['content']}\n\n{text}"}, *rest[1:]], None
+    return [{"role": "system", "content": text}, *rest], None
 
 
 def read_template(folder: pathlib.Path, config: dict[str, Any]) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from reinforce_ada_jax.data.templates import DATE, Chat, read_template, render_chat
+from reinforce_ada_jax.data.templates import Chat, offer_tools, read_template, render_chat
 from reinforce_ada_jax.data.vocabularies import (
     SentencePieceVocabulary,
     native_errors,
@@ -141,7 +141,8 @@ class Tokenizer:
                 "template of the model's instruct version there as chat_template.jinja."
             )
         try:
-            return render_chat(self.chat_template, messages or chat.messages(problem), self.special_tokens, chat.date)
+            offered = offer_tools(self.chat_template, messages or chat.messages(problem), chat.tools)
+            return render_chat(self.chat_template, offered[0], self.special_tokens, chat.date, offered[1])
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"The chat template of {self.folder} can't render a system and a user message ({error}): copy another "
@@ -187,7 +188,7 @@ class Tokenizer:
                 )
             return self.encode(problem)
         if template == "qwen_math":
-            chat = Chat(date=chat.date if chat else DATE)
+            chat = Chat(date=chat.date, tools=chat.tools) if chat else Chat()
         if chat is None:
             raise ValueError("template 'chat' needs a system message and an instruction: pass `chat`.")
         # The template writes BOS itself where the model has one; the post-processor would add a second.

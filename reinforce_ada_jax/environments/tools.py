@@ -8,7 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from reinforce_ada_jax.environments.tool_calls import Call
@@ -117,12 +117,3 @@ def run(tools: Mapping[str, Tool], call: Call) -> str:
     except Exception as error:
         return f"error: {type(error).__name__}: {error}"
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-
-
-def in_words(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the text that tells of tools where the model's chat template knows none."""
-    lines = "\n".join(json.dumps(each["function"], ensure_ascii=False) for each in schemas)
-    return (
-        'To call a function, answer <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. The functions are:\n'
-        f"{lines}"
-    )

@@ -8,6 +8,7 @@ turns are repeated there, and must be answered as before. So a failure touches o
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import pathlib
 import secrets
@@ -56,7 +57,7 @@ class Episode:
     """One trajectory's environment, as the pool sees it.
 
     Attributes:
-      key: its name, unique among those that are alive.
+      key: its name in the pool.
       problem: what `reset` gets, as JSON.
       address: of its randomness.
       first: what `reset` must return.
@@ -133,6 +134,7 @@ class _Worker:
             turns = episode.turns if repeat else episode.turns[-1:]
             limit_s = self._pool.timeout_s * max(1, len(turns))
             over = [self.over.popleft() for _ in range(len(self.over))]
+            self._held.difference_update(over)
             line = messages.to_line({
                 "request": request, "key": key, "repeat": repeat, "problem": dict(episode.problem),
                 "address": list(episode.address), "first": list(episode.first), "turns": turns, "over": over,
@@ -201,13 +203,14 @@ class EnvironmentPool:
     Attributes:
       tools: descriptions of the tools that a class has, after `check`.
       failure: the first failure of an environment since it was last emptied.
+      output: see above; processes that start from now on use it.
     """
 
     def __init__(self, reference: str, workers: int, timeout_s: float, output: pathlib.Path | None = None):
-        self.reference, self.timeout_s, self._output = reference, timeout_s, output
+        self.reference, self.timeout_s, self.output = reference, timeout_s, output
         self.tools: tuple[dict[str, Any], ...] = ()
         self.failure = ""
-        self._lock = threading.Lock()
+        self._lock, self._keys = threading.Lock(), itertools.count()
         # Weak: the workers and their finalizer must not keep the pool alive.
         self._workers = [_Worker(weakref.proxy(self)) for _ in range(workers)]
         self.close = weakref.finalize(self, _stop_all, self._workers)
@@ -226,9 +229,9 @@ class EnvironmentPool:
     def new_child(self) -> child.Child:
         """Starts a process."""
         output = None
-        if self._output is not None:
-            self._output.parent.mkdir(parents=True, exist_ok=True)
-            output = str(self._output)
+        if self.output is not None:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+            output = str(self.output)
         arguments = [str(self.timeout_s), self.reference]
         process, ours = child.start("reinforce_ada_jax.environments.worker", arguments, {}, output)
         return child.Child(process, ours, messages.Inbox(ours))
@@ -244,6 +247,10 @@ class EnvironmentPool:
         worker = min(self._workers, key=lambda worker: worker.num_assigned)
         worker.num_assigned += 1
         return worker.thread.submit(worker.ask, Episode("", problem, address, ()))
+
+    def begin(self, problem: Mapping[str, Any], address: Sequence[int], first: Sequence[Mapping[str, str]]) -> Episode:
+        """Returns a new episode, which no process has before its first step."""
+        return Episode(str(next(self._keys)), problem, address, [dict(message) for message in first])
 
     def step(self, episode: Episode, text: str) -> Future[Reply]:
         """Answers a turn of the model; the episode's earlier turns have been answered."""

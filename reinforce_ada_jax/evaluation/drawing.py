@@ -10,6 +10,7 @@ import numpy as np
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
+from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
@@ -17,10 +18,13 @@ from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted, end
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.reporting.samples import transcript
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.environments import turn_sampling
 from reinforce_ada_jax.training.sharded_collection import draw_everywhere
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -40,6 +44,7 @@ def draw(
     deterministic: bool,
     store: ResponseStore | None = None,
     decode: Callable[[np.ndarray], str] = str,
+    turns: Trajectories | None = None,
     on_progress: Callable[[int, int], None],
 ) -> GradedResponses:
     """Returns `samples` graded responses of every prompt, in the order of the prompts.
@@ -54,6 +59,7 @@ def draw(
       store: opened for writing; gets each response of this process as soon as it is graded; in process 0, those of
         the others at the end of a chunk.
       decode: tokens to the text that is stored.
+      turns: the queue of turns where responses are trajectories, whose environment then grades.
       on_progress: called with (prompts done, responses drawn) so far; of the newest chunk, those of this process.
 
     Raises:
@@ -62,8 +68,10 @@ def draw(
     drawn: GradedResponses = {}
     pending: collections.deque[tuple[Pairs, list[Verdict] | Future[list[Verdict]]]] = collections.deque()
 
+    graded = verify_fn if turns is None else turns.verdicts
+
     def verify(pairs: Pairs) -> list[Verdict] | Future[list[Verdict]]:
-        pending.append((pairs, verify_fn(pairs)))
+        pending.append((pairs, graded(pairs)))
         return pending[-1][1]
 
     def keep_graded() -> None:
@@ -77,7 +85,7 @@ def draw(
             pending.popleft()
             if store is not None:
                 store.add(
-                    (prompt.id, response.draw, decode(response.tokens), GradedResponse.of(response, verdict))
+                    (prompt.id, response.draw, transcript(response, decode), GradedResponse.of(response, verdict))
                     for (prompt, response), verdict in zip(pairs, verdicts, strict=True)
                 )
 
@@ -89,14 +97,14 @@ def draw(
             on_progress(first + closed, first * samples + finished)
 
         collect_fn = functools.partial(
-            collect, sample_fn=sample_fn, verify_fn=verify, deterministic=deterministic, on_progress=report
+            collect, sample_fn=sample_fn, verify_fn=verify, deterministic=deterministic, turns=turns, on_progress=report
         )
         pools = draw_everywhere(prompts[first : first + size], strategies.fixed(samples), collect_fn)
         keep_graded()
         for pool in pools:
             drawn[pool.prompt.id] = list(map(GradedResponse.of, pool.responses, pool.verdicts))
             if store is not None and processes.is_writer() and store.missing([pool.prompt], samples):
-                texts = [decode(response.tokens) for response in pool.responses]
+                texts = [transcript(response, decode) for response in pool.responses]
                 draws = [response.draw for response in pool.responses]
                 names = itertools.repeat(pool.prompt.id)
                 store.add(zip(names, draws, texts, drawn[pool.prompt.id], strict=False))
@@ -148,7 +156,7 @@ def from_policy(
     settings: SamplingConfig | EvaluationConfig,
     stream: int,
     config: Config,
-    decode: Callable[[np.ndarray], str],
+    components: Components,
 ) -> Callable[..., GradedResponses]:
     """Returns `draw` from a policy: of its arguments prompts, verify_fn, samples, store and on_progress remain.
 
@@ -157,10 +165,12 @@ def from_policy(
     """
     limit, engine = settings.max_response_tokens, rollouts.engine
     sampling = SamplingParams(limit, settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
+    turns = components.trajectories(config, stream, limit)
     return functools.partial(
         draw,
-        sample_fn=rollouts.sampler(params, stream=stream, sampling=sampling),
+        sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, sampling, turns)),
         slots=engine.options.slots * engine.replicas * processes.count(),
         deterministic=components_lib.deterministic(config),
-        decode=decode,
+        decode=components.tokenizer.decode,
+        turns=turns,
     )

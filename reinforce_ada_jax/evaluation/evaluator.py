@@ -117,10 +117,10 @@ class Evaluator:
         """
         evaluation = self.config.evaluation
         address = stream(iteration, evaluation=True)
-        decode = self.components.tokenizer.decode
-        draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config, decode)
+        draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config, self.components)
         verify = verify_fns(self.components, self.verifiers, self.config)
-        results, verdicts, self.verifiers.failure = {}, [], ""
+        graders = self.components.graders(self.verifiers)
+        results, verdicts, graders.failure = {}, [], ""
         for name, prompts in self.benchmarks.items():
 
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
@@ -132,7 +132,7 @@ class Evaluator:
             results[name] = statistics(drawn.values()) | difficulty_statistics(by_difficulty(initial, drawn))
         remedy = reward_check.training_remedy(self.config)
         what = f"the evaluation after iteration {iteration}"
-        if message := reward_check.too_many_failed(self.config, self.verifiers, what, verdicts, remedy):
+        if message := reward_check.too_many_failed(self.config, graders, what, verdicts, remedy):
             raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():

@@ -126,6 +126,11 @@ def _unique_and_short(
     config: Config, components: Components, problems: Sequence[Problem]
 ) -> tuple[list[Prompt], dict[str, int]]:
     """Returns (prompts to verify, counts of problems read and left out so far)."""
+    if config.environment.path:
+        raise ValueError(
+            f"environment.path is {config.environment.path!r}, and prepare measures pass rates of single responses "
+            "only: measure trajectories with evaluate."
+        )
     unique = first_of_each(problems)
     limit = config.data.max_prompt_tokens
     template, chat = config.data.template, chat_from_config(config)
@@ -339,8 +344,8 @@ def _drawn(
         done = len(prompts) - len(missing)
         with compilation, writing([store], len(prompts), done, "prompts") as progress:
             ready(progress.phase)
-            rollouts, decode = Rollouts(components.engine), components.tokenizer.decode
-            draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, decode)
+            rollouts = Rollouts(components.engine)
+            draw = drawing.from_policy(params, rollouts, config.sampling, stream(0), config, components)
             verify = components.verify_fn(verifiers, Shaping(config.reward.positive_threshold))
             kept = f"Graded responses are stored in {buckets.origin(files.draws)}"
             draw = functools.partial(draw, verify_fn=verify, samples=samples)

@@ -14,6 +14,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
+from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.evaluation import drawing, evaluator
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
 from reinforce_ada_jax.evaluation.response_store import (
@@ -178,18 +179,18 @@ def evaluate(
         with compilation, opened as progress, verifier_pool as verifiers:
             ready(progress.phase)
             rollouts, address = Rollouts(components.engine), stream(iteration, evaluation=True)
-            draw = drawing.from_policy(params, rollouts, settings, address, config, components.tokenizer.decode)
+            draw = drawing.from_policy(params, rollouts, settings, address, config, components)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
                 draw_this = functools.partial(draw, verify_fn=verify[name], samples=settings.samples)
                 drawing.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
                 stores[name].finish(benchmarks[name])
     result = _result(output, benchmarks, stores, rates) if processes.is_writer() else None
-    _check_verdicts(config, verifier_pool, result)
+    _check_verdicts(config, components.graders(verifier_pool), result)
     return result
 
 
-def _check_verdicts(config: Config, verifiers: VerifierPool, result: StoredEvaluation | None) -> None:
+def _check_verdicts(config: Config, verifiers: VerifierPool | EnvironmentPool, result: StoredEvaluation | None) -> None:
     """Ends all processes if no response could be graded; process 0 has the result."""
     stored = {} if result is None else result.responses
     verdicts = [each.verdict for drawn in stored.values() for responses in drawn.values() for each in responses]
@@ -212,6 +213,11 @@ def regrade(
 ) -> StoredEvaluation:
     """Grades the stored responses again; reads no weights and builds no engine."""
     with cli.user_input():
+        if config.environment.path:
+            raise ValueError(
+                f"environment.path is {config.environment.path!r}: it graded the trajectories while they were drawn, "
+                "and --regrade can't repeat that. Evaluate again, with another --output."
+            )
         output, graders = output or source.newest_output(), components_lib.benchmark_graders(config)
         sources = evaluator.by_name(config.evaluation.benchmarks)
         benchmarks = {

@@ -4,6 +4,7 @@ A report shows as many iterations as fit, evenly spaced, including the newest.
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.files.durable import read_records
 from reinforce_ada_jax.rewards.math_answer import last_boxed
+from reinforce_ada_jax.types import Response
 
 MOST_ROWS, MOST_BYTES = 10_000, 12_000_000  # per page
 TEXTS = ("problem", "answer", "response")
@@ -31,6 +33,14 @@ class SampledResponses:
     responses: int  # number of responses in samples/
 
 
+def transcript(response: Response, decode: Callable[[np.ndarray], str]) -> str:
+    """Returns the text of a response; turns are marked by [environment] and [model], on lines of their own."""
+    ends = np.cumsum(response.segments, dtype=np.int64)[:-1]
+    texts = [decode(segment) for segment in np.split(response.tokens, ends)]
+    names = itertools.cycle(("[environment]", "[model]"))
+    return "\n".join([texts[0], *(part for text in texts[1:] for part in (next(names), text.strip("\n")))])
+
+
 def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndarray], str]) -> None:
     """Writes every response of the groups, kept or not, one per line; `decode` turns tokens into text."""
     file.parent.mkdir(exist_ok=True)
@@ -41,7 +51,7 @@ def write(file: pathlib.Path, groups: Sequence[Group], decode: Callable[[np.ndar
             for response, verdict in zip(pool.responses, pool.verdicts, strict=True):
                 line = {
                     "prompt": pool.prompt.id, "problem": pool.prompt.problem, "answer": pool.prompt.answer,
-                    "draw": response.draw, "response": decode(response.tokens), "tokens": response.num_sampled,
+                    "draw": response.draw, "response": transcript(response, decode), "tokens": response.num_sampled,
                     "truncated": response.truncated, "correct": verdict.correct, "reward": verdict.reward,
                     "reason": verdict.reason, "penalty": verdict.penalty, "advantage": advantage.get(response.draw),
                 }  # fmt: skip

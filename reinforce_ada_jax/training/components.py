@@ -19,7 +19,15 @@ from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
-from reinforce_ada_jax.config import Config, EvaluationConfig, longest_response
+from reinforce_ada_jax.collection.trajectories import Trajectories
+from reinforce_ada_jax.config import (
+    Config,
+    EvaluationConfig,
+    least_pages,
+    longest_prompt,
+    longest_response,
+    longest_turn,
+)
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data import tokenizer_trial
 from reinforce_ada_jax.data.problems import Problem, description, place
@@ -28,6 +36,7 @@ from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
@@ -50,6 +59,7 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training.environments import Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -83,9 +93,9 @@ def load_problems(source: str, config: Config) -> list[Problem]:
       ValueError: the source can't be read; or its responses are programs, and a problem has no tests.
     """
     data, trained_on = config.data, source == config.data.prompts
-    kind = "" if config.reward.path else config.reward.kind
+    kind = "" if config.reward.path or config.environment.path else config.reward.kind
     kind = kind if trained_on else benchmark_graders(config).get(prompts_lib.benchmark_name(source), kind)
-    answer = data.answer_column or (NO_ANSWER if kind == "code" else "")
+    answer = data.answer_column or (NO_ANSWER if kind == "code" or config.environment.path else "")
     problems = prompts_lib.load_problems(source, Columns(data.problem_column, answer, required=trained_on))
     for problem in problems if kind == "code" else ():
         try:
@@ -97,7 +107,10 @@ def load_problems(source: str, config: Config) -> list[Problem]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Components:
-    """Parts that a configuration and a model folder determine, without the weights; `mesh` is the learner's."""
+    """Parts that a configuration and a model folder determine, without the weights; `mesh` is the learner's.
+
+    `environments` is None where a response is one turn.
+    """
 
     folder: pathlib.Path
     architecture: Architecture
@@ -105,6 +118,7 @@ class Components:
     mesh: Mesh
     engine: Engine
     reward_columns: Callable[[Prompt], dict[str, Any]]
+    environments: Environments | None
 
     def prompts(self, source: str, config: Config, report: Callable[[str], None] | None = None) -> list[Prompt]:
         """The tokenised prompts of a source; `report` gets a line on what was read."""
@@ -112,7 +126,25 @@ class Components:
         if report is not None:
             report(description(source, problems))
         data, chat = config.data, chat_from_config(config)
+        if self.environments is not None:
+            problems = self.environments.with_messages(problems)
+            chat = dataclasses.replace(chat, tools=self.environments.tools)
         return prompts_lib.tokenize(problems, self.tokenizer, data.template, data.max_prompt_tokens, chat)
+
+    def trajectories(self, config: Config, stream: int, max_tokens: int) -> Trajectories | None:
+        """Returns the queue of turns of one drawing; None where a response is one turn."""
+        if self.environments is None:
+            return None
+        return self.environments.trajectories(
+            stream,
+            max_tokens,
+            max_begun=self.engine.options.slots * self.engine.replicas,
+            deterministic=deterministic(config),
+        )
+
+    def graders(self, verifiers: VerifierPool) -> VerifierPool | EnvironmentPool:
+        """Returns what gives the rewards, and knows of failures."""
+        return verifiers if self.environments is None else self.environments.pool
 
     def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
         """Decodes responses and grades them against the reference answers, beside decoding where there are workers.
@@ -161,7 +193,18 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
         keep_drafts=not deterministic(config),
         check_invariants=sampling.check_invariants,
     )
-    return options if options.pages else dataclasses.replace(options, pages=enough_pages(options))
+    pages = options.pages or max(enough_pages(options), least_pages(config))
+    options = dataclasses.replace(options, pages=pages)
+    if not config.environment.path:
+        return options
+    # A trajectory in flight has a row for what was said, and one in which the turn stays for the next one. Its pages
+    # are those of a response: `Trajectories` has as many trajectories at a time as there are slots.
+    return dataclasses.replace(
+        options,
+        open_prompts=options.open_prompts + 2 * options.slots,
+        max_prompt_tokens=longest_prompt(config),
+        max_response_tokens=longest_turn(config),
+    )
 
 
 def build(config: Config, folder: pathlib.Path) -> Components:
@@ -182,7 +225,9 @@ def build(config: Config, folder: pathlib.Path) -> Components:
     options = engine_options(config, tokenizer.stop_ids)
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
-    return Components(folder, architecture, tokenizer, mesh, engine, functools.partial(reward_columns, config))
+    environments = Environments(config, tokenizer) if config.environment.path else None
+    columns = functools.partial(reward_columns, config)
+    return Components(folder, architecture, tokenizer, mesh, engine, columns, environments)
 
 
 def deterministic(config: Config) -> bool:
@@ -268,6 +313,8 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
       ValueError: `reward.path` names no function of a Python file, or there is `grade_fn` too.
     """
     reward = config.reward
+    if config.environment.path:  # it gives the rewards, and no process is started
+        return VerifierPool(math_answer.grade, 0, reward.time_limit_s)
     kinds: dict[str, GradeFn | Made] = {
         "cipher": cipher.grade,
         "math": math_answer.grade,

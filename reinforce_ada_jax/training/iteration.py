@@ -18,9 +18,10 @@ from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
 from reinforce_ada_jax.collection.estimators import Ema, calibration
-from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics
+from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
@@ -39,6 +40,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check, sharded_collection
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead, Report
+from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampling
 from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
@@ -302,7 +304,8 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
     Raises:
       Interrupted: `report` raised it.
     """
-    begin, verify_s, verifiers.failure = time.monotonic(), verifiers.busy_s, ""
+    begin, verify_s = time.monotonic(), verifiers.busy_s
+    trainer.components.graders(verifiers).failure = ""
     chosen = choose_prompts(trainer, source.cursor)
     if source.kept is not None and source.kept.pools:
         collected = source.kept
@@ -327,8 +330,10 @@ def _collected(
       Interrupted: `report` raised it, here or in another process; `trainer.kept` has what was drawn, where it keeps it.
     """
     config, rollouts, begin = trainer.config, trainer.rollouts, time.monotonic()
-    sample_fn = _sample_fn(trainer, source)
-    verify_fn = trainer.components.verify_fn(verifiers, components_lib.shaping(config))
+    max_tokens = config.sampling.max_response_tokens
+    turns = trainer.components.trajectories(config, stream(source.iteration), max_tokens)
+    sample_fn, shaping = _sample_fn(trainer, source, turns), components_lib.shaping(config)
+    verify_fn = trainer.components.verify_fn(verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
 
     def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
         def on_progress(closed: int, drawn: int) -> None:
@@ -352,6 +357,7 @@ def _collected(
                 prefetch=job.prefetch,
                 broken_off=broken_off,
                 speculative=collection_rules.draws_speculatively(config.collection),
+                turns=turns,
                 on_progress=on_progress,
             )
         except Interrupted:
@@ -386,6 +392,8 @@ def _collection_metrics(
     metrics = collection_metrics(groups, config.collection.group_size, num_prompts, thresholds)
     if collection_rules.draws_speculatively(config.collection):
         metrics |= discarded_metrics(pools)
+    if trainer.components.environments is not None:
+        metrics |= turn_metrics(pools)
     counts = collections.Counter(counts)
     if config.sampling.drafts:
         metrics["collection/draft_tokens"] = counts["drafted"]
@@ -411,8 +419,8 @@ def _collection_metrics(
     }
 
 
-def _sample_fn(trainer: Trainer, source: Source) -> SampleFn:
-    """Returns the function that draws responses."""
+def _sample_fn(trainer: Trainer, source: Source, turns: Trajectories | None) -> SampleFn:
+    """Returns the function that draws responses, or their turns."""
     config = trainer.config
     sampling = SamplingParams(
         config.sampling.max_response_tokens,
@@ -423,7 +431,7 @@ def _sample_fn(trainer: Trainer, source: Source) -> SampleFn:
     return trainer.rollouts.sampler(
         source.weights,
         stream=stream(source.iteration),
-        sampling=sampling,
+        sampling=turn_sampling(config, sampling, turns),
         prefetch_stream=stream(source.iteration + 1) if config.collection.overlap_iterations else None,
         policy_version=source.policy_version,
     )
@@ -453,7 +461,8 @@ def _check_verdicts(
     """Shows the first verdict of a run with a reward of the user's; stops the run if too many could not be graded."""
     config, what = trainer.config, f"iteration {state.iteration + 1}"
     verdicts = [verdict for group in groups for verdict in group.pool.verdicts]
-    message = reward_check.too_many_failed(config, verifiers, what, verdicts, reward_check.training_remedy(config))
+    graders, remedy = trainer.components.graders(verifiers), reward_check.training_remedy(config)
+    message = reward_check.too_many_failed(config, graders, what, verdicts, remedy)
     if message:
         raise TrainingStopped(message)
     if state.iteration == 0 and reward_check.checked_name(config):

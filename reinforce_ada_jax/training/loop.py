@@ -25,6 +25,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready, abstract, always_ready
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.environments import workers as environment_workers
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.policy import huggingface
@@ -48,7 +49,7 @@ from reinforce_ada_jax.training.iteration import (
 )
 from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.records import holds_checkpoint
-from reinforce_ada_jax.training.reward_check import check_reward
+from reinforce_ada_jax.training.reward_check import check_reward, output_file
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config, write_started
@@ -213,7 +214,7 @@ def loop(run: Run, begin: RunState) -> Outcome:
             raise
         save(run, state)
         run.checkpoints.wait()
-        if not isinstance(error, CannotStart):
+        if not isinstance(error, CannotStart | environment_workers.CannotStart):
             raise
         return Outcome(Ending.STOPPED, f"{error.line} Iteration {state.iteration} is saved. {resuming}", state)
     return Outcome(Ending.FINISHED, state=state)
@@ -414,6 +415,9 @@ def start(
     write_config(config, workdir)
     write_started(workdir)
     # From here on no mistake is to be told, whose message would wait for the compiler.
+    if components.environments is not None:
+        components.environments.pool.output = output_file(workdir, "environment")
+        stack.callback(components.environments.pool.close)
     compiles, compilation = CompileCounter(), stack.enter_context(EarlyCompilation())
     ready_to_sample = compilation.add(components.engine.programs())
     trainer = make_trainer(config, workdir, components, prompts, params)

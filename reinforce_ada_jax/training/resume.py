@@ -12,6 +12,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.rewards import loading
 from reinforce_ada_jax.rewards.loading import GradeFn
+from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt
 
@@ -31,10 +32,14 @@ def identity(
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
-        "reward": loading.settings_hash(config.reward) if reward is None else json_hash(loading.source_text(reward)),
+        "reward": _reward_hash(config) if reward is None else json_hash(loading.source_text(reward)),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
+
+
+def _reward_hash(config: Config) -> str:
+    return environments.file_hash(config) or loading.settings_hash(config.reward)
 
 
 def check(
@@ -80,7 +85,7 @@ def check(
         )
     if ours["reward"] != saved["reward"] and not accept_reward:
         raise ValueError(
-            f"the reward function (reward.path, train(..., reward=)) is not the one that the run in {named} began "
-            "with. Use the same again, choose another --workdir, or go on with the new one: "
+            f"the reward function (reward.path, environment.path, train(..., reward=)) is not the one that the run in "
+            f"{named} began with. Use the same again, choose another --workdir, or go on with the new one: "
             "--config.checkpoint.accept_changed_reward=True."
         )

@@ -15,6 +15,7 @@ from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.templates import Chat, chat_from_config
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.rewards.dialects import PROMPT
 from reinforce_ada_jax.rewards.workers import GradingFailed, VerifierPool
@@ -31,10 +32,10 @@ _REMEDIES = {
 MAX_SHOWN = 60  # characters of an answer or a response in a message
 
 
-def output_file(folder: pathlib.Path) -> pathlib.Path:
-    """Returns the file below `folder` that gets what a user's reward prints, one for each process of a run."""
+def output_file(folder: pathlib.Path, of: str = "reward") -> pathlib.Path:
+    """Returns the file below `folder` that gets what a user's reward or environment prints, one for each process."""
     index = processes.index()
-    return folder.absolute() / (f"reward_output.{index}.log" if index else "reward_output.log")
+    return folder.absolute() / (f"{of}_output.{index}.log" if index else f"{of}_output.log")
 
 
 def reward_columns(config: Config, prompt: Prompt) -> dict[str, Any]:
@@ -116,25 +117,27 @@ def num_failed(verdicts: Iterable[Verdict]) -> int:
 
 
 def too_many_failed(
-    config: Config, verifiers: VerifierPool, what: str, verdicts: Sequence[Verdict], remedy: str
+    config: Config, graders: VerifierPool | EnvironmentPool, what: str, verdicts: Sequence[Verdict], remedy: str
 ) -> str:
     """Returns the message for too many responses whose grading failed, with the first traceback; else ""."""
-    failed, total, limit = num_failed(verdicts), len(verdicts), config.reward.max_failed
+    of_environment = bool(config.environment.path)
+    section, key = (config.environment, "environment") if of_environment else (config.reward, "reward")
+    failed, total, limit = num_failed(verdicts), len(verdicts), section.max_failed
     if failed <= limit * total and failed < max(total, 1):
         return ""
-    reward = config.reward.path or f"reward.kind={config.reward.kind}"
-    first = f" The first failure:\n{verifiers.failure}\n" if verifiers.failure else " "
+    reward = section.path or f"reward.kind={config.reward.kind}"
+    first = f" The first failure:\n{graders.failure}\n" if graders.failure else " "
     if failed < total:
         return (
             f"{reward} could not grade {failed:,} of the {total:,} responses of {what}, more than the share of "
-            f"{limit:g} (reward.max_failed).{first}{remedy}"
+            f"{limit:g} ({key}.max_failed).{first}{remedy}"
         )
     return f"{reward} could grade none of the {total:,} responses of {what}.{first}{remedy}"
 
 
 def training_remedy(config: Config) -> str:
     """Returns what to do about a reward that fails while a run trains."""
-    if config.reward.path:
+    if config.reward.path or config.environment.path:
         return "Fix it, then run the same command with --config.checkpoint.accept_changed_reward=True."
     return "Choose a reward.kind that fits the answers, or raise reward.time_limit_s."
 

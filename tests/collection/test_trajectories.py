@@ -84,7 +84,7 @@ def sampler(slots, choose, taken=None, closed=None):
 
 def draw(environment, sample, strategy=GRPO, prompts=PROMPTS, *, partial=None, broken_off=None, asked=None, **settings):
     """Pools of the prompts; the collection is broken off when it has asked for progress `asked` times."""
-    limits = {"max_turns": 4, "max_tokens": 100, "deterministic": True} | settings
+    limits = {"max_turns": 4, "max_tokens": 100, "max_begun": 16, "deterministic": True} | settings
     turns, calls = Trajectories(environment, **limits), []
 
     def on_progress(closed, drawn):
@@ -191,6 +191,19 @@ def test_begun_trajectories_precede_new_ones():
     assert [each[0] for each in taken] == ["p0", "p0", "p0#0.1", "p0#1.1", "p1", "p1", "p1#0.1", "p1#1.1"]
 
 
+def test_no_more_trajectories_begin_than_there_is_room_for():
+    alive = []
+    environment = Countdown(lambda row, draw: 1)
+
+    def choose(in_flight):
+        alive.append(len({(each.prompt.id.partition("#")[0], each.draw) for each in in_flight}))
+        return in_flight[:1]
+
+    pools = draw(environment, sampler(16, choose), max_begun=2)
+    assert max(alive) == 2
+    assert described(pools) == described(draw(Countdown(lambda row, draw: 1), sampler(16, all_of)))
+
+
 @pytest.mark.parametrize(
     ("limits", "tokens", "reason", "truncated"),
     [
@@ -246,7 +259,7 @@ class Queue:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_early_answers_are_read_at_the_next_yield_where_time_must_not_decide(deterministic):
     environment, queue = Countdown(lambda row, draw: draw, at_once=False), Queue()
-    turns = Trajectories(environment, max_turns=4, max_tokens=100, deterministic=deterministic)
+    turns = Trajectories(environment, max_turns=4, max_tokens=100, max_begun=16, deterministic=deterministic)
     turns.attach(queue)
     one, two = turns.take(2)
     turns.receive([turn_of(one)])

@@ -461,6 +461,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "learning.max_skipped": 7,
         "reward.max_failed": 0.9,
         "reward.judge_url": "http://localhost/v1",
+        "environment.max_failed": 0.7,
         "reward.judge_retries": 7,
         "reward.judge_key_variable": "MY_KEY",
         "evaluation.every": 7,

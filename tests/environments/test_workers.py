@@ -13,8 +13,8 @@ PROBLEM = {"problem": "2 + 3"}
 FIRST = ({"role": "user", "content": "2 + 3"},)
 
 
-def episode(key: str, address=(1, 2)) -> Episode:
-    return Episode(key, PROBLEM, address, FIRST)
+def episode(pool: EnvironmentPool, address=(1, 2)) -> Episode:
+    return pool.begin(PROBLEM, address, FIRST)
 
 
 def says(pool: EnvironmentPool, trajectory: Episode, text: str):
@@ -30,7 +30,7 @@ def pool():
 
 def test_turns_of_many_trajectories_in_one_process(pool):
     assert pool.reset(PROBLEM).result().messages == FIRST
-    a, b = episode("a"), episode("b")
+    a, b = episode(pool), episode(pool)
     assert says(pool, a, "x") == "turn 1 of 2 messages"
     assert says(pool, b, "x") == "turn 1 of 2 messages"
     assert says(pool, a, "y") == "turn 2 of 4 messages"
@@ -53,7 +53,7 @@ def test_turns_of_many_trajectories_in_one_process(pool):
     ],
 )
 def test_a_failure_ends_one_trajectory_and_leaves_its_neighbour(pool, hostile, failure, why):
-    neighbour, failing = episode("neighbour"), episode("failing")
+    neighbour, failing = episode(pool), episode(pool)
     drawn = says(pool, neighbour, "random")
     assert says(pool, neighbour, "x") == "turn 2 of 4 messages"
     pool.failure = ""
@@ -62,11 +62,11 @@ def test_a_failure_ends_one_trajectory_and_leaves_its_neighbour(pool, hostile, f
     # Made again where the process ended: the random number of its first turn is drawn again, and is the same.
     assert says(pool, neighbour, "x") == "turn 3 of 6 messages"
     assert says(pool, neighbour, "end") == 4.0
-    assert says(pool, episode(f"after {hostile}"), "random") == drawn
+    assert says(pool, episode(pool), "random") == drawn
 
 
 def test_a_worker_killed_from_outside_is_replaced_and_no_trajectory_fails(pool):
-    trajectory = episode("survivor")
+    trajectory = episode(pool)
     assert says(pool, trajectory, "x") == "turn 1 of 2 messages"
     pool._workers[0].start().process.kill()
     assert says(pool, trajectory, "x") == "turn 2 of 4 messages"
@@ -76,23 +76,23 @@ def test_a_worker_killed_from_outside_is_replaced_and_no_trajectory_fails(pool):
 
 
 def test_an_answer_that_differs_when_it_is_repeated_is_a_failure(pool):
-    trajectory = episode("clock")
+    trajectory = episode(pool)
     says(pool, trajectory, "time")
-    assert says(pool, episode("other"), "exit") == "crash"
+    assert says(pool, episode(pool), "exit") == "crash"
     pool.failure = ""
     assert says(pool, trajectory, "x") == "error"
     assert "answered otherwise when it was repeated" in pool.failure
 
 
 def test_randomness_is_that_of_the_address(pool):
-    numbers = [says(pool, episode(f"r{index}", address), "random") for index, address in enumerate([(1,), (1,), (2,)])]
+    numbers = [says(pool, episode(pool, address), "random") for address in [(1,), (1,), (2,)]]
     assert numbers[0] == numbers[1] != numbers[2]
 
 
 def test_first_messages_depend_on_the_problem_only():
     with contextlib.closing(EnvironmentPool(f"{FILE}:Moody", workers=1, timeout_s=5.0)) as pool:
         first = pool.reset(PROBLEM).result().messages
-        assert says(pool, Episode("a", PROBLEM, (), first), "x") == "error"
+        assert says(pool, pool.begin(PROBLEM, (), first), "x") == "error"
         assert "reset() returned other messages than at the start" in pool.failure
 
 
@@ -100,7 +100,7 @@ def test_calls_of_tools_are_answered_and_other_turns_are_stepped():
     with contextlib.closing(EnvironmentPool(f"{FILE}:WithTools", workers=2, timeout_s=5.0)) as pool:
         pool.check()
         assert [tool["function"]["name"] for tool in pool.tools] == ["add", "fail"]
-        a, b = episode("a"), episode("b")
+        a, b = episode(pool), episode(pool)
         call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
         assert pool.step(a, call).result().messages == ({"role": "tool", "name": "add", "content": "5"},)
         assert says(pool, b, "wrong") == 0.0
@@ -128,8 +128,8 @@ def test_the_file_is_parsed_before_a_process_starts(tmp_path):
 
 def test_close_ends_every_process():
     pool = EnvironmentPool(f"{FILE}:Obedient", workers=2, timeout_s=60.0)
-    says(pool, episode("a"), "x")
-    hanging = pool.step(episode("b"), "hang")
+    says(pool, episode(pool), "x")
+    hanging = pool.step(episode(pool), "hang")
     running = [worker.start().process for worker in pool._workers[:1]]
     pool.close()
     assert all(process.returncode is not None for process in running)

@@ -191,7 +191,8 @@ def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_pa
 
     file.write_text(REWARDS.replace("1.0 /", "2.0 /"))
     _, err = trained(workdir, code=cli.BAD_INPUT, **both | {"iterations": 2})
-    assert "the reward function (reward.path, train(..., reward=)) is not the one" in err and "Traceback" not in err
+    assert "the reward function (reward.path, environment.path, train(..., reward=)) is not the one" in err
+    assert "Traceback" not in err
 
 
 def test_a_run_stops_at_the_first_iteration_without_a_graded_response(trained, tmp_path):

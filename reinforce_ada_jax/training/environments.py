@@ -1,0 +1,150 @@
+"""Environments of a run: a user's class, the model's chat template, and the queue of turns, put together.
+
+The processes of the pool know neither tokens nor prompts. Here a turn becomes text, and messages become tokens.
+"""
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from reinforce_ada_jax.collection.trajectories import Trajectories
+from reinforce_ada_jax.collection.verification import VerifyFn
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.problems import Problem, place
+from reinforce_ada_jax.data.templates import chat_from_config
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.data.turns import Turns
+from reinforce_ada_jax.environments import loading
+from reinforce_ada_jax.environments.workers import CannotStart, EnvironmentPool, Episode, Reply
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
+
+
+def file_hash(config: Config) -> str:
+    """Returns a hash of the user's environment file, "" for none: one that was edited is another one."""
+    path = config.environment.path.rpartition(":")[0]
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16] if path else ""
+
+
+@dataclasses.dataclass(eq=False)
+class _Dialogue:
+    """One trajectory: its episode in the pool, and the token that ended its newest turn."""
+
+    episode: Episode
+    stop_id: int = -1
+
+
+class Environments:
+    """Environments of one run; `pool` has their processes, which start with the first request."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer):
+        """Checks the file, and starts one process, which reads the class.
+
+        Raises:
+          ValueError: `environment.path` names no environment.
+        """
+        settings, self._config, self._tokenizer = config.environment, config, tokenizer
+        reference = loading.file_reference(settings.path)
+        self.pool = EnvironmentPool(reference, settings.workers, settings.timeout_s)
+        self.pool.check()
+        self.tools = self.pool.tools
+        self._turns = Turns(tokenizer, chat_from_config(config).date, self.tools)
+
+    def with_messages(self, problems: Sequence[Problem]) -> list[Problem]:
+        """Returns the problems with the first messages of their environments.
+
+        Raises:
+          ValueError: an environment failed.
+        """
+        self.pool.failure = ""
+        given = [_given(each["id"], each["problem"], each["answer"], each.get("columns", {})) for each in problems]
+        try:
+            replies = [future.result() for future in [self.pool.reset(each) for each in given]]
+        except CannotStart as error:
+            raise ValueError(error.line) from None
+        for problem, reply in zip(problems, replies, strict=True):
+            if reply.failure:
+                raise ValueError(
+                    f"environment.path cannot begin {place(problem)}: {self.pool.failure.splitlines()[0]}. Fix "
+                    "reset(), or the problem."
+                )
+        return [{**each, "prompt": list(reply.messages)} for each, reply in zip(problems, replies, strict=True)]
+
+    def trajectories(self, stream: int, max_tokens: int, *, max_begun: int, deterministic: bool) -> Trajectories:
+        """Returns the queue of turns of one drawing, whose addresses begin with `stream`."""
+        return Trajectories(
+            _Drawing(self._config, self._tokenizer, self._turns, self.pool, stream),
+            max_turns=self._config.environment.max_turns, max_tokens=max_tokens, max_begun=max_begun,
+            deterministic=deterministic,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Drawing:
+    """collection.trajectories.Environment of one drawing."""
+
+    config: Config
+    tokenizer: Tokenizer
+    turns: Turns
+    pool: EnvironmentPool
+    stream: int
+
+    def begin(self, prompt: Prompt, draw: int) -> _Dialogue:
+        """Returns a new trajectory; the address of its randomness is (seed, stream, prompt id, draw)."""
+        name = int.from_bytes(hashlib.blake2b(prompt.id.encode(), digest_size=8).digest())
+        problem = _given(prompt.id, prompt.problem, prompt.answer, prompt.columns)
+        return _Dialogue(self.pool.begin(problem, (self.config.seed, self.stream, name, draw), prompt.messages))
+
+    def submit(self, trajectory: _Dialogue, tokens: np.ndarray) -> Future[Reply]:
+        """Gives a turn to the environment, as text."""
+        trajectory.stop_id = int(tokens[-1])
+        return self.pool.step(trajectory.episode, self.tokenizer.decode(tokens))
+
+    def read(self, trajectory: _Dialogue, answer: Reply) -> np.ndarray | Verdict:
+        """Returns the tokens of the environment's messages, or its verdict."""
+        if answer.failure:
+            return Verdict(False, 0.0, answer.failure)
+        if answer.reward is not None:
+            return Verdict(answer.reward > self.config.reward.positive_threshold, answer.reward)
+        try:
+            return self.turns.following(trajectory.episode.first, answer.messages, trajectory.stop_id)
+        except ValueError as error:
+            return Verdict(False, 0.0, self.pool.failed("error", str(error)).failure)
+
+    def end(self, trajectory: _Dialogue) -> None:
+        """Forgets a trajectory."""
+        self.pool.end(trajectory.episode)
+
+
+def _given(prompt_id: str, problem: str, answer: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `reset` gets: the columns of the row, and `id`, `problem` and `answer`."""
+    return {"id": prompt_id, "problem": problem, "answer": answer} | dict(columns)
+
+
+def turn_sampling(
+    config: Config, sampling: SamplingParams, turns: Trajectories | None
+) -> SamplingParams | Callable[[Request], SamplingParams]:
+    """Returns the sampling of responses, or of turns, which may fill what their trajectory leaves."""
+    if turns is None:
+        return sampling
+    longest = config.environment.max_turn_tokens or sampling.max_tokens
+
+    def of_turn(request: Request) -> SamplingParams:
+        return dataclasses.replace(sampling, max_tokens=min(longest, turns.tokens_left(request)))
+
+    return of_turn
+
+
+def shaped_verdicts(turns: Trajectories, shaping: Shaping) -> VerifyFn:
+    """Returns the function that gives the environment's verdicts to a collection."""
+
+    def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict]:
+        return shaping.all(turns.verdicts(pairs), [response.num_sampled for _, response in pairs])
+
+    return verify

@@ -1,0 +1,95 @@
+"""Tokens between the turns of a model, in chat templates that do and do not know tools."""
+
+import dataclasses
+
+import pytest
+import tokenizers
+
+from reinforce_ada_jax.data.templates import DATE, Chat
+from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.data.turns import Turns
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + CHATML
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+FIRST = [{"role": "user", "content": "2 + 3"}]
+HINT = [{"role": "user", "content": "more"}]
+RESULT = [{"role": "tool", "content": "5"}]
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    """A tokenizer of characters, with the marks of ChatML as tokens."""
+    folder = tmp_path_factory.mktemp("chatml")
+    marks = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
+    vocabulary = marks + [chr(code) for code in (10, *range(32, 127))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({text: i for i, text in enumerate(vocabulary)}))
+    tokenizer.add_special_tokens(marks)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return Tokenizer.load(folder)
+
+
+def text(tokenizer, tokens):
+    return "".join(tokenizer.token(int(token)) for token in tokens)
+
+
+def with_template(tokenizer, template):
+    return dataclasses.replace(tokenizer, chat_template=template)
+
+
+def test_a_turns_tokens_are_what_the_template_puts_after_it(chatml):
+    turns, end = Turns(chatml, DATE), chatml.encode("<|im_end|>")[0]
+    prompt = chatml.render("", "chat", Chat("", ""), messages=FIRST)
+    assert text(chatml, prompt) == "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n"
+    between = turns.following(FIRST, HINT, int(end))
+    assert text(chatml, between) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    # Prompt, the turn with its stop token, and what follows are the rendered conversation.
+    conversation = [*FIRST, {"role": "assistant", "content": "4"}, *HINT]
+    whole = text(chatml, prompt) + "4<|im_end|>" + text(chatml, between)
+    assert whole == chatml.render_text("", Chat("", ""), conversation)
+
+
+def test_another_stop_token_stays_before_the_end_of_the_turn(chatml):
+    other = int(chatml.encode("<|endoftext|>")[0])
+    assert text(chatml, Turns(chatml, DATE).following(FIRST, HINT, other)).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def test_tools_are_the_templates_where_it_knows_them(chatml):
+    knowing = with_template(chatml, WITH_TOOLS)
+    chat = Chat("", "", tools=[ADD])
+    assert knowing.render_text("", chat, FIRST).startswith("[add]<|im_start|>user\n2 + 3")
+    following = Turns(knowing, DATE, [ADD]).following(FIRST, RESULT, 0)
+    assert text(knowing, following) == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_tools_are_described_in_words_where_the_template_knows_none(chatml):
+    rendered = chatml.render_text("", Chat("", "", tools=[ADD]), [{"role": "system", "content": "Be kind."}, *FIRST])
+    assert rendered == (
+        '<|im_start|>system\nBe kind.\n\nTo call a function, answer <tool_call>{"name": NAME, "arguments": {...}}'
+        '</tool_call>. The functions are:\n{"name": "add", "description": "Adds.", "parameters": {}}<|im_end|>\n'
+        "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n"
+    )
+    alone = chatml.render_text("", Chat("", "", tools=[ADD]), FIRST)
+    assert alone.startswith("<|im_start|>system\nTo call a function")
+    following = Turns(chatml, DATE, [ADD]).following(FIRST, RESULT, 0)
+    assert "user\n<tool_response>5</tool_response><|im_end|>" in text(chatml, following)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{% if messages | length > 1 %}{{ raise_exception('one turn') }}{% endif %}", "can't render a conversation"),
+        ("{{ messages[0].content }}", "does not render the turns of the model"),
+    ],
+)
+def test_templates_without_turns_are_refused(chatml, template, message):
+    with pytest.raises(ValueError, match=message):
+        Turns(with_template(chatml, template), DATE).following(FIRST, HINT, 0)
