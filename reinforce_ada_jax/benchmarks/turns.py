@@ -85,6 +85,8 @@ class FixedTurns:
         """Answers turns; the tokens of the environment are those that the turn began with."""
         for response in responses:
             request, turn = self._in_flight.pop(response.prompt_id)
+            if not self._continues:
+                self._closed.append(response.prompt_id)  # as that of a prompt that nothing follows
             if turn + 1 == self._shape.turns:
                 first = response.prompt_id.rstrip("+")
                 self._closed += [first + "+" * turn for turn in range(self._shape.turns)]
