@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-VOCAB_SIZE, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, MAX_TURNS = 288, 24, 48, 3
+VOCAB_SIZE, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, MAX_TURNS = 384, 24, 48, 3
 NUM_DEMONSTRATIONS, BATCH_SIZE, LEARNING_RATE = 4000, 64, 3e-3
 CALLS, LOOKS = 1 / 3, 0.3
 

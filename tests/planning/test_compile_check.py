@@ -59,7 +59,8 @@ def test_published_sizes():
 
 
 def test_every_configuration_names_a_model_whose_sizes_are_known():
-    files = [file for file in sorted(CONFIGS.glob("*.py")) if file.stem != "word_problems"]  # that makes its own
+    make_their_own = ("word_problems", "game", "calculator")
+    files = [file for file in sorted(CONFIGS.glob("*.py")) if file.stem not in make_their_own]
     paths = [load(file).get_config().model.path for file in files]
     assert len(paths) >= 5
     for path in paths:
