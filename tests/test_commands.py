@@ -412,9 +412,9 @@ def test_a_dry_run_of_prepare(tmp_path, capsys):
 # ---- help -----------------------------------------------------------------------------------------------------------
 
 SECTIONS = """
-  run         Seed and length of the run.
-  model       Weights that a run starts from, and their precision.
-  data        Problems, and how they become prompts.
+  run          Seed and length of the run.
+  model        Weights that a run starts from, and their precision.
+  data         Problems, and how they become prompts.
 """
 
 

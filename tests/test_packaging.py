@@ -76,7 +76,9 @@ def test_a_name_means_a_packaged_configuration():
     }  # fmt: skip
     for path in ("configs/tiny.py", "mine.py", "./mine", "mine.py:large"):  # as they are, there or not
         assert config_files.config_file(path) == path
-    with pytest.raises(ValueError, match=r"no packaged configuration 'tinny': name one of llama_3b, .*configs/tiny.py"):
+    with pytest.raises(
+        ValueError, match=r"no packaged configuration 'tinny': name one of calculator, .*configs/tiny.py"
+    ):
         config_files.config_file("tinny")
 
 

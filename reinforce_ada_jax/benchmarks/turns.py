@@ -118,7 +118,7 @@ def measure(
       prompts: one for each trajectory.
       shape: of the trajectories.
       options: of the engine that draws single turns. That of trajectories has prompts of up to all their tokens, and
-        rows for each slot's turn, for its pages, and for a trajectory that waits.
+        two more prompt rows for each request on the device: for its turn, and for the pages that it leaves.
       repeat: timed repetitions.
 
     Raises:
@@ -127,7 +127,7 @@ def measure(
     single = Shape(1, shape.tokens, 0)
     longer = dataclasses.replace(
         options, max_prompt_tokens=options.max_prompt_tokens + shape.tokens, max_response_tokens=shape.sampled,
-        open_prompts=options.open_prompts + 3 * options.slots, pages=0,
+        open_prompts=options.open_prompts + 2 * options.output_rows, pages=0,
     )  # fmt: skip
     longer = dataclasses.replace(longer, pages=enough_pages(longer))
     one, several = (engines.make_rollouts(architecture, params, each, 1) for each in (options, longer))

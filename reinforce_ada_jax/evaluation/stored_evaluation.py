@@ -12,6 +12,7 @@ from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.environments.workers import EnvironmentPool
@@ -134,6 +135,7 @@ def evaluate(
     """
     settings = config.evaluation
     with cli.user_input():
+        mesh_lib.available_devices()
         # A training may write another checkpoint meanwhile.
         iteration = int(processes.of_writer(str(source.newest_iteration(config))))
         components = components_lib.build(config, source.folder)
