@@ -75,13 +75,15 @@ def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
 
 # The main thread is in a program that never returns to Python, as in a long program of the devices.
 IN_A_PROGRAM = """
+import functools
 import hashlib
+import threading
 from reinforce_ada_jax.distributed import processes, signals
 
 processes.ask_to_stop = lambda: print("told", flush=True)
 signals.SECOND_S = 0.1
 asked = signals.Interrupt()
-print("ready", flush=True)
+threading.Timer(0.5, functools.partial(print, "ready", flush=True)).start()  # when the program has begun
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
 
