@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import tokenizers
 from absl import flags
+from word_problems import make_architecture
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.data.templates import DATE, Chat
@@ -28,7 +29,6 @@ from reinforce_ada_jax.environments.episode import Episode, tools_of
 from reinforce_ada_jax.environments.tools import schema
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.policy import huggingface, transformer
-from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.training import warm_start
 from reinforce_ada_jax.types import Response
 
@@ -130,15 +130,6 @@ def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-
-
-def make_architecture(tokenizer: Tokenizer) -> Architecture:
-    """A Qwen2, described as its config.json is."""
-    return from_hf(dict(
-        model_type="qwen2", vocab_size=tokenizer.vocab_size, hidden_size=64, intermediate_size=192,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        tie_word_embeddings=True, eos_token_id=list(tokenizer.stop_ids),
-    ))  # fmt: skip
 
 
 def example(tokenizer: Tokenizer, turns: Turns, first: list[Row], said: list[tuple[str, list[Row]]]) -> Example:

@@ -171,7 +171,7 @@ def head_loss(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
     )
     config = HeadConfig(
         loss.TEMPERATURE, tied=True, backend=chosen.head_backend, tile=chosen.head_tile,
-        interpret=chosen.interpret and chosen.head_backend != "scan",
+        interpret=chosen.interpret,
     )  # fmt: skip
     program = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(sum(token_logprobs(config, *x))), argnums=(0, 1)))
     seconds = _median_seconds(lambda: program(*arguments), sizes.repeat)

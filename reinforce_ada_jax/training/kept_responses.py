@@ -21,7 +21,7 @@ from reinforce_ada_jax.training import fingerprints
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Prompt
 
-FOLDER = "unfinished"  # in the work directory
+FOLDER, SUFFIX = "unfinished", ".responses"  # in the work directory; a line of JSON, then a CollectedShard
 TOKEN_BYTES = 8
 
 
@@ -51,7 +51,7 @@ class KeptResponses:
         self._identity, self._ready = json_hash(identity), ready
         self._keeps_broken_off = broken_off
         self._broken_off: dict[int, CollectedShard] = {}
-        files = self._folder.glob("*.npz") if processes.is_writer() and limit_bytes else ()
+        files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() and limit_bytes else ()
         found = json.dumps(sorted(int(file.stem) for file in files if file.stem.isdecimal()))
         self._found: set[int] = set(json.loads(processes.exchange(found.encode())[0]))
 
@@ -94,7 +94,7 @@ class KeptResponses:
         if not processes.is_writer():
             return True
         file = self._file(state.iteration + 1)
-        others = sum(other.stat().st_size for other in self._folder.glob("*.npz") if other != file)
+        others = sum(other.stat().st_size for other in self._folder.glob(f"*{SUFFIX}") if other != file)
         if others + len(content) > self._limit_bytes:
             return False
         file.parent.mkdir(exist_ok=True)
@@ -115,12 +115,12 @@ class KeptResponses:
     def forget(self, iteration: int) -> None:
         """Removes the files of iterations up to this one, which a complete checkpoint has."""
         if processes.is_writer():
-            for file in self._folder.glob("*.npz"):
+            for file in self._folder.glob(f"*{SUFFIX}"):
                 if file.stem.isdecimal() and int(file.stem) <= iteration:
                     file.unlink(missing_ok=True)
 
     def _file(self, iteration: int) -> pathlib.Path:
-        return self._folder / f"{iteration:06d}.npz"
+        return self._folder / f"{iteration:06d}{SUFFIX}"
 
     def _header(self, state: RunState, content: bytes) -> bytes:
         """Returns the first line that a file of this run and these weights has, if it is not damaged."""

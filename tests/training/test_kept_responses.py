@@ -94,7 +94,7 @@ def test_the_limit_counts_all_files_and_leaves_out_prompts_of_a_broken_collectio
     kept = opened(tmp_path, limit_bytes=12_000)  # 9,000 of tokens: two prompts with 4,000 each
     kept.begin(7).partial.update(long)
     assert kept.write_broken_off(state(6)) == 2
-    size = (tmp_path / FOLDER / "000007.npz").stat().st_size
+    size = (tmp_path / FOLDER / "000007.responses").stat().st_size
     assert 8_000 < size < 12_000
     kept = opened(tmp_path, limit_bytes=12_000)
     kept.begin(8).partial.update(long)
@@ -106,4 +106,4 @@ def test_files_go_with_the_checkpoint_that_has_their_iteration(tmp_path):
     for iteration in (5, 6, 7):
         kept.write(state(iteration), COMPLETE)
     kept.forget(7)
-    assert [file.name for file in (tmp_path / FOLDER).iterdir()] == ["000008.npz"]
+    assert [file.name for file in (tmp_path / FOLDER).iterdir()] == ["000008.responses"]
