@@ -85,7 +85,8 @@ class _Trajectory:
         prompt, turn = self.request.prompt, len(self.turns)
         tokens = np.concatenate([prompt.tokens, *self.tokens])
         following = dataclasses.replace(prompt, id=self.turn_id(turn), tokens=tokens)
-        return Request(following, self.request.draw, continues=self.turn_id(turn + 1) if turn + 1 < max_turns else "")
+        continues = self.turn_id(turn + 1) if turn + 1 < max_turns else ""
+        return Request(following, self.request.draw, self.request.prefetch, continues)
 
     def response(self, *, truncated: bool) -> Response:
         """Returns all segments as one response, which ends with the model's last one."""

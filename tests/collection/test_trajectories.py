@@ -234,8 +234,8 @@ def test_a_turn_that_is_cut_ends_the_trajectory():
 class Queue:
     """A collection that wants two draws of one prompt."""
 
-    def __init__(self):
-        self.requests, self.received = [Request(PROMPTS[0], draw) for draw in range(2)], []
+    def __init__(self, *, prefetch=False):
+        self.requests, self.received = [Request(PROMPTS[0], draw, prefetch) for draw in range(2)], []
 
     def take(self, limit, *, wait=True):
         taken, self.requests = self.requests[:limit], self.requests[limit:]
@@ -254,6 +254,20 @@ class Queue:
 
     def receive(self, responses):
         self.received += [(each.prompt_id, each.draw) for each in responses]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_all_turns_of_a_trajectory_belong_to_the_iteration_of_its_prompt(prefetch):
+    """The sampler draws under the addresses of that iteration."""
+    queue = Queue(prefetch=prefetch)
+    turns = Trajectories(Countdown(lambda row, draw: 1), max_turns=4, max_tokens=100, max_begun=16, deterministic=True)
+    turns.attach(queue)
+    began = turns.take(2)
+    turns.receive([turn_of(request) for request in began])
+    turns.receive([])
+    followed = turns.take(2)
+    assert [request.prompt.id for request in followed] == ["p0#0.1", "p0#1.1"]
+    assert [request.prefetch for request in began + followed] == [prefetch] * 4
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
