@@ -60,7 +60,7 @@ def train(
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.signals import Interrupted
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
-    from reinforce_ada_jax.training import loop
+    from reinforce_ada_jax.training import loop, startup
     from reinforce_ada_jax.training.trained import trained_run
     from reinforce_ada_jax.training.updates import TrainingStopped
 
@@ -69,7 +69,7 @@ def train(
         raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
         folder, copy = stack.enter_context(local_copy.opened(workdir))
-        run, state = loop.start(config, folder, make_evaluator_fn, stack, reward=reward, copy=copy, quiet=quiet)
+        run, state = startup.start(config, folder, make_evaluator_fn, stack, reward=reward, copy=copy, quiet=quiet)
         outcome = loop.run_to_end(run, state)
         if outcome.ending is loop.Ending.STOPPED:
             raise TrainingStopped(outcome.message)
@@ -86,7 +86,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.watchdog import RESTART
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
-    from reinforce_ada_jax.training import host_log, loop
+    from reinforce_ada_jax.training import host_log, loop, startup
     from reinforce_ada_jax.training.loop import Ending
     from reinforce_ada_jax.training.reward_check import not_graded
 
@@ -95,7 +95,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
             folder, copy = stack.enter_context(local_copy.opened(workdir))
             if page is not None and processes.is_writer():
                 _show_page(folder, page, stack)
-            run, state = loop.start(config, folder, make_evaluator_fn, stack, copy=copy, quiet=quiet)
+            run, state = startup.start(config, folder, make_evaluator_fn, stack, copy=copy, quiet=quiet)
             stack.enter_context(host_log.kept(folder, f"begins after iteration {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
@@ -127,12 +127,12 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
     """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
-    from reinforce_ada_jax.training import loop, summary
+    from reinforce_ada_jax.training import startup, summary
 
     with contextlib.ExitStack() as stack, cli.user_input():
         check_output("--workdir", workdir, folder=True)
         folder, _ = stack.enter_context(local_copy.opened(workdir))
-        inputs = loop.read_inputs(config, folder, make_evaluator_fn)
+        inputs = startup.read_inputs(config, folder, make_evaluator_fn)
         if processes.is_writer():
             print(summary.dry_run(config, inputs.summary(config, folder)))
 

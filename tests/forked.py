@@ -25,7 +25,7 @@ COMMANDS = ("train", "prepare", "evaluate", "export", "compile_check")
 # Modules that the commands import once their flags are parsed.
 IMPORTED = (
     "evaluation.preparation", "evaluation.results_table", "evaluation.stored_evaluation", "planning.report",
-    "training.loop", "training.trained",
+    "training.startup", "training.trained",
 )  # fmt: skip
 MAX_REQUEST_BYTES = 2**17
 READ_AT_IMPORT = ("JAX_PLATFORMS", *compiling.keeping(""))  # what jax reads of the environment when it is imported

@@ -21,7 +21,7 @@ from reinforce_ada_jax.distributed import compilation
 from reinforce_ada_jax.learning.learner import Learner, LearnerState
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import loop
+from reinforce_ada_jax.training import loop, startup
 from reinforce_ada_jax.training.checkpoint import Checkpoints
 from reinforce_ada_jax.training.state import abstract_state
 from tests import compiling
@@ -50,11 +50,11 @@ def compiles_nothing_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def train(
-    config: Config, workdir: pathlib.Path, load_benchmarks: loop.LoadBenchmarksFn = lambda *_: None
+    config: Config, workdir: pathlib.Path, load_benchmarks: startup.LoadBenchmarksFn = lambda *_: None
 ) -> loop.Outcome:
     """The outcome of a run in this process; by default it evaluates nothing."""
     with contextlib.ExitStack() as stack:
-        run, state = loop.start(config, workdir, load_benchmarks, stack, quiet=True)
+        run, state = startup.start(config, workdir, load_benchmarks, stack, quiet=True)
         return loop.run_to_end(run, state)
 
 

@@ -42,9 +42,11 @@ from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.iteration import Drawn, Trainer, make_trainer, train_iteration
-from reinforce_ada_jax.training.loop import begin_or_resume
+from reinforce_ada_jax.training.drawing import Drawn
+from reinforce_ada_jax.training.iteration import train_iteration
+from reinforce_ada_jax.training.startup import begin_or_resume
 from reinforce_ada_jax.training.state import to_record
+from reinforce_ada_jax.training.trainer import Trainer, make_trainer
 from reinforce_ada_jax.training.updates import Updates
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 

@@ -18,9 +18,9 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, flatten, param_shardings
 from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.iteration import Trainer
 from reinforce_ada_jax.training.records import holds_checkpoint, read_run_id
 from reinforce_ada_jax.training.state import RunState, abstract_state
+from reinforce_ada_jax.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from reinforce_ada_jax.training.checkpoint import Checkpoints

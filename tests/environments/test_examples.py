@@ -53,8 +53,8 @@ def test_models_are_made_and_train(tmp_path, task):
     made = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     changes = {
-        "model.path": folder / "model", "data.prompts": folder / "problems.jsonl", "iterations": 2, "evaluation.every": 2,
-        "evaluation.benchmarks": f"('{folder}/heldout.jsonl',)",
+        "model.path": folder / "model", "data.prompts": folder / "problems.jsonl", "iterations": 2,
+        "evaluation.every": 2, "evaluation.benchmarks": f"('{folder}/heldout.jsonl',)",
     }  # fmt: skip
     flags = [f"--config.{name}={value}" for name, value in changes.items()]
     workdir = tmp_path / "run"

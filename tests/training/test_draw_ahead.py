@@ -16,9 +16,10 @@ from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.training import iteration as iteration_lib
+from reinforce_ada_jax.training import components, drawing
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
 from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.training.updates import Updates
 from tests import compiling, running
 from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, reproducible, restored, tiny
@@ -83,7 +84,6 @@ def test_every_prompt_is_drawn_once_in_the_order_of_the_data(unbroken):
 
 def _prompts_in_order(count):
     config = tiny()
-    components = iteration_lib.components_lib
     made = components.build(config, components.model_folder(config.model.path))
     data = made.prompts(config.data.prompts, config)
     return [prompt.id for prompt in next_prompts(data, PromptCursor(config.seed), count)[0]]
@@ -92,7 +92,7 @@ def _prompts_in_order(count):
 @pytest.mark.parametrize("slow", ["draw", "learn"])
 def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
     # Whichever side is late, the same weights draw the same iteration.
-    name, owner = ("collect", iteration_lib) if slow == "draw" else ("update", iteration_lib.Updates)
+    name, owner = ("collect", drawing) if slow == "draw" else ("update", Updates)
     original, threads = getattr(owner, name), set()
 
     def delayed(*arguments, **keywords):
@@ -192,7 +192,7 @@ def test_a_run_that_is_asked_to_end_does_not_wait_for_the_collection():
 
 def test_a_failing_grader_costs_nothing_that_is_finished(unbroken, tmp_path, monkeypatch):
     # It fails while iteration 3 is drawn: iteration 2 is learned to its end, and saved.
-    original = iteration_lib.collect
+    original = drawing.collect
 
     def fail_at_3(*arguments, **keywords):
         if keywords["iteration"] == 3:
@@ -200,7 +200,7 @@ def test_a_failing_grader_costs_nothing_that_is_finished(unbroken, tmp_path, mon
         return original(*arguments, **keywords)
 
     with monkeypatch.context() as patch:
-        patch.setattr(iteration_lib, "collect", fail_at_3)
+        patch.setattr(drawing, "collect", fail_at_3)
         with pytest.raises(TypeError, match="yours"):
             train(tmp_path / "run")
     assert restored(tmp_path / "run")[1]["iteration"] == 2
@@ -210,7 +210,7 @@ def test_a_failing_grader_costs_nothing_that_is_finished(unbroken, tmp_path, mon
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_run_that_was_asked_to_end_draws_the_collection_in_flight_again(unbroken, tmp_path, monkeypatch, number):
-    original = iteration_lib.collect
+    original = drawing.collect
 
     def asked_at_3(*arguments, **keywords):
         if keywords["iteration"] == 3:
@@ -218,7 +218,7 @@ def test_a_run_that_was_asked_to_end_draws_the_collection_in_flight_again(unbrok
         return original(*arguments, **keywords)
 
     with monkeypatch.context() as patch:
-        patch.setattr(iteration_lib, "collect", asked_at_3)
+        patch.setattr(drawing, "collect", asked_at_3)
         outcome = train(tmp_path / "run")
     ending, reason = {
         signal.SIGINT: (Ending.INTERRUPTED, "interrupted"), signal.SIGTERM: (Ending.PREEMPTED, "told to end"),

@@ -19,10 +19,11 @@ from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
-from reinforce_ada_jax.training import loop
-from reinforce_ada_jax.training.iteration import Chosen, Trainer, choose_prompts
+from reinforce_ada_jax.training import loop, startup
+from reinforce_ada_jax.training.drawing import Chosen, choose_prompts
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
+from reinforce_ada_jax.training.trainer import Trainer
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
 from tests.running import compiles_nothing_early, reproducible, restored, tiny
@@ -61,7 +62,7 @@ def run(workdir, iterate=iterate, evaluator=None, **changes):
     config = tiny(**{"iterations": 6, "evaluation.every": 2, "logging.tensorboard": False, **changes})
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         compiles_nothing_early(patch)
-        made, state = loop.start(config, workdir, lambda *_: None, stack, quiet=True)
+        made, state = startup.start(config, workdir, lambda *_: None, stack, quiet=True)
         made = dataclasses.replace(made, iterate=iterate, evaluator=evaluator, verifiers=contextlib.nullcontext())
         return loop.run_to_end(made, state), state
 

@@ -343,11 +343,11 @@ def test_more_iterations(start, unbroken, tmp_path):
 POISONED = """
 import runpy
 import numpy
-from reinforce_ada_jax.training import iteration
+from reinforce_ada_jax.training import drawing
 
 calls = 0
 
-def poisoned(pool, strategy, ages, original=iteration.make_group):
+def poisoned(pool, strategy, ages, original=drawing.make_group):
     global calls
     calls += 1
     group = original(pool, strategy, ages)
@@ -355,7 +355,7 @@ def poisoned(pool, strategy, ages, original=iteration.make_group):
         group.baselines[0] = numpy.nan
     return group
 
-iteration.make_group = poisoned
+drawing.make_group = poisoned
 runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 

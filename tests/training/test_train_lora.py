@@ -16,7 +16,7 @@ from reinforce_ada_jax.learning.learner import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import loop
+from reinforce_ada_jax.training import loop, startup
 from tests.running import compiles_nothing_early, reproducible, restored, saved_config, tiny
 
 ITERATIONS = 4
@@ -163,7 +163,7 @@ def begin(monkeypatch):
 
         def begin(workdir, **changes):
             config = tiny(**{"logging.tensorboard": False, **changes})
-            return loop.start(config, workdir, lambda *_: None, stack, quiet=True)
+            return startup.start(config, workdir, lambda *_: None, stack, quiet=True)
 
         yield begin
 

@@ -1,0 +1,274 @@
+"""What an iteration draws: its prompts, their pools and groups, and the metrics of the collection."""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from reinforce_ada_jax.collection.advantages import Group, make_group
+from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
+from reinforce_ada_jax.collection.estimators import calibration
+from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
+from reinforce_ada_jax.collection.serialization import CollectedShard
+from reinforce_ada_jax.collection.trajectories import Trajectories
+from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
+from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.learning.value_head import ValueHead
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Reshard
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.sampling.token import stream
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import sharded_collection
+from reinforce_ada_jax.training.draw_ahead import Report
+from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampling
+from reinforce_ada_jax.training.sharded_collection import Job
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.training.trainer import Trainer
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Prompts of one iteration.
+
+    Attributes:
+      prompts: those of the iteration.
+      cursor: position in the data after them.
+      replacements: prompts that may replace some of them, each with the cursor after it.
+      upcoming: prompts of the next iteration, which idle slots may begin; fills as they are drawn.
+    """
+
+    prompts: list[Prompt]
+    cursor: PromptCursor
+    replacements: list[tuple[Prompt, PromptCursor]]
+    upcoming: Prefetch
+
+    def cursor_after(self, num_used: int) -> PromptCursor:
+        """Returns the position after the prompts and the replacements used, `num_used` together."""
+        used = num_used - len(self.prompts)
+        return self.replacements[used - 1][1] if used else self.cursor
+
+
+def choose_prompts(trainer: Trainer, cursor: PromptCursor) -> Chosen:
+    """Returns the prompts that an iteration at `cursor` is made of."""
+    size, strategy = trainer.config.collection.prompts_per_iteration, trainer.strategy
+    prompts, after = next_prompts(trainer.prompts, cursor, size)
+    ids = {prompt.id for prompt in prompts}
+    upcoming = Prefetch(())
+    extra = strategy.extra_batches * size
+    if trainer.config.collection.overlap_iterations:
+        # The next iteration's prompts are fixed already, so replacements are borrowed from the others that follow, and
+        # come again in their turn. The end of an epoch and the beginning of the next one may share some prompts.
+        following = next_prompts(trainer.prompts, after, size)[0]
+        upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
+        ids |= {prompt.id for prompt in following}
+        borrowed = prompts_after(trainer.prompts, after, extra, ids) if extra else []
+        return Chosen(prompts, after, [(prompt, after) for prompt, _ in borrowed], upcoming)
+    replacements = prompts_after(trainer.prompts, after, extra, ids) if extra else []
+    return Chosen(prompts, after, replacements, upcoming)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """Everything that decides what is drawn for one iteration; nothing changes it while it is drawn.
+
+    Attributes:
+      iteration: number of the iteration.
+      cursor: position in the data before it.
+      weights: to draw from: the learner's, or those that the engine made of them.
+      policy_version: iterations whose updates are in the weights.
+      partial_rollouts: of `RunState`.
+      reshard: cost of the weights where the engine made them before; None: their layout is made for this drawing.
+      kept: what an earlier start of the run has drawn and kept of this iteration.
+    """
+
+    iteration: int
+    cursor: PromptCursor
+    weights: Params
+    policy_version: int
+    partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
+    reshard: Reshard | None = None
+    kept: CollectedShard | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawn:
+    """Collected prompts of one iteration: pools, groups with advantages, and metrics."""
+
+    chosen: Chosen
+    collected: CollectedShard
+    groups: list[Group]
+    metrics: dict[str, float]
+
+
+def next_source(trainer: Trainer, state: RunState) -> Source:
+    """Returns what the iteration after `state` is drawn from."""
+    if state.sampler is None:
+        weights, version = trainer.policy(state), state.iteration
+    else:
+        weights, version = state.sampler, state.iteration - 1
+    return Source(state.iteration + 1, state.cursor, weights, version, state.partial_rollouts)
+
+
+def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Report) -> Drawn:
+    """Draws and grades responses until every prompt's rule is met.
+
+    Raises:
+      Interrupted: `report` raised it.
+    """
+    begin, verify_s = time.monotonic(), verifiers.busy_s
+    trainer.components.graders(verifiers).failure = ""
+    chosen = choose_prompts(trainer, source.cursor)
+    if source.kept is not None and source.kept.pools:
+        collected = source.kept
+        chosen.upcoming.partial.update(collected.partial)
+    else:
+        collected = _collected(trainer, source, chosen, verifiers, report)
+    groups = _groups(trainer, source, collected.pools)
+    metrics = _collection_metrics(trainer, source, groups, len(chosen.prompts), collected.counts)
+    metrics |= {
+        "time/collect_s": time.monotonic() - begin,
+        "time/verify_s": verifiers.busy_s - verify_s,
+    }
+    return Drawn(chosen, collected, groups, metrics)
+
+
+def _collected(
+    trainer: Trainer, source: Source, chosen: Chosen, verifiers: VerifierPool, report: Report
+) -> CollectedShard:
+    """Returns pools, counts and prefetched rollouts of an iteration, in all processes.
+
+    Raises:
+      Interrupted: `report` raised it, here or in another process; `trainer.kept` has what was drawn, where it keeps it.
+    """
+    config, rollouts, begin = trainer.config, trainer.rollouts, time.monotonic()
+    max_tokens = config.sampling.max_response_tokens
+    turns = trainer.components.trajectories(config, stream(source.iteration), max_tokens)
+    sample_fn, shaping = _sample_fn(trainer, source, turns), components_lib.shaping(config)
+    verify_fn = trainer.components.verify_fn(verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
+
+    def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
+        def on_progress(closed: int, drawn: int) -> None:
+            rate = rollouts.counts.tokens / (time.monotonic() - begin)
+            report(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
+
+        broken_off = None if job.broken_off is None else job.broken_off.partial
+        try:
+            pools = collect(
+                job.prompts,
+                sample_fn,
+                verify_fn,
+                job.strategy,
+                replacements=job.replacements,
+                estimate_fn=job.estimate_fn,
+                seed=config.seed,
+                iteration=source.iteration,
+                barrier=config.collection.barrier,
+                deterministic=components_lib.deterministic(config),
+                partial=job.partial,
+                prefetch=job.prefetch,
+                broken_off=broken_off,
+                speculative=collection_rules.draws_speculatively(config.collection),
+                turns=turns,
+                on_progress=on_progress,
+            )
+        except Interrupted:
+            if job.broken_off is not None:
+                job.broken_off.counts.update(dataclasses.asdict(rollouts.counts))
+            raise
+        return pools, collections.Counter(dataclasses.asdict(rollouts.counts))
+
+    kept = source.kept or CollectedShard([])
+    job = Job(
+        chosen.prompts,
+        trainer.strategy,
+        [prompt for prompt, _ in chosen.replacements],
+        _estimate_fn(trainer, source),
+        {**source.partial_rollouts, **kept.partial},
+        chosen.upcoming,
+        None if trainer.kept is None else trainer.kept.begin(source.iteration),
+    )
+    pools, counts = sharded_collection.collect_everywhere(job, draw_job)
+    return CollectedShard(pools, chosen.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
+
+
+def _collection_metrics(
+    trainer: Trainer, source: Source, groups: Sequence[Group], num_prompts: int, counts: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the metrics of a collection, without its times.
+
+    `num_prompts` are those asked for, without replacements; `counts` are those of `RolloutCounts`.
+    """
+    config, pools = trainer.config, [group.pool for group in groups]
+    thresholds = collection_rules.goals(config.collection)
+    metrics = collection_metrics(groups, config.collection.group_size, num_prompts, thresholds)
+    if collection_rules.draws_speculatively(config.collection):
+        metrics |= discarded_metrics(pools)
+    if trainer.components.environments is not None:
+        metrics |= turn_metrics(pools)
+    counts = collections.Counter(counts)
+    if config.sampling.drafts:
+        metrics["collection/draft_tokens"] = counts["drafted"]
+        metrics["collection/draft_acceptance"] = counts["accepted"] / max(counts["drafted"], 1)
+    staleness = [source.iteration - 1 - response.policy_version for pool in pools for response in pool.responses]
+    reshard = source.reshard or trainer.rollouts.reshard
+    return {
+        **metrics,
+        **calibration(pools),
+        "collection/slot_utilisation": (counts["tokens"] - counts["accepted"]) / max(counts["slot_steps"], 1),
+        "collection/redone_tokens": counts["redone"],
+        "collection/prefills": counts["prefills"],
+        "collection/prefilled_tokens": counts["prefilled_tokens"],
+        "collection/shared_tokens": counts["shared_tokens"],
+        "collection/continued_tokens": counts["continued_tokens"],
+        "collection/dispatches": counts["dispatches"],
+        "collection/waited_share": counts["waited_steps"] / max(counts["steps"], 1),
+        "collection/ahead": sum(age > 0 for age in staleness),
+        "collection/staleness_max": max(staleness, default=0),
+        "time/reshard_s": reshard.seconds,
+        "memory/reshard_bytes": reshard.bytes,
+        "time/host_between_windows_s": counts["host_s"] / processes.count(),
+    }
+
+
+def _sample_fn(trainer: Trainer, source: Source, turns: Trajectories | None) -> SampleFn:
+    """Returns the function that draws responses, or their turns."""
+    config = trainer.config
+    sampling = SamplingParams(
+        config.sampling.max_response_tokens,
+        config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
+    )
+    return trainer.rollouts.sampler(
+        source.weights,
+        stream=stream(source.iteration),
+        sampling=turn_sampling(config, sampling, turns),
+        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap_iterations else None,
+        policy_version=source.policy_version,
+    )
+
+
+def _estimate_fn(trainer: Trainer, source: Source) -> EstimateFn | None:
+    """Returns the function that estimates pass rates under the weights, where the strategy plans with them."""
+    if isinstance(trainer.estimator, ValueHead):
+        return functools.partial(trainer.estimator.estimate, source.weights)
+    return None if trainer.estimator is None else trainer.estimator.estimate
+
+
+def _groups(trainer: Trainer, source: Source, pools: Sequence[Pool]) -> list[Group]:
+    """Returns the groups of the pools; ages of responses count updates."""
+    config = trainer.config
+    updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
+    groups = []
+    for pool in pools:
+        ages = np.array([(source.iteration - 1 - response.policy_version) * updates for response in pool.responses])
+        groups.append(make_group(pool, trainer.strategy, ages))
+    return groups
