@@ -10,10 +10,11 @@ import pytest
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
+from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import HostArray, Hosts
-from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine
@@ -24,8 +25,8 @@ OPTIONS = dataclasses.replace(tiny.OPTIONS, slots=4, open_prompts=3, pages=60, c
 class HostEngine(PageEngine):
     """The engine of one host of several, of two replicas."""
 
-    def __init__(self, hosts: Hosts, host: int):
-        super().__init__(OPTIONS, replicas=2)
+    def __init__(self, hosts: Hosts, host: int, options: EngineOptions = OPTIONS):
+        super().__init__(options, replicas=2)
         self.spans_processes, self.hosts, self.host, self.votes = True, hosts, host, []
 
     def decode_window(self, params, state, inputs, vote=0):
@@ -57,10 +58,10 @@ def collected(rollouts: Rollouts, prompts: list[Prompt], verify_fn=verify, **set
     return collect(prompts, sample_fn, verify_fn, strategies.build(config), **settings)
 
 
-def run(num_hosts: int, program) -> tuple[list, list[list[int]]]:
+def run(num_hosts: int, program, options: EngineOptions = OPTIONS) -> tuple[list, list[list[int]]]:
     """Returns the result or error of `program(host, rollouts)` on each host, and its votes."""
     hosts = Hosts(num_hosts)
-    rollouts = [Rollouts(HostEngine(hosts, host)) for host in range(num_hosts)]
+    rollouts = [Rollouts(HostEngine(hosts, host, options)) for host in range(num_hosts)]
     with ThreadPoolExecutor(num_hosts) as threads:
         futures = [threads.submit(program, host, each) for host, each in enumerate(rollouts)]
         return [future.exception() or future.result() for future in futures], [each.engine.votes for each in rollouts]
@@ -133,3 +134,126 @@ def test_steps_spent_on_waiting_are_counted():
     assert idle.steps == working.steps == idle.waited_steps > 0
     assert working.waited_steps == 0 and idle.tokens == 0
     assert idle.slot_utilisation == 0 < working.slot_utilisation
+
+
+# ---- trajectories ----------------------------------------------------------------------------------------------------
+
+# Prompts have at most 8 tokens, and trajectories 3 turns of 6 tokens with 2 of the environment between them.
+OF_TURNS = dataclasses.replace(OPTIONS, max_prompt_tokens=30, pages=60)
+
+
+class Echo:
+    """Answers with two tokens that follow from the turn, and ends after one to three turns; may work in a thread."""
+
+    def __init__(self, executor=None, before=lambda: None):
+        self.executor, self.before = executor, before
+
+    def begin(self, prompt, draw):
+        return [1 + (len(prompt.tokens) + draw) % 3, 0]
+
+    def submit(self, trajectory, tokens):
+        if self.executor is not None:
+            return self.executor.submit(self.answer, int(tokens.sum()))
+        answer = Future()
+        answer.set_result(int(tokens.sum()))
+        return answer
+
+    def answer(self, total):
+        self.before()
+        return total
+
+    def read(self, trajectory, answer):
+        trajectory[1] += 1
+        if trajectory[0] == trajectory[1]:
+            return Verdict(answer % 2 == 0, answer / 7)
+        return np.array([answer % 24, 1], np.int32)
+
+    def end(self, trajectory):
+        pass
+
+
+def trajectories(rollouts, prompts, environment=None, *, deterministic=True, **settings) -> list[Pool]:
+    turns = Trajectories(environment or Echo(), max_turns=3, max_tokens=22, deterministic=deterministic, max_begun=8)
+    sample_fn = rollouts.sampler(None, stream=0, sampling=SamplingParams(6))
+    strategy = strategies.build(
+        types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=4, max_rounds=3)
+    )
+    return collect(prompts, sample_fn, turns.verdicts, strategy, turns=turns, deterministic=deterministic, **settings)
+
+
+def described(pools: list[Pool]) -> list:
+    return [
+        (pool.prompt.id, response.draw, response.tokens.tolist(), response.segments, verdict.reward)
+        for pool in pools
+        for response, verdict in zip(pool.responses, pool.verdicts, strict=True)
+    ]
+
+
+def short_prompts(host: int, count: int) -> list[Prompt]:
+    return [dataclasses.replace(prompt, tokens=prompt.tokens[:8]) for prompt in make_prompts(host, count)]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_trajectories_of_each_host_are_those_that_it_draws_alone(deterministic):
+    sizes = (0, 1, 7)
+    with ThreadPoolExecutor(2) as environments:
+        echo = Echo(None if deterministic else environments)
+        pools, votes = run(
+            3,
+            lambda host, rollouts: trajectories(
+                rollouts, short_prompts(host, sizes[host]), echo, deterministic=deterministic
+            ),
+            OF_TURNS,
+        )
+    alone = [trajectories(Rollouts(PageEngine(OF_TURNS)), short_prompts(host, size)) for host, size in enumerate(sizes)]
+    assert list(map(described, pools)) == list(map(described, alone))
+    assert max(len(segments) for *_, segments, _ in described(alone[2])) == 5
+    assert len({len(of_host) for of_host in votes}) == 1
+
+
+def test_a_slow_environment_delays_no_other_host():
+    done = threading.Event()
+
+    def program(host, rollouts):
+        prompts = short_prompts(host, 4)
+        if host == 0:
+            slow = Echo(environments, lambda: done.wait(30) or pytest.fail("the other host waited"))
+            return trajectories(rollouts, prompts, slow, deterministic=False)
+
+        def on_progress(closed, drawn):
+            if closed == len(prompts):
+                done.set()
+
+        return trajectories(rollouts, prompts, on_progress=on_progress)
+
+    with ThreadPoolExecutor(1) as environments:
+        pools, _ = run(2, program, OF_TURNS)
+    assert [len(of_host) for of_host in pools] == [4, 4]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_host_that_is_broken_off_while_it_waits_for_an_environment_stops_all(deterministic):
+    asked, over = threading.Event(), threading.Event()
+
+    def silent():
+        asked.set()
+        assert over.wait(30), "nothing was broken off"
+
+    def program(host, rollouts):
+        def on_progress(closed, drawn):
+            if host == 1 and asked.is_set():
+                over.set()
+                raise Interrupted
+
+        kept, settings = {}, {"deterministic": deterministic, "on_progress": on_progress}
+        environment = Echo(environments, silent) if host else None
+        try:
+            trajectories(rollouts, short_prompts(host, 5), environment, broken_off=kept, **settings)
+        except Interrupted:
+            return kept
+        raise AssertionError("it was not broken off")
+
+    with ThreadPoolExecutor(1) as environments:
+        (_, waited), votes = run(2, program, OF_TURNS)
+    assert waited == {}
+    assert len({len(of_host) for of_host in votes}) == 1

@@ -124,7 +124,7 @@ TURNS, LIMIT, LONGEST = 4, 8, 50
 ENGINES = {
     "8 slots": dict(slots=8, open_prompts=50),
     "64 slots": dict(slots=64, open_prompts=50),
-    "1 slot, few rows": dict(slots=1, window=16, open_prompts=6),
+    "1 slot, few rows, drafts": dict(slots=1, window=16, open_prompts=6, drafts=3, draft_rows=3),
 }
 
 
@@ -153,17 +153,24 @@ class Teacher:
         pass
 
 
-def trajectories(rollouts: Rollouts) -> dict[tuple[str, int], Response]:
-    turns = Trajectories(Teacher(), max_turns=TURNS, max_tokens=LONGEST - 17, deterministic=True)
+class Unparked(Trajectories):
+    """Turns that the sampler is not told to continue: each is prefilled whole."""
+
+    def take(self, limit, *, wait=True):
+        return [dataclasses.replace(request, continues="") for request in super().take(limit, wait=wait)]
+
+
+def trajectories(rollouts: Rollouts, queue=Trajectories) -> dict[tuple[str, int], Response]:
+    turns = queue(Teacher(), max_turns=TURNS, max_tokens=LONGEST - 17, deterministic=True)
     sample_fn = rollouts.sampler(tiny.params(), stream=0, sampling=SamplingParams(LIMIT))
     pools = collect(tiny.PROMPTS, sample_fn, turns.verdicts, strategies.fixed(6), turns=turns)
     tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
     return tiny.samples(pools)
 
 
-def engine(name: str) -> Rollouts:
+def engine(name: str, **more) -> Rollouts:
     changes = dict(stop_ids=tuple(range(8)), max_prompt_tokens=LONGEST, check_invariants=True) | ENGINES[name]
-    return tiny.rollouts(**changes)
+    return tiny.rollouts(**changes, **more)
 
 
 @functools.cache
@@ -192,7 +199,7 @@ def test_slots_and_given_up_turns_decide_nothing(name):
         np.testing.assert_array_equal(found[place].tokens, response.tokens)
         np.testing.assert_allclose(found[place].logprobs, response.logprobs, atol=1e-4)
     parked_all = counts.prefilled_tokens == drawn("8 slots")[1].prefilled_tokens
-    assert parked_all == (name == "64 slots")
+    assert parked_all == (name == "64 slots") and (counts.accepted > 10) == ("drafts" in name)
 
 
 def test_a_turn_of_the_compiled_engine_prefills_its_new_tokens():
@@ -210,3 +217,16 @@ def test_a_second_session_compiles_nothing():
     assert jax.tree.all(
         jax.tree.map(np.array_equal, *[[r.logprobs for r in drawn.values()] for drawn in (first, again)])
     )
+
+
+def test_kept_pages_in_int8_are_those_that_a_prefill_writes():
+    # Keys and values are rounded when they are written, by a prefill as by a slot, and then read.
+    rollouts = engine("8 slots", kv_dtype="int8")
+    kept, continued = trajectories(rollouts), rollouts.counts.continued_tokens
+    whole = trajectories(rollouts, Unparked)
+    assert continued > 100 and rollouts.counts.continued_tokens == 0
+    assert sum(len(response.segments) > 1 for response in kept.values()) > 10
+    for place, response in kept.items():
+        assert whole[place].segments == response.segments, place
+        np.testing.assert_array_equal(whole[place].tokens, response.tokens)
+        np.testing.assert_allclose(whole[place].logprobs, response.logprobs, atol=1e-4)
