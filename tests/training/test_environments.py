@@ -1,34 +1,57 @@
 """Runs whose responses are trajectories: the built-in model against an environment that lets it try again."""
 
 import json
+import re
 import shutil
+import signal
+import time
 
+import jax
+import numpy as np
 import pytest
 
+from reinforce_ada_jax.data import cipher
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.isolation import process_tree
 from reinforce_ada_jax.training import components as components_lib
 from tests import forked
-from tests.running import environment, killed_after, reproducible
+from tests.running import environment, reproducible, restored
 
 # "=" and "." are the characters of the model's vocabulary that are no letters.
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 CLASS = """
-import os, signal
+import os, pathlib, time
+
+FOLDER = pathlib.Path(__file__).parent
 
 class TryAgain:
     def __init__(self, rng):
         self.rng, self.tries = rng, 0
 
     def reset(self, problem):
-        self.answer = problem["answer"]
+        self.name, self.answer = problem["id"], problem["answer"]
         return [{"role": "user", "content": problem["problem"]}]
 
     def step(self, messages):
         self.tries += 1
+        if self.tries > 1:
+            self.follow()
         if messages[-1]["content"] == self.answer:
             return 1 / self.tries
         if self.tries == 3:
             return 0
         return [{"role": "user", "content": "." * int(self.rng.integers(1, 3)) + "="}]
+
+    def follow(self):
+        # A line for each turn but the first ones. They wait from the line on that the file "hold" names.
+        with (FOLDER / "turns").open("a") as file:
+            file.write(self.name + chr(10))
+        hold = FOLDER / "hold"
+        if hold.exists() and len((FOLDER / "turns").read_text().splitlines()) > int(hold.read_text()):
+            with (FOLDER / "held").open("a") as file:
+                file.write(str(os.getpid()) + chr(10))
+            while hold.exists():
+                time.sleep(0.01)
 
 
 class Broken(TryAgain):
@@ -44,41 +67,94 @@ SETTINGS = {
     "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
 }  # fmt: skip
 TRAIN = """
-import json, sys
-import reinforce_ada_jax as ada
-from reinforce_ada_jax.data import cipher
+import json, pathlib, sys
+from reinforce_ada_jax import train
 from tests.running import tiny
-settings, workdirs = json.loads(sys.argv[1])
-for workdir in workdirs:
-    ada.train(tiny(**settings), workdir)
+settings, workdir = json.loads(sys.argv[1])
+train.main(tiny(**settings), pathlib.Path(workdir))
 """
 
 
+# Work of the engine, which has drawn again what was lost in the slots.
+OF_THE_ENGINE = re.compile(
+    "collection/(slot_utilisation|redone_tokens|prefills|.*(prefilled|shared|continued)_tokens|dispatches|waited_share)"
+)
+
+
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def task(tmp_path_factory):
+    """The folder of the environment and its problems; its files `turns`, `hold` and `held` are those of one run."""
     folder = tmp_path_factory.mktemp("task")
     shutil.copytree(components_lib.model_folder("package:cipher"), folder / "model")
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "mine.py").write_text(CLASS)
-    from reinforce_ada_jax.data import cipher  # noqa: PLC0415
-
     for name, split in {"prompts": "train", "heldout": "heldout"}.items():
         lines = [json.dumps(problem) + "\n" for problem in cipher.problems(split)[:8]]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(task):
     return SETTINGS | {
-        "model.path": str(folder / "model"), "data.prompts": str(folder / "prompts.jsonl"),
-        "evaluation.benchmarks": (str(folder / "heldout.jsonl"),), "environment.path": f"{folder}/mine.py:TryAgain",
+        "model.path": str(task / "model"), "data.prompts": str(task / "prompts.jsonl"),
+        "evaluation.benchmarks": (str(task / "heldout.jsonl"),), "environment.path": f"{task}/mine.py:TryAgain",
     }  # fmt: skip
 
 
-def train(settings, *workdirs):
-    return forked.run(["-c", TRAIN, json.dumps([settings, [str(workdir) for workdir in workdirs]])], environment())
+def started(settings, workdir):
+    return forked.Forked(["-c", TRAIN, json.dumps([settings, str(workdir)])], environment())
 
 
-def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill(tmp_path, settings):
-    done = train(settings, tmp_path / "whole")
-    assert done.returncode == 0, done.stderr
-    metrics = reproducible(tmp_path / "whole")
+def finished(settings, workdir) -> str:
+    """The output of a run that ends without an error."""
+    process = started(settings, workdir)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+
+def ended_between_turns(task, settings, workdir, line, how) -> tuple[int, str]:
+    """Ends a run when it waits for second or third turns, from a line of `turns` on; returns exit code and output."""
+    for name in ("turns", "held"):
+        (task / name).write_text("")
+    (task / "hold").write_text(str(line))
+    process = started(settings, workdir)
+    while process.poll() is None and not (task / "held").read_text():
+        time.sleep(0.01)
+    process.send_signal(how)
+    said = "".join(process.communicate())
+    (task / "hold").unlink()
+    waiting = [int(pid) for pid in (task / "held").read_text().split()]
+    deadline = time.monotonic() + 60
+    while any(map(process_tree.is_running, waiting)):
+        assert time.monotonic() < deadline, "the environment outlives its run"
+        time.sleep(0.02)
+    return process.returncode, said
+
+
+def assert_same_bits(one, other):
+    (state, record), (expected, expected_record) = restored(one), restored(other)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == expected_record
+    for folder in ("samples", "evaluations"):
+        files = [sorted((run / folder).rglob("*.json*")) for run in (one, other)]
+        assert [file.read_text() for file in files[0]] == [file.read_text() for file in files[1]] != []
+
+
+def second_iteration(task, whole) -> list[int]:
+    """Lines of `turns`, of the whole run, that its second iteration wrote."""
+    lines = (task / "turns").read_text().splitlines()
+    shown = (whole / "samples" / "000002.jsonl").read_text(encoding="utf-8").splitlines()
+    names = {json.loads(line)["prompt"] for line in shown}
+    return [number for number, line in enumerate(lines) if line in names]
+
+
+def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill_between_turns(tmp_path, task, settings):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    (task / "turns").unlink(missing_ok=True)
+    finished(settings, whole)
+    metrics = reproducible(whole)
     assert len(metrics) == 2
     for line in metrics:
         assert 1.0 < line["collection/turns_mean"] <= 3.0
@@ -86,20 +162,62 @@ def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill(tmp_path, setting
         assert line["collection/verifier_failures"] == 0
         assert line["update/logprob_gap"] < 1e-4  # of whole trajectories, whose prompts the sampler prefilled by turns
     assert 0.0 <= metrics[-1]["evaluation/heldout/avg"] <= 1.0
-    shown = (tmp_path / "whole" / "samples" / "000001.jsonl").read_text(encoding="utf-8").splitlines()
+    shown = (whole / "samples" / "000001.jsonl").read_text(encoding="utf-8").splitlines()
     assert any("\n[environment]\n" in json.loads(line)["response"] for line in shown)
 
-    killed = forked.Forked(["-c", TRAIN, json.dumps([settings, [str(tmp_path / "killed")]])], environment())
-    killed_after(killed, tmp_path / "killed" / "metrics.jsonl", 1)
-    assert len(reproducible(tmp_path / "killed")) == 1
-    done = train(settings, tmp_path / "killed")
-    assert done.returncode == 0, done.stderr
-    assert reproducible(tmp_path / "killed") == metrics
+    lines = second_iteration(task, whole)
+    assert len(lines) > 10
+    code, _ = ended_between_turns(task, settings, killed, lines[5], signal.SIGKILL)
+    assert code == -signal.SIGKILL and len(reproducible(killed)) == 1
+    finished(settings, killed)
+    assert reproducible(killed) == metrics
+    assert_same_bits(killed, whole)
+
+
+@pytest.mark.slow
+def test_kills_at_random_turns(tmp_path, task, settings):
+    settings, whole, codes = settings | {"iterations": 4, "checkpoint.every": 2}, tmp_path / "whole", []
+    (task / "turns").unlink(missing_ok=True)
+    finished(settings, whole)
+    count, random = len((task / "turns").read_text().splitlines()), np.random.default_rng(0)
+    for number in range(2):
+        workdir = tmp_path / str(number)
+        for _ in range(3):
+            line = int(random.integers(1, count // 2))  # a run that goes on may have less than this before it
+            codes.append(ended_between_turns(task, settings, workdir, line, signal.SIGKILL)[0])
+        finished(settings, workdir)
+        assert reproducible(workdir) == reproducible(whole)
+        assert_same_bits(workdir, whole)
+    assert codes.count(-signal.SIGKILL) >= 4 and set(codes) <= {-signal.SIGKILL, 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_collection_that_is_broken_off_between_turns_keeps_its_finished_rounds(
+    tmp_path, task, settings, deterministic
+):
+    settings = settings | {
+        "model.numerics": "invariant", "collection.deterministic": deterministic, "collection.samples_per_round": 2,
+        "collection.max_rounds": 6, "collection.group_size": 2, "sampling.slots": 4,
+    }  # fmt: skip
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    (task / "turns").unlink(missing_ok=True)
+    finished(settings, whole)
+    lines = second_iteration(task, whole)
+    code, said = ended_between_turns(task, settings, ended, lines[len(lines) // 2], signal.SIGTERM)
+    assert code == RESTART and "iteration 1 is saved" in said, said
+    said += finished(settings, ended)
+    assert int(re.search(r"iteration 2 begins with (\d+) kept responses", said)[1]) > 4
+    assert_same_bits(ended, whole)
+    for line, expected in zip(reproducible(ended), reproducible(whole), strict=True):
+        assert line.keys() == expected.keys()
+        assert {key for key in line if line[key] != expected[key] and not OF_THE_ENGINE.fullmatch(key)} == set()
 
 
 def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, settings):
     broken = settings | {"environment.path": settings["environment.path"].replace("TryAgain", "Broken")}
-    done = train(broken, tmp_path / "run")
-    assert done.returncode != 0
-    assert "RuntimeError: no luck today" in done.stderr
-    assert "could grade none of the" in done.stderr
+    process = started(broken, tmp_path / "run")
+    _, err = process.communicate()
+    assert process.returncode != 0
+    assert "RuntimeError: no luck today" in err
+    assert "could grade none of the" in err
