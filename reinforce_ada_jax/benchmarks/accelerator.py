@@ -35,7 +35,7 @@ from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy import transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
-from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
+from reinforce_ada_jax.sampling.engine import TAIL, Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
 
@@ -115,7 +115,7 @@ def _engine_options(sizes: Sizes) -> EngineOptions:
         slots=sizes.slots, window=sizes.window, page_size=sizes.page_size, pages=0, prefill_tokens=sizes.prefill_tokens,
         open_prompts=enough_open_prompts(sizes.slots, 1), max_prompt_tokens=sizes.prompt_tokens,
         max_response_tokens=sizes.response_tokens, stop_ids=(), seed=sizes.seed, dtype=sizes.dtype,
-        attention=choose_backend("auto"),
+        attention=choose_backend("auto"), tail=TAIL,
     )  # fmt: skip
     return dataclasses.replace(options, pages=enough_pages(options))
 

@@ -19,7 +19,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.planning.roofline import decode_weight_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
+from reinforce_ada_jax.sampling.engine import TAIL, Engine, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost
@@ -66,7 +66,7 @@ def engine_options(workload: Workload, options: flags.FlagValues) -> EngineOptio
         max_prompt_tokens=workload.max_prompt_tokens,
         max_response_tokens=(options.max_response_tokens if options.simulate else None) or int(workload.lengths.max()),
         stop_ids=(), seed=0, dtype=options.dtype, attention=choose_backend(options.attention),
-        kv_dtype=options.kv_dtype, weight_dtype=options.weight_dtype,
+        kv_dtype=options.kv_dtype, weight_dtype=options.weight_dtype, tail=TAIL,
     )  # fmt: skip
     return made if options.pages else dataclasses.replace(made, pages=enough_pages(made))
 

@@ -56,7 +56,7 @@ def engine_options(config: Config, architecture: Architecture) -> EngineOptions:
       ValueError: sampling.attention is a GPU's.
     """
     # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
-    options = components_lib.engine_options(config, architecture.eos_ids or (0,))
+    options = components_lib.engine_options(config, architecture, architecture.eos_ids or (0,))
     attention = FOR_PLATFORM["tpu"] if config.sampling.attention == "auto" else config.sampling.attention
     if attention == "pallas_gpu":
         raise ValueError("sampling.attention is 'pallas_gpu': a TPU takes auto, pallas_tpu or jnp.")

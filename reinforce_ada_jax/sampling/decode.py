@@ -45,9 +45,6 @@ from reinforce_ada_jax.sampling.state import (
     occupancy,
 )
 
-# With an empty queue and at most 1/2, 1/4 or 1/16 of the slots active, only these are computed.
-NARROWER = (2, 4, 16)
-
 
 def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"], *, dtype: DTypeLike) -> Prefix:
     """Computes keys and values of right-padded prompts; those from `length - 1` on are never read."""
@@ -326,10 +323,10 @@ def decode_window(
 
     It ends earlier when nothing is left to decode, or when the queue is empty, a quarter of the slots idle and as many
     responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
-    active (`NARROWER`), only these are computed.
+    active (`options.widths`), only these are computed.
     """
     num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
-    widths = (num_slots, *(num_slots // part for part in NARROWER if num_slots >= part))
+    widths = options.widths
     step_rows = tuple(map(options.step_rows, widths))
     forward = functools.partial(
         _forward, pages_per_layer=pages_per_layer, adapters=state.terms.adapter, dtype=dtype, backend=backend, mesh=mesh

@@ -61,6 +61,15 @@ def enough_open_prompts(slots: int, samples_per_round: int) -> int:
     return slots + slots // (4 if samples_per_round >= 4 else 2)
 
 
+# `EngineOptions.tail` of models from this size on.
+TAIL, SMALL_MODEL = (2, 4, 16), 500_000
+
+
+def choose_tail(architecture: Architecture) -> tuple[int, ...]:
+    """Returns `EngineOptions.tail`: each part costs 2 to 3 s of compilation, which small models do not gain back."""
+    return TAIL if architecture.num_parameters >= SMALL_MODEL else EngineOptions.tail
+
+
 class Engine:
     """Paged decoding for one architecture on one mesh. State goes in and comes out; only programs are kept.
 

@@ -283,11 +283,17 @@ class EngineOptions:
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
     draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
     keep_drafts: bool = False  # texts of earlier iterations, too
+    tail: tuple[int, ...] = (4,)  # with an empty queue, parts of the slots (a quarter) that a step may be made of
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
     def padded_head_dim(self, architecture: Architecture) -> int:
         """Numbers that a page holds for each token and head: the head dim, padded with zeros for some kernels."""
         return padded_head_dim(architecture.head_dim, self.attention)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of slots that a step may compute, all of them first; the program has a loop for each."""
+        return (self.slots, *(self.slots // part for part in self.tail if self.slots >= part))
 
     def step_rows(self, width: int) -> int:
         """Rows of the model in a step of `width` slots."""

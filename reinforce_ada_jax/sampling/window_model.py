@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from reinforce_ada_jax.sampling import admission
-from reinforce_ada_jax.sampling.decode import NARROWER
 from reinforce_ada_jax.sampling.draft_model import DraftModel
 from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.state import (
@@ -103,8 +102,7 @@ class WindowModel:
             slots.count[active] += num_tokens
             ended.extend(self._end(active[left == num_tokens], int(inputs.park_reserve)))
 
-        widths = [o.slots // part for part in (1, *NARROWER) if o.slots >= part]
-        last_width = o.slots
+        widths, last_width = o.widths, o.slots
         while True:
             self._refill(reserve, expected)
             (go_on, prefilling, decoding), used = self._choose_work(decode_steps, len(ended)), slots.used.copy()

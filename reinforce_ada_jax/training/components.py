@@ -56,7 +56,7 @@ from reinforce_ada_jax.rewards.loading import GradeFn, Made, judge_template
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.worker_process import Pair
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.engine import Engine, enough_open_prompts, enough_pages
+from reinforce_ada_jax.sampling.engine import Engine, choose_tail, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.environments import Environments
@@ -165,7 +165,7 @@ class Components:
         return verify
 
 
-def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
+def engine_options(config: Config, architecture: Architecture, stop_ids: tuple[int, ...]) -> EngineOptions:
     """Returns the options of the engine that a configuration describes; pages and open prompts of 0 are computed."""
     sampling = config.sampling
     # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
@@ -191,6 +191,7 @@ def engine_options(config: Config, stop_ids: tuple[int, ...]) -> EngineOptions:
         draft_rows=sampling.draft_rows,
         # A resumed run has no texts of earlier iterations, and rows round by their position.
         keep_drafts=not deterministic(config),
+        tail=choose_tail(architecture),
         check_invariants=sampling.check_invariants,
     )
     pages = options.pages or max(enough_pages(options), least_pages(config))
@@ -222,7 +223,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
             f"{architecture.vocab_size} rows: they don't belong together."
         )
-    options = engine_options(config, tokenizer.stop_ids)
+    options = engine_options(config, architecture, tokenizer.stop_ids)
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     environments = Environments(config, tokenizer) if config.environment.path else None

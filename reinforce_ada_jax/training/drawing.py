@@ -1,4 +1,4 @@
-"""What an iteration draws: its prompts, their pools and groups, and the metrics of the collection."""
+"""Drawing of one iteration: its prompts, their pools and groups, and the metrics of the collection."""
 
 import collections
 import dataclasses

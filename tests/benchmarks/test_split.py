@@ -45,7 +45,7 @@ def test_a_prediction():
         "sampling.slots": 4,
     })  # fmt: skip
     architecture, chip = models.shaped("128x4"), chip_of("v5e:2x2")
-    options = engine_options(config, (0,))
+    options = engine_options(config, architecture, (0,))
     found = split_plan.predict_sizes(config, architecture, options, chip, 4, (1, 2), LENGTHS)
     together, half, quarter = found["together"], found["2+2"], found["1+3"]
     # With half of the replicas twice as many responses follow each other, with a quarter four times as many.

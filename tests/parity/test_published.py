@@ -52,7 +52,8 @@ def case(request, tmp_path_factory):
             ]
         except ValueError:
             continue
-        options = components_lib.engine_options(published.run_config(max(LENGTHS), LIMIT), pair.architecture.eos_ids)
+        config = published.run_config(max(LENGTHS), LIMIT)
+        options = components_lib.engine_options(config, pair.architecture, pair.architecture.eos_ids)
         engine = Engine(pair.architecture, options, mesh=make_mesh())
         return request.param, pair, prompts, continuations, Rollouts(engine)
     raise ValueError("no seed of 20 gives greedy tokens that are more than 1e-3 likelier than the next")

@@ -23,6 +23,7 @@ def random_options(rng: np.random.Generator, **fixed) -> EngineOptions:
         prefill_tokens=int(rng.choice([1, 3, 8, 40])),
         max_prompt_tokens=prompt,
         max_response_tokens=response,
+        tail=(2, 4, 16),
     ) | fixed  # fmt: skip
     prompt, response, page_size = (sizes[key] for key in ("max_prompt_tokens", "max_response_tokens", "page_size"))
     least = num_pages(prompt, page_size) + num_pages(prompt + response, page_size) + 1

@@ -41,17 +41,22 @@ def test_options_are_those_of_the_configuration():
         "seed": 5, "model.compute_dtype": "float32", "data.max_prompt_tokens": 17, "sampling.slots": 4,
         "sampling.window": 2, "sampling.page_size": 4, "sampling.prefill_tokens": 8, "sampling.max_response_tokens": 12,
     })  # fmt: skip
-    options = engine_options(config, (3, 7))
+    options = engine_options(config, tiny.ARCHITECTURE, (3, 7))
     expected = dataclasses.replace(tiny.OPTIONS, slots=4, window=2, open_prompts=5, seed=5, pages=4 * 8 + 5 * 5 + 1)
     assert options == expected
+    larger = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=20_000)
+    assert [engine_options(config, model, (3, 7)).widths for model in (tiny.ARCHITECTURE, larger)] == [
+        (4, 1),
+        (4, 2, 1),
+    ]
     barrier = replaced(config, {"collection.barrier": True, "collection.prompts_per_iteration": 8})
-    assert engine_options(barrier, (3, 7)).open_prompts == 8
+    assert engine_options(barrier, tiny.ARCHITECTURE, (3, 7)).open_prompts == 8
     # The state holds the numbers that are no part of the program.
     state = Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()).init_decode_state()
     assert (int(state.seed), state.terms.stop_ids.tolist()) == (5, [[3, 7]] * options.open_prompts)
     # An evaluation with longer responses is decoded by the same engine.
     longer = replaced(config, {"evaluation.benchmarks": ("a.jsonl",), "evaluation.max_response_tokens": 20})
-    assert engine_options(longer, (3, 7)).max_response_tokens == 20
+    assert engine_options(longer, tiny.ARCHITECTURE, (3, 7)).max_response_tokens == 20
 
 
 def test_the_fewest_pages_are_those_of_the_scarce_engine():

@@ -43,9 +43,7 @@ def for_all(*sizes) -> strategies.Strategy:
     return rounds_of({prompt.id: sizes for prompt in tiny.PROMPTS})
 
 
-@pytest.mark.parametrize(
-    "changes", [dict(slots=1, window=64), {}, dict(slots=64, window=64)], ids=["1 slot", "8 slots", "64 slots"]
-)
+@pytest.mark.parametrize("changes", [dict(slots=1, window=64), {}, tiny.MANY], ids=["1 slot", "8 slots", "64 slots"])
 def test_sampled_logprobs_are_the_learners(changes):
     assert tiny.logprob_gaps(tiny.drawn(**changes)).max() < 1e-4
 
@@ -54,7 +52,7 @@ def test_sampled_logprobs_are_the_learners(changes):
     "changes",
     [
         dict(slots=1, window=64),
-        dict(slots=64, window=64),
+        tiny.MANY,
         dict(window=1, page_size=16),
         tiny.SCARCE,
         dict(fsdp=2, tensor=2),
@@ -214,7 +212,7 @@ def test_counts():
 def test_balance_collects_the_same_pools_from_8_and_64_slots():
     config = types.SimpleNamespace(strategy="balance", group_size=4, samples_per_round=5, max_rounds=4)
     strategy = strategies.build(config)
-    few, many = (tiny.collect_pools(tiny.rollouts(**changes), strategy) for changes in ({}, dict(slots=64, window=64)))
+    few, many = (tiny.collect_pools(tiny.rollouts(**changes), strategy) for changes in ({}, tiny.MANY))
     assert len({pool.rounds for pool in few}) > 1
     assert [pool.rounds for pool in few] == [pool.rounds for pool in many]
     tiny.assert_same(tiny.samples(few), tiny.samples(many))
@@ -269,7 +267,7 @@ def test_idle_slots_begin_the_next_iteration_under_its_own_addresses():
 
 
 def test_dispatches_are_counted():
-    rollouts = tiny.rollouts(slots=64, window=64)
+    rollouts = tiny.rollouts(**tiny.MANY)
     samples = tiny.draw(rollouts)
     counts, tokens = rollouts.counts, sum(len(response.tokens) for response in samples.values())
     # 65 draws of at most 12 tokens in 64 slots: a window, one behind it, and one or two for what is left.

@@ -40,7 +40,7 @@ def draws_needed(verdicts: list[bool], needed: int) -> int:
     [
         ({}, {}),
         ({}, dict(speculative=True)),
-        (dict(slots=64, window=64), dict(speculative=True)),
+        (tiny.MANY, dict(speculative=True)),
         (dict(fsdp=4, slots=2), dict(speculative=True)),
         ({}, dict(barrier=True)),
     ],

@@ -39,6 +39,8 @@ OPTIONS = EngineOptions(
 # The fewest pages that config.least_pages allows: 5 of a prompt, 8 of a prompt with its response, and the null page.
 # And fewer rows than prompts (5) and requests (65): 4 prompts open, 6 responses in flight.
 SCARCE = dict(pages=14, slots=3, open_prompts=4)
+# More slots than requests, and all the loops of larger models.
+MANY = dict(slots=64, window=64, tail=(2, 4, 16))
 
 # One token, with nothing to prefill; a page; one more, so that the cache holds whole pages only; the same for 16.
 PROMPTS = tuple(

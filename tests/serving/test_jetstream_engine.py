@@ -49,7 +49,7 @@ def served():
         "model.compute_dtype": "float32", "data.max_prompt_tokens": 8, "sampling.slots": 3, "sampling.window": 4,
         "sampling.page_size": 4, "sampling.max_response_tokens": LIMIT,
     })  # fmt: skip
-    options = engine_options(config, tokenizer.stop_ids)
+    options = engine_options(config, architecture, tokenizer.stop_ids)
     engine = JetStreamEngine(Engine(architecture, options, mesh=mesh_lib.make_mesh()), tokenizer, GREEDY)
     texts = [problem["problem"] for problem in cipher.problems("heldout")[:8]]
     prompts = [tokenizer.encode(text) for text in texts]
