@@ -70,7 +70,7 @@ def draw_seconds(
     return max(adaptive.simulate(share, options, cost, barrier=False, limit=limit)["seconds"] for share in shares)
 
 
-def batch_layout(config: Config, a: Architecture, devices: int) -> BatchLayout:
+def batch_layout(config: Config, a: Architecture, chip: Chip, devices: int) -> BatchLayout:
     """Returns the minibatch of an update on `devices` chips, all of them along `fsdp` but for `mesh.tensor`."""
     learning, shards = config.learning, devices // config.mesh.tensor
     dtype = jnp.dtype(config.model.compute_dtype)
@@ -78,6 +78,7 @@ def batch_layout(config: Config, a: Architecture, devices: int) -> BatchLayout:
     kept = strategies.build(config.collection).max_kept or config.collection.group_size
     micro_rows = platform.micro_rows("tpu", config, shards)
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+    copied = a.num_layers * layer_weights(a) * dtype.itemsize / config.mesh.tensor
     return BatchLayout(
         micro_batches=-(-learning.prompts_per_update * kept // micro_rows),
         micro_rows=micro_rows,
@@ -92,6 +93,7 @@ def batch_layout(config: Config, a: Architecture, devices: int) -> BatchLayout:
         weight_shards=shards,
         tensor_shards=config.mesh.tensor,
         itemsize=dtype.itemsize,
+        gathers_once=shards > 1 and platform.gathers_once(learning.gather_weights, copied, chip.hbm_bytes),
     )
 
 
@@ -100,7 +102,7 @@ def learn_seconds(config: Config, a: Architecture, chip: Chip, devices: int, fil
 
     `filled` is the share of rows that packing leaves (`plan.packed_share`).
     """
-    layout = batch_layout(config, a, devices)
+    layout = batch_layout(config, a, chip, devices)
     sent = {update: collectives.learner_sent_bytes(a, layout, update=update) for update in (False, True)}
     masters = jnp.dtype(config.model.parameter_dtype).itemsize
     seconds = roofline(update_call(a, layout, masters), chip, sent[True])[0]

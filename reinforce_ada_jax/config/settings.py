@@ -371,6 +371,11 @@ class LearningConfig:
         "auto", 'Recomputed in the backward pass: "full", each layer; "dots", all but products with weights; auto: '
         '"dots" on CPUs, "full" elsewhere.', one_of(("auto", "full", "dots")),
     )  # fmt: skip
+    gather_weights: str = setting(
+        "auto", 'Layers\' weights that mesh.fsdp splits are gathered "once" in an update, as a copy in compute_dtype, '
+        'or "layer" by layer in each micro-batch, as always under adapters; auto: "once" on TPUs where the copy takes '
+        "at most 18 % of a chip's memory.", one_of(("auto", "once", "layer")),
+    )  # fmt: skip
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", values.POSITIVE)
     warmup_updates: int = setting(10, "Updates of the linear warm-up.", values.NOT_NEGATIVE)
     b1: float = setting(0.9, "AdamW: decay of the first moment.", values.BELOW_1)

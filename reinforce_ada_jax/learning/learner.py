@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
@@ -215,6 +216,8 @@ class Learner:
         self.param_shardings = (
             param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
         )
+        self.gathers_once = self.lora is None and layer_gather.is_chosen(architecture, mesh, config)
+        self._gathered = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, (None, "rows", None)))
         # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
@@ -283,6 +286,7 @@ class Learner:
             logprobs = self._exact_logprobs(params, micro) if self._is_invariant else self._logprobs(params, micro)[0]
             return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
 
+        params = self._gathered(params) if self.gathers_once else params
         zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
         return jnp.where(batch.response_mask, jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
 
@@ -332,11 +336,14 @@ class Learner:
         num_rows = (batch.response_length > 0).sum() + counted[1]
         counts = loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
         metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
-        gradient = jax.grad(self._loss, has_aux=True)
+        gradient, gathered = jax.grad(self._loss, has_aux=True), self._gathered(params) if self.gathers_once else params
 
         def accumulate(index, sums):
             weights = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
-            gradients, (means, gap) = gradient(params, base, micro_batch(batch, index), weights, counts, policy_version)
+            micro = micro_batch(batch, index)
+            gradients, (means, gap) = gradient(gathered, base, micro, weights, counts, policy_version)
+            if self.gathers_once:
+                gradients = layer_gather.scattered(gradients, params, self.param_shardings)
             gradients, means = jax.tree.map(jnp.add, sums[:2], (gradients, means))
             return gradients, means, gap if gap is None else gap_lib.combined(sums[2], gap)
 

@@ -10,6 +10,16 @@ from reinforce_ada_jax.learning import fused_logprobs
 
 # Tokens of a micro-batch on CPUs: its activations stay in the caches, and its products are as fast as larger ones.
 CPU_TOKENS = 2048
+# GiB that a program may use on a TPU device, by its kind: the limit in error messages of libtpu 0.0.51. A TPU7x chip
+# is two devices, and a v4 chip is compiled for as two.
+TPU_GIB = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24, "TPU7x": 94.74}
+# Largest share of it for the copy of `gathers_once`; published runs with 17 % fit (docs/scale.md).
+GATHERED_SHARE = 0.18
+
+
+def tpu_bytes(device_kind: str) -> int:
+    """Returns the memory that a program may use on a TPU device; 0 on a device of another kind."""
+    return int(TPU_GIB.get(device_kind, 0) * 2**30)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,3 +84,14 @@ def micro_rows(name: str, config: Config, row_shards: int) -> int:
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
     return max([size for size in valid if size * row_tokens <= CPU_TOKENS], default=valid[0])
+
+
+def gathers_once(gather_weights: str, copy_bytes: float, device_bytes: float) -> bool:
+    """Returns True where an update gathers the layers' weights once, and not in each micro-batch.
+
+    Args:
+      gather_weights: the setting of `learning`.
+      copy_bytes: of the gathered weights on each device.
+      device_bytes: of memory that a program may use on a TPU device, as `tpu_bytes` returns them.
+    """
+    return copy_bytes <= GATHERED_SHARE * device_bytes if gather_weights == "auto" else gather_weights == "once"

@@ -24,12 +24,16 @@ NUM_PASS_RATES = 512
 
 @dataclasses.dataclass(frozen=True)
 class Deployment:
-    """A run on a slice: `options` are those of one replica's engine, and `config.mesh` covers the slice."""
+    """A run on a slice: `options` are those of one replica's engine, and `config.mesh` covers the slice.
+
+    With `gathers_once` an update holds a gathered copy of the layers' weights.
+    """
 
     config: Config
     architecture: Architecture
     options: EngineOptions
     chip: Chip
+    gathers_once: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +185,10 @@ def remedies(run: Deployment, results: Sequence[ProgramResult], learner_bytes: i
                 f"{options.pages:,}): "
                 + ("this cache fits beside everything else." if compiled else "more can't fit, whatever runs.")
             )
+    if learning and run.gathers_once:
+        lines.append(
+            "learning.gather_weights = layer: no copy of the layers' weights is held; each micro-batch gathers them."
+        )
     if "update" in learning and config.learning.remat == "dots":
         lines.append("learning.remat = full (now dots): update computes a third more and keeps a layer's input alone.")
     micro_batches = _next_micro_batches(config)

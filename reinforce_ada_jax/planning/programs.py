@@ -134,6 +134,7 @@ class AbstractRun:
             tensor_shards=mesh.shape["tensor"],
             itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
             adapter_weights=0 if adapters is None else lora.num_parameters(a, adapters) // a.num_layers,
+            gathers_once=self.learner.gathers_once,
         )
 
 

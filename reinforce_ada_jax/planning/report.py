@@ -104,7 +104,7 @@ def remarks(result: ProgramResult) -> list[str]:
 def _introduction(topology: str, deployment: Deployment, source: str, run: AbstractRun, means: Statistics) -> str:
     architecture, options, mesh = deployment.architecture, deployment.options, run.learner.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    adapters = ""
+    adapters, gathered = "", "; they share one copy of the layers' weights" if deployment.gathers_once else ""
     if run.learner.lora is not None:
         adapters = (
             f"; {lora.num_parameters(architecture, run.learner.lora):,} weights of adapters are trained, those under "
@@ -117,7 +117,7 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
         f"{options.page_size} tokens, {options.attention}, "
         f"{options.dtype}; slots see {means.context:,.0f} tokens in the mean\n"
         f"learner  {run.batch.tokens.shape[0]} micro-batches of {run.learner.micro_rows} rows of "
-        f"{run.batch.tokens.shape[2]:,} tokens{adapters}\n\n"
+        f"{run.batch.tokens.shape[2]:,} tokens{gathered}{adapters}\n\n"
         f"Per device; memory in GiB; `beside` is what else a training run keeps there meanwhile.\n{HEADER}"
     )
 
@@ -153,8 +153,9 @@ def check_slice(
     """
     chip = chip_of(topology)
     architecture, source = find_architecture(config.model.path, model)
-    deployment = Deployment(config, architecture, engine_options(config, architecture), chip)
-    run = abstract_run(config, architecture, deployment.options, _mesh_over(topology, config))
+    options = engine_options(config, architecture)
+    run = abstract_run(config, architecture, options, _mesh_over(topology, config))
+    deployment = Deployment(config, architecture, options, chip, run.learner.gathers_once)
     programs = engine_programs(run, means.context) + learner_programs(run)
     log(_introduction(topology, deployment, source, run, means))
     resident = resident_result(run, chip)

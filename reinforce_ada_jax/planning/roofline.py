@@ -14,6 +14,7 @@ import math
 
 import jax.numpy as jnp
 
+from reinforce_ada_jax.learning.platform import tpu_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
@@ -38,16 +39,16 @@ class Chip:
 
 
 # Bandwidth and peak: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, each "per chip" (tpu7x bandwidth: jax's
-# pallas/mosaic/tpu_info.py). hbm_bytes: the "available HBM" of libtpu 0.0.51's own CompileTimeHbmOom. link: the table
-# "ICI BW/link (one-way)" of jax-ml.github.io/scaling-book/tpus; Google's own pages give 400 GB/s (v5e), 800 (v6e) and
-# 1200 (v5p) a chip for both ways of 4, 4 and 6 links, a tenth more. A tpu7x chip is two devices, and a v4 chip is
-# compiled for as two (a real one may show them as one): those have half a chip each.
+# pallas/mosaic/tpu_info.py). link: the table "ICI BW/link (one-way)" of jax-ml.github.io/scaling-book/tpus; Google's
+# own pages give 400 GB/s (v5e), 800 (v6e) and 1200 (v5p) a chip for both ways of 4, 4 and 6 links, a tenth more. A
+# tpu7x chip is two devices, and a v4 chip is compiled for as two (a real one may show them as one): they have half a
+# chip.
 CHIPS = {
-    "v4": Chip(int(15.25 * GIB), 1200e9 / 2, 275e12 / 2, 45e9 / 2),
-    "v5e": Chip(int(15.75 * GIB), 819e9, 197e12, 45e9),
-    "v5p": Chip(int(95.73 * GIB), 2765e9, 459e12, 90e9),
-    "v6e": Chip(int(31.24 * GIB), 1640e9, 918e12, 90e9),
-    "tpu7x": Chip(int(94.74 * GIB), 7400e9 / 2, 2307e12 / 2, 90e9 / 2),
+    "v4": Chip(tpu_bytes("TPU v4"), 1200e9 / 2, 275e12 / 2, 45e9 / 2),
+    "v5e": Chip(tpu_bytes("TPU v5 lite"), 819e9, 197e12, 45e9),
+    "v5p": Chip(tpu_bytes("TPU v5"), 2765e9, 459e12, 90e9),
+    "v6e": Chip(tpu_bytes("TPU v6 lite"), 1640e9, 918e12, 90e9),
+    "tpu7x": Chip(tpu_bytes("TPU7x"), 7400e9 / 2, 2307e12 / 2, 90e9 / 2),
 }
 
 
@@ -85,6 +86,7 @@ class BatchLayout:
       tensor_shards: devices along `tensor`.
       itemsize: bytes of an activation.
       adapter_weights: weights of one layer's adapters where only those are trained; 0: all weights are trained.
+      gathers_once: the layers' weights are gathered over `fsdp` once in a call, not in each micro-batch.
     """
 
     micro_batches: int
@@ -101,6 +103,7 @@ class BatchLayout:
     tensor_shards: int
     itemsize: int
     adapter_weights: int = 0
+    gathers_once: bool = False
 
     @property
     def devices(self) -> int:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
 from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.training.components import Components
@@ -39,11 +40,14 @@ def _compute(config: Config, components: Components) -> str:
         hidden_size=components.architecture.hidden_size,
         dtype=jnp.dtype(config.model.compute_dtype),
     )
+    gathered = ""
+    if not config.lora.rank and layer_gather.is_chosen(components.architecture, components.mesh, config):
+        gathered = ", gathers the layers' weights once an update"
     attention = "invariant" if config.model.numerics == "invariant" else chosen.attention
     return (
         f"compute     {platform}: decode attention {components.engine.options.attention}, learner attention "
         f"{attention}, output head {chosen.head_backend} in tiles of {chosen.head_tile[0]:,} x "
-        f"{chosen.head_tile[1]:,}, recomputes {chosen.remat}"
+        f"{chosen.head_tile[1]:,}, recomputes {chosen.remat}{gathered}"
     )
 
 

@@ -20,6 +20,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, num_live
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
+from reinforce_ada_jax.planning import collectives
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.types import Response
@@ -384,6 +385,22 @@ def test_eight_devices_are_one(micro_batches, mesh):
     assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-5)
     assert_trees_close(eight.params, one.params, rtol=1e-5, atol=1e-5)
     assert_trees_close(eight_metrics, one_metrics, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_gathered_once_give_the_same_update():
+    results, in_layers = [], []
+    for gather in ("layer", "once"):
+        spread = learner(2, (1, 4, 2), gather_weights=gather)
+        arguments = fresh_state(spread), spread.put(batch()), None
+        program = spread.update.lower(*arguments).compile()
+        results.append(program(*arguments))
+        # The loop over layers is inside the loop over micro-batches.
+        found = collectives.by_loop(program.as_text()).items()
+        in_layers.append(sum(kind == "all-gather" for nesting, kinds in found if len(nesting) == 2 for kind in kinds))
+    assert_trees_close(*results, rtol=1e-5, atol=1e-6)
+    assert in_layers[0] > 0 and in_layers[1] == 0
+    on_one = learner(gather_weights="once")
+    assert not on_one.gathers_once and not learner(mesh=(1, 8, 1), rank=4, gather_weights="once").gathers_once
 
 
 def test_moments_live_where_their_weights_live():

@@ -3,7 +3,7 @@ import pytest
 
 from reinforce_ada_jax.config import CollectionConfig, Config, DataConfig, LearningConfig, MeshConfig, SamplingConfig
 from reinforce_ada_jax.learning.learner import loss_config
-from reinforce_ada_jax.learning.platform import micro_rows, resolve
+from reinforce_ada_jax.learning.platform import gathers_once, micro_rows, resolve, tpu_bytes
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,20 @@ def test_settings_come_before_the_platform():
     platform = resolve("cpu", learning, hidden_size=4096, dtype=jnp.float32)
     assert (platform.attention, platform.remat, platform.first_moment_dtype) == ("splash", "full", "bfloat16")
     assert platform.interpret
+
+
+@pytest.mark.parametrize(
+    ("setting", "copy_gib", "kind", "expected"),
+    [
+        ("auto", 2.83, "TPU v5 lite", True),  # 18 % of 15.75 GiB are 2.835
+        ("auto", 2.84, "TPU v5 lite", False),
+        ("auto", 15.0, "TPU v5", True),
+        ("auto", 0.001, "cpu", False), ("auto", 0.001, "NVIDIA H100 80GB HBM3", False),
+        ("once", 99.0, "cpu", True), ("layer", 0.001, "TPU v5 lite", False),
+    ],
+)  # fmt: skip
+def test_a_copy_of_the_layers_takes_at_most_18_percent_of_a_tpu(setting, copy_gib, kind, expected):
+    assert gathers_once(setting, copy_gib * 2**30, tpu_bytes(kind)) is expected
 
 
 MODEL = ("model", "model")

@@ -233,6 +233,10 @@ def test_learner_sent():
     # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
     assert collectives.learner_sent_bytes(TIED, LAYOUT, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
     assert collectives.learner_sent_bytes(TIED, LAYOUT, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
+    # Gathered once: of the layers only gradients pass in a micro-batch, and the copy before it.
+    once = dataclasses.replace(LAYOUT, gathers_once=True)
+    assert collectives.learner_sent_bytes(TIED, once, update=False) == 120 + 2 * (20 + 2 * 2 * 128)
+    assert collectives.learner_sent_bytes(TIED, once, update=True) == 120 + 2 * (120 + 4 * 20 + 5 * 2 * 128)
     # 10 of 20 adapters' weights 3 times, their gradients among them; of weights and head there are none. 3 sums more.
     assert collectives.learner_sent_bytes(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
     assert collectives.learner_sent_bytes(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
