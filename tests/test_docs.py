@@ -319,6 +319,7 @@ RUN_BY = {
     "benchmark turns": "tests/benchmarks/test_turns.py::test_turns_beside_one_turn",
     "benchmark learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
+    "environments": "tests/parity/test_verifiers.py::test_tasks_become_a_problem_file",
     "examples": "tests/test_tutorial.py",  # the same file, as a script
     "make setup": ".ci/run",  # test and lint begin with it
     "make test": ".ci/run",

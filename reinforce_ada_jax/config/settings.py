@@ -157,8 +157,9 @@ class EnvironmentConfig:
     """Tasks of several turns: an environment that answers the model, and gives the reward."""
 
     path: str = setting(
-        "", '"file.py:Class" of your own (docs/how_to/environments.md). It makes the first messages of each problem, '
-        "and replaces the reward. sampling.max_response_tokens bounds a whole trajectory.", values.USER_CLASS,
+        "", '"file.py:Class" of your own, or "verifiers:NAME", an environment of that package '
+        "(docs/how_to/environments.md). It makes the first messages of each problem, and replaces the reward. "
+        "sampling.max_response_tokens bounds a whole trajectory.", values.ENVIRONMENT,
         rule="an_environment_gives_the_rewards",
     )  # fmt: skip
     workers: int = setting(2, "Processes, each with many environments.", values.AT_LEAST_1)

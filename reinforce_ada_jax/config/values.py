@@ -94,9 +94,9 @@ USER_FUNCTIONS = Allowed(
     "have the form file.py:function (several with commas between them), or be empty",
     lambda value: all(re.fullmatch(r".+\.py:[^\W\d]\w*", part.strip()) for part in value.split(",")) if value else True,
 )
-USER_CLASS = Allowed(
-    "have the form file.py:Class, or be empty",
-    lambda value: not value or bool(re.fullmatch(r".+\.py:[^\W\d]\w*", value)),
+ENVIRONMENT = Allowed(
+    "have the form file.py:Class or verifiers:NAME, or be empty",
+    lambda value: not value or bool(re.fullmatch(r".+\.py:[^\W\d]\w*|verifiers:[\w./@-]+", value)),
 )
 FINITE_NUMBERS = Allowed("be finite numbers", lambda entries: all(_is_finite_number(entry) for entry in entries))
 WANDB_PROJECT = Allowed(

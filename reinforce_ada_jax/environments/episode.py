@@ -58,6 +58,12 @@ def tools_of(environment: Any) -> dict[str, tools_lib.Tool]:
     return {tool.__name__: tool for tool in getattr(environment, "tools", ())}
 
 
+def schemas_of(environment: Any) -> list[Any]:
+    """Returns the descriptions of an environment's tools; one that calls its tools itself has `tool_schemas`."""
+    own = getattr(environment, "tool_schemas", None)
+    return [tools_lib.schema(tool) for tool in tools_of(environment).values()] if own is None else list(own)
+
+
 def make(environment_class: type, address: Sequence[int]) -> Any:
     """Returns a new environment, with the generator of its address if it takes one."""
     takes_rng = "rng" in inspect.signature(environment_class).parameters

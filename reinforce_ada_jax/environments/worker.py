@@ -15,8 +15,7 @@ import traceback
 from typing import Any
 
 from reinforce_ada_jax.environments import loading
-from reinforce_ada_jax.environments.episode import Episode, Invalid, tools_of
-from reinforce_ada_jax.environments.tools import schema
+from reinforce_ada_jax.environments.episode import Episode, Invalid, schemas_of
 from reinforce_ada_jax.isolation import child, messages, process_tree
 
 ADDRESS_SPACE_BYTES = 4 * 2**30
@@ -87,7 +86,7 @@ class Worker:
 def _serve(connection: socket.socket, reference: str, timeout_s: float) -> None:
     try:
         environment_class = loading.load(reference)
-        tools = [schema(tool) for tool in tools_of(environment_class).values()]
+        tools = schemas_of(environment_class)
     except BaseException as error:
         trace = traceback.format_exc()[-MAX_TEXT:]
         connection.sendall(messages.to_line({"error": _one_line(error), "trace": trace}))
@@ -101,6 +100,8 @@ def _serve(connection: socket.socket, reference: str, timeout_s: float) -> None:
             answer = worker.answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             connection.sendall(messages.to_line({"request": request["request"], **answer}))
+    if hasattr(environment_class, "shut_down"):  # one that shares something between its episodes
+        environment_class.shut_down()
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ The processes of the pool know neither tokens nor prompts. Here a turn becomes t
 
 import dataclasses
 import hashlib
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -27,9 +26,8 @@ from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 
 def file_hash(config: Config) -> str:
-    """Returns a hash of the user's environment file, "" for none: one that was edited is another one."""
-    path = config.environment.path.rpartition(":")[0]
-    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()[:16] if path else ""
+    """Returns a hash of the environment's code, "" for none: one that was edited is another one."""
+    return loading.file_hash(config.environment.path) if config.environment.path else ""
 
 
 @dataclasses.dataclass(eq=False)

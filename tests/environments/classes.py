@@ -77,6 +77,18 @@ class WithTools:
         return float(messages[-1]["content"] == "done")
 
 
+class OwnTools:
+    """Calls its tools itself: it has their descriptions, and gets turns as they are."""
+
+    tool_schemas = ({"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}},)
+
+    def reset(self, problem):
+        return user(problem["problem"])
+
+    def step(self, messages):
+        return [{"role": "tool", "content": messages[-1]["content"].upper()}]
+
+
 class Moody:
     """Begins otherwise each time."""
 

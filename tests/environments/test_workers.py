@@ -107,6 +107,14 @@ def test_calls_of_tools_are_answered_and_other_turns_are_stepped():
         assert says(pool, a, "done") == 1.0
 
 
+def test_an_environment_that_calls_its_tools_itself_gets_the_calls():
+    call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    with contextlib.closing(EnvironmentPool(f"{FILE}:OwnTools", workers=1, timeout_s=5.0)) as pool:
+        pool.check()
+        assert [tool["function"]["name"] for tool in pool.tools] == ["look"]
+        assert pool.step(episode(pool), call).result().messages == ({"role": "tool", "content": call.upper()},)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("NoStep", "the class NoStep has no method step()"), ("function", "and not a class")],
@@ -124,6 +132,21 @@ def test_the_file_is_parsed_before_a_process_starts(tmp_path):
         loading.file_reference(f"{FILE}:Mody")
     with pytest.raises(ValueError, match="there is no file"):
         loading.file_reference(f"{tmp_path / 'none.py'}:Moody")
+
+
+def test_an_environment_of_verifiers_is_found_and_not_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for file in ("verifiers/__init__.py", "verifiers/v1/tasksets/arena/__init__.py", "my_game/__init__.py"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("raise RuntimeError('imported')")
+    for name in ("my-game", "owner/My-Game@0.2", "arena"):
+        assert loading.file_reference(f"verifiers:{name}") == f"verifiers:{name}"
+    before = loading.file_hash("verifiers:my-game")
+    assert before == loading.file_hash("verifiers:owner/my_game")
+    (tmp_path / "my_game" / "rules.py").write_text("MOVES = 3")
+    assert loading.file_hash("verifiers:my-game") != before
+    with pytest.raises(ValueError, match="there is no Python package 'your_game': install the environment"):
+        loading.file_reference("verifiers:your-game")
 
 
 def test_close_ends_every_process():

@@ -1,0 +1,397 @@
+"""Environments of the `verifiers` package (0.4) as classes with `reset` and `step`. For workers only.
+
+verifiers runs a whole episode by itself, and its agent asks an endpoint for each turn of the model. Here an episode is
+a task of an event loop, which waits at each request until `step` brings the turn. The environment, the hooks of its
+tasks, stops, rewards and the server that receives requests are those of verifiers. The agent is a chat in this process,
+and the tools are called in this process.
+"""
+
+import asyncio
+import contextlib
+import copy
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import aiohttp  # pyright: ignore[reportMissingImports]  (verifiers brings it)
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  (optional)
+from mcp.server.mcpserver import MCPServer  # pyright: ignore[reportMissingImports]  (verifiers brings it)
+from mcp.server.mcpserver.exceptions import ToolError  # pyright: ignore[reportMissingImports]
+from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
+from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harnesses.utils.compaction import bound_tool_message  # pyright: ignore[reportMissingImports]
+from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content  # pyright: ignore[reportMissingImports]
+from verifiers.v1.interception import InterceptionServer  # pyright: ignore[reportMissingImports]
+from verifiers.v1.mcp.server import _call_state  # pyright: ignore[reportMissingImports]
+from verifiers.v1.utils.decorators import discover_decorated  # pyright: ignore[reportMissingImports]
+
+from reinforce_ada_jax.environments.episode import Invalid, Message
+from reinforce_ada_jax.environments.tool_calls import parse_calls
+
+
+def adapt(settings: Any) -> "type[Environment]":
+    """Returns the class of an environment.
+
+    Args:
+      settings: the id of a taskset, which is the name of an installed package; or the `EnvConfig` of an environment.
+
+    Raises:
+      Invalid: the environment needs what is not here: a second model, a container, a program as its agent.
+      Exception: verifiers can't read the package or the settings.
+    """
+    config = vf.resolve_env_config({"taskset": {"id": settings}} if isinstance(settings, str) else settings)
+    host = _Host(vf.load_environment(config))
+    return type("Environment", (Environment,), {"host": host, "tool_schemas": host.run(host.start())})
+
+
+def rows(settings: Any, start: int, stop: int | None) -> Iterable[dict[str, Any]]:
+    """Yields tasks of an environment as rows of a problem file: those at the positions from `start` to `stop`."""
+    config = vf.resolve_env_config({"taskset": {"id": settings}} if isinstance(settings, str) else settings)
+    tasks = vf.load_environment(config).taskset.skip(start)
+    for task in tasks if stop is None else tasks.take(stop - start):
+        data = task.data.model_dump(mode="json", exclude_none=True)
+        yield {
+            "id": f"{config.taskset.id}-{task.data.idx:06d}",
+            "problem": task.data.prompt_text,
+            "answer": str(data.get("answer", "")),
+            "task": json.dumps(data),
+        }
+
+
+class Environment:
+    """An episode of verifiers: each step gives it a turn of the model, and runs it up to its next request."""
+
+    host: ClassVar["_Host"]
+    tool_schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    @classmethod
+    def shut_down(cls) -> None:
+        """Ends all episodes of this process, and what they share."""
+        cls.host.run(cls.host.stop())
+        cls.host.loop.close()
+
+    def reset(self, problem: Mapping[str, Any]) -> list[Message]:
+        """Begins the task of a row, and returns the messages of the first request."""
+        if "task" not in problem:
+            raise Invalid("the row has no column 'task': write the problems with environments.verifiers_problems")
+        self._episode = _Episode(self.host)
+        task_class, config = self.host.task_class, self.host.environment.taskset.config.task
+        task = task_class(task_class.data_type().model_validate_json(problem["task"]), config)
+        self._running = self.host.loop.create_task(self._episode.play(task))
+        first = self._advance()
+        if isinstance(first, float):
+            raise Invalid("the episode ended before the first turn of the model")
+        self._seen = first
+        return [_message(each) for each in first]
+
+    def step(self, messages: Sequence[Message]) -> list[Message] | float:
+        """Gives the newest turn to the episode, and returns what the next request adds, or the reward."""
+        turn = _assistant(messages[-1]["content"], self.tool_schemas, len(messages))
+        self._episode.turn.set_result(turn)
+        following = self._advance()
+        if isinstance(following, float):
+            return following
+        before = [*self._seen, turn]
+        if list(map(_plain, following[: len(before)])) != list(map(_plain, before)):
+            raise Invalid(
+                "the environment changed earlier messages of the conversation, whose tokens are fixed: it may only add "
+                "messages"
+            )
+        self._seen = following
+        return [_message(each) for each in following[len(before) :]]
+
+    def __del__(self):
+        if hasattr(self, "_running"):
+            self._running.cancel()  # an episode that was given up ends while the loop runs for others
+
+    def _advance(self) -> Any:
+        """Runs the episode to its next request, whose messages are returned, or to its end: the reward."""
+        asked = self._episode.asked
+        self.host.run(asyncio.wait([self._running, asked], return_when=asyncio.FIRST_COMPLETED))
+        if self._running.done():
+            return self._running.result()
+        self._episode.asked = self.host.loop.create_future()
+        return asked.result()
+
+
+def _message(wire: Mapping[str, Any]) -> Message:
+    content = wire["content"]
+    if isinstance(content, list):
+        if any(part["type"] != "text" for part in content):
+            raise Invalid("a message of the environment has an image, and models here read text only")
+        content = "\n".join(part["text"] for part in content)
+    return {"role": wire["role"], "content": content}
+
+
+def _plain(wire: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what must stay of a message: role, text and calls."""
+    calls = [call["function"] for call in wire.get("tool_calls") or ()]
+    return wire["role"], wire["content"] or "", [(call["name"], call["arguments"]) for call in calls]
+
+
+def _assistant(text: str, tools: Sequence[Mapping[str, Any]], position: int) -> dict[str, Any]:
+    """Returns a turn of the model as a message of the chat interface."""
+    before, calls = parse_calls(text, [tool["function"]["name"] for tool in tools]) if tools else (text, [])
+    if not calls:
+        return {"role": "assistant", "content": text}
+    made = [
+        {"id": f"call_{position}_{number}", "type": "function", "function": call._asdict()}
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": before or None, "tool_calls": made}
+
+
+class _Model(vf.Client):
+    """The model that all agents ask: it gives each request to the episode of its trace, and waits for the turn."""
+
+    def __init__(self):
+        self.episodes: dict[str, _Episode] = {}
+
+    async def get_response(
+        self, dialect, body, sampling, session_id: Any = None, turn=None, headers=None
+    ) -> "vf.Response":
+        """Returns the next turn."""
+        message = await self.episodes[session_id].ask(body["messages"])
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "finish_reason": reason, "message": message}
+        raw = {"id": session_id, "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        response = dialect.parse_response(dialect.validate_response(raw))
+        response.raw = raw
+        return response
+
+
+class _Host:
+    """An environment of verifiers in this process: the event loop, and all that its episodes share."""
+
+    def __init__(self, environment: "vf.Env"):
+        _check(environment)
+        self.environment, self.loop = environment, asyncio.new_event_loop()
+        self.task_class = type(environment.taskset).task_type()
+        self.model, self.endpoint = _Model(), vf.EvalClientConfig()
+        self.shared: dict[str, _Tool] = {}
+
+    def run(self, awaitable: Any) -> Any:
+        """Runs the loop until something is done, and returns its result."""
+        return self.loop.run_until_complete(awaitable)
+
+    async def start(self) -> list[dict[str, Any]]:
+        """Starts what is shared, and returns the schemas of all tools."""
+        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        self.interception = InterceptionServer()
+        self.interception.clients[self.endpoint.model_dump_json()] = self.model
+        await self.interception.start()
+        taskset = self.environment.taskset
+        for toolset in taskset.toolsets(taskset.config):
+            await toolset.setup()
+            self.shared |= await _tools_of(toolset)
+        await self.environment.start()
+        tools = dict(self.shared)
+        for toolset in self.task_class.toolsets(taskset.config.task):
+            tools |= await _tools_of(toolset)
+        return [tool.schema for tool in tools.values()]
+
+    async def stop(self) -> None:
+        """Ends the episodes and what they share."""
+        given_up = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        await self.environment.stop()
+        await self.http.close()
+        await self.interception.stop()
+
+
+def _check(environment: "vf.Env") -> None:
+    """Refuses an environment that can't be played by one model in this process."""
+    taskset, seats, reasons = environment.taskset, agent_config_fields(environment.config), []
+    task_class = type(taskset).task_type()
+    bundled = vf.default_harness_id(taskset.config.id)  # "bash" where the package brings none
+    programs = {seat.harness.id if seat.harness else bundled.replace("bash", "null") for seat in seats.values()}
+    toolsets = [*taskset.toolsets(taskset.config), *task_class.toolsets(taskset.config.task)]
+    if len(seats) > 1:
+        reasons.append(f"it has the agents {', '.join(seats)}, and there is one model, which is trained")
+    if programs - {"null"}:
+        reasons.append(f"its agent is the program {max(programs - {'null'})!r}, and here an agent is a chat")
+    # The default is a remote container, which a chat does not need.
+    if any(seat.runtime not in (vf.AgentConfig().runtime, vf.SubprocessConfig()) for seat in seats.values()):
+        reasons.append("its agent needs a container")
+    if task_class.NEEDS_CONTAINER:
+        reasons.append("its tasks need containers")
+    if taskset.config.task.judges:
+        reasons.append("its rewards need a judge, which is another model")
+    if any(toolset.config.url or toolset.config.runtime.type != "subprocess" for toolset in toolsets):
+        reasons.append("its tools run on another machine")
+    if reasons:
+        raise Invalid(f"the environment {environment.config.env_id!r} cannot be used: {'; '.join(reasons)}")
+
+
+class _Tool:
+    """A tool of a tool server, which is in this process."""
+
+    def __init__(self, toolset: "vf.Toolset", server: MCPServer, name: str, schema: dict[str, Any]):
+        self._toolset, self._server, self._name, self.schema = toolset, server, name, schema
+
+    async def call(self, arguments: dict[str, Any], state: "vf.State") -> Any:
+        """Returns the content of the message with the result; it is the error's text where the tool fails."""
+        token = _call_state.set(state if isinstance(state, self._toolset._state_cls) else None)
+        try:
+            result = await self._server.call_tool(self._name, arguments)
+        except ToolError as error:
+            return str(error)
+        finally:
+            _call_state.reset(token)
+        return mcp_content_to_chat_content(result.content)
+
+
+async def _tools_of(toolset: "vf.Toolset") -> dict[str, _Tool]:
+    """Returns the tools of a tool server by the names that the model sees."""
+    server = MCPServer(toolset.server_name or type(toolset).__name__, log_level="WARNING")
+    for method in discover_decorated(toolset, "tool"):
+        text = (method.__doc__ or "").strip() or None
+        server.add_tool(method, name=method.tool_name or method.__name__, description=text)
+    tools = {}
+    for found in await server.list_tools():
+        name = f"{toolset.server_name}_{found.name}" if toolset.server_name else found.name
+        function = {"name": name, "description": found.description or "", "parameters": found.input_schema}
+        tools[name] = _Tool(toolset, server, found.name, {"type": "function", "function": function})
+    return tools
+
+
+class _Episode:
+    """One episode: `play` is the task, `asked` gets the messages of a request, `turn` the model's answer."""
+
+    def __init__(self, host: _Host):
+        self.host, self.turn = host, host.loop.create_future()
+        self.asked: asyncio.Future[list[dict[str, Any]]] = host.loop.create_future()
+        self.trace: Any = None
+
+    async def ask(self, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """Hands a request over, and returns the turn that answers it."""
+        if self.asked.done():
+            raise Invalid("the environment asks for two turns at the same time")
+        self.turn = self.host.loop.create_future()
+        self.asked.set_result(messages)
+        return await self.turn
+
+    async def play(self, task: "vf.Task") -> float:
+        """Plays a task to its end, as `Env.run_episode` does, and returns the weighted sum of the rewards."""
+        environment = self.host.environment
+        agents = vf.Agents(environment.config, self._seat)
+        try:
+            await environment.setup(agents)
+            await environment.run(task, agents)
+            if self.trace is None:
+                raise Invalid("the environment never ran its agent")
+            about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+            info = vf.EnvInfo(id=environment.config.env_id)
+            await environment.finalize(task, vf.Episode(env=info, task=about, traces=[self.trace]))
+        finally:
+            if self.trace is not None:
+                self.host.model.episodes.pop(self.trace.id, None)
+        trace: Any = self.trace
+        if not trace.ok:
+            raise Invalid(f"{trace.last_error.type}: {trace.last_error.message}")
+        return float(trace.reward)
+
+    def begin(self, trace: "vf.Trace") -> None:
+        """Notes the trace of the agent's run."""
+        if self.trace is not None:
+            raise Invalid("the environment ran its agent twice: a trajectory is one conversation")
+        self.trace = trace
+        self.host.model.episodes[trace.id] = self
+
+    def _seat(self, name: str, config: "vf.AgentConfig") -> "_Agent":
+        null = vf.HarnessConfig(id="null")
+        update = {"client": self.host.endpoint, "model": "policy", "runtime": vf.SubprocessConfig(), "harness": null}
+        agent = _Agent(config.model_copy(update=update), interception=self.host.interception)
+        agent.harness, agent.episode, agent.name = _Chat(null, self), self, name
+        return agent
+
+
+class _Agent(vf.Agent):
+    """The agent that is trained. Its rollouts are those of verifiers, without processes for tools."""
+
+    episode: _Episode
+    name: str
+
+    async def run(self, task: "vf.Task", *, on_trace=None, **options) -> "vf.Trace":
+        """Plays a task that has no user."""
+        return await super().run(self._ready(task), on_trace=self._watch(on_trace), **options)
+
+    @contextlib.asynccontextmanager
+    async def interaction(self, task: "vf.Task", *, on_trace=None, **options) -> AsyncIterator["vf.Interaction"]:
+        """Plays a task whose user is the environment."""
+        async with super().interaction(self._ready(task), on_trace=self._watch(on_trace), **options) as interaction:
+            yield interaction
+
+    def _ready(self, task: "vf.Task") -> "vf.Task":
+        self.harness.toolsets = task.toolsets(task.config)
+        without = copy.copy(task)
+        without.toolsets = lambda config: []
+        return without
+
+    def _watch(self, on_trace):
+        def watch(trace: "vf.Trace") -> None:
+            trace.agent.name, trace.agent.trainable = self.name, self.trainable
+            self.episode.begin(trace)
+            if on_trace is not None:
+                on_trace(trace)
+
+        return watch
+
+
+class _Chat(vf.Harness):
+    """Chat with tools, as verifiers' harness `null` has it: it ends with a turn that calls no tool."""
+
+    APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
+    EXECUTES_CODE = NEEDS_CONTAINER = False
+
+    def __init__(self, config: "vf.HarnessConfig", episode: _Episode):
+        super().__init__(config)
+        self._episode, self.toolsets, self._tools = episode, [], None
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> "vf.ProgramResult":
+        """Asks for turns and calls tools, until a turn has no call or the episode is stopped."""
+        system, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
+        tools = await self._started(trace)
+        body = {"model": ctx.model, "messages": messages, "tools": [tool.schema for tool in tools.values()]}
+        if not tools:
+            del body["tools"]
+        bearer, done = {"Authorization": f"Bearer {secret}"}, vf.ProgramResult(exit_code=0, stdout="", stderr="")
+        while True:
+            url = f"{endpoint}/chat/completions"
+            async with self._episode.host.http.post(url, headers=bearer, json=body) as answer:
+                if answer.status != 200:
+                    if trace.stop_condition is None:
+                        raise vf.HarnessError(await answer.text())
+                    return done
+                message = (await answer.json())["choices"][0]["message"]
+            messages.append(message)
+            if not message.get("tool_calls"):
+                return done
+            for call in message["tool_calls"]:
+                function = call["function"]
+                content = await self._call(tools, function["name"], json.loads(function["arguments"]), trace.state)
+                result = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": content}
+                messages.append(bound_tool_message(result))
+
+    async def _started(self, trace: "vf.Trace") -> dict[str, _Tool]:
+        """Returns the tools; those of the task are started for the first turn."""
+        if self._tools is None:
+            self._tools = dict(self._episode.host.shared)
+            for toolset in self.toolsets:
+                await toolset.setup()
+                await toolset.setup_task(trace.task.data)
+                self._tools |= await _tools_of(toolset)
+        return self._tools
+
+    @staticmethod
+    async def _call(tools: Mapping[str, _Tool], name: str, arguments: dict[str, Any], state: "vf.State") -> Any:
+        return await tools[name].call(arguments, state) if name in tools else f"error: unknown tool {name!r}"
+
+    async def cleanup(self, trace: "vf.Trace", runtime: "vf.Runtime") -> None:
+        """Ends the tools of the task."""
+        for toolset in self.toolsets:
+            await toolset._exit_stack.aclose()
