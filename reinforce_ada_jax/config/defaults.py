@@ -1,6 +1,7 @@
 """Conversions of a configuration: the ConfigDict that flags edit, the typed `Config`, JSON, and dotted keys."""
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -12,10 +13,12 @@ from ml_collections import ConfigDict, config_dict
 from reinforce_ada_jax.config import aliases
 from reinforce_ada_jax.config.settings import Config
 
+_hints = functools.cache(typing.get_type_hints)
+
 
 def _type_of(owner: type, field: dataclasses.Field) -> tuple[type, bool]:
     """The type of a setting, and whether it may be None."""
-    hint = typing.get_type_hints(owner)[field.name]
+    hint = _hints(owner)[field.name]
     if isinstance(hint, types.UnionType):
         (kind,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
         return kind, True
