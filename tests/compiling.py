@@ -7,9 +7,9 @@ import shutil
 # Tests spend their time compiling tiny programs. Without optimisation, and with XLA's older emitters of loops in place
 # of those that go through MLIR, that takes a sixth of the time.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-# For commands that tests start, whose programs run longer: a training of 12 iterations takes 16 s of the processor
-# with these flags, 26 s without them; and 6 s, not 8 s as with QUICKLY, when its programs were compiled before.
-COMMANDS = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+DEVICES = "--xla_force_host_platform_device_count="
+# For commands that tests start. They share the programs of the test process, whose flags are the same.
+COMMANDS = f"{DEVICES}1 {QUICKLY}"
 
 # Programs of all test processes, and of the commands that they start, across sessions. JAX's key of a program covers
 # its text, the compiler's version and its flags.
@@ -17,6 +17,11 @@ PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
 IN_USE = PROGRAMS / "in_use"
 MAX_BYTES = 2**30
 CHOSEN = "REINFORCE_ADA_TEST_PROGRAMS"  # the folder of this session, for its workers
+# A program for `python -c` that runs the module in its first argument with `share_programs`.
+SHARING = (
+    "import runpy, sys; from tests import compiling; compiling.share_programs();"
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 def _is_running(pid: str) -> bool:
@@ -54,10 +59,10 @@ def close_programs() -> None:
         shutil.rmtree(folder)
 
 
-def keeping(name: str) -> dict[str, str]:
-    """The environment in which jax keeps each program that it compiles, in a folder of the session."""
+def keeping() -> dict[str, str]:
+    """The environment in which jax keeps each program that it compiles, in the folder of the session."""
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(open_programs() / name),
+        "JAX_COMPILATION_CACHE_DIR": str(open_programs()),
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",  # else a program's key depends on the folder
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -65,11 +70,12 @@ def keeping(name: str) -> dict[str, str]:
 
 
 def share_programs() -> None:
-    """Makes this process write each program whole, so that all workers of a session can share one folder.
+    """Makes this process write each program whole, so that all processes of a session can share one folder.
 
-    It must be called after jax is imported. The names of the files are those of jax.
+    A program's key has the kinds of the devices that it uses, not their ids and not the number of all devices. It must
+    be called after jax is imported. The names of the files are those of jax.
     """
-    from jax._src import compilation_cache  # noqa: PLC0415 (conftest.py sets what jax reads before)
+    from jax._src import cache_key, compilation_cache  # noqa: PLC0415 (conftest.py sets what jax reads before)
     from jax._src.compilation_cache_interface import CacheInterface  # noqa: PLC0415
 
     class Folder(CacheInterface):
@@ -91,3 +97,6 @@ def share_programs() -> None:
             partial.replace(self._path / f"{key}-cache")
 
     compilation_cache.get_file_cache = lambda path: (Folder(path), path)
+    cache_key._hash_accelerator_config = cache_key._hash_devices
+    hash_options = cache_key._hash_serialized_compile_options
+    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: hash_options(hashed, options, True)

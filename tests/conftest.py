@@ -14,9 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks huggingface.co
-FLAGS = ("--xla_force_host_platform_device_count=8", compiling.QUICKLY)
+FLAGS = (f"{compiling.DEVICES}8", compiling.QUICKLY)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
-os.environ |= compiling.keeping("tests")
+os.environ |= compiling.keeping()
 
 import jax  # noqa: E402
 

@@ -28,7 +28,7 @@ IMPORTED = (
     "training.startup", "training.trained",
 )  # fmt: skip
 MAX_REQUEST_BYTES = 2**17
-READ_AT_IMPORT = ("JAX_PLATFORMS", *compiling.keeping(""))  # what jax reads of the environment when it is imported
+READ_AT_IMPORT = ("JAX_PLATFORMS", *compiling.keeping())  # what jax reads of the environment when it is imported
 
 # By what they read of the environment.
 _PARENTS: dict[frozenset[tuple[str, str]], tuple[subprocess.Popen, socket.socket]] = {}

@@ -30,7 +30,7 @@ def start(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    xla = f"--xla_force_host_platform_device_count={devices // count} {compiling.QUICKLY}"
+    xla = f"{compiling.DEVICES}{devices // count} {compiling.QUICKLY}"
     started = []
     for index in range(count):
         variables = environment(xla) | env

@@ -59,8 +59,8 @@ def train(
 
 
 def environment(xla_flags: str = compiling.COMMANDS) -> dict[str, str]:
-    """Environment of a user's command on one CPU device. All commands of a session share their compiled programs."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags} | compiling.keeping("commands")
+    """Environment of a user's command on one CPU device."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags} | compiling.keeping()
 
 
 def cipher_file(file: pathlib.Path, count: int, **changes: object) -> str:

@@ -41,14 +41,41 @@ def run(*arguments: str) -> dict:
     return benchmark.measured(name, values)
 
 
+class Kept(JsonSubprocess):
+    """A process that loads one learner after the other: a measurement does not end it."""
+
+    def close(self):
+        pass
+
+    def end(self):
+        super().close()
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def start():
+    """Starts processes; unpacked rows are measured in one that is kept."""
+    kept = Kept("ours", [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"])
+    yield lambda name, command, **environment: kept if name == "ours" else JsonSubprocess(name, command, **environment)
+    kept.end()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, start):
     """A random model's folder, its weights, and what was measured of it, packed and not."""
     params = transformer.init(ARCHITECTURE, jax.random.key(0))
     folder = tmp_path_factory.mktemp("models") / "model"
     huggingface.save(folder, ARCHITECTURE, params)
-    result = run("update", f"--model={folder}", *SIZES, "--lengths=2,0.5,1,13", "--pack=4")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "JsonSubprocess", start)
+        result = run("update", f"--model={folder}", *SIZES, "--lengths=2,0.5,1,13", "--pack=4")
     return folder, params, result
+
+
+@pytest.fixture
+def cheap(monkeypatch, start, model):
+    """Measures the host's time not again."""
+    monkeypatch.setattr(update, "JsonSubprocess", start)
+    monkeypatch.setattr(update, "host_time", lambda layers: model[2]["host"])
 
 
 def examples() -> list[dict]:
@@ -93,34 +120,6 @@ def test_packed_rows_are_fewer_and_mean_the_same(model):
     assert result["losses"][0] != result["losses"][1]  # an update changes something
     ratio = result["seconds_per_update"] / packed["seconds_per_update"]
     assert result["packing_speedup"] == pytest.approx(ratio)
-
-
-class Kept(JsonSubprocess):
-    """A process that loads one learner after the other: a measurement does not end it."""
-
-    def close(self):
-        pass
-
-    def end(self):
-        super().close()
-
-
-@pytest.fixture(scope="module")
-def kept():
-    process = Kept("ours", [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"])
-    yield process
-    process.end()
-
-
-@pytest.fixture
-def cheap(monkeypatch, kept, model):
-    """Measures unpacked rows in the process that is kept, and the host's time not again."""
-
-    def start(name, command, **environment):
-        return kept if name == "ours" else JsonSubprocess(name, command, **environment)
-
-    monkeypatch.setattr(update, "JsonSubprocess", start)
-    monkeypatch.setattr(update, "host_time", lambda layers: model[2]["host"])
 
 
 @pytest.mark.usefixtures("cheap")

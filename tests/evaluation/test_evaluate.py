@@ -14,10 +14,11 @@ from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, tiny
 
 MODEL = "package:cipher"
+ENGINE = {"sampling.slots": 4, "sampling.window": 4}  # of all commands here: they share its programs
 
 
 def run(benchmark, output, *, samples=2, regrade=False, initial=None, **changes):
-    evaluate.main(tiny(**changes), None, MODEL, [benchmark], samples, str(output), regrade, initial)
+    evaluate.main(tiny(**ENGINE | changes), None, MODEL, [benchmark], samples, str(output), regrade, initial)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     benchmark = cipher_file(folder / "words.jsonl", 192)
     flags = ["--config=configs/tiny.py", f"--model={MODEL}", f"--benchmarks={benchmark}", "--samples=8"]
-    flags += ["--config.sampling.slots=4", "--config.sampling.window=4"]
+    flags += [f"--config.{key}={value}" for key, value in ENGINE.items()]
 
     def start(output, *more):
         return Forked(["-m", "reinforce_ada_jax.evaluate", *flags, f"--output={output}", *more], environment())

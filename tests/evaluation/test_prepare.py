@@ -11,13 +11,13 @@ from reinforce_ada_jax.analysis.inputs import read_histogram
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.training import components as components_lib
-from tests.evaluation.test_evaluate import REWARD, bad_files, four_answers
+from tests.evaluation.test_evaluate import ENGINE, REWARD, bad_files, four_answers
 from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, tiny
 
 
 def run(source, output, *, band=(0.0, 0.313), samples=4, **changes):
-    prepare.main(tiny(**changes), str(source), output, band, samples)
+    prepare.main(tiny(**ENGINE | changes), str(source), output, band, samples)
 
 
 def refusal(capsys, *arguments, **options) -> str:

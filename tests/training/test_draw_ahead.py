@@ -239,7 +239,7 @@ def start(tmp_path_factory):
     source = cipher_file(tmp_path_factory.mktemp("shared") / "heldout.jsonl", 8)
     flags += ["--config.evaluation.every=4", "--config.evaluation.samples=1", "--config.checkpoint.every=2"]
     flags += [f"--config.evaluation.benchmarks=({source!r},)"]
-    devices = f"{compiling.COMMANDS} --xla_force_host_platform_device_count=2"
+    devices = f"{compiling.DEVICES}2 {compiling.QUICKLY}"
 
     def start(workdir, iterations=ITERATIONS):
         command = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}"]

@@ -9,7 +9,6 @@ import pytest
 
 from reinforce_ada_jax.distributed import processes as processes_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
-from tests import compiling
 from tests.forked import Forked
 from tests.running import environment, reproducible, restored
 
@@ -58,7 +57,7 @@ def start(workdir, count, how):
     flags += [f"--config.{key}={value}" for key, value in (SETTINGS | OF_PROCESSES[count]).items()]
     started = []
     for index in range(count):
-        env = environment(f"--xla_force_host_platform_device_count=1 {compiling.QUICKLY}")
+        env = environment()
         if count > 1:
             names = (processes_lib.ADDRESS, processes_lib.COUNT, processes_lib.INDEX)
             env |= dict(zip(names, (address, str(count), str(index)), strict=True))
