@@ -192,16 +192,20 @@ def gspo(logprobs, batch):
 def sequence_batch(seed):
     """`random_batch` with rows on either side of each clip."""
     batch = random_batch(seed)
-    shift = jnp.asarray(np.linspace(-3, 3, 8)[:, None], jnp.float32)
-    return batch | {"logprobs": batch["old_logprobs"] + shift + 0.1 * (batch["logprobs"] - batch["old_logprobs"])}
+    shift = np.linspace(-3, 3, 8, dtype=np.float32)[:, None]
+    old, logprobs = np.asarray(batch["old_logprobs"]), np.asarray(batch["logprobs"])
+    return batch | {"logprobs": jnp.asarray(old + shift + np.float32(0.1) * (logprobs - old))}
 
 
-def sequence_value_and_gradient(batch, aggregation="seq-mean-token-mean"):
+def eager_sequence_value_and_gradient(batch, aggregation="seq-mean-token-mean"):
     def loss(logprobs):
         rest = {name: batch[name] for name in ARRAYS[1:]}
         return clipped_policy_loss(logprobs, **rest, **CLIPS, aggregation=aggregation, ratio="sequence")
 
     return jax.value_and_grad(loss, has_aux=True)(batch["logprobs"])
+
+
+sequence_value_and_gradient = jax.jit(eager_sequence_value_and_gradient, static_argnums=1)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -241,29 +245,32 @@ def test_sequence_ratio_by_hand():
 def test_a_response_of_one_token_has_the_tokens_ratio(aggregation):
     batch = random_batch(8) | {"mask": jnp.zeros((8, 7), bool).at[:, 2].set(True)}
     expected = value_and_gradient(batch, CLIPS, aggregation, None)
-    jax.tree.map(np.testing.assert_array_equal, sequence_value_and_gradient(batch, aggregation), expected)
+    jax.tree.map(np.testing.assert_array_equal, eager_sequence_value_and_gradient(batch, aggregation), expected)
 
 
 @pytest.mark.parametrize("garbage", [math.nan, -math.inf])
 def test_garbage_under_the_mask_reaches_no_sequence_ratio(garbage):
     clean = sequence_batch(3)
+    clean = {name: np.asarray(values) for name, values in clean.items()}
     assert not clean["mask"].any(axis=1).all()  # a row without tokens is among them
     dirty = {
-        name: values if name == "mask" else jnp.where(clean["mask"], values, garbage) for name, values in clean.items()
+        name: values if name == "mask" else np.where(clean["mask"], values, np.float32(garbage))
+        for name, values in clean.items()
     }
     expected, actual = sequence_value_and_gradient(clean), sequence_value_and_gradient(dirty)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    assert np.isfinite(actual[1]).all() and not actual[1][~clean["mask"]].any()
+    gradient = np.asarray(actual[1])
+    assert np.isfinite(gradient).all() and not gradient[~clean["mask"]].any()
     # Padding is in no mean: the same rows with none of it.
-    cut = {name: jnp.pad(values, [(0, 0), (0, 5)]) for name, values in clean.items()}
+    cut = {name: np.pad(values, [(0, 0), (0, 5)]) for name, values in clean.items()}
     np.testing.assert_allclose(sequence_value_and_gradient(cut)[0][0], expected[0][0], rtol=1e-6)
 
 
 def test_sequence_ratio_jit_equals_eager():
     batch = sequence_batch(5)
     for aggregation in values.AGGREGATIONS:
-        compiled = jax.jit(sequence_value_and_gradient, static_argnums=1)(batch, aggregation)
-        eager = sequence_value_and_gradient(batch, aggregation)
+        compiled = sequence_value_and_gradient(batch, aggregation)
+        eager = eager_sequence_value_and_gradient(batch, aggregation)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), compiled, eager)
 
 

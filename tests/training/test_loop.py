@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import signal
+import time
 from unittest.mock import Mock
 
 import jax
@@ -117,6 +118,38 @@ def test_one_iteration_is_traced(tmp_path):
     assert seen == [(1, False), (2, False), (3, False), (4, True)]
     (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
     assert trace.stat().st_size > 100
+
+
+def test_a_full_disk_ends_the_run(tmp_path):
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full_at_4(state):
+        if state.iteration == 3:
+            while not (tmp_path / "checkpoints" / "3").exists():
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond it fails, as on a full disk
+        return iterate(state)
+
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        outcome, _ = run(tmp_path, full_at_4, **{"checkpoint.every": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert outcome.ending is Ending.STOPPED
+    assert outcome.message.startswith("no checkpoint could be written to ")
+    assert ". Training stopped. The last complete checkpoint is 3. Fix this (on a full disk" in outcome.message
+    assert run(tmp_path)[1].iteration == 3
+
+
+def test_lines_that_are_lost_are_counted(tmp_path, capsys):
+    run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    outcome, _ = run(tmp_path, iterations=7)
+    assert outcome.state.iteration == 7
+    shown = capsys.readouterr()
+    assert "metrics.jsonl has no lines for 6 of 6 iterations" in shown.out + shown.err
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(0, [6]), (60, [6]), (1e-9, [1, 2, 3, 4, 5, 6])])

@@ -29,6 +29,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import resume
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
+from tests import compiling
 from tests.forked import Forked
 from tests.running import (
     ROOT,
@@ -74,11 +75,11 @@ def start(tmp_path_factory):
     flags += [f"--config.{key}={value}" for key, value in SMALL.items()]
 
     def start(workdir, *more, how=("-m", "reinforce_ada_jax.train"), fork=True):
-        arguments = [*how, *flags, f"--workdir={workdir}", *more]
+        arguments = [*flags, f"--workdir={workdir}", *more]
         if fork:
-            return Forked(arguments, environment())
+            return Forked([*how, *arguments], environment())
         return subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, text=True, env=environment(),
+            [sys.executable, "-c", compiling.SHARING, how[1], *arguments], cwd=ROOT, text=True, env=environment(),
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
@@ -175,20 +176,56 @@ def test_the_engine_and_the_learner_agree(unbroken):
         assert line["update/logprob_gap"] <= line["update/logprob_gap_max"] < 1e-4
 
 
-def test_kill_and_resume(start, unbroken, tmp_path):
-    process = start(tmp_path / "run")
-    wait_for_lines(process, tmp_path / "run", 7)
-    while not (tmp_path / "run" / "checkpoints" / "5").exists():  # it is written beside the run
-        assert process.poll() is None
+AT_A_PHASE = """
+import os, runpy, signal
+from reinforce_ada_jax.reporting import progress
+
+def phase(self, text, original=progress.Progress.phase):
+    if self.done == {done} and text.startswith({phase!r}):
+        os.kill(os.getpid(), {signal})
+    original(self, text)
+
+progress.Progress.phase = phase
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
+
+
+def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
+    """SIGTERM in iteration 2 and SIGKILL in 4, when all is drawn; Ctrl-C; a kill at any moment; a new interpreter."""
+    workdir = tmp_path / "run"
+    for done, number in ((1, signal.SIGTERM), (3, signal.SIGKILL)):
+        ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
+        finish(start(workdir, how=("-c", ended)), RESTART if number == signal.SIGTERM else -number)
+    # The state after iteration 1 was saved at SIGTERM; that after iteration 3 was not at SIGKILL.
+    assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
+
+    process = start(workdir)
+    wait_for_lines(process, workdir, 5)
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    _, err = finish(process, cli.INTERRUPTED)
+    assert time.monotonic() - asked < 30
+    # A complete collection is not drawn again.
+    assert re.findall(r"iteration (\d+) begins with \d+ kept responses", err)[:3] == ["2", "3", "4"]
+    last = err.splitlines()[-1]
+    saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
+    assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
+    # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
+    assert saved - len(writers.read_metrics(workdir)) in (0, 1)
+
+    process = start(workdir)
+    wait_for_lines(process, workdir, max(saved + 1, 7))
     process.kill()
-    finish(process, -signal.SIGKILL)
-    assert 7 <= len(writers.read_metrics(tmp_path / "run")) < ITERATIONS
-    out, _ = finish(start(tmp_path / "run", fork=False))
-    assert "resuming after iteration 5\n" in out or "resuming after iteration 10\n" in out
-    assert_same_run(tmp_path / "run", unbroken[0])
+    out, _ = finish(process, -signal.SIGKILL)
+    assert f"resuming after iteration {saved}\n" in out
+    assert 7 <= len(writers.read_metrics(workdir)) < ITERATIONS
+    out, _ = finish(start(workdir, fork=False))
+    assert re.search(rf"resuming after iteration ({saved}|5|10)\n", out)
+    assert_same_run(workdir, unbroken[0])
+    assert not [*(workdir / "unfinished").iterdir()], "the last checkpoint has them"
 
 
-@pytest.mark.slow  # test_kill_and_resume kills one such run
+@pytest.mark.slow  # the test above ends one such run
 def test_kills_at_random_moments(start, tmp_path):
     # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
     kills, iterations = 20, 60
@@ -226,52 +263,6 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     ahead = [line["collection/ahead"] for line in writers.read_metrics(tmp_path / "run")]
     assert ahead[0] == 0 and min(ahead[1:]) > 0
     assert partial_from_text(restored(tmp_path / "run")[1]["partial_rollouts"])
-
-
-def test_interrupted_it_resumes(start, unbroken, tmp_path):
-    # test_draw_ahead.py has a run that is told to end.
-    workdir = tmp_path / "run"
-    process = start(workdir)
-    wait_for_lines(process, workdir, 2)
-    process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
-    _, err = finish(process, cli.INTERRUPTED)
-    assert time.monotonic() - asked < 30
-    last = err.splitlines()[-1]
-    saved = int(re.match(r"error: interrupted; iteration (\d+) is saved\.", last)[1])
-    assert f"--workdir={workdir} goes on from there" in last and "Traceback" not in err
-    # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
-    assert saved - len(writers.read_metrics(workdir)) in (0, 1)
-    out, _ = finish(start(workdir))
-    assert f"resuming after iteration {saved}\n" in out
-    assert_same_run(workdir, unbroken[0])
-
-
-AT_A_PHASE = """
-import os, runpy, signal
-from reinforce_ada_jax.reporting import progress
-
-def phase(self, text, original=progress.Progress.phase):
-    if self.done == {done} and text.startswith({phase!r}):
-        os.kill(os.getpid(), {signal})
-    original(self, text)
-
-progress.Progress.phase = phase
-runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
-"""
-
-
-def test_a_complete_collection_is_not_drawn_again(start, unbroken, tmp_path):
-    workdir = tmp_path / "run"
-    for done, number in ((1, signal.SIGTERM), (3, signal.SIGKILL)):  # in iterations 2 and 4
-        ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
-        finish(start(workdir, how=("-c", ended)), RESTART if number == signal.SIGTERM else -number)
-    # The state after iteration 1 was saved at SIGTERM; that after iteration 3 was not at SIGKILL.
-    assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
-    _, err = finish(start(workdir))
-    assert re.findall(r"iteration (\d+) begins with \d+ kept responses", err) == ["2", "3", "4"]
-    assert_same_run(workdir, unbroken[0])
-    assert not [*(workdir / "unfinished").iterdir()], "the last checkpoint has them"
 
 
 def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
@@ -316,6 +307,7 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 
 
+@pytest.mark.slow  # test_loop.py has the end of a run on a full disk, and its resume
 def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     flags = ("--config.iterations=40", "--config.checkpoint.every=1")
@@ -360,6 +352,7 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
 
 
+@pytest.mark.slow  # test_updates.py has the update and its message, test_loop.py the saved state
 def test_a_loss_that_is_not_finite_stops_the_run(start, tmp_path):
     _, err = finish(start(tmp_path / "run", how=("-c", POISONED)), cli.STOPPED)
     last = err.splitlines()[-1]
@@ -398,16 +391,14 @@ def test_a_folder_that_all_share_may_show_late(tmp_path, monkeypatch, seconds):
     assert sum(slept) == min(seconds, processes.SHARED_AFTER_S)
 
 
-def test_a_second_training_in_the_same_directory_is_refused(start, tmp_path):
-    workdir = tmp_path / "run"
-    first = start(workdir, "--config.iterations=1000")
-    wait_for_lines(first, workdir, 1)
-    before = (workdir / "config.json").read_bytes()
-    _, err = finish(start(workdir), cli.BAD_INPUT)
-    assert f"another training runs in {workdir} (process {first.pid} on " in err and "Traceback" not in err
+def test_a_second_training_in_the_same_directory_is_refused(refused, unbroken, tmp_path):
+    # test_checkpoint.py has the lock of another process, and its end.
+    workdir = shutil.copytree(unbroken[0], tmp_path / "run")
+    before, lock = (workdir / "config.json").read_bytes(), workdir_lib.WorkdirLock(workdir)
+    err = refused(workdir)
+    lock.close()
+    assert f"another training runs in {workdir} (process {os.getpid()} on " in err and "Traceback" not in err
     assert (workdir / "config.json").read_bytes() == before
-    first.kill()
-    first.communicate()
 
 
 def test_what_a_run_must_find_as_it_was(tmp_path):
