@@ -2,7 +2,10 @@
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from reinforce_ada_jax.planning import latency
+from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.roofline import BatchLayout, layer_weights
 from reinforce_ada_jax.policy.architecture import Architecture
 
@@ -13,6 +16,12 @@ _COLLECTIVE = re.compile(
 )
 _GROUPS = re.compile(
     r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<listed>[\d,]+)\}|mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\})"
+)
+# What runs as a kernel of its own. The start of a copy in the background does not, nor do custom calls but Pallas's.
+_KERNEL = re.compile(
+    r"= .*? (?:(?:fusion|copy|convolution|dot|reduce|sort|scatter|gather|dynamic-slice|dynamic-update-slice)\("
+    r"|(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    r'|custom-call\(.*custom_call_target="tpu_custom_call")'
 )
 _LOOP = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)")
@@ -132,11 +141,26 @@ def by_loop(hlo: str) -> dict[tuple[str, ...], list[str]]:
     return {nesting: list(kinds.values()) for nesting, kinds in found.items()}
 
 
-def sent_bytes(hlo: str, trip_count: int | None) -> tuple[float, dict[str, int]]:
-    """Returns what a device sends in one call of a compiled program: (bytes, number of collectives by kind).
+class Traffic(NamedTuple):
+    """Bytes that a device sends in one call of a compiled program, and what it begins.
+
+    Attributes:
+      sent_bytes: to other devices.
+      collectives: how many there are in the program, by kind.
+      starts: kernels and collectives that begin one after the other.
+    """
+
+    sent_bytes: float
+    collectives: dict[str, int]
+    starts: Starts
+
+
+def traffic(hlo: str, trip_count: int | None) -> Traffic:
+    """Reads the traffic of one call from a compiled program.
 
     Loops are followed by the constant that their condition compares with. Each collective counts once, however many
-    fusions the compiler has spread it over.
+    fusions the compiler has spread it over. Those inside of fusions overlap with products, and so does one that starts
+    and is awaited later. Of the branches of a conditional all are counted.
 
     Args:
       hlo: text of the compiled program.
@@ -150,21 +174,33 @@ def sent_bytes(hlo: str, trip_count: int | None) -> tuple[float, dict[str, int]]
         constant = re.compile(r"s32\[\]\S* constant\((\d+)\)")
         return max((int(x) for line in computations[condition] for x in constant.findall(line)), default=1)
 
-    def total(name: str, outermost: bool) -> float:
-        size, loops = 0.0, [0.0]
+    def total(name: str, outermost: bool, fused: bool) -> tuple[float, Starts]:
+        size, starts, loops = 0.0, Starts(), [(0.0, Starts())]
         for line in computations.get(name, ()):
+            if not fused and _KERNEL.search(line):
+                starts += Starts(kernels=1)
             found = _COLLECTIVE.search(line)
             if found and found["channel"] not in seen:
                 seen.add(found["channel"])
                 kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
                 size += _collective_bytes(found, line)
+                if not fused and not found["start"]:
+                    starts += Starts(collectives=1, hops=latency.hops(found["kind"], _group_size(line)))
             loop = _LOOP.search(line)
-            if loop and outermost and trip_count is not None:
-                loops.append(trip_count * total(loop[2], outermost=False))
-            elif loop:
-                size += constant_trip_count(loop[1]) * total(loop[2], outermost=False)
-            else:
-                size += sum(total(callee, outermost) for callee in _callees(line))
-        return size + max(loops)
+            if loop:
+                inside, once = total(loop[2], False, fused)
+                turns = trip_count if outermost and trip_count is not None else constant_trip_count(loop[1])
+                if outermost and trip_count is not None:
+                    loops.append((turns * inside, once.times(turns)))
+                else:
+                    size, starts = size + turns * inside, starts + once.times(turns)
+                continue
+            branches = [name.strip(" %") for each in _BRANCHES.findall(line) for name in each.split(",")]
+            for callee in _callees(line):
+                inside, once = total(callee, outermost, fused or callee not in branches)
+                size, starts = size + inside, starts + once
+        inside, once = max(loops, key=lambda each: (each[0], each[1].kernels))
+        return size + inside, starts + once
 
-    return total(entry, outermost=True), kinds
+    size, starts = total(entry, outermost=True, fused=False)
+    return Traffic(size, kinds, starts)

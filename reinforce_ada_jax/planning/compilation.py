@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from reinforce_ada_jax.planning import collectives, roofline
+from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import Chip
 
@@ -25,7 +26,9 @@ class ProgramResult:
     The peak is the program's alone, arguments included; `hbm_beside_bytes` is what a run keeps there meanwhile. Where a
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
     `sent_bytes` is read from the compiled program; of a step, and where a target shows none, it is counted by hand, or
-    None, and there are no `collectives`. `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
+    None, and there are no `collectives`. So are `starts`, whose seconds are `latency_seconds`; `least_seconds` has the
+    largest of bandwidth, compute and links, and the latency. `compiled_over_counted_flops` is XLA's count over ours,
+    each loop's body once.
     """
 
     program: str
@@ -43,8 +46,11 @@ class ProgramResult:
     reason: str | None = None
     sent_bytes: float | None = None
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    starts: Starts = Starts()  # noqa: RUF009  (frozen)
+    bandwidth_seconds: float = 0.0
     compute_seconds: float = 0.0
     link_seconds: float | None = None
+    latency_seconds: float = 0.0
     least_seconds: float = 0.0
     bound: str = ""
     necessary_flops: float | None = None
@@ -79,7 +85,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
     begin = time.monotonic()
     arguments = temporaries = peak = reason = sent = compiled_over_counted = None
     kinds: dict[str, int] = {}
-    cost = program.cost
+    cost, starts = program.cost, Starts()
     try:
         compiled = program.lower().compile()
         memory = compiled.memory_analysis()
@@ -91,15 +97,15 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
             compiled_over_counted = compiler_flops / cost.flops_loops_once
         hlo = compiled_text(compiled)
         if hlo is None or program.unit == "step":
-            sent = program.sent_bytes
+            sent, starts = program.sent_bytes, program.starts
         else:
-            sent, kinds = collectives.sent_bytes(hlo, program.trip_count)
+            sent, kinds, starts = collectives.traffic(hlo, program.trip_count)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         peak = _needed_bytes(reason)
-    seconds, bound = roofline.roofline(cost, chip, sent or 0.0)
+    seconds, bound = roofline.roofline(cost, chip, sent or 0.0, starts.seconds)
     over = 0 if peak is None else max(0, peak + program.beside_bytes - chip.hbm_bytes)
     return ProgramResult(
         program=program.name,
@@ -117,8 +123,11 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         reason=reason,
         sent_bytes=sent,
         collectives=kinds,
+        starts=starts,
+        bandwidth_seconds=cost.bytes / chip.bandwidth,
         compute_seconds=cost.flops / chip.flops,
         link_seconds=None if sent is None else sent / chip.link,
+        latency_seconds=starts.seconds,
         least_seconds=seconds,
         bound=bound,
         necessary_flops=program.necessary_flops,

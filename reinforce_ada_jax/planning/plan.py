@@ -11,6 +11,7 @@ import numpy as np
 from reinforce_ada_jax.analysis import enumeration
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import CollectionConfig, Config
+from reinforce_ada_jax.planning import latency
 from reinforce_ada_jax.planning.compilation import ProgramResult
 from reinforce_ada_jax.planning.roofline import GIB, Chip, decode_step, prefill_chunk, roofline
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -109,11 +110,16 @@ def packed_share(config: Config, means: Statistics) -> float:
     return max(useful, 1 / config.learning.responses_per_row)
 
 
-def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics) -> dict[str, float]:
-    """Returns the least seconds of each phase of an iteration."""
+def phases(
+    run: Deployment, results: Sequence[ProgramResult], means: Statistics, latency_factor: float = 1.0
+) -> dict[str, float]:
+    """Returns the least seconds of each phase of an iteration, with the latency times a factor."""
     config, options, mesh = run.config, run.options, run.config.mesh
     replicas, prompts = mesh.data * mesh.fsdp, config.collection.prompts_per_iteration
-    seconds = {result.program: result.least_seconds for result in results}
+    seconds = {
+        result.program: result.least_seconds + (latency_factor - 1) * result.latency_seconds for result in results
+    }
+    wait = latency_factor * latency.decode_step(run.architecture.num_layers, mesh.tensor).seconds
     window = next(result for result in results if result.program.startswith("decode"))
     steps = prompts * means.draws * means.response_tokens / (options.slots * replicas * BUSY_SLOTS)
     step = decode_step(run.architecture, options, mesh.tensor, means.context)
@@ -122,8 +128,8 @@ def phases(run: Deployment, results: Sequence[ProgramResult], means: Statistics)
     updates = prompts // config.learning.prompts_per_update * means.filled * packed_share(config, means)
     return {
         "reshard": seconds.get("reshard", 0.0),
-        "prefill": chunks * roofline(chunk, run.chip)[0],
-        "decode": steps * roofline(step, run.chip, window.sent_bytes or 0.0)[0],
+        "prefill": chunks * roofline(chunk, run.chip, 0.0, wait)[0],
+        "decode": steps * roofline(step, run.chip, window.sent_bytes or 0.0, wait)[0],
         "score": updates * seconds.get("score", 0.0),
         "update": updates * seconds["update"],
     }
@@ -225,6 +231,7 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
         )
     lines += [f"change   {line}" for line in remedies(run, results, learner_bytes)]
     seconds = phases(run, results, means)
+    no, half, twice = (sum(phases(run, results, means, factor).values()) for factor in (0.0, 0.5, 2.0))
     total, chips = sum(seconds.values()), config.mesh.data * config.mesh.fsdp * config.mesh.tensor
     drawn = config.collection.prompts_per_iteration * means.draws * means.response_tokens
     row_tokens = _row_tokens(config)
@@ -234,6 +241,9 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
         f"lengths  prompts of {means.prompt_tokens:,.0f} tokens and responses of {means.response_tokens:,.0f} in the "
         f"mean, {means.draws:.1f} draws a prompt, {BUSY_SLOTS:.1%} of slots busy",
         f"plan     an iteration takes at least {total:,.1f} s: {by_phase}",
+        f"latency  {total - no:,.1f} s of it are latency: {latency.KERNEL_S * 1e6:g} us a kernel, "
+        f"{latency.COLLECTIVE_S * 1e6:g} us a collective and {latency.HOP_S * 1e6:g} us a hop. With half of these "
+        f"{half:,.1f} s, with twice {twice:,.1f} s",
         f"         at most {drawn / total / chips:,.0f} tokens/s/chip sampled and trained on; {drawn / total:,.0f} on "
         f"{chips} chips",
         f"         a response fills {useful:.0%} of the {row_tokens:,} positions of a row of the update; "

@@ -20,7 +20,8 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import value_head
 from reinforce_ada_jax.learning.batch import Batch, make_batch
 from reinforce_ada_jax.learning.learner import Learner, LearnerState, scores_in_update
-from reinforce_ada_jax.planning import collectives, roofline
+from reinforce_ada_jax.planning import collectives, latency, roofline
+from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -43,6 +44,7 @@ class Program:
       necessary_flops: FLOPs by the usual rule, to compare with.
       sent_bytes: counted by hand: of a call for targets that don't show their compiled program, of a step always. The
         program of a step also has a prefill, passes of fewer slots, and branches for top-k and top-p.
+      starts: kernels and collectives, counted by hand in the same cases.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Program:
     trip_count: int | None = None
     necessary_flops: float | None = None
     sent_bytes: float | None = None
+    starts: Starts = Starts()  # noqa: RUF009  (frozen)
 
 
 # ---- the run -----------------------------------------------------------------------------------------------------
@@ -198,8 +201,9 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
     sent = collectives.decode_sent_bytes(
         engine.architecture, engine.options.slots, engine.mesh.shape["tensor"], engine.dtype.itemsize
     )
+    starts = latency.decode_step(engine.architecture.num_layers, engine.mesh.shape["tensor"])
     name = f"decode window of {engine.options.window}"
-    return [Program(name, engine.programs()["decode window"], cost, "step", beside, sent_bytes=sent)]
+    return [Program(name, engine.programs()["decode window"], cost, "step", beside, sent_bytes=sent, starts=starts)]
 
 
 def learner_programs(run: AbstractRun) -> list[Program]:
@@ -225,6 +229,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
             "score", lambda: run.learner.score.lower(run.policy, run.batch), roofline.score_call(a, layout), "call",
             run.moment_bytes + always + other_batches, trip_count=layout.micro_batches,
             sent_bytes=collectives.learner_sent_bytes(a, layout, update=False),
+            starts=latency.learner_call(a.num_layers, layout, update=False),
         ))  # fmt: skip
     masters = jnp.dtype(config.model.parameter_dtype).itemsize
     programs.append(Program(
@@ -232,6 +237,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
         roofline.update_call(a, layout, masters), "call", always + other_batches, trip_count=layout.micro_batches,
         necessary_flops=roofline.necessary_flops(a, layout),
         sent_bytes=collectives.learner_sent_bytes(a, layout, update=True),
+        starts=latency.learner_call(a.num_layers, layout, update=True),
     ))  # fmt: skip
     return programs
 

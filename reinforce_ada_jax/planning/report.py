@@ -88,10 +88,15 @@ def remarks(result: ProgramResult) -> list[str]:
         lines.append(f"{kinds}: {1e3 * result.link_seconds:,.2f} ms over links")
     elif result.link_seconds:
         lines.append(f"counted by hand: {1e3 * result.link_seconds:,.2f} ms over links")
+    if result.starts.kernels:
+        parts = f"bandwidth {1e3 * result.bandwidth_seconds:,.2f} ms, compute {1e3 * result.compute_seconds:,.2f} ms"
+        lines.append(
+            f"{parts}, latency {1e3 * result.latency_seconds:,.2f} ms: {result.starts.kernels:,.0f} kernels, "
+            f"{result.starts.collectives:,.0f} collectives of {result.starts.hops:,.0f} hops that nothing overlaps"
+        )
     if result.necessary_flops:
         lines.append(
-            f"{result.flops / result.necessary_flops:.2f} times the FLOPs of 6 N D + attention (4 N D under "
-            f"adapters); compute {1e3 * result.compute_seconds:,.0f} ms"
+            f"{result.flops / result.necessary_flops:.2f} times the FLOPs of 6 N D + attention (4 N D under adapters)"
         )
     if (result.compiled_over_counted_flops or 0.0) > REPEATED_WORK:
         lines.append(

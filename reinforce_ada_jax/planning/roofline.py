@@ -283,10 +283,13 @@ def features_call(a: Architecture, b: BatchLayout) -> ProgramCost:
     return ProgramCost(a.num_layers * layer / b.devices, weights, layer / b.devices)
 
 
-def roofline(cost: ProgramCost, chip: Chip, sent_bytes: float | int = 0.0) -> tuple[float, str]:
-    """Returns (least seconds, their bound: "bandwidth", "compute" or "links"), with all three fully overlapped."""
+def roofline(cost: ProgramCost, chip: Chip, sent_bytes: float | int = 0.0, latency: float = 0.0) -> tuple[float, str]:
+    """Returns (least seconds, the largest part: "bandwidth", "compute", "links" or "latency").
+
+    The first three overlap. The latency is added to the largest of them: nothing runs while a kernel begins.
+    """
     seconds = {
         "bandwidth": cost.bytes / chip.bandwidth, "compute": cost.flops / chip.flops, "links": sent_bytes / chip.link,
     }  # fmt: skip
     bound = max(seconds, key=lambda name: seconds[name])
-    return seconds[bound], bound
+    return seconds[bound] + latency, "latency" if latency > seconds[bound] else bound

@@ -16,6 +16,7 @@ from reinforce_ada_jax.distributed.mesh import make_mesh, shard_bytes
 from reinforce_ada_jax.learning.batch import make_batch
 from reinforce_ada_jax.planning import compilation, report
 from reinforce_ada_jax.planning import programs as programs_lib
+from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, ProgramCost
 from reinforce_ada_jax.policy import lora
@@ -277,13 +278,16 @@ def test_compile_program(outcome, peak, over, fits):
     assert result.hbm_limit_bytes == 15.75 * GIB and result.hbm_beside_bytes == 2 * GIB
     assert result.hbm_peak_bytes == (None if peak is None else int(peak * GIB))
     assert result.over_bytes == pytest.approx(over * GIB, abs=2)
-    assert (result.least_seconds, result.bound) == (2.0, "bandwidth")
+    assert (result.bandwidth_seconds, result.bound) == (2.0, "bandwidth")
     if outcome not in (OOM, SMEM):
         assert (result.sent_bytes, result.collectives) == (9e7, {"all-reduce": 1})
         assert result.link_seconds == pytest.approx(2e-3)
+        assert result.latency_seconds == pytest.approx(8e-6)  # a kernel, a collective, two hops
+        assert result.least_seconds == 2.0 + result.latency_seconds
         remarks = report.remarks(result)
-        assert remarks[0] == "1 all-reduce: 2.00 ms over links" and remarks[1].startswith("1.25 times the FLOPs")
-        assert "1.50 times the work" in remarks[2]
+        assert remarks[0] == "1 all-reduce: 2.00 ms over links"
+        assert remarks[1].startswith("bandwidth 2,000.00 ms, compute 1,000.00 ms, latency 0.01 ms: 1 kernels, 1 coll")
+        assert remarks[2].startswith("1.25 times the FLOPs") and "1.50 times the work" in remarks[3]
     line = report.table_row(result)
     assert ("yes" in line) is fits and ("NO" in line) is not fits
     if over:
@@ -295,9 +299,10 @@ def test_compile_program(outcome, peak, over, fits):
 def test_bytes_counted_by_hand(monkeypatch, text, unit):
     # Of a target that does not show its program; of a step, whose program has other passes as well.
     monkeypatch.setattr(compilation, "compiled_text", lambda _: text)
-    program = dataclasses.replace(program_that((8, 1, 9)), sent_bytes=9e7, unit=unit)
+    starts = Starts(kernels=100, collectives=10, hops=20)
+    program = dataclasses.replace(program_that((8, 1, 9)), sent_bytes=9e7, starts=starts, unit=unit)
     result = compilation.compile_program(program, CHIPS["v5e"])
-    assert (result.sent_bytes, result.collectives) == (9e7, {})
+    assert (result.sent_bytes, result.collectives, result.latency_seconds) == (9e7, {}, pytest.approx(170e-6))
     assert report.remarks(result)[0].startswith("counted by hand: 2.00 ms")
 
 

@@ -6,8 +6,9 @@ import pytest
 
 from reinforce_ada_jax.config import replaced, resolve
 from reinforce_ada_jax.distributed.mesh import make_mesh
-from reinforce_ada_jax.planning import collectives, plan, programs, roofline
+from reinforce_ada_jax.planning import collectives, latency, plan, programs, roofline
 from reinforce_ada_jax.planning.compilation import ProgramResult
+from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.plan import Deployment, Statistics
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, BatchLayout, Chip, ProgramCost
 from reinforce_ada_jax.policy.architecture import from_hf
@@ -173,6 +174,9 @@ def test_roofline():
     assert roofline.roofline(ProgramCost(flops=100, bytes=20), chip) == (2.0, "bandwidth")
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip) == (3.0, "compute")
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, sent_bytes=8) == (4.0, "links")
+    # Beginning a kernel overlaps with nothing.
+    assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, sent_bytes=8, latency=1.5) == (5.5, "links")
+    assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, latency=4.0) == (7.0, "latency")
 
 
 def test_the_roofline_of_the_1p5b_model_on_one_v5e_chip():
@@ -251,11 +255,33 @@ def test_decode_sent():
 def test_sent_bytes():
     # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; 3 times 44. With 28 B summed over 4,
     # twice 21: 174 a turn. Outside: 12 B come out of each of 8, so that 84 pass.
-    sent, kinds = collectives.sent_bytes(HLO, trip_count=5)
-    assert sent == 5 * (3 * 44 + 42) + 84 == 954
-    assert kinds == {"all-gather": 1, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1}
-    assert collectives.sent_bytes(HLO, trip_count=None)[0] == 174 + 84
-    assert collectives.sent_bytes("", trip_count=1) == (0.0, {})
+    found = collectives.traffic(HLO, trip_count=5)
+    assert found.sent_bytes == 5 * (3 * 44 + 42) + 84 == 954
+    assert found.collectives == {"all-gather": 1, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1}
+    assert collectives.traffic(HLO, trip_count=None).sent_bytes == 174 + 84
+    assert collectives.traffic("", trip_count=1) == (0.0, {}, Starts())
+
+
+def test_starts():
+    # Inner: two fusions and the start of a permutation; with the sum 3 * 3 + 1 kernels a turn. Outside: one. The gather
+    # in the fusions and the permutation overlap with products. The sum has 2 * 3 hops over 4 chips, the scatter 7.
+    assert collectives.traffic(HLO, trip_count=5).starts == Starts(kernels=51, collectives=6, hops=37)
+    # Of a conditional's branches all are counted; a copy in the background and the mark of a buffer are no kernels.
+    begin = "%outer_body (p: s32[]) -> s32[] {\n"
+    more = '  %c = (f32[2], f32[2], u32[]) copy-start(%p)\n  %d = f32[2] custom-call(), custom_call_target="Buffer"\n'
+    more += '  %k = f32[2] custom-call(%p), custom_call_target="tpu_custom_call"\n'
+    assert collectives.traffic(HLO.replace(begin, begin + more), trip_count=5).starts.kernels == 51 + 5
+
+
+def test_latency():
+    # 80 kernels and 31 a layer. 2 sums a layer and 6 more over two chips, 2 hops each: 948 + 62 * 5 + 124 us.
+    assert latency.decode_step(28, 2) == Starts(948, 62, 124)
+    assert latency.decode_step(28, 2).seconds == pytest.approx(1382e-6)
+    assert latency.decode_step(28, 1) == Starts(948, 0, 0)
+    # Two micro-batches of one layer: 100 kernels, 26 forwards and 125 backwards, 2 sums forwards and 3 backwards.
+    assert LAYOUT.tensor_shards == 2 and LAYOUT.micro_batches == 2
+    assert latency.learner_call(1, LAYOUT, update=True) == Starts(2 * 251, 10, 20)
+    assert latency.learner_call(1, LAYOUT, update=False) == Starts(2 * 126, 4, 8)
 
 
 def test_collectives_by_loop():
@@ -300,12 +326,16 @@ def test_phases():
         "collection.prompts_per_iteration": 64, "learning.prompts_per_update": 32, "mesh.fsdp": 2,
     })  # fmt: skip
     chip = Chip(hbm_bytes=1, bandwidth=10.0, flops=1e9, link=1.0)
-    seconds = plan.phases(Deployment(config, TIED, OPTIONS, chip), RESULTS, Statistics(4, 2, 3.0))
+    deployment, means = Deployment(config, TIED, OPTIONS, chip), Statistics(4, 2, 3.0)
+    seconds = plan.phases(deployment, RESULTS, means, latency_factor=0.0)
     # 64 * 3 responses of 2 tokens in 6 slots, 93.6 % busy; a turn reads 632 B of weights and 3 * 5 tokens of 16 B.
     assert seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 87.2)
     # 64 prompts of 4 tokens in 2 replicas, 8 tokens a chunk: 480 B of weights, 8 tokens of 16 B.
     assert seconds["prefill"] == pytest.approx(16 * (480 + 128) / 10)
     assert (seconds["reshard"], seconds["score"], seconds["update"]) == (0.0, 1.0, 4.0)  # two updates
+    # 142 kernels of 1 us in every turn.
+    later = plan.phases(deployment, RESULTS, means, latency_factor=2.0)
+    assert later["decode"] - seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 2 * 142e-6, rel=1e-4)
 
 
 def test_packed_responses_take_a_part_of_the_time():
@@ -335,6 +365,9 @@ def test_remedies():
     lines = plan.remedies(deployed(config), too_big, 3 * GIB)
     assert any("learning.micro_batches = 128 (now 64)" in line for line in lines)
     assert "mesh.fsdp = 8 (now 4)" in lines[-1] and "3.00 of 10.00 GiB" in lines[-1]
+    copied = dataclasses.replace(deployed(config), gathers_once=True)
+    assert any("learning.gather_weights = layer" in line for line in plan.remedies(copied, too_big, 3 * GIB))
+    assert not any("gather_weights" in line for line in lines)
     config = replaced(config, {"learning.micro_batches": 128})  # a row a device
     assert not any("micro_batches" in line for line in plan.remedies(deployed(config), too_big, 3 * GIB))
     many = dataclasses.replace(OPTIONS, pages=2**26, slots=2**20)  # of 32 B on each of two devices
