@@ -5,6 +5,7 @@ as the interpreter does. It shares only the seed of Python's hashes with the oth
 in an interpreter of its own, which has another seed.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -130,6 +131,8 @@ def serve() -> None:
     for name in (*COMMANDS, *IMPORTED):
         importlib.import_module(f"{PACKAGE}.{name}")
     compiling.share_programs()
+    gc.collect()
+    gc.freeze()  # else each command visits what was imported, at its end as well
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the commands get it too
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
