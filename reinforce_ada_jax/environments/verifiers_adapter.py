@@ -7,26 +7,18 @@ and the tools are called in this process.
 """
 
 import asyncio
-import contextlib
-import copy
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import aiohttp  # pyright: ignore[reportMissingImports]  (verifiers brings it)
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  (optional)
-from mcp.server.mcpserver import MCPServer  # pyright: ignore[reportMissingImports]  (verifiers brings it)
-from mcp.server.mcpserver.exceptions import ToolError  # pyright: ignore[reportMissingImports]
 from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
-from verifiers.v1.dialects.chat import message_to_wire  # pyright: ignore[reportMissingImports]
-from verifiers.v1.harnesses.utils.compaction import bound_tool_message  # pyright: ignore[reportMissingImports]
-from verifiers.v1.harnesses.utils.mcp import mcp_content_to_chat_content  # pyright: ignore[reportMissingImports]
 from verifiers.v1.interception import InterceptionServer  # pyright: ignore[reportMissingImports]
-from verifiers.v1.mcp.server import _call_state  # pyright: ignore[reportMissingImports]
-from verifiers.v1.utils.decorators import discover_decorated  # pyright: ignore[reportMissingImports]
 
 from reinforce_ada_jax.environments.episode import Invalid, Message
 from reinforce_ada_jax.environments.tool_calls import parse_calls
+from reinforce_ada_jax.environments.verifiers_agent import Agent, Chat, Tool, tools_of
 
 
 def adapt(settings: Any) -> "type[Environment]":
@@ -168,7 +160,7 @@ class _Host:
         self.environment, self.loop = environment, asyncio.new_event_loop()
         self.task_class = type(environment.taskset).task_type()
         self.model, self.endpoint = _Model(), vf.EvalClientConfig()
-        self.shared: dict[str, _Tool] = {}
+        self.shared: dict[str, Tool] = {}
 
     def run(self, awaitable: Any) -> Any:
         """Runs the loop until something is done, and returns its result."""
@@ -183,11 +175,11 @@ class _Host:
         taskset = self.environment.taskset
         for toolset in taskset.toolsets(taskset.config):
             await toolset.setup()
-            self.shared |= await _tools_of(toolset)
+            self.shared |= await tools_of(toolset)
         await self.environment.start()
         tools = dict(self.shared)
         for toolset in self.task_class.toolsets(taskset.config.task):
-            tools |= await _tools_of(toolset)
+            tools |= await tools_of(toolset)
         return [tool.schema for tool in tools.values()]
 
     async def stop(self) -> None:
@@ -223,38 +215,6 @@ def _check(environment: "vf.Env") -> None:
         reasons.append("its tools run on another machine")
     if reasons:
         raise Invalid(f"the environment {environment.config.env_id!r} cannot be used: {'; '.join(reasons)}")
-
-
-class _Tool:
-    """A tool of a tool server, which is in this process."""
-
-    def __init__(self, toolset: "vf.Toolset", server: MCPServer, name: str, schema: dict[str, Any]):
-        self._toolset, self._server, self._name, self.schema = toolset, server, name, schema
-
-    async def call(self, arguments: dict[str, Any], state: "vf.State") -> Any:
-        """Returns the content of the message with the result; it is the error's text where the tool fails."""
-        token = _call_state.set(state if isinstance(state, self._toolset._state_cls) else None)
-        try:
-            result = await self._server.call_tool(self._name, arguments)
-        except ToolError as error:
-            return str(error)
-        finally:
-            _call_state.reset(token)
-        return mcp_content_to_chat_content(result.content)
-
-
-async def _tools_of(toolset: "vf.Toolset") -> dict[str, _Tool]:
-    """Returns the tools of a tool server by the names that the model sees."""
-    server = MCPServer(toolset.server_name or type(toolset).__name__, log_level="WARNING")
-    for method in discover_decorated(toolset, "tool"):
-        text = (method.__doc__ or "").strip() or None
-        server.add_tool(method, name=method.tool_name or method.__name__, description=text)
-    tools = {}
-    for found in await server.list_tools():
-        name = f"{toolset.server_name}_{found.name}" if toolset.server_name else found.name
-        function = {"name": name, "description": found.description or "", "parameters": found.input_schema}
-        tools[name] = _Tool(toolset, server, found.name, {"type": "function", "function": function})
-    return tools
 
 
 class _Episode:
@@ -300,98 +260,6 @@ class _Episode:
         self.trace = trace
         self.host.model.episodes[trace.id] = self
 
-    def _seat(self, name: str, config: "vf.AgentConfig") -> "_Agent":
-        null = vf.HarnessConfig(id="null")
-        update = {"client": self.host.endpoint, "model": "policy", "runtime": vf.SubprocessConfig(), "harness": null}
-        agent = _Agent(config.model_copy(update=update), interception=self.host.interception)
-        agent.harness, agent.episode, agent.name = _Chat(null, self), self, name
-        return agent
-
-
-class _Agent(vf.Agent):
-    """The agent that is trained. Its rollouts are those of verifiers, without processes for tools."""
-
-    episode: _Episode
-    name: str
-
-    async def run(self, task: "vf.Task", *, on_trace=None, **options) -> "vf.Trace":
-        """Plays a task that has no user."""
-        return await super().run(self._ready(task), on_trace=self._watch(on_trace), **options)
-
-    @contextlib.asynccontextmanager
-    async def interaction(self, task: "vf.Task", *, on_trace=None, **options) -> AsyncIterator["vf.Interaction"]:
-        """Plays a task whose user is the environment."""
-        async with super().interaction(self._ready(task), on_trace=self._watch(on_trace), **options) as interaction:
-            yield interaction
-
-    def _ready(self, task: "vf.Task") -> "vf.Task":
-        self.harness.toolsets = task.toolsets(task.config)
-        without = copy.copy(task)
-        without.toolsets = lambda config: []
-        return without
-
-    def _watch(self, on_trace):
-        def watch(trace: "vf.Trace") -> None:
-            trace.agent.name, trace.agent.trainable = self.name, self.trainable
-            self.episode.begin(trace)
-            if on_trace is not None:
-                on_trace(trace)
-
-        return watch
-
-
-class _Chat(vf.Harness):
-    """Chat with tools, as verifiers' harness `null` has it: it ends with a turn that calls no tool."""
-
-    APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
-    EXECUTES_CODE = NEEDS_CONTAINER = False
-
-    def __init__(self, config: "vf.HarnessConfig", episode: _Episode):
-        super().__init__(config)
-        self._episode, self.toolsets, self._tools = episode, [], None
-
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> "vf.ProgramResult":
-        """Asks for turns and calls tools, until a turn has no call or the episode is stopped."""
-        system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
-        tools = await self._started(trace)
-        body = {"model": ctx.model, "messages": messages, "tools": [tool.schema for tool in tools.values()]}
-        if not tools:
-            del body["tools"]
-        bearer, done = {"Authorization": f"Bearer {secret}"}, vf.ProgramResult(exit_code=0, stdout="", stderr="")
-        while True:
-            url = f"{endpoint}/chat/completions"
-            async with self._episode.host.http.post(url, headers=bearer, json=body) as answer:
-                if answer.status != 200:
-                    if trace.stop_condition is None:
-                        raise vf.HarnessError(await answer.text())
-                    return done
-                message = (await answer.json())["choices"][0]["message"]
-            messages.append(message)
-            if not message.get("tool_calls"):
-                return done
-            for call in message["tool_calls"]:
-                function = call["function"]
-                content = await self._call(tools, function["name"], json.loads(function["arguments"]), trace.state)
-                result = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": content}
-                messages.append(bound_tool_message(result))
-
-    async def _started(self, trace: "vf.Trace") -> dict[str, _Tool]:
-        """Returns the tools; those of the task are started for the first turn."""
-        if self._tools is None:
-            self._tools = dict(self._episode.host.shared)
-            for toolset in self.toolsets:
-                await toolset.setup()
-                await toolset.setup_task(trace.task.data)
-                self._tools |= await _tools_of(toolset)
-        return self._tools
-
-    @staticmethod
-    async def _call(tools: Mapping[str, _Tool], name: str, arguments: dict[str, Any], state: "vf.State") -> Any:
-        return await tools[name].call(arguments, state) if name in tools else f"error: unknown tool {name!r}"
-
-    async def cleanup(self, trace: "vf.Trace", runtime: "vf.Runtime") -> None:
-        """Ends the tools of the task."""
-        for toolset in self.toolsets:
-            await toolset._exit_stack.aclose()
+    def _seat(self, name: str, config: "vf.AgentConfig") -> Agent:
+        asking = config.model_copy(update={"client": self.host.endpoint, "model": "policy"})
+        return Agent(name, asking, self.host.interception, Chat(self.host.http, self.host.shared), self.begin)

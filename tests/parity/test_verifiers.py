@@ -19,7 +19,7 @@ from reinforce_ada_jax.environments import loading, verifiers_adapter
 from reinforce_ada_jax.environments.episode import Episode, Invalid
 from reinforce_ada_jax.environments.tool_calls import parse_calls
 from reinforce_ada_jax.environments.workers import EnvironmentPool
-from tests.running import load
+from tests.running import ROOT, load
 
 PACKAGES = pathlib.Path(__file__).with_name("verifiers_packages")
 SEATS = {"guess_numbers": "player", "add_numbers": "agent"}
@@ -114,11 +114,8 @@ def call(name, **arguments):
 @pytest.mark.parametrize(
     ("name", "index", "turns", "reward"),
     [
-        ("guess_numbers", 4, ["5"], 0.75 + 0.25),
         ("guess_numbers", 4, ["3", "5"], 0.75 + 0.25 / 2 + 1.0),  # the bonus of finalize
         ("guess_numbers", 4, ["3", "7", "6"], 0.25 / 3),  # the limit of turns ends it
-        ("guess_numbers", 4, ["none"], 0.25),
-        ("add_numbers", 2, ["5 apples"], 1.0),
         ("add_numbers", 2, [call("calc_add", a=2, b=3), "5 apples"], 1.0 + 0.1 * 1.5),
         ("add_numbers", 2, [call("calc_add", a="x"), "no"], 0.1 * 0.5),
         # The stop sees the results of turns that were answered: it ends the episode before the third turn.
@@ -175,6 +172,24 @@ def test_an_environment_in_a_file(tmp_path, loaded):
     row = next(iter(verifiers_adapter.rows("guess_numbers", 4, 5)))
     assert Episode(loaded(f"{file}:Game"), row, ()).answer("3") == [{"role": "user", "content": "higher"}]
     assert Episode(loaded(f"{file}:short"), row, ()).answer("3") == 0.25
+
+
+@pytest.mark.parametrize(
+    ("turns", "answers"),
+    [
+        (["5"], [1.2]),
+        (["2", "7", "5"], ["higher", "lower", 1 + 0.2 / 3]),
+        (["1", "2", "3"], ["higher", "higher", 0.0]),
+        (["8"], [0.0]),
+    ],
+)
+def test_the_example(loaded, turns, answers):
+    environment = loaded(f"{ROOT}/examples/verifiers_game.py:Game")
+    row = next(iter(verifiers_adapter.rows("verifiers_game", 4, 5)))
+    episode = Episode(environment, row, ())
+    assert episode.messages == [{"role": "user", "content": "Guess, 1 to 7."}]
+    replies = [episode.answer(turn) for turn in turns]
+    assert [reply if isinstance(reply, float) else reply[0]["content"] for reply in replies] == answers
 
 
 REFUSED = """
