@@ -41,10 +41,10 @@ def rows(settings: Any, start: int, stop: int | None) -> Iterable[dict[str, Any]
     config = vf.resolve_env_config({"taskset": {"id": settings}} if isinstance(settings, str) else settings)
     tasks = vf.load_environment(config).taskset.skip(start)
     for task in tasks if stop is None else tasks.take(stop - start):
-        data = task.data.model_dump(mode="json", exclude_none=True)
+        data, name = task.data.model_dump(mode="json", exclude_none=True), f"{config.taskset.id}-{task.data.idx:06d}"
         yield {
-            "id": f"{config.taskset.id}-{task.data.idx:06d}",
-            "problem": task.data.prompt_text,
+            "id": name,
+            "problem": task.data.prompt_text or name,  # the environment may begin the conversation without a prompt
             "answer": str(data.get("answer", "")),
             "task": json.dumps(data),
         }
@@ -197,8 +197,9 @@ def _check(environment: "vf.Env") -> None:
     """Refuses an environment that can't be played by one model in this process."""
     taskset, seats, reasons = environment.taskset, agent_config_fields(environment.config), []
     task_class = type(taskset).task_type()
-    bundled = vf.default_harness_id(taskset.config.id)  # "bash" where the package brings none
-    programs = {seat.harness.id if seat.harness else bundled.replace("bash", "null") for seat in seats.values()}
+    bundled = vf.default_harness_id(taskset.config.id)
+    default = "null" if bundled == "bash" else bundled  # "bash" where the package brings none
+    programs = {seat.harness.id if seat.harness else default for seat in seats.values()}
     toolsets = [*taskset.toolsets(taskset.config), *task_class.toolsets(taskset.config.task)]
     if len(seats) > 1:
         reasons.append(f"it has the agents {', '.join(seats)}, and there is one model, which is trained")

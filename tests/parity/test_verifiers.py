@@ -192,6 +192,35 @@ def test_the_example(loaded, turns, answers):
     assert [reply if isinstance(reply, float) else reply[0]["content"] for reply in replies] == answers
 
 
+def test_an_environment_may_begin_without_a_prompt_and_add_several_messages(tmp_path, monkeypatch, loaded):
+    (tmp_path / "opener.py").write_text("""
+import verifiers.v1 as vf
+
+class Tasks(vf.Taskset[vf.Task[vf.TaskData], vf.TasksetConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData())
+
+class Config(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+class Opener(vf.Env[Config]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn("hello")
+            last = await talk.turn([{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
+        talk.trace.record_reward("length", len(last.last_reply), 0.5)
+
+__all__ = ["Opener", "Tasks"]
+""")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (row,) = verifiers_adapter.rows("opener", 0, None)
+    assert row["problem"] == row["id"] == "opener-000000"
+    episode = Episode(loaded("verifiers:opener"), row, ())
+    assert episode.messages == [{"role": "user", "content": "hello"}]
+    assert [reply["content"] for reply in episode.answer("a")] == ["one", "two"]
+    assert episode.answer("four") == 2.0
+
+
 REFUSED = """
 import verifiers.v1 as vf
 
