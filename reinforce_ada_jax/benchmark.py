@@ -11,6 +11,7 @@
     python -m reinforce_ada_jax.benchmark update --model=HF_DIR --against=transformers
         --against_python=.venv-parity/bin/python --json=OUT
     python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT
+    python -m reinforce_ada_jax.benchmark iteration ... --against=trl --against_python=PYTHON
     python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
     python -m reinforce_ada_jax.benchmark split --config=configs/tiny.py --shape=128x4 --json=OUT
     python -m reinforce_ada_jax.benchmark split --config=configs/qwen_1p5b.py --topology=v5e:2x4

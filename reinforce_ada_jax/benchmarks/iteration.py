@@ -1,9 +1,10 @@
-"""`benchmark iteration`: iterations of training by phase, with rounds free, in step, and overlapping.
+"""`benchmark iteration`: iterations of training by phase, with rounds free, in step, and overlapping; beside TRL's.
 
 The iterations are those of training, with clocks around their phases. Random weights end no response and solve nothing,
 so with them response lengths and verdicts are scripted too; everything else is done, grading included.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -23,12 +24,14 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.benchmarks import models, workloads
+from reinforce_ada_jax.benchmarks import inputs, models, workloads
 from reinforce_ada_jax.benchmarks import options as options_lib
+from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.benchmarks.options import DEFAULT_VARIANTS, VARIANTS
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupt
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -50,6 +53,9 @@ from reinforce_ada_jax.training.trainer import Trainer, make_trainer
 from reinforce_ada_jax.training.updates import Updates
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
+BASELINES = {"trl": pathlib.Path(__file__).parent / "baselines" / "trl_iteration.py"}
+# Share of the tokens by which a baseline's work may differ: random weights may end a response too early.
+MOST_OTHER_TOKENS = 0.03
 PHASES = ("collect", "score", "update", "checkpoint")
 PASS_RATES = (0.6, 1.2)  # a and b of the scripted Beta distribution
 
@@ -73,10 +79,10 @@ class Script:
         drawn = self.lengths(self._random("length", request.prompt.id, request.draw), (1,))[0]
         return int(np.clip(np.round(drawn), 1, self.limit))
 
-    def verdict(self, prompt: Prompt, response: Response) -> Verdict:
+    def verdict(self, prompt: Prompt, draw: int) -> Verdict:
         """Returns a verdict that is correct at the prompt's pass rate."""
         pass_rate = self._random("chance", prompt.id).beta(*PASS_RATES)
-        correct = bool(self._random("verdict", prompt.id, response.draw).random() < pass_rate)
+        correct = bool(self._random("verdict", prompt.id, draw).random() < pass_rate)
         return Verdict(correct, float(correct))
 
 
@@ -122,7 +128,7 @@ class ScriptedComponents(Components):
         grade = super().verify_fn(verifiers, shaping, grader)
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
-            scripted = [self.script.verdict(prompt, response) for prompt, response in pairs]
+            scripted = [self.script.verdict(prompt, response.draw) for prompt, response in pairs]
             graded = grade(pairs)
             if not isinstance(graded, Future):
                 return scripted
@@ -197,7 +203,7 @@ class ClockedRun:
         script: Script | None,
         stack: contextlib.ExitStack,
     ):
-        self.clock, learner, self.verifiers = Clock(), trainer.learner, verifiers
+        self.clock, learner, self.verifiers, self.script = Clock(), trainer.learner, verifiers, script
         for name in ("score", "update"):
             setattr(learner, name, functools.partial(self._on_device, getattr(learner, name)))
         updates = ClockedUpdates(trainer.config, trainer.strategy, learner, trainer.workdir, self.clock)
@@ -216,7 +222,7 @@ class ClockedRun:
         In a run a checkpoint is written during the next iteration; here writing is waited for, after the clock.
         """
         self.clock.seconds = seconds = {}
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         progress = Progress(total=1, done=0, quiet=True)
         run = self.trainer, self.verifiers, self.interrupt, progress, self.ahead
         state, stop = train_iteration(*run, self.state)
@@ -226,7 +232,7 @@ class ClockedRun:
         metrics, self.state = state.pending, dataclasses.replace(state, pending=None)
         record = to_record(self.state) | self.identity
         self.clock.call("checkpoint", self.checkpoints.save, state.iteration, state.learner, record)
-        total = time.perf_counter() - begin
+        total, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
         self.checkpoints.wait()
         written = time.perf_counter() - begin - total
         seconds["collect"], seconds["update"] = metrics["time/collect_s"], metrics["time/update_s"]
@@ -235,6 +241,7 @@ class ClockedRun:
         phases = {f"{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
         return {
             "seconds": total,
+            "cpu_seconds": cpu,
             **phases,
             "other_s": total - sum(phases.values()),
             "verify_s": metrics["time/verify_s"],
@@ -280,6 +287,48 @@ def begin(
     return ClockedRun(trainer, verifiers, params, script, stack)
 
 
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """Another program to measure: its name, the interpreter of its environment, and its micro-batches."""
+
+    name: str
+    python: str
+    micro_batches: int
+
+
+def start_baseline(
+    baseline: Baseline, trainer: Trainer, script: Script | None, iterations: int
+) -> tuple[JsonSubprocess, dict[str, Any]]:
+    """Starts a baseline with the weights, prompts and rewards of a run; returns it and its description.
+
+    Raises:
+      ValueError: its iterations would be other work, or it does not start.
+    """
+    name, collection, limit = baseline.name, trainer.config.collection, trainer.config.sampling.max_response_tokens
+    if script is None or (script.lengths(np.random.default_rng(0), (1_000,)).round() != limit).any():
+        raise ValueError(
+            f"--against={name} needs random weights whose responses all have sampling.max_response_tokens: --shape or "
+            f"--model, and --lengths={limit},0.0001,{limit},{limit}."
+        )
+    if collection.strategy != "grpo" or collection.prompts_per_iteration != trainer.config.learning.prompts_per_update:
+        raise ValueError(
+            f"--against={name} does GRPO with one update an iteration. Set collection.strategy=grpo, and learning."
+            "prompts_per_update to collection.prompts_per_iteration."
+        )
+    chosen, cursor = [], PromptCursor(trainer.config.seed)
+    for _ in range(iterations):
+        prompts, cursor = next_prompts(trainer.prompts, cursor, collection.prompts_per_iteration)
+        chosen += prompts
+    draws = range(collection.group_size)
+    rewards = [[script.verdict(prompt, draw).reward for draw in draws] for prompt in chosen]
+    process = JsonSubprocess(name, [baseline.python, str(BASELINES[name])])
+    return process, process.load_baseline(
+        model=str(trainer.components.folder), rewards=rewards, response_tokens=limit,
+        prompts=[trainer.components.tokenizer.decode(prompt.tokens) for prompt in chosen],
+        prompts_per_iteration=collection.prompts_per_iteration, micro_batches=baseline.micro_batches,
+    )  # fmt: skip
+
+
 def measure(
     config: Config,
     *,
@@ -287,6 +336,7 @@ def measure(
     repeat: int = 3,
     lengths: Lengths,
     architecture: Architecture | None = None,
+    against: Baseline | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measures iterations of each variant in turns; the first of each compiles and is not timed.
@@ -296,7 +346,8 @@ def measure(
 
     Returns:
       By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio", "overlap_ratio" and
-      "invariant_ratio", tokens a second of "rounds" over theirs.
+      "invariant_ratio", tokens a second of "rounds" over theirs; with a baseline "time_ratio" and "cpu_time_ratio",
+      seconds a token of the first variant over its own.
 
     Raises:
       ValueError: an unknown variant, or a configuration that can't be run.
@@ -305,7 +356,7 @@ def measure(
     if unknown or not variants:
         raise ValueError(f"--variants has {unknown}; it must name some of {', '.join(VARIANTS)}.")
     quiet = {"logging.tensorboard": False, "logging.wandb": "", "logging.trackio": "", "evaluation.every": 0}
-    timed: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    timed: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {
             name: begin(
@@ -314,11 +365,17 @@ def measure(
             )
             for name in variants
         }  # fmt: skip
+        iterate: dict[str, Callable[[], dict[str, float]]] = {name: run.timed_iteration for name, run in runs.items()}
+        first, described = runs[variants[0]], {}
+        trainer = first.trainer
+        if against is not None:
+            process, described = start_baseline(against, trainer, first.script, 1 + repeat)
+            stack.callback(process.close)
+            iterate[against.name] = functools.partial(process.ask, "run")
         for number in range(1 + repeat):
-            for name, run in runs.items():
-                timed[name].append(run.timed_iteration())
+            for name, iteration in iterate.items():
+                timed[name].append(iteration())
                 log(f"iteration {number}, {name}: {timed[name][-1]['seconds']:.2f} s")
-        trainer = runs[variants[0]].trainer
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in taken[1:]) for key in taken[0]}
         | {"iterations": repeat, "first_iteration_s": taken[0]["seconds"], "all_seconds": [x["seconds"] for x in taken]}
@@ -327,6 +384,14 @@ def measure(
     for name in set(variants) - {"rounds"}:
         if "rounds" in result:
             result[f"{name}_ratio"] = result["rounds"]["tokens_per_s"] / result[name]["tokens_per_s"]
+    if against is not None:
+        ours, theirs = result[variants[0]], result[against.name]
+        theirs |= described | {"micro_batches": against.micro_batches}
+        tokens_ratio = ours["tokens"] / theirs["tokens"]
+        if abs(tokens_ratio - 1) > MOST_OTHER_TOKENS:
+            raise ValueError(f"{ours['tokens']:,} tokens, and {theirs['tokens']:,} of {against.name}: other work.")
+        for key in ("", "cpu_"):
+            result[f"{key}time_ratio"] = ours[f"{key}seconds"] / theirs[f"{key}seconds"] / tokens_ratio
     device = jax.devices()[0]
     return result | {
         "scripted": isinstance(trainer.rollouts, ScriptedRollouts), "device": device.device_kind,
@@ -339,11 +404,14 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures the configuration of the flags."""
     if options.config is None:
         raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
+    options_lib.check_baseline(options, BASELINES)
+    against = options.against and Baseline(options.against, options.against_python, options.micro_batches)
     return measure(
         config_lib.resolve(options.config),
         variants=options.variants,
         repeat=options.repeat or 3,
         lengths=workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS),
-        architecture=models.shaped(options.shape) if options.shape else None,
+        architecture=inputs.architecture_of(options) if options.shape or options.model else None,
+        against=against,
         log=options_lib.log,
     )

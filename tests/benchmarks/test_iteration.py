@@ -1,10 +1,14 @@
 """`benchmark iteration`: that phases add up, that variants do the same work, and that a script decides made-up runs."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from reinforce_ada_jax.benchmarks import iteration, models, workloads
-from reinforce_ada_jax.types import Prompt, Request, Response
+from reinforce_ada_jax.config import replaced
+from reinforce_ada_jax.training.components import build, model_folder
+from reinforce_ada_jax.types import Prompt, Request
 from tests.running import tiny
 
 SMALL = {
@@ -63,15 +67,11 @@ def test_a_script_is_a_function_of_the_address():
     lengths = [[script.length(Request(prompt, draw)) for draw in range(4)] for prompt in prompts]
     assert lengths == [[script.length(Request(prompt, draw, prefetch=True)) for draw in range(4)] for prompt in prompts]
     assert np.min(lengths) == 2 and np.max(lengths) == 6 and len(set(map(tuple, lengths))) > 50
-    correct = [[script.verdict(prompt, _response(prompt, draw)).correct for draw in range(8)] for prompt in prompts]
+    correct = [[script.verdict(prompt, draw).correct for draw in range(8)] for prompt in prompts]
     # Beta(0.6, 1.2) has a mean of 1/3, and prompts differ by more than chance: some are always wrong, some right.
     rates = np.mean(correct, axis=1)
     assert rates.mean() == pytest.approx(1 / 3, abs=0.06)
     assert (rates == 0).mean() > 0.15 and (rates == 1).mean() > 0.03
-
-
-def _response(prompt: Prompt, draw: int) -> Response:
-    return Response(prompt.id, draw, np.zeros(1, np.int32), np.zeros(1, np.float32), truncated=False)
 
 
 def test_what_is_refused():
@@ -80,3 +80,67 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="not a folder"):
         config = tiny(**{"model.path": "/nowhere"})
         iteration.measure(config, lengths=LENGTHS, architecture=models.smallest())
+
+
+# As TRL would: it must get one request for each iteration, and all prompts and rewards before the first.
+FAKE = """
+import sys
+sys.path.insert(0, {baselines!r})
+from json_worker import serve
+
+class Fake:
+    def __init__(self, model, prompts, rewards, prompts_per_iteration, response_tokens, micro_batches):
+        self.given = dict(prompts=prompts, rewards=rewards, micro_batches=micro_batches)
+        self.tokens = prompts_per_iteration * len(rewards[0]) * response_tokens
+
+    def describe(self):
+        return self.given
+
+    def run(self):
+        return dict(seconds=2.0, cpu_seconds=4.0, tokens={tokens} or self.tokens)
+
+serve(Fake)
+"""
+
+
+@pytest.mark.parametrize("tokens", [0, 100])
+def test_a_baseline_has_the_same_prompts_and_rewards(tmp_path, monkeypatch, tokens):
+    file = tmp_path / "fake.py"
+    file.write_text(FAKE.format(baselines=str(iteration.BASELINES["trl"].parent), tokens=tokens))
+    monkeypatch.setitem(iteration.BASELINES, "trl", file)
+    config = tiny(**SMALL | {
+        "collection.strategy": "grpo", "collection.group_size": 4, "sampling.max_response_tokens": 4,
+        "learning.prompts_per_update": 4,
+    })  # fmt: skip
+    lengths = workloads.parse_lengths("4,0.0001,4,4")
+    against = iteration.Baseline("trl", sys.executable, 2)
+
+    def measured(config=config, lengths=lengths):
+        return iteration.measure(
+            config, variants=("rounds",), repeat=1, lengths=lengths, architecture=models.shaped("16x1"), against=against
+        )
+
+    if tokens:
+        with pytest.raises(ValueError, match="64 tokens, and 100 of trl: other work"):
+            measured()
+        with pytest.raises(ValueError, match="needs random weights whose responses all have"):
+            measured(lengths=LENGTHS)
+        with pytest.raises(ValueError, match="does GRPO with one update an iteration"):
+            measured(replaced(config, {"learning.prompts_per_update": 2}))
+        return
+    found = measured()
+    ours, theirs = found["rounds"], found["trl"]
+    assert found["time_ratio"] == pytest.approx(ours["seconds"] / 2.0)
+    assert found["cpu_time_ratio"] == pytest.approx(ours["cpu_seconds"] / 4.0)
+    assert theirs["micro_batches"] == 2 and len(theirs["prompts"]) == len(set(theirs["prompts"])) == 2 * 4
+    script = iteration.Script(lengths, 4, config.seed)
+    assert np.shape(theirs["rewards"]) == (8, 4) and theirs["rewards"][0] == [
+        script.verdict(prompt_of(config, theirs["prompts"][0]), draw).reward for draw in range(4)
+    ]
+
+
+def prompt_of(config, text):
+    """Returns the prompt with a text."""
+    components = build(config, model_folder(config.model.path))
+    prompts = components.prompts(config.data.prompts, config)
+    return next(prompt for prompt in prompts if components.tokenizer.decode(prompt.tokens) == text)
