@@ -42,7 +42,7 @@ def build(settings: ServerSettings) -> "Components":
         sampling=SamplingConfig(
             slots=settings.slots, page_size=settings.page_size, max_response_tokens=settings.max_response_tokens,
             # JetStream returns to the host after every token, and has one prompt at a time.
-            window=1 if grpc else 16, open_prompts=1 if grpc else 0,
+            window=1 if grpc else 16, open_prompts=1 if grpc else 0, drafts=0 if grpc else None,
         ),
     )  # fmt: skip
     return components_lib.build(config, components_lib.model_folder(settings.model))

@@ -318,16 +318,6 @@ def devices_are_split(config: Config) -> None:
         )
 
 
-def draft_rows_hold_drafts(config: Config) -> None:
-    """Rows for drafts need drafts."""
-    sampling = config.sampling
-    if sampling.draft_rows and not sampling.drafts:
-        raise ValueError(
-            f"sampling.draft_rows is {sampling.draft_rows} and sampling.drafts is 0: no token is guessed. Set "
-            "sampling.drafts to the most tokens of a slot, such as 3, or sampling.draft_rows to 0."
-        )
-
-
 def barrier_holds_every_prompt(config: Config) -> None:
     """With a barrier all prompts of an iteration are open at a time."""
     collection, sampling = config.collection, config.sampling
@@ -369,7 +359,6 @@ RULES: tuple[Callable[[Config], None], ...] = (
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,
     overlap_knows_its_prompts, devices_are_split, barrier_holds_every_prompt, pages_hold_a_response,
-    draft_rows_hold_drafts,
 )  # fmt: skip
 
 

@@ -337,13 +337,10 @@ class SamplingConfig:
         "model", 'Matrices to decode with: "model", in model.compute_dtype, or "int8", with a scale for each output.',
         one_of(values.DECODE_DTYPES),
     )  # fmt: skip
-    drafts: int = setting(
-        0, "Most tokens that a decode step guesses for one slot and verifies, in rows of idle slots. The samples stay "
-        "the same.", values.NOT_NEGATIVE,
-    )  # fmt: skip
-    draft_rows: int = setting(
-        0, "Rows up to which drafts make a decode step larger than its slots; 0: they only fill idle rows.",
-        values.NOT_NEGATIVE, rule="draft_rows_hold_drafts",
+    drafts: int | None = setting(
+        None, "Most tokens that a decode step guesses for one slot; it verifies as many as pay. The samples stay the "
+        "same. 0: none; default: 3 on CPUs, with fewer than 8 slots of a model that does not fit into the caches, "
+        "else 0.", values.NOT_NEGATIVE_OR_NONE,
     )  # fmt: skip
     check_invariants: bool = setting(
         False, "Check all pages, rows and requests after every window; slow, for finding faults."

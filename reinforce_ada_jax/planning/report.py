@@ -16,6 +16,7 @@ from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.huggingface import read_config
 from reinforce_ada_jax.policy.presets import PUBLISHED
+from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.paged_attention import FOR_PLATFORM
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training import components as components_lib
@@ -60,7 +61,8 @@ def engine_options(config: Config, architecture: Architecture) -> EngineOptions:
     attention = FOR_PLATFORM["tpu"] if config.sampling.attention == "auto" else config.sampling.attention
     if attention == "pallas_gpu":
         raise ValueError("sampling.attention is 'pallas_gpu': a TPU takes auto, pallas_tpu or jnp.")
-    return dataclasses.replace(options, attention=attention)
+    options = dataclasses.replace(options, attention=attention)
+    return with_drafts(options, architecture, config.sampling.drafts, "tpu")
 
 
 def table_row(result: ProgramResult) -> str:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.transformer import Decoder, causal_attend, head_logits, run
-from reinforce_ada_jax.sampling import admission
+from reinforce_ada_jax.sampling import admission, draft_choice
 from reinforce_ada_jax.sampling import drafts as drafts_lib
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
@@ -326,8 +326,7 @@ def decode_window(
     active (`options.widths`), only these are computed.
     """
     num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
-    widths = options.widths
-    step_rows = tuple(map(options.step_rows, widths))
+    widths, step_sizes = options.widths, draft_choice.step_sizes(options)
     forward = functools.partial(
         _forward, pages_per_layer=pages_per_layer, adapters=state.terms.adapter, dtype=dtype, backend=backend, mesh=mesh
     )
@@ -362,10 +361,10 @@ def decode_window(
         pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (pools, cached))
         drafted, num_rows = None, width
         if state.drafts is not None:
-            num_rows = jnp.asarray(step_rows, jnp.int32)[jnp.argmax(jnp.asarray(widths) == width)]
-            drafted = drafts_lib.draft_rows(state.replace(slots=slots), options, num_rows, len(logprobs))
+            drafted = drafts_lib.draft_rows(state.replace(slots=slots), options)
+            num_rows = drafted.size
         computed = pools, logprobs
-        for each in sorted(set(step_rows), reverse=True):
+        for each in reversed(step_sizes):
             one_pass = functools.partial(compute_logprobs, num_rows=each, rows=drafted.slots if drafted else slots)
             computed = jax.lax.fori_loop(0, (decoding & (num_rows == each)).astype(jnp.int32), one_pass, computed)
         pools, logprobs = computed
@@ -379,7 +378,7 @@ def decode_window(
 
     # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend
     # on it exist once in the program: compiling takes longer than anything else at a start.
-    logprobs = jnp.zeros((max(step_rows), model.architecture.vocab_size), jnp.float32)
+    logprobs = jnp.zeros((step_sizes[-1], model.architecture.vocab_size), jnp.float32)
     state = jax.lax.while_loop(
         lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(num_slots), jnp.bool(True))
     )[0]

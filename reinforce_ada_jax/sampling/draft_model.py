@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from jaxtyping import Int
 
-from reinforce_ada_jax.sampling import drafts
+from reinforce_ada_jax.sampling import draft_choice, drafts
 from reinforce_ada_jax.sampling.state import DraftCounts, EngineOptions, Prompts, Slots
 
 
@@ -17,11 +17,12 @@ class DraftModel:
         self._prompts = np.zeros((options.open_prompts, options.max_prompt_tokens), np.int32)
         self._row = np.zeros(options.open_prompts, np.int32)
         self._texts = np.full((options.draft_texts, options.max_response_tokens), drafts.NONE, np.int32)
+        self._recent = np.zeros((options.open_prompts, 2), np.int32)
         self._counts = np.zeros(2, np.int32)
 
     def open_prompt(self, row: int, tokens: Int[np.ndarray, " max_prompt"], length: int) -> None:
         """Finds the text of a prompt."""
-        self._prompts[row] = tokens
+        self._prompts[row], self._recent[row] = tokens, 0
         self._row[row] = drafts.text_rows(tokens[None], np.array([length]), len(self._texts), np)[0]
         if not self._options.keep_drafts:
             self._texts[self._row[row]] = drafts.NONE
@@ -35,7 +36,7 @@ class DraftModel:
         )
 
     def step(
-        self, slots: Slots, prompts: Prompts, responses: Mapping[int, tuple[np.ndarray, bool]], num_rows: int
+        self, slots: Slots, prompts: Prompts, responses: Mapping[int, tuple[np.ndarray, bool]]
     ) -> tuple[Int[np.ndarray, " active"], Int[np.ndarray, " active"]]:
         """Guesses for one decode step.
 
@@ -43,12 +44,12 @@ class DraftModel:
           slots: before the step.
           prompts: open ones.
           responses: tokens by output row.
-          num_rows: rows of the step.
 
         Returns:
           The number of guesses that are verified for each active slot, and how many of them are right.
         """
         o, active = self._options, np.flatnonzero(slots.active)
+        sizes = draft_choice.step_sizes(o)
         response, left = np.zeros((o.slots, o.max_response_tokens), np.int32), np.zeros(o.slots, int)
         for slot in active.tolist():
             tokens = responses[int(slots.output_row[slot])][0]
@@ -56,10 +57,19 @@ class DraftModel:
         text_row, prompt = self._row[slots.prompt_row], self._prompts[slots.prompt_row]
         length, ahead = prompts.length[slots.prompt_row], np.arange(o.drafts)[None]
         guessed = drafts.guess(self._texts[text_row], prompt, length, response, slots.count, o.drafts, np)
-        chosen = drafts.verifiable(guessed, slots, o.page_size, num_rows, np)
+        if len(active) == sizes[-1]:
+            guessed[:] = drafts.NONE
+        fits = drafts.verifiable(guessed, slots, o.page_size, np)
+        guessed = np.where(fits, guessed, drafts.NONE)
+        chance = draft_choice.chances(self._recent[slots.prompt_row], o.drafts, np)
+        chosen, _ = draft_choice.choose(fits, chance, slots, o, sizes, np)
         place = np.minimum(slots.count[:, None] + ahead, o.max_response_tokens - 1)
         tokens = np.take_along_axis(response, place, axis=1)
-        right = drafts.accepted(guessed, chosen, tokens, ahead >= left[:, None] - 1, np)
+        stopped = ahead >= left[:, None] - 1
+        right = drafts.accepted(guessed, chosen, tokens, stopped, np)
+        compared = drafts.num_compared(guessed, chosen, tokens, stopped, np)
+        np.add.at(self._recent, slots.prompt_row[active], compared[active])
+        self._recent = draft_choice.recent(self._recent)
         for slot in active.tolist():
             new = slice(slots.count[slot], slots.count[slot] + 1 + right[slot])
             self._texts[text_row[slot], new] = response[slot, new]

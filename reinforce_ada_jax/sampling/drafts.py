@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from reinforce_ada_jax.sampling import draft_choice
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import ArrayLike
 from reinforce_ada_jax.sampling.state import (
@@ -55,7 +56,13 @@ def begin_window(drafts: Drafts, opened: OpenedPrompts, keep: bool) -> Drafts:
     row, text = text_rows(opened.tokens, opened.length, num_texts), drafts.text
     if not keep:
         text = text.at[jnp.where(opened.row < open_prompts, row, num_texts)].set(NONE, mode="drop")
-    return Drafts(text=text, row=drafts.row.at[opened.row].set(row, mode="drop"), verified=zero, accepted=zero)
+    return Drafts(
+        text=text,
+        row=drafts.row.at[opened.row].set(row, mode="drop"),
+        counts=drafts.counts.at[opened.row].set(0, mode="drop"),
+        verified=zero,
+        accepted=zero,
+    )
 
 
 def guess(
@@ -114,10 +121,9 @@ def guess(
 
 
 def verifiable(
-    guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int, num_rows: Int[ArrayLike, ""] | int,
-    xp: types.ModuleType = jnp,
-) -> Bool[ArrayLike, "S drafts"]:  # fmt: skip
-    """Returns the guesses to verify: the first ones of each active slot, as many as `num_rows` have room for.
+    guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int, xp: types.ModuleType = jnp
+) -> Bool[ArrayLike, "S drafts"]:
+    """Returns the guesses that can be verified: the first ones of each active slot.
 
     A draft takes no page: it is verified where its slot holds one already, and before the response's last token.
     """
@@ -125,10 +131,7 @@ def verifiable(
     in_page = slots.position[:, None] + ahead < (slots.used * page_size)[:, None]
     in_limit = slots.count[:, None] + ahead < slots.sampling.max_tokens[:, None]
     fits = slots.active[:, None] & (guessed != NONE) & in_page & in_limit
-    fits = xp.cumsum(~fits, axis=1) == 0
-    # First one guess of each slot, then a second one: the first is more likely to be right.
-    rank = xp.cumsum(fits.T.reshape(-1)).reshape(fits.shape[::-1]).T
-    return fits & (rank <= num_rows - xp.sum(slots.active))
+    return xp.cumsum(~fits, axis=1) == 0
 
 
 def accepted(
@@ -141,6 +144,23 @@ def accepted(
     """Returns how many of the chosen guesses are the tokens drawn in their places; none after a stop token."""
     right = chosen & (guessed == tokens) & ~stopped
     return xp.sum(xp.cumsum(~right, axis=1) == 0, axis=1, dtype=xp.int32)
+
+
+def num_compared(
+    guessed: Int[ArrayLike, "S drafts"],
+    chosen: Bool[ArrayLike, "S drafts"],
+    tokens: Int[ArrayLike, "S drafts"],
+    stopped: Bool[ArrayLike, "S drafts"],
+    xp: types.ModuleType = jnp,
+) -> Int[ArrayLike, "S 2"]:
+    """Returns how many guesses the tokens drawn confirm or refute, and how many they confirm.
+
+    The first guess of a slot is compared without a row, too: so it is known when guesses begin to be right.
+    """
+    first = xp.arange(guessed.shape[1])[None] == 0
+    compared = chosen | (first & (guessed != NONE))
+    right = accepted(guessed, compared, tokens, stopped, xp)
+    return xp.stack([xp.minimum(right + 1, xp.sum(compared, axis=1, dtype=xp.int32)), right], axis=1)
 
 
 def _drafts(state: DecodeState) -> Drafts:
@@ -156,12 +176,14 @@ class Rows(NamedTuple):
       row_of: row of each slot's input and guesses; beyond the rows where there is none.
       guessed: tokens.
       chosen: those that have a row.
+      size: rows that the model computes, active or not.
     """
 
     slots: Slots
     row_of: Int[Array, "S inputs"]
     guessed: Int[Array, "S drafts"]
     chosen: Bool[Array, "S drafts"]
+    size: Int[Array, ""]
 
     @property
     def num_rows(self) -> Int[Array, ""]:
@@ -174,13 +196,22 @@ def counts(drafts: Drafts | None) -> DraftCounts | None:
     return None if drafts is None else DraftCounts(verified=drafts.verified, accepted=drafts.accepted)
 
 
-def draft_rows(state: DecodeState, options: EngineOptions, num_rows: Int[Array, ""], most_rows: int) -> Rows:
-    """Guesses, and puts what is verified into `num_rows` rows, which are at most `most_rows`."""
-    slots, drafts = state.slots, _drafts(state)
-    prompt = state.prompt_tokens[slots.prompt_row], state.prompts.length[slots.prompt_row]
-    response = state.outputs.tokens[slots.output_row]
-    guessed = guess(drafts.text[drafts.row[slots.prompt_row]], *prompt, response, slots.count, options.drafts)
-    chosen = verifiable(guessed, slots, options.page_size, num_rows)
+def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:
+    """Guesses, and puts what is verified into rows."""
+    slots, drafts, sizes = state.slots, _drafts(state), draft_choice.step_sizes(options)
+    most_rows = sizes[-1]
+    chance = draft_choice.chances(drafts.counts[slots.prompt_row], options.drafts)
+
+    def guesses():
+        prompt = state.prompt_tokens[slots.prompt_row], state.prompts.length[slots.prompt_row]
+        response = state.outputs.tokens[slots.output_row]
+        return guess(drafts.text[drafts.row[slots.prompt_row]], *prompt, response, slots.count, options.drafts)
+
+    has_room = jnp.sum(slots.active) < most_rows
+    guessed = jax.lax.cond(has_room, guesses, lambda: jnp.full_like(chance, NONE))
+    fits = verifiable(guessed, slots, options.page_size)
+    guessed = jnp.where(fits, guessed, NONE)
+    chosen, size = draft_choice.choose(fits, chance, slots, options, sizes)
     inputs = jnp.concatenate([slots.active[:, None], chosen], axis=1)
     index = jnp.where(inputs, jnp.cumsum(inputs).reshape(inputs.shape) - 1, most_rows)
     slot, ahead = jnp.indices(inputs.shape, dtype=jnp.int32)
@@ -193,7 +224,7 @@ def draft_rows(state: DecodeState, options: EngineOptions, num_rows: Int[Array, 
         position=rows.position + ahead,
         count=rows.count + ahead,
     )
-    return Rows(rows, index, guessed, chosen)
+    return Rows(rows, index, guessed, chosen, size)
 
 
 def append_tokens(
@@ -230,8 +261,11 @@ def append_tokens(
     # Of responses that write into the same place the last slot stays: it may be wrong, and only costs time.
     text_row = jnp.where(kept, drafts.row[slots.prompt_row][:, None], drafts.text.shape[0])
     num_accepted = jnp.sum(jnp.where(active, right, 0), dtype=jnp.int32)
+    compared = num_compared(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
+    compared = jnp.where(active[:, None], compared, 0)
     drafts = drafts.replace(
         text=drafts.text.at[text_row, at].set(tokens, mode="drop"),
+        counts=draft_choice.recent(drafts.counts.at[slots.prompt_row].add(compared)),
         verified=drafts.verified + jnp.sum(active[:, None] & rows.chosen, dtype=jnp.int32),
         accepted=drafts.accepted + num_accepted,
     )

@@ -177,6 +177,7 @@ class Drafts(Record):
 
     text: Int[ArrayLike, "texts max_response"]
     row: Int[ArrayLike, " R"]  # of each open prompt, among the texts
+    counts: Int[ArrayLike, "R 2"]  # recent guesses for each open prompt, and the right ones of them
     verified: Int[ArrayLike, ""]  # guesses that had a row of the model, in this window
     accepted: Int[ArrayLike, ""]  # of these, tokens of a response
 
@@ -282,6 +283,8 @@ class EngineOptions:
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
     draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
+    row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
+    token_time: float = 0.0  # likewise of reading a cached token
     keep_drafts: bool = False  # texts of earlier iterations, too
     tail: tuple[int, ...] = (4,)  # with an empty queue, parts of the slots (a quarter) that a step may be made of
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
@@ -294,10 +297,6 @@ class EngineOptions:
     def widths(self) -> tuple[int, ...]:
         """Numbers of slots that a step may compute, all of them first; the program has a loop for each."""
         return (self.slots, *(self.slots // part for part in self.tail if self.slots >= part))
-
-    def step_rows(self, width: int) -> int:
-        """Rows of the model in a step of `width` slots."""
-        return max(width, min(width * (self.drafts + 1), self.draft_rows))
 
     @property
     def draft_texts(self) -> int:
@@ -392,6 +391,7 @@ def _empty_drafts(o: EngineOptions) -> Drafts:
     return Drafts(
         text=jnp.full((o.draft_texts, o.max_response_tokens), -1, jnp.int32),
         row=jnp.zeros(o.open_prompts, jnp.int32),
+        counts=jnp.zeros((o.open_prompts, 2), jnp.int32),
         verified=jnp.int32(0),
         accepted=jnp.int32(0),
     )

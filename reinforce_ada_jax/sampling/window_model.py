@@ -80,7 +80,7 @@ class WindowModel:
             few = queue.head >= queue.end
             return min(width for width in widths if width == o.slots or (few and slots.active.sum() <= width))
 
-        def advance(changed: bool, prefilling: bool, width: int) -> None:
+        def advance(changed: bool, prefilling: bool) -> None:
             """Decodes until a response ends, needs a page or the window ends, if nothing can change in between."""
             nonlocal decode_steps, busy, cached
             active = np.flatnonzero(slots.active)
@@ -93,7 +93,7 @@ class WindowModel:
                 steps = 1  # another chunk follows, or other rows
             rows = num_tokens = np.full(len(active), steps)
             if o.drafts:
-                guesses, right = self._drafts.step(slots, self.state.prompts, self.responses, o.step_rows(width))
+                guesses, right = self._drafts.step(slots, self.state.prompts, self.responses)
                 rows, num_tokens = 1 + guesses, 1 + right
             decode_steps, busy = decode_steps + steps, busy + steps * len(active)
             cached += int((rows * (slots.position[active] + 1) + rows * (rows - 1) // 2).sum())
@@ -118,7 +118,7 @@ class WindowModel:
                 self._prefill_chunk()
                 chunks += 1
             if decoding:
-                advance(changed, prefilling, width)
+                advance(changed, prefilling)
         return self._outputs(ended, decode_steps, busy, redone), cached, chunks
 
     # ---- parts of a window ---------------------------------------------------------------------------------------

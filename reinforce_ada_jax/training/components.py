@@ -56,6 +56,7 @@ from reinforce_ada_jax.rewards.loading import GradeFn, Made, judge_template
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.worker_process import Pair
 from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.engine import Engine, choose_tail, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend
 from reinforce_ada_jax.sampling.state import EngineOptions
@@ -187,8 +188,6 @@ def engine_options(config: Config, architecture: Architecture, stop_ids: tuple[i
         attention=choose_backend(sampling.attention, config.model.numerics),
         kv_dtype=sampling.kv_dtype,
         weight_dtype=sampling.weight_dtype,
-        drafts=sampling.drafts,
-        draft_rows=sampling.draft_rows,
         # A resumed run has no texts of earlier iterations, and rows round by their position.
         keep_drafts=not deterministic(config),
         tail=choose_tail(architecture),
@@ -224,6 +223,7 @@ def build(config: Config, folder: pathlib.Path) -> Components:
             f"{architecture.vocab_size} rows: they don't belong together."
         )
     options = engine_options(config, architecture, tokenizer.stop_ids)
+    options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     environments = Environments(config, tokenizer) if config.environment.path else None

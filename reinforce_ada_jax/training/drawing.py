@@ -214,7 +214,7 @@ def _collection_metrics(
     if trainer.components.environments is not None:
         metrics |= turn_metrics(pools)
     counts = collections.Counter(counts)
-    if config.sampling.drafts:
+    if trainer.components.engine.options.drafts:
         metrics["collection/draft_tokens"] = counts["drafted"]
         metrics["collection/draft_acceptance"] = counts["accepted"] / max(counts["drafted"], 1)
     staleness = [source.iteration - 1 - response.policy_version for pool in pools for response in pool.responses]

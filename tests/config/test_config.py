@@ -148,12 +148,6 @@ def test_a_barrier_needs_every_prompt_open_and_forbids_overlap():
     config_lib.check(changed(**barrier))
 
 
-def test_rows_for_drafts_need_drafts():
-    with pytest.raises(ValueError, match="draft_rows is 256 and sampling.drafts is 0"):
-        config_lib.check(changed(**{"sampling.draft_rows": 256}))
-    config_lib.check(changed(**{"sampling.draft_rows": 256, "sampling.drafts": 3}))
-
-
 @pytest.mark.parametrize("strategy", ["positive", "balance"])
 def test_a_group_must_fit_into_one_round(strategy):
     sizes = {"collection.strategy": strategy, "collection.group_size": 16, "collection.samples_per_round": 8}

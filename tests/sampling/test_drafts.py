@@ -103,6 +103,14 @@ def test_right_guesses_are_counted():
     assert counts.tokens == sum(map(len, texts.values()))
 
 
+def test_drafts_that_must_pay_change_no_sample():
+    """At temperature 1 a quarter of the guesses are right, which does not pay: few are verified, and none is wrong."""
+    free, costly = tiny.rollouts(**DRAFTED), tiny.rollouts(drafts=3, draft_rows=8, row_time=1 / 8, slots=2)
+    tiny.assert_same(tiny.draw(costly), tiny.drawn())
+    tiny.draw(free)
+    assert 0 < costly.counts.accepted < costly.counts.drafted < free.counts.drafted / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",

@@ -1,0 +1,119 @@
+"""The choice of drafts: how many guesses a decode step verifies, and whether an engine guesses at all.
+
+A row more makes a step longer, and a guess that is right makes a token more. A step verifies as many guesses as give
+most tokens for its time. The chance that a guess is right is counted for each prompt. The time is that of a formula:
+nothing here is measured while an engine runs, so equal runs choose equally. Functions with `xp` also run in numpy.
+"""
+
+import dataclasses
+import types
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.sampling.pages import ArrayLike
+from reinforce_ada_jax.sampling.state import EngineOptions, Slots, kv_token_bytes
+
+# A chance of 1. Chances are integers, so that numpy and XLA add them alike.
+CERTAIN = 1024
+# Counted guesses of a prompt at which all are halved, so that recent ones count more.
+RECENT = 64
+# Rows that take as long to multiply as the weights take to read. CPU: measured on one core, in float32
+# (docs/performance.md). The others follow from published FLOP/s and bandwidth in bfloat16 (TPU v5e, H100).
+BALANCED_ROWS = {"cpu": 8, "tpu": 240, "gpu": 290}
+# Guesses for a slot where `sampling.drafts` is not set and drafts pay.
+DRAFTS = 3
+# Smaller weights stay in a CPU's caches, and each row then costs the same.
+LEAST_WEIGHT_BYTES = 2**25
+
+
+def with_drafts(options: EngineOptions, architecture: Architecture, drafts: int | None, platform: str) -> EngineOptions:
+    """Returns the options of an engine that guesses at most `drafts` tokens for a slot; None: where that pays.
+
+    It pays on CPUs where the weights don't fit into the caches and there are few slots. With many, idle rows are only
+    in the tail, which the window computes in few rows without drafts. On accelerators it was not measured.
+    """
+    itemsize = 1 if options.weight_dtype == "int8" else jnp.dtype(options.dtype).itemsize
+    weight_bytes, balanced_rows = architecture.num_parameters * itemsize, BALANCED_ROWS.get(platform, 1)
+    if drafts is None:
+        pays = platform == "cpu" and weight_bytes >= LEAST_WEIGHT_BYTES and options.slots < balanced_rows
+        drafts = DRAFTS if pays else 0
+    if not drafts:
+        return options
+    token_bytes = kv_token_bytes(architecture, options.dtype, options.attention, options.kv_dtype)
+    return dataclasses.replace(
+        options, drafts=drafts, draft_rows=balanced_rows, row_time=1 / balanced_rows,
+        token_time=token_bytes / weight_bytes,
+    )  # fmt: skip
+
+
+def step_sizes(options: EngineOptions) -> tuple[int, ...]:
+    """Returns the numbers of rows for which a window has the model, from the smallest."""
+    most = min(options.slots * (options.drafts + 1), options.draft_rows)
+    return tuple(sorted({*options.widths, max(options.slots, most)}))
+
+
+def recent(counts: Int[ArrayLike, "R 2"]) -> Int[ArrayLike, "R 2"]:
+    """Returns the counts of guesses, halved where there are many."""
+    return counts >> (counts[:, :1] >= RECENT).astype(counts.dtype)
+
+
+def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int, xp: types.ModuleType = jnp) -> Int[ArrayLike, "S drafts"]:
+    """Returns the chances, of `CERTAIN`, that a slot's first guess is right, its first two are, and so on.
+
+    Args:
+      counts: recent guesses for the slot's prompt, and the right ones of them. They are counted whether they are
+        verified or not, so nothing has to be tried: without any the first chance is 1/4, and right ones raise it.
+      num_drafts: guesses of a slot.
+      xp: jnp or numpy.
+    """
+    first = (counts[:, 1] + 1) * CERTAIN // (counts[:, 0] + 4)
+    each = [first]
+    for _ in range(num_drafts - 1):
+        each.append(each[-1] * first // CERTAIN)
+    return xp.stack(each, axis=1)
+
+
+def choose(
+    fits: Bool[ArrayLike, "S drafts"],
+    chance: Int[ArrayLike, "S drafts"],
+    slots: Slots,
+    options: EngineOptions,
+    sizes: Sequence[int],
+    xp: types.ModuleType = jnp,
+) -> tuple[Bool[ArrayLike, "S drafts"], Int[ArrayLike, ""]]:
+    """Chooses the guesses of a step: those with which it makes most tokens for its time.
+
+    In times of reading the weights, a step takes 1, `row_time` for each of its rows, with a guess or without, and
+    `token_time` for each cached token that it reads. So a guess that costs nothing, in an idle row, is verified.
+
+    Args:
+      fits: guesses that can be verified, the first ones of each slot.
+      chance: of each guess (`chances`).
+      slots: before the step.
+      options: of the engine.
+      sizes: numbers of rows that a step may have (`step_sizes`).
+      xp: jnp or numpy.
+
+    Returns:
+      The guesses, and the rows of the step.
+    """
+
+    def real(x):
+        return xp.asarray(x, xp.float32)
+
+    # The most probable first; of equal ones those that come first in their slots.
+    value = xp.where(fits, chance, 0).T.reshape(-1)
+    order = xp.argsort(-value, stable=True)
+    rank = xp.argsort(order, stable=True).reshape(fits.shape[::-1]).T
+    num_active, allowed = xp.sum(slots.active, dtype=xp.int32), xp.asarray(sizes, xp.int32)
+    rows = num_active + xp.arange(1 + value.shape[0], dtype=xp.int32)
+    tokens = CERTAIN * num_active + xp.pad(xp.cumsum(value[order], dtype=xp.int32), (1, 0))
+    index = xp.minimum(xp.sum(allowed[None] < rows[:, None], axis=1), len(sizes) - 1)
+    cached = xp.sum(xp.where(slots.active, slots.position + 1, 0), dtype=xp.int32)
+    cached = real(cached) / real(xp.maximum(num_active, 1))
+    time = 1 + real(options.row_time) * real(allowed[index]) + real(options.token_time) * cached * real(rows)
+    best = xp.argmax(xp.where(rows <= sizes[-1], real(tokens) / time, real(0)))
+    return fits & (rank < best), xp.asarray(allowed[index[best]])
