@@ -152,7 +152,10 @@ def simulation_cost(options: flags.FlagValues) -> Cost:
 
 def describe(architecture: Architecture, options: EngineOptions, replicas: int) -> dict[str, Any]:
     """Returns the engine's sizes and device for a report; slots, pages and open prompts are those of each replica."""
-    names = ("slots", "window", "page_size", "pages", "open_prompts", "attention", "dtype", "kv_dtype", "weight_dtype")
+    names = (
+        "slots", "window", "page_size", "pages", "open_prompts", "attention", "dtype", "kv_dtype", "weight_dtype",
+        "drafts",
+    )  # fmt: skip
     device = jax.devices()[0]
     return {name: getattr(options, name) for name in names} | {
         "replicas": replicas, "device": device.device_kind, "platform": device.platform, "jax": jax.__version__,

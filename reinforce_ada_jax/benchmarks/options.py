@@ -38,6 +38,7 @@ INTEGERS = {
         "Prompts whose pages each replica holds at a time; 0: a quarter more than slots, or half (rounds below 4).",
     ),
     "prefill_tokens": (128, "Prompt tokens that a replica prefills before a decode step."),
+    "drafts": (None, "Most tokens that a step of `rollout` guesses for a slot; default: as in a run."),
     "repeat": (
         None,
         "Timed repetitions; 5 of `rollout`, `update` and `split`, 1 of `adaptive`, 3 of the others.",
@@ -81,7 +82,7 @@ BOOLEANS = {
     "barrier": "Also measure with the rounds of all prompts in step.",
     "simulate": "Run only the scheduling, in virtual time.",
 }
-ZERO_ALLOWED = ("pages", "open_prompts", "seed", "threads")
+ZERO_ALLOWED = ("drafts", "pages", "open_prompts", "seed", "threads")
 # Settings of each variant of `iteration`; prompts, seeds and everything else are alike.
 VARIANTS = {
     "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
@@ -109,6 +110,10 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     )
     flags.DEFINE_bool(
         "speculative", None, "Draw in idle slots before verdicts are there; default: if a round is below a group.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_float(
+        "temperature", None, "Sampling temperature of `rollout`; default: the workload's.", lower_bound=0.0,
         flag_values=values,
     )  # fmt: skip
     flags.DEFINE_float("scale", 1.0, "Factor of the response lengths of `adaptive`.", flag_values=values)

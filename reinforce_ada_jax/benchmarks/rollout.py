@@ -4,6 +4,7 @@ Every repetition is checked: a response of another length than prescribed ends t
 doing less.
 """
 
+import dataclasses
 import pathlib
 import resource
 import statistics
@@ -23,6 +24,7 @@ from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.rollouts import RolloutCounts
 from reinforce_ada_jax.sampling.state import EngineOptions
@@ -105,12 +107,14 @@ def measure(
         log(f"{baseline.name}: warm-up {baseline.run():.1f} s")
     compile_count, compile_s = compiles.total, compiles.seconds
     seconds: list[float] = []
+    processor_seconds: list[float] = []
     baseline_seconds: list[float] = []
     counts: list[RolloutCounts] = []
     for index in range(repeat):
-        begin = time.perf_counter()
+        begin, processor_begin = time.perf_counter(), time.process_time()
         pools = engines.draw(rollouts, params, workload, stream=index + 1)
         seconds.append(time.perf_counter() - begin)
+        processor_seconds.append(time.process_time() - processor_begin)
         counts.append(rollouts.counts)
         engines.check_lengths(pools, workload)
         line = f"{index + 1}/{repeat}: {tokens / seconds[-1]:,.0f} tokens/s"
@@ -123,10 +127,13 @@ def measure(
         "useful_tokens": tokens,
         "useful_tokens_per_s": tokens / median,
         "seconds": seconds,
+        "processor_seconds": processor_seconds,
         "warmup_s": warmup_s,
         "slot_utilisation": last.slot_utilisation,
         "windows": last.windows,
         "prefills": last.prefills,
+        "draft_tokens": last.drafted,
+        "draft_acceptance": last.accepted / max(last.drafted, 1),
         "dispatches_per_1000_tokens": 1000 * last.dispatches / last.tokens,
         "host_between_windows_s": statistics.median(count.host_s for count in counts),
         "compile_count": compile_count,
@@ -188,7 +195,10 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         return adaptive.simulate(workload, engine_options, cost, barrier=False, limit=options.max_response_tokens)
     architecture = inputs.architecture_of(options)
     workload = _workload(options, architecture.vocab_size)
+    if options.temperature is not None:
+        workload = dataclasses.replace(workload, temperature=options.temperature)
     engine_options = engines.engine_options(workload, options)
+    engine_options = with_drafts(engine_options, architecture, options.drafts, jax.default_backend())
     options_lib.check_baseline(options, BASELINES)
     folder = inputs.model_folder(options, architecture)
     if folder is None:

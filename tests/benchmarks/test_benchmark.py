@@ -204,9 +204,10 @@ def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
     (tmp_path / "model" / "model.safetensors").unlink()  # a config.json alone will do
     result = run(
         "rollout", f"--model={tmp_path / 'model'}", "--requests=2", "--prompt_tokens=5", "--samples=2",
-        "--response_tokens=3", "--slots=4", "--repeat=1", "--copy_mb=1",
+        "--response_tokens=3", "--slots=4", "--repeat=1", "--copy_mb=1", "--drafts=0",
     )  # fmt: skip
     assert result["useful_tokens"] == 12 and result["slot_utilisation"] == 1.0
+    assert (result["drafts"], result["draft_tokens"]) == (0, 0) and result["processor_seconds"][0] > 0
     # 3 turns read all weights; a response sees 5, 6 and 7 tokens of 2 * 8 numbers each. Float32.
     needed = 4 * (3 * ARCHITECTURE.num_parameters + 4 * 18 * 16)
     assert result["bandwidth_fraction"] == pytest.approx(needed / result["seconds"][0] / result["copy_bytes_per_s"])
