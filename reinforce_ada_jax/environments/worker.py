@@ -6,6 +6,7 @@ request names a problem alone ("reset"), or an episode, whose environment the pr
 so far.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -44,6 +45,19 @@ class Worker:
     def __init__(self, environment_class: type):
         self._class = environment_class
         self._episodes: dict[str, Episode] = {}
+        self._file, self._output = "", os.dup(2)
+
+    def open_outputs(self, file: str) -> None:
+        """Directs stdout and stderr to a file ("": as before), also where an episode has closed them."""
+        if file != self._file:
+            with contextlib.suppress(OSError):  # the disk is full, say
+                with open(file, "ab") as output:
+                    os.dup2(output.fileno(), self._output)
+                self._file = file
+        for name, descriptor in (("stdout", 1), ("stderr", 2)):
+            os.dup2(self._output, descriptor)
+            if getattr(sys, name).closed:
+                setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request; "failure" where the environment failed."""
@@ -97,6 +111,7 @@ def _serve(connection: socket.socket, reference: str, timeout_s: float) -> None:
         for line in requests:
             request = json.loads(line)
             signal.setitimer(signal.ITIMER_REAL, timeout_s * (1 + len(request["turns"])) + ORPHAN_GRACE_S)
+            worker.open_outputs(request["output"])
             answer = worker.answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             connection.sendall(messages.to_line({"request": request["request"], **answer}))

@@ -24,7 +24,7 @@ from reinforce_ada_jax.isolation import child, messages, process_tree
 
 START_LIMIT_S = 120.0
 MAX_STARTS = 3  # in a row without a ready worker
-# A step whose worker was killed from outside is taken again, at most this often in all.
+# A step is taken again if its worker was killed from outside, or sent what is no answer: at most this often in all.
 MAX_TRIES = 4
 _CLOSED = "the environments were closed."
 
@@ -125,7 +125,7 @@ class _Worker:
 
     def ask(self, episode: Episode) -> Reply:
         """Returns the answer to the newest turn of an episode, or to `reset` where it has none."""
-        key = episode.key if episode.turns else None
+        key, why = episode.key if episode.turns else None, ""
         for _ in range(MAX_TRIES):
             running, request = self.start(), secrets.token_hex(8)
             if self._stopped:  # while it started
@@ -138,6 +138,7 @@ class _Worker:
             line = messages.to_line({
                 "request": request, "key": key, "repeat": repeat, "problem": dict(episode.problem),
                 "address": list(episode.address), "first": list(episode.first), "turns": turns, "over": over,
+                "output": str(self._pool.output or ""),
             })  # fmt: skip
             try:
                 with contextlib.suppress(OSError):  # it has ended, or reads nothing: found below
@@ -148,25 +149,29 @@ class _Worker:
                 if self._stopped:
                     raise RuntimeError(_CLOSED) from None
                 if code is not None and -code in process_tree.ENDED_FROM_OUTSIDE:
+                    why = "its process was killed at every try"
                     continue
                 how = "closed its socket" if code is None else f"ended its process with exit code {code}"
                 return self._pool.failed("crash", how)
             except messages.Malformed:
-                self._end(kill=True)
-                return self._pool.failed("crash", "wrote to the socket of its process")
+                message = {}
             if message is None:
                 self._end(kill=True)
                 return self._pool.failed("timeout", f"took more than {limit_s:g} s (environment.timeout_s)")
             reply = self._read(message, request)
+            if reply is None:  # perhaps of another episode, a fork of which has answered, too
+                self._end(kill=True)
+                why = "its process wrote to its socket at every try"
+                continue
             if reply.messages and key is not None:
                 self._held.add(key)
             else:
                 self._held.discard(episode.key)
             return reply
-        return self._pool.failed("crash", "its process was killed at every try")
+        return self._pool.failed("crash", why)
 
-    def _read(self, message: Mapping[str, Any], request: str) -> Reply:
-        """Returns the reply in a message; one that no worker sends is a crash."""
+    def _read(self, message: Mapping[str, Any], request: str) -> Reply | None:
+        """Returns the reply in a message; None for one that no worker sends in answer to this request."""
         found, reward = message.get("messages"), message.get("reward")
         if message.get("request") == request:
             if isinstance(message.get("failure"), str):
@@ -175,8 +180,7 @@ class _Worker:
                 return Reply(reward=reward)
             if isinstance(found, list) and found and all(map(_is_message, found)):
                 return Reply(messages=tuple(found))
-        self._end(kill=True)
-        return self._pool.failed("crash", "wrote to the socket of its process")
+        return None
 
 
 def _is_message(value: Any) -> bool:
@@ -203,7 +207,7 @@ class EnvironmentPool:
     Attributes:
       tools: descriptions of the tools that a class has, after `check`.
       failure: the first failure of an environment since it was last emptied.
-      output: see above; processes that start from now on use it.
+      output: see above; may be changed between requests.
     """
 
     def __init__(self, reference: str, workers: int, timeout_s: float, output: pathlib.Path | None = None):

@@ -31,14 +31,20 @@ def identity(
     return {
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
-        "prompts": problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts),
-        "reward": _reward_hash(config) if reward is None else json_hash(loading.source_text(reward)),
+        "prompts": prompts_hash(prompts),
+        "reward": reward_hash(config) if reward is None else json_hash(loading.source_text(reward)),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
 
 
-def _reward_hash(config: Config) -> str:
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """Returns a hash of ids, texts and answers."""
+    return problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts)
+
+
+def reward_hash(config: Config) -> str:
+    """Returns a hash of the configured reward function, or of the environment."""
     return environments.file_hash(config) or loading.settings_hash(config.reward)
 
 

@@ -121,7 +121,8 @@ def start(
     # An error in the weights shows before the first file is written.
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))
-    processes.check_same("the prompts", " ".join(prompt.id for prompt in prompts))
+    processes.check_same("the prompts", resume.prompts_hash(prompts))
+    processes.check_same("the reward functions", resume.reward_hash(config))
     lock = WorkdirLock(workdir)
     stack.callback(lock.close)
     if copy is not None:

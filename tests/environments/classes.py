@@ -1,5 +1,6 @@
 """Environments for tests: `Obedient` does what the model's text says."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -33,6 +34,22 @@ def throw(error):
     raise error
 
 
+def forked(child):
+    """Runs `child` in a new process."""
+    pid = os.fork()
+    if not pid:
+        child()
+    return pid
+
+
+def forge():
+    """Writes to each socket of the process."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket"):
+                os.write(descriptor, b'{"messages": [{"role": "user", "content": "forged"}]}\n')
+
+
 class Obedient:
     """Answers each text with its number of turns, or misbehaves as it says."""
 
@@ -50,6 +67,18 @@ class Obedient:
         "time": lambda self: user(str(time.time())),
         "random": lambda self: user(str(self.rng.integers(10**9))),
         "numpy": lambda self: np.float32(0.5),
+        "none": lambda self: None,
+        "dict": lambda self: user("a message")[0],
+        "bytes": lambda self: user(b"bytes"),
+        "huge": lambda self: 10**400,
+        "interrupt": lambda self: throw(KeyboardInterrupt()),
+        "forge": lambda self: forge(),
+        "unplug": lambda self: os.closerange(3, 64),
+        "double": lambda self: user("twice" if forked(lambda: time.sleep(0.1)) else "twice, later"),
+        "slow": lambda self: time.sleep(0.4) or user("slow"),
+        "leave": lambda self: user(str(forked(lambda: time.sleep(3600)))),
+        "silence": lambda self: sys.stdout.close() or os.close(2) or user("silence"),
+        "speak": lambda self: print("a line", flush=True) or (sys.stderr.write("another line\n") and user("spoken")),
         "end": lambda self: self.turns,
     }
 

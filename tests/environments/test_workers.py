@@ -7,6 +7,7 @@ import pytest
 
 from reinforce_ada_jax.environments import loading
 from reinforce_ada_jax.environments.workers import EnvironmentPool, Episode
+from reinforce_ada_jax.isolation import process_tree
 
 FILE = pathlib.Path(__file__).with_name("classes.py")
 PROBLEM = {"problem": "2 + 3"}
@@ -47,6 +48,13 @@ def test_turns_of_many_trajectories_in_one_process(pool):
         ("text", "error", "step() returned 'well done': it must return a list of messages"),
         ("assistant", "error", "each with role (not assistant)"),
         ("empty", "error", "step() returned []"),
+        ("none", "error", "step() returned None"),
+        ("dict", "error", "step() returned {'role': 'user', 'content': 'a message'}"),
+        ("bytes", "error", "step() returned [{'role': 'user', 'content': b'bytes'}]"),
+        ("huge", "error", "OverflowError: int too large"),
+        ("interrupt", "error", "KeyboardInterrupt"),
+        ("forge", "crash", "its process wrote to its socket at every try"),
+        ("unplug", "crash", "its "),
         ("long", "error", "messages of more than"),
         ("exit", "crash", "exit code 3"),
         ("hang", "timeout", "took more than 1 s (environment.timeout_s)"),
@@ -63,6 +71,24 @@ def test_a_failure_ends_one_trajectory_and_leaves_its_neighbour(pool, hostile, f
     assert says(pool, neighbour, "x") == "turn 3 of 6 messages"
     assert says(pool, neighbour, "end") == 4.0
     assert says(pool, episode(pool), "random") == drawn
+
+
+def test_the_answer_of_a_fork_is_not_taken_for_that_of_a_neighbour(pool):
+    assert says(pool, episode(pool), "double") == "twice"
+    neighbour = episode(pool)
+    assert says(pool, neighbour, "slow") == "slow"  # the other answer comes meanwhile
+    assert says(pool, neighbour, "x") == "turn 2 of 4 messages"
+
+
+def test_an_episode_that_closes_the_outputs_leaves_them_to_its_neighbours(pool, tmp_path):
+    silent, neighbour = episode(pool), episode(pool)
+    assert says(pool, silent, "silence") == "silence"
+    pool.output = tmp_path / "output.log"  # of a run, which exists when its processes have begun
+    assert says(pool, neighbour, "speak") == "spoken"
+    assert says(pool, silent, "silence") == "silence"
+    assert says(pool, silent, "speak") == "spoken"
+    assert pool.output.read_text() == 2 * "a line\nanother line\n"
+    pool.output = None
 
 
 def test_a_worker_killed_from_outside_is_replaced_and_no_trajectory_fails(pool):
@@ -151,9 +177,11 @@ def test_an_environment_of_verifiers_is_found_and_not_imported(tmp_path, monkeyp
 
 def test_close_ends_every_process():
     pool = EnvironmentPool(f"{FILE}:Obedient", workers=2, timeout_s=60.0)
-    says(pool, episode(pool), "x")
+    left = int(says(pool, episode(pool), "leave"))
+    assert process_tree.is_running(left)
     hanging = pool.step(episode(pool), "hang")
     running = [worker.start().process for worker in pool._workers[:1]]
     pool.close()
     assert all(process.returncode is not None for process in running)
     assert isinstance(hanging.exception(), RuntimeError)
+    assert not process_tree.is_running(left)

@@ -14,7 +14,7 @@ from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.isolation import process_tree
 from reinforce_ada_jax.training import components as components_lib
-from tests import forked
+from tests import forked, hosts
 from tests.running import environment, reproducible, restored
 
 # "=" and "." are the characters of the model's vocabulary that are no letters.
@@ -39,6 +39,7 @@ class TryAgain:
         if messages[-1]["content"] == self.answer:
             return 1 / self.tries
         if self.tries == 3:
+            print("three tries")
             return 0
         return [{"role": "user", "content": "." * int(self.rng.integers(1, 3)) + "="}]
 
@@ -106,37 +107,58 @@ def started(settings, workdir):
     return forked.Forked(["-c", TRAIN, json.dumps([settings, str(workdir)])], environment())
 
 
+def of_two(settings, workdir, count=2):
+    """Two processes of a run with a device each, or one with both."""
+    flags = [f"--config.{key}={value}" for key, value in (settings | {"mesh.fsdp": 2}).items()]
+    train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", f"--workdir={workdir}", *flags]
+    return hosts.start(train, count, devices=2)
+
+
 def finished(settings, workdir) -> str:
-    """The output of a run that ends without an error."""
+    """Output and stderr of a run that ends without an error."""
     process = started(settings, workdir)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    return out
+    said = "".join(process.communicate())
+    assert process.returncode == 0, said
+    return said
 
 
-def ended_between_turns(task, settings, workdir, line, how) -> tuple[int, str]:
-    """Ends a run when it waits for second or third turns, from a line of `turns` on; returns exit code and output."""
+def ended_between_turns(task, start, line, how) -> list[tuple[int, str]]:
+    """Ends the last process of a run when it waits for second or third turns, from a line of `turns` on.
+
+    Args:
+      task: the folder of the environment.
+      start: starts the processes; the run may end before that line.
+      line: number of a line.
+      how: signal.
+
+    Returns:
+      Exit code and output of each process.
+    """
     for name in ("turns", "held"):
         (task / name).write_text("")
     (task / "hold").write_text(str(line))
-    process = started(settings, workdir)
-    while process.poll() is None and not (task / "held").read_text():
+    processes = start()
+    while processes[-1].poll() is None and not (task / "held").read_text():
         time.sleep(0.01)
-    process.send_signal(how)
-    said = "".join(process.communicate())
+    processes[-1].send_signal(how)
+    said = ["".join(process.communicate()) for process in processes]
     (task / "hold").unlink()
     waiting = [int(pid) for pid in (task / "held").read_text().split()]
     deadline = time.monotonic() + 60
     while any(map(process_tree.is_running, waiting)):
         assert time.monotonic() < deadline, "the environment outlives its run"
         time.sleep(0.02)
-    return process.returncode, said
+    return [(process.returncode, text) for process, text in zip(processes, said, strict=True)]
 
 
 def assert_same_bits(one, other):
     (state, record), (expected, expected_record) = restored(one), restored(other)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record == expected_record
+    assert_same_files(one, other)
+
+
+def assert_same_files(one, other):
     for folder in ("samples", "evaluations"):
         files = [sorted((run / folder).rglob("*.json*")) for run in (one, other)]
         assert [file.read_text() for file in files[0]] == [file.read_text() for file in files[1]] != []
@@ -153,7 +175,8 @@ def second_iteration(task, whole) -> list[int]:
 def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill_between_turns(tmp_path, task, settings):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (task / "turns").unlink(missing_ok=True)
-    finished(settings, whole)
+    said = finished(settings, whole)
+    assert "three tries" in (whole / "environment_output.log").read_text() and "three tries" not in said
     metrics = reproducible(whole)
     assert len(metrics) == 2
     for line in metrics:
@@ -167,7 +190,7 @@ def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill_between_turns(tmp
 
     lines = second_iteration(task, whole)
     assert len(lines) > 10
-    code, _ = ended_between_turns(task, settings, killed, lines[5], signal.SIGKILL)
+    [(code, _)] = ended_between_turns(task, lambda: [started(settings, killed)], lines[5], signal.SIGKILL)
     assert code == -signal.SIGKILL and len(reproducible(killed)) == 1
     finished(settings, killed)
     assert reproducible(killed) == metrics
@@ -184,7 +207,8 @@ def test_kills_at_random_turns(tmp_path, task, settings):
         workdir = tmp_path / str(number)
         for _ in range(3):
             line = int(random.integers(1, count // 2))  # a run that goes on may have less than this before it
-            codes.append(ended_between_turns(task, settings, workdir, line, signal.SIGKILL)[0])
+            [(code, _)] = ended_between_turns(task, lambda to=workdir: [started(settings, to)], line, signal.SIGKILL)
+            codes.append(code)
         finished(settings, workdir)
         assert reproducible(workdir) == reproducible(whole)
         assert_same_bits(workdir, whole)
@@ -204,14 +228,36 @@ def test_a_collection_that_is_broken_off_between_turns_keeps_its_finished_rounds
     (task / "turns").unlink(missing_ok=True)
     finished(settings, whole)
     lines = second_iteration(task, whole)
-    code, said = ended_between_turns(task, settings, ended, lines[len(lines) // 2], signal.SIGTERM)
-    assert code == RESTART and "iteration 1 is saved" in said, said
-    said += finished(settings, ended)
-    assert int(re.search(r"iteration 2 begins with (\d+) kept responses", said)[1]) > 4
+    line = lines[len(lines) // 2]
+    [(code, said)] = ended_between_turns(task, lambda: [started(settings, ended)], line, signal.SIGTERM)
+    assert code == RESTART
+    kept = int(re.search(r"iteration 1 is saved. (\d+) responses of the next one are kept", said)[1])
+    assert kept > 4 and f"iteration 2 begins with {kept} kept responses" in finished(settings, ended)
     assert_same_bits(ended, whole)
     for line, expected in zip(reproducible(ended), reproducible(whole), strict=True):
         assert line.keys() == expected.keys()
         assert {key for key in line if line[key] != expected[key] and not OF_THE_ENGINE.fullmatch(key)} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_two_processes_make_the_run_of_one_through_an_end_between_turns(tmp_path, task, settings, how):
+    settings = settings | {"learning.epsilon": 1e-5, "logging.sampled_prompts": 8}
+    one, two = tmp_path / "one", tmp_path / "two"
+    (task / "turns").unlink(missing_ok=True)
+    hosts.finished(of_two(settings, one, count=1))
+    line = second_iteration(task, one)[5]
+    ended = ended_between_turns(task, lambda: of_two(settings, two), line, how)
+    assert [code for code, _ in ended] == [RESTART, -how if how == signal.SIGKILL else RESTART], ended
+    assert len(reproducible(two)) == 1
+    hosts.finished(of_two(settings, two))
+    # The same samples to the letter; the rest but for the order of sums.
+    assert_same_files(one, two)
+    states = [restored(run)[0] for run in (one, two)]
+    jax.tree.map(lambda *arrays: np.testing.assert_allclose(*arrays, rtol=0, atol=1e-5), *states)
+    for metrics, expected in zip(reproducible(two), reproducible(one), strict=True):
+        for key in metrics.keys() - set(filter(OF_THE_ENGINE.fullmatch, metrics)):
+            assert metrics[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
 def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, settings):

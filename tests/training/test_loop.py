@@ -27,7 +27,7 @@ from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.trainer import Trainer
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
-from tests.running import compiles_nothing_early, reproducible, restored, tiny
+from tests.running import cipher_file, compiles_nothing_early, reproducible, restored, tiny
 
 NAMES = (
     "reward/first_round", "collection/zero_signal_share", "collection/verifier_failures", "collection/responses",
@@ -285,6 +285,36 @@ def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
     # The next iteration has 4 to 7, begun or not, and however many were replaced; those come from 8 on.
     assert ids(chosen.upcoming.prompts) == order[4:8] and replacements == order[8:16]
     assert ids(choose_prompts(trainer, chosen.cursor_after(4 + 3)).prompts) == order[4:8]
+
+
+def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
+    """Files of the same names may differ between hosts; each would then train on pools of the others' problems."""
+
+    class Compared(Exception):
+        pass
+
+    def compared(answers, body):
+        texts = {}
+        (tmp_path / "mine.py").write_text(f"def reward(response, answer):\n    return {body}\n")
+        prompts = cipher_file(tmp_path / "prompts.jsonl", 4, **answers)
+
+        def check_same(what, text):
+            texts[what] = text
+            if len(texts) == 3:
+                raise Compared
+
+        monkeypatch.setattr(startup.processes, "check_same", check_same)
+        config = tiny(**{
+            "data.prompts": prompts, "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4,
+            "reward.path": f"{tmp_path}/mine.py:reward", "reward.workers": 1,
+        })  # fmt: skip
+        with contextlib.ExitStack() as stack, pytest.raises(Compared):
+            startup.start(config, tmp_path / "run", lambda *_: None, stack, quiet=True)
+        return texts
+
+    ours, theirs, others = compared({}, "1.0"), compared({"answer": "?"}, "1.0"), compared({}, "0.0")
+    assert {what for what in ours if ours[what] != theirs[what]} == {"the prompts"}
+    assert {what for what in ours if ours[what] != others[what]} == {"the reward functions"}
 
 
 def test_training_from_a_notebook(tmp_path):
