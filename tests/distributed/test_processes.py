@@ -28,7 +28,7 @@ from tests.hosts import finished
 from tests.running import ROOT, environment, reproducible, restored
 
 SMALL = {
-    "iterations": 8, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 1, "sampling.slots": 16,
+    "iterations": 5, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 1, "sampling.slots": 16,
     "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "logging.sampled_prompts": 8,
     # The gradient of a key bias is almost 0. With Adam's default its steps would be those of the rounding's sign.
     "learning.epsilon": 1e-5,
@@ -105,7 +105,7 @@ def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbro
     logs = [workdir / "logs" / f"host-{number}.log" for number in range(2)]
     assert "error: process 1 of 2 is gone" in logs[0].read_text() and "process 1 of 2, " in logs[1].read_text()
     spoke, silent = finished(start(workdir, 2))
-    assert "finished iteration 8" in spoke and "finished" not in silent
+    assert "finished iteration 5" in spoke and "finished" not in silent
     assert_same_run(unbroken, workdir)
 
 

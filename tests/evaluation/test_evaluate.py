@@ -23,9 +23,9 @@ def run(benchmark, output, *, samples=2, regrade=False, initial=None, **changes)
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """start(output, more flags) -> the running command, on 192 problems with 4 slots: kills are in time."""
+    """start(output, more flags) -> the running command, on 96 problems with 4 slots: kills are in time."""
     folder = tmp_path_factory.mktemp("shared")
-    benchmark = cipher_file(folder / "words.jsonl", 192)
+    benchmark = cipher_file(folder / "words.jsonl", 96)
     flags = ["--config=configs/tiny.py", f"--model={MODEL}", f"--benchmarks={benchmark}", "--samples=8"]
     flags += [f"--config.{key}={value}" for key, value in ENGINE.items()]
 
@@ -52,9 +52,9 @@ def test_killed_twice_it_ends_with_the_same_table(start, tmp_path):
     assert process.returncode == cli.INTERRUPTED and "Traceback" not in err
     last = err.splitlines()[-1]
     assert last == "error: interrupted. Graded responses are stored; the same command again goes on from there."
-    assert 300 <= stored.read_bytes().count(b"\n") < 192 * 8
+    assert 300 <= stored.read_bytes().count(b"\n") < 96 * 8
     with stored.open("ab") as file:
-        file.write(b'{"prompt": "heldout-0191", "dr')  # as a kill in the middle of a line leaves it
+        file.write(b'{"prompt": "heldout-0095", "dr')  # as a kill in the middle of a line leaves it
     out = finish(start(broken))
     assert "of them stored)" in out
     for name in ("table.md", "results.json"):

@@ -65,7 +65,7 @@ def test_the_address_alone_decides(changes):
 
 def test_evicted_responses_are_drawn_again_and_are_the_same():
     """Short responses are seen first, and more draws start than have room to the end."""
-    rollouts = tiny.rollouts(pages=18, slots=8, check_invariants=True)
+    rollouts = tiny.rollouts(**tiny.SCARCE)
     tiny.assert_same(tiny.drawn(), tiny.draw(rollouts))
     assert rollouts.counts.redone > 0
     responses = sum(len(response.tokens) for response in tiny.drawn().values())
@@ -73,8 +73,8 @@ def test_evicted_responses_are_drawn_again_and_are_the_same():
 
 
 def test_replicas_share_the_prompts():
-    """Four replicas of 2 slots: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
-    rollouts, expected = tiny.rollouts(fsdp=4, slots=2), tiny.drawn()
+    """Two replicas: 5 prompts, all their draws where the prompt is open, and each replica gets some."""
+    rollouts, expected = tiny.rollouts(fsdp=2, tensor=2), tiny.drawn()
     homes, add = {}, Scheduler.add
 
     def watching(scheduler, request):
@@ -84,7 +84,7 @@ def test_replicas_share_the_prompts():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scheduler, "add", watching)
         tiny.assert_same(expected, tiny.draw(rollouts))
-    assert all(len(home) == 1 for home in homes.values()) and len(set().union(*homes.values())) == 4
+    assert all(len(home) == 1 for home in homes.values()) and len(set().union(*homes.values())) == 2
     assert rollouts.counts.prefills == 5
     tokens = sum(len(response.tokens) for response in tiny.drawn().values())
     assert rollouts.counts.tokens == tokens and rollouts.counts.slot_steps % 8 == 0
