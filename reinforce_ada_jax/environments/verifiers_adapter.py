@@ -65,7 +65,8 @@ class Environment:
     def reset(self, problem: Mapping[str, Any]) -> list[Message]:
         """Begins the task of a row, and returns the messages of the first request."""
         if "task" not in problem:
-            raise Invalid("the row has no column 'task': write the problems with environments.verifiers_problems")
+            command = "python -m reinforce_ada_jax.environments.verifiers_problems"
+            raise Invalid(f"the row has no column 'task': write the problems with {command}")
         self._episode = _Episode(self.host)
         task_class, config = self.host.task_class, self.host.environment.taskset.config.task
         task = task_class(task_class.data_type().model_validate_json(problem["task"]), config)
