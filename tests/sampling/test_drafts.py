@@ -103,12 +103,29 @@ def test_right_guesses_are_counted():
     assert counts.tokens == sum(map(len, texts.values()))
 
 
+PAYING = dict(drafts=3, draft_rows=8, row_time=1 / 8, slots=2)
+
+
 def test_drafts_that_must_pay_change_no_sample():
     """At temperature 1 a quarter of the guesses are right, which does not pay: few are verified, and none is wrong."""
-    free, costly = tiny.rollouts(**DRAFTED), tiny.rollouts(drafts=3, draft_rows=8, row_time=1 / 8, slots=2)
+    free, costly = tiny.rollouts(**DRAFTED), tiny.rollouts(**PAYING)
     tiny.assert_same(tiny.draw(costly), tiny.drawn())
     tiny.draw(free)
     assert 0 < costly.counts.accepted < costly.counts.drafted < free.counts.drafted / 2
+
+
+def test_earlier_iterations_change_no_bit():
+    """A resumed run begins with an empty state: it verifies the same guesses, and so rounds alike."""
+    rollouts = tiny.rollouts(**PAYING)
+    tiny.draw(rollouts)
+    after_another, counts = tiny.draw(rollouts, stream=1), rollouts.counts
+    rollouts.state = None
+    resumed = tiny.draw(rollouts, stream=1)
+    assert (rollouts.counts.drafted, rollouts.counts.accepted) == (counts.drafted, counts.accepted)
+    assert counts.accepted > 0
+    for address, response in resumed.items():
+        np.testing.assert_array_equal(response.tokens, after_another[address].tokens)
+        np.testing.assert_array_equal(response.logprobs, after_another[address].logprobs)
 
 
 @pytest.mark.slow
