@@ -116,6 +116,10 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "temperature", None, "Sampling temperature of `rollout`; default: the workload's.", lower_bound=0.0,
         flag_values=values,
     )  # fmt: skip
+    flags.DEFINE_float(
+        "learning_rate", None, "Learning rate of all runs of `learning`; default: those of its table.", lower_bound=0.0,
+        flag_values=values,
+    )  # fmt: skip
     flags.DEFINE_float("scale", 1.0, "Factor of the response lengths of `adaptive`.", flag_values=values)
     flags.DEFINE_float(
         "bandwidth", None, "Memory bandwidth in bytes per second, for a simulation of --model.", flag_values=values

@@ -59,14 +59,23 @@ def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(
         learning,
         "train",
-        lambda task, entry, seed, workdir, updates: trained.append((entry.name, seed, updates, workdir)),
+        lambda task, entry, seed, workdir, updates, rate: trained.append((entry.name, seed, updates, rate, workdir)),
     )
     monkeypatch.setattr(learning, "load", lambda workdir: HISTORIES["balance"][0])
     values = benchmark.define_flags(flags.FlagValues())
-    values(["benchmark", f"--output={tmp_path}", "--seeds=2", "--algorithms=ngu,dapo", "--updates=300"])
+    values(
+        [
+            "benchmark",
+            f"--output={tmp_path}",
+            "--seeds=2",
+            "--algorithms=ngu,dapo",
+            "--updates=300",
+            "--learning_rate=0.5",
+        ]
+    )
     result = benchmark.measured("learning", values)
     assert sorted(trained) == [
-        (name, seed, 300, tmp_path / f"{name}-{seed}") for name in ("dapo", "ngu") for seed in (0, 1)
+        (name, seed, 300, 0.5, tmp_path / f"{name}-{seed}") for name in ("dapo", "ngu") for seed in (0, 1)
     ]
     assert list(result) == ["ngu", "dapo"]
     assert (tmp_path / "learning.md").read_text() == learning.table(learning.TASKS["cipher"], result) + "\n"
