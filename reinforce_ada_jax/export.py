@@ -15,7 +15,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config, MeshConfig
+from reinforce_ada_jax.config import Config, EnvironmentConfig, MeshConfig
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.files import buckets, local_copy
 
@@ -37,7 +37,8 @@ def main(workdir: buckets.Named, iteration: int | None, output: buckets.Named, a
         if processes.is_writer():
             output = stack.enter_context(buckets.output(target, new=True))
             weight_files.check_new(output)
-        config = _on_this_machine(config)
+        # Neither the mesh of the run nor its environments need to be on this machine.
+        config = dataclasses.replace(_on_this_machine(config), environment=EnvironmentConfig())
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         if adapter and adapters is None:

@@ -326,6 +326,13 @@ def test_devices_that_cannot_be_split(changes, message):
         config_lib.check(changed(**changes))
 
 
+def test_trajectories_of_the_next_iteration_are_refused():
+    turns = {"environment.path": "mine.py:Game", "data.template": "chat"}
+    with pytest.raises(ValueError, match="overlap_iterations is 1: .* without their environments. Set it to 0"):
+        config_lib.check(changed(**turns, **{"collection.overlap_iterations": 1}))
+    config_lib.check(changed(**turns))
+
+
 def test_devices_are_split():
     split = changed(**{"mesh.sampler": 4, "mesh.learner": 4, "mesh.fsdp": 2, "mesh.tensor": 2})
     assert config_lib.check(split).draws_ahead

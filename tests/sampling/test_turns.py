@@ -219,6 +219,7 @@ def test_a_second_session_compiles_nothing():
     )
 
 
+@pytest.mark.slow  # test_chunks.py has a prefill in int8 beside decode steps
 def test_kept_pages_in_int8_are_those_that_a_prefill_writes():
     # Keys and values are rounded when they are written, by a prefill as by a slot, and then read.
     rollouts = engine("8 slots", kv_dtype="int8")

@@ -20,9 +20,13 @@ from tests.running import tiny
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A work directory whose checkpoint 1 has the weights of the packaged model, twice as large."""
+    """A work directory whose checkpoint 1 has the weights of the packaged model, twice as large.
+
+    The file of its environment is gone.
+    """
     workdir, config = tmp_path_factory.mktemp("run"), tiny()
-    (workdir / "config.json").write_text(config_lib.to_json(config))
+    trained = tiny(**{"environment.path": f"{workdir}/gone.py:Game", "data.template": "chat"})
+    (workdir / "config.json").write_text(config_lib.to_json(trained))
     (workdir / records.RUN_ID).write_text("a run\n")
     components = components_lib.build(config, components_lib.model_folder(config.model.path))
     params = jax.tree.map(lambda x: 2 * x, components_lib.load_params(config, components))
