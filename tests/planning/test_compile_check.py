@@ -377,6 +377,8 @@ def test_what_fits(tmp_path):
         assert outcome["hbm_beside_bytes"] >= cache
     for outcome in outcomes:
         assert outcome["fits"] and outcome["reason"] is None and outcome["sent_bytes"] > 0
+        assert 0 < outcome["latency_seconds"] < outcome["least_seconds"] and outcome["starts"]["kernels"] > 10
+    assert "they share one copy of the layers' weights" in result.stdout
     assert "pallas_tpu" in result.stdout and "plan     an iteration takes at least" in result.stdout
 
 

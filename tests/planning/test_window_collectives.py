@@ -23,7 +23,7 @@ architecture = from_hf(dict(
 ))
 options = EngineOptions(
     slots=2, window=4, page_size=16, pages=40, open_prompts=2, prefill_tokens=16, max_prompt_tokens=32,
-    max_response_tokens=32, stop_ids=(0,), seed=0, dtype="bfloat16", attention="pallas_tpu",
+    max_response_tokens=32, stop_ids=(0,), seed=0, dtype="bfloat16", attention="pallas_tpu", tail=(2,),
 )
 engine = Engine(architecture, options, mesh=make_mesh(fsdp=2, tensor=2, devices=devices))
 text = engine.programs()["decode window"]().compile().as_text()
