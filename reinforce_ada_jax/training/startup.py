@@ -158,9 +158,8 @@ def start(
                 "the run goes on without them. If you have a copy of the file, end the run and restore it."
             )
     if not silent:
-        print(inputs.summary(config, workdir))
-        if state.iteration:
-            print(f"resuming after iteration {state.iteration}")
+        resumed = f"\nresuming after iteration {state.iteration}" if state.iteration else ""
+        print(inputs.summary(config, workdir) + resumed, flush=True)  # a log file has it from the beginning
     progress = Progress(config.iterations, state.iteration, quiet=silent)
     stack.callback(progress.close)
     kept = KeptResponses(
