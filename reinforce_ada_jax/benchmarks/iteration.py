@@ -277,8 +277,9 @@ def begin(
         engine = components.engine
         options = dataclasses.replace(engine.options, stop_ids=())  # which random weights would draw at times
         engine = Engine(engine.architecture, options, mesh=engine.mesh, learner_mesh=components.mesh)
-        fields = {field.name: getattr(components, field.name) for field in dataclasses.fields(components)}
-        components = ScriptedComponents(**fields | {"engine": engine}, script=script)
+        fields: dict[str, Any] = {each.name: getattr(components, each.name) for each in dataclasses.fields(components)}
+        fields["engine"] = engine
+        components = ScriptedComponents(**fields, script=script)
     if has_weights:
         params = components_lib.load_params(config, components)
     else:
