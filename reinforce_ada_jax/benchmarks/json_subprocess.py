@@ -56,8 +56,8 @@ class JsonSubprocess:
         except RuntimeError as error:
             self.close()
             raise ValueError(
-                f"{error} --against_python must name an interpreter that has {self.name}, such as "
-                ".venv-parity/bin/python (make parity)."
+                f"{error} --against_python must name an interpreter that has {self.name}. make parity makes one with "
+                "transformers: .venv-parity/bin/python."
             ) from error
 
     def close(self) -> None:

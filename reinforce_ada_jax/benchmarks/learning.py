@@ -12,7 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,7 +42,6 @@ class Task:
       seconds: most seconds of the figure.
       every: updates between evaluations.
       learning_rate: of the entries; None: each entry's own.
-      learning_rates: of those for which another one is best, by one seed each of 5e-4, 1e-3 and 2e-3.
     """
 
     config: str
@@ -52,7 +51,6 @@ class Task:
     seconds: float
     every: int
     learning_rate: float | None = None
-    learning_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 TASKS = {
@@ -114,7 +112,7 @@ def train(
     Raises:
       RuntimeError: it failed; the message has the end of its output.
     """
-    rate = learning_rate or task.learning_rates.get(entry.name, task.learning_rate) or entry.learning_rate
+    rate = learning_rate or task.learning_rate or entry.learning_rate
     updates = updates or (entry.updates if task.learning_rate is None else UPDATES)
     settings = {"seed": seed, "iterations": updates, "learning.learning_rate": rate, "logging.tensorboard": False}
     settings |= {"evaluation.every": task.every, "checkpoint.every": updates}

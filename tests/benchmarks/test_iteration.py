@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.benchmarks import iteration, models, workloads
-from reinforce_ada_jax.config import replaced
 from reinforce_ada_jax.training.components import build, model_folder
 from reinforce_ada_jax.types import Prompt, Request
 from tests.running import tiny
@@ -103,40 +102,44 @@ serve(Fake)
 """
 
 
-@pytest.mark.parametrize("tokens", [0, 100])
-def test_a_baseline_has_the_same_prompts_and_rewards(tmp_path, monkeypatch, tokens):
+ONE_UPDATE = SMALL | {
+    "collection.strategy": "grpo", "collection.group_size": 4, "sampling.max_response_tokens": 4,
+    "learning.prompts_per_update": 4,
+}  # fmt: skip
+EQUAL = workloads.parse_lengths("4,0.0001,4,4")
+
+
+def measured_beside_fake(tmp_path, monkeypatch, tokens=0, lengths=EQUAL, **changes):
+    """An iteration beside one of the fake, which says that it had so many tokens (0: as many as it should)."""
     file = tmp_path / "fake.py"
     file.write_text(FAKE.format(baselines=str(iteration.BASELINES["trl"].parent), tokens=tokens))
     monkeypatch.setitem(iteration.BASELINES, "trl", file)
-    config = tiny(**SMALL | {
-        "collection.strategy": "grpo", "collection.group_size": 4, "sampling.max_response_tokens": 4,
-        "learning.prompts_per_update": 4,
-    })  # fmt: skip
-    lengths = workloads.parse_lengths("4,0.0001,4,4")
-    against = iteration.Baseline("trl", sys.executable, 2)
+    return iteration.measure(
+        tiny(**ONE_UPDATE | changes), variants=("rounds",), repeat=1, lengths=lengths,
+        architecture=models.shaped("16x1"), against=iteration.Baseline("trl", sys.executable, 2),
+    )  # fmt: skip
 
-    def measured(config=config, lengths=lengths):
-        return iteration.measure(
-            config, variants=("rounds",), repeat=1, lengths=lengths, architecture=models.shaped("16x1"), against=against
-        )
 
-    if tokens:
-        with pytest.raises(ValueError, match="64 tokens, and 100 of trl: other work"):
-            measured()
-        with pytest.raises(ValueError, match="needs random weights whose responses all have"):
-            measured(lengths=LENGTHS)
-        with pytest.raises(ValueError, match="does GRPO with one update an iteration"):
-            measured(replaced(config, {"learning.prompts_per_update": 2}))
-        return
-    found = measured()
+def test_a_baseline_has_the_same_prompts_and_rewards(tmp_path, monkeypatch):
+    found = measured_beside_fake(tmp_path, monkeypatch)
     ours, theirs = found["rounds"], found["trl"]
     assert found["time_ratio"] == pytest.approx(ours["seconds"] / 2.0)
     assert found["cpu_time_ratio"] == pytest.approx(ours["cpu_seconds"] / 4.0)
     assert theirs["micro_batches"] == 2 and len(theirs["prompts"]) == len(set(theirs["prompts"])) == 2 * 4
-    script = iteration.Script(lengths, 4, config.seed)
+    config = tiny(**ONE_UPDATE)
+    script = iteration.Script(EQUAL, 4, config.seed)
     assert np.shape(theirs["rewards"]) == (8, 4) and theirs["rewards"][0] == [
         script.verdict(prompt_of(config, theirs["prompts"][0]), draw).reward for draw in range(4)
     ]
+
+
+def test_a_baseline_that_does_other_work_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="64 tokens, and 100 of trl: other work"):
+        measured_beside_fake(tmp_path, monkeypatch, tokens=100)
+    with pytest.raises(ValueError, match="needs random weights whose responses all have"):
+        measured_beside_fake(tmp_path, monkeypatch, lengths=LENGTHS)
+    with pytest.raises(ValueError, match="does GRPO with one update an iteration"):
+        measured_beside_fake(tmp_path, monkeypatch, **{"learning.prompts_per_update": 2})
 
 
 def prompt_of(config, text):

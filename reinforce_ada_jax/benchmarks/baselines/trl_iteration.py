@@ -43,10 +43,9 @@ class Baseline(TrainerCallback):
         weights.generation_config.eos_token_id = None
         group_size = len(rewards[0])
         rows = prompts_per_iteration * group_size
-        folder = tempfile.TemporaryDirectory()
-        self.folder = folder
+        self.folder = tempfile.TemporaryDirectory()
         config = trl.GRPOConfig(
-            output_dir=folder.name, max_steps=len(prompts) // prompts_per_iteration, num_generations=group_size,
+            output_dir=self.folder.name, max_steps=len(prompts) // prompts_per_iteration, num_generations=group_size,
             per_device_train_batch_size=rows // micro_batches, gradient_accumulation_steps=micro_batches,
             max_completion_length=response_tokens, generation_kwargs={"min_new_tokens": response_tokens},
             shuffle_dataset=False, learning_rate=1e-5, beta=0.0, bf16=False, gradient_checkpointing=False,
