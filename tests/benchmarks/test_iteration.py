@@ -110,7 +110,7 @@ EQUAL = workloads.parse_lengths("4,0.0001,4,4")
 
 
 def measured_beside_fake(tmp_path, monkeypatch, tokens=0, lengths=EQUAL, **changes):
-    """An iteration beside one of the fake, which says that it had so many tokens (0: as many as it should)."""
+    """An iteration beside one of the fake, which reports `tokens` tokens, or with 0 as many as it had to draw."""
     file = tmp_path / "fake.py"
     file.write_text(FAKE.format(baselines=str(iteration.BASELINES["trl"].parent), tokens=tokens))
     monkeypatch.setitem(iteration.BASELINES, "trl", file)
