@@ -160,7 +160,7 @@ def sampling(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
 def head_loss(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
     """Returns `loss`: seconds of value and gradients at the output head for the responses of a micro-batch."""
     size, dtype = architecture.hidden_size, jnp.dtype(sizes.dtype)
-    chosen = platform_lib.resolve(jax.default_backend(), LearningConfig(), hidden_size=size, dtype=dtype)
+    chosen = platform_lib.of_mesh(mesh_lib.make_mesh(data=1), LearningConfig(), architecture, dtype)
     rows = sizes.rows // sizes.micro_batches
     shape = rows, sizes.response_tokens
     keys = jax.random.split(jax.random.key(sizes.seed), 3)

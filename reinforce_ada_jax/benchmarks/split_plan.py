@@ -74,7 +74,7 @@ def batch_layout(config: Config, a: Architecture, chip: Chip, devices: int) -> B
     """Returns the minibatch of an update on `devices` chips, all of them along `fsdp` but for `mesh.tensor`."""
     learning, shards = config.learning, devices // config.mesh.tensor
     dtype = jnp.dtype(config.model.compute_dtype)
-    resolved = platform.resolve("tpu", learning, hidden_size=a.hidden_size, dtype=dtype)
+    resolved = platform.resolve("tpu", learning, hidden_size=a.hidden_size, head_dim=a.head_dim, dtype=dtype)
     kept = strategies.build(config.collection).max_kept or config.collection.group_size
     micro_rows = platform.micro_rows("tpu", config, shards)
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens

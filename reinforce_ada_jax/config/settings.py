@@ -362,8 +362,9 @@ class LearningConfig:
         16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1
     )
     attention: str = setting(
-        "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; auto: "blocks" on '
-        'CPUs, "splash" on TPUs, "jnp" on GPUs.', one_of(("auto", "jnp", "blocks", "splash")),
+        "auto", 'Learner attention; "blocks": in blocks of queries; "splash": JAX\'s TPU kernels; "cudnn": those of '
+        'NVIDIA; auto: "blocks" on CPUs, "splash" on TPUs, "cudnn" on GPUs, or "blocks" where cuDNN can\'t.',
+        one_of(("auto", "jnp", "blocks", "splash", "cudnn")),
     )  # fmt: skip
     remat: str = setting(
         "auto", 'Recomputed in the backward pass: "full", each layer; "dots", all but products with weights; auto: '

@@ -180,9 +180,7 @@ class AdapterLearner:
         """Makes the programs over the weights `base`, which stay as they are; nothing is compiled."""
         self.architecture, self.base, self.mesh = architecture, base, mesh
         self.least_rows = mesh.shape["data"] * mesh.shape["fsdp"]
-        platform = platform_lib.resolve(
-            mesh.devices.flat[0].platform, LearningConfig(), hidden_size=architecture.hidden_size, dtype=dtype
-        )
+        platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
         self._head = HeadConfig(
             temperature=1.0, tied=architecture.tied_embedding, mesh=mesh if mesh.size > 1 else None,
             backend=platform.head_backend, tile=platform.head_tile, interpret=platform.interpret, frozen_head=True,

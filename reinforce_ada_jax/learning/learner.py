@@ -36,7 +36,7 @@ from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.policy import blocked_attention, invariant, lora
+from reinforce_ada_jax.policy import blocked_attention, cudnn_attention, invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
     Params,
@@ -168,6 +168,8 @@ def choose_attention(platform: platform_lib.Platform, mesh: Mesh) -> SegmentAtte
         return causal_attend
     if platform.attention == "blocks":
         return blocked_attention.attend
+    if platform.attention == "cudnn":
+        return functools.partial(cudnn_attention.attend, mesh=mesh, max_segments=platform.max_segments)
     from reinforce_ada_jax.policy import splash_attention  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
 
     return functools.partial(splash_attention.attend, mesh=mesh, interpret=platform.interpret)
@@ -185,9 +187,7 @@ class Learner:
             invariant.check_platform(platform)
         self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         dtype = jnp.dtype(config.model.compute_dtype)
-        self.platform = platform_lib.resolve(
-            platform, config.learning, hidden_size=architecture.hidden_size, dtype=dtype
-        )
+        self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
         self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)

@@ -3,10 +3,13 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.config import Config, LearningConfig
 from reinforce_ada_jax.learning import fused_logprobs
+from reinforce_ada_jax.policy import cudnn_attention
+from reinforce_ada_jax.policy.architecture import Architecture
 
 # Tokens of a micro-batch on CPUs: its activations stay in the caches, and its products are as fast as larger ones.
 CPU_TOKENS = 2048
@@ -29,7 +32,9 @@ class Platform:
     Attributes:
       head_backend: passes over the vocabulary, a name of `fused_logprobs.BACKENDS`.
       head_tile: (rows, vocab) whose logits exist at a time.
-      attention: "jnp", "blocks" (`policy.blocked_attention`) or "splash".
+      attention: "jnp", "blocks" (`policy.blocked_attention`), "splash" or "cudnn".
+      refusal: why the attention of a GPU is not "cudnn".
+      max_segments: most sequences of a row.
       remat: what the backward pass computes again, a name of `transformer.REMAT`.
       first_moment_dtype: of the optimiser; None: that of the weights.
       interpret: run TPU kernels without a TPU.
@@ -38,21 +43,42 @@ class Platform:
     head_backend: str
     head_tile: tuple[int, int]
     attention: str
+    refusal: str
+    max_segments: int
     remat: str
     first_moment_dtype: str | None
     interpret: bool
 
 
-def resolve(name: str, learning: LearningConfig, *, hidden_size: int, dtype: DTypeLike) -> Platform:
+def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dtype: DTypeLike) -> Platform:
+    """Chooses implementations for the devices of a mesh, as `resolve` does."""
+    device = mesh.devices.flat[0]
+    return resolve(
+        device.platform, learning, hidden_size=architecture.hidden_size, head_dim=architecture.head_dim, dtype=dtype,
+        capability=str(getattr(device, "compute_capability", "")),
+    )  # fmt: skip
+
+
+def resolve(
+    name: str, learning: LearningConfig, *, hidden_size: int, head_dim: int, dtype: DTypeLike, capability: str = ""
+) -> Platform:
     """Chooses implementations for the platform `name` ("cpu", "gpu", "tpu"), as far as the settings leave it open.
 
     Args:
       name: `platform` of the mesh's devices.
       learning: the configuration's section.
       hidden_size: of the policy.
+      head_dim: of the policy.
       dtype: of its activations.
+      capability: `compute_capability` of a GPU.
+
+    Raises:
+      ValueError: `learning.attention` is "cudnn", and cuDNN can't compute it.
     """
     on_tpu, on_cpu = name == "tpu", name == "cpu"
+    refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=learning.responses_per_row > 1)
+    if learning.attention == "cudnn" and refusal:
+        raise ValueError(f"learning.attention is 'cudnn', and {refusal}: set it to 'auto'.")
     head_backend = "pallas_tpu" if on_tpu else "scan"
 
     def chosen(value: str, auto: str) -> str:
@@ -62,7 +88,9 @@ def resolve(name: str, learning: LearningConfig, *, hidden_size: int, dtype: DTy
     return Platform(
         head_backend=head_backend,
         head_tile=fused_logprobs.default_tile(head_backend, hidden_size, jnp.dtype(dtype)),
-        attention=chosen(learning.attention, "splash" if on_tpu else "blocks" if on_cpu else "jnp"),
+        attention=chosen(learning.attention, "splash" if on_tpu else "blocks" if on_cpu or refusal else "cudnn"),
+        refusal=refusal if name == "gpu" and learning.attention == "auto" else "",
+        max_segments=learning.responses_per_row,
         remat=chosen(learning.remat, "dots" if on_cpu else "full"),
         first_moment_dtype=None if first_moment_dtype == "auto" else first_moment_dtype,
         interpret=not on_tpu,

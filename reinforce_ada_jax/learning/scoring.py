@@ -67,9 +67,7 @@ class Scorer:
         self.architecture, self.mesh = architecture, mesh
         self.least_rows = mesh.shape["data"] * mesh.shape["fsdp"]
         self._by_row = {rank: mesh_lib.sharding(mesh, ("rows", *[None] * (rank - 1))) for rank in (1, 2, 3)}
-        platform = platform_lib.resolve(
-            mesh.devices.flat[0].platform, LearningConfig(), hidden_size=architecture.hidden_size, dtype=dtype
-        )
+        platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
         self._hidden_states = forward_pass(platform, mesh, dtype)
         self.program = jax.jit(self._scores, out_shardings=(self._by_row[2], self._by_row[3], self._by_row[3]))
 

@@ -34,16 +34,15 @@ def _model_and_mesh(config: Config, components: Components, who: str) -> list[st
 def _compute(config: Config, components: Components) -> str:
     """Returns a line on the implementations that were chosen for the platform."""
     platform = components.mesh.devices.flat[0].platform
-    chosen = platform_lib.resolve(
-        platform,
-        config.learning,
-        hidden_size=components.architecture.hidden_size,
-        dtype=jnp.dtype(config.model.compute_dtype),
+    chosen = platform_lib.of_mesh(
+        components.mesh, config.learning, components.architecture, jnp.dtype(config.model.compute_dtype)
     )
     gathered = ""
     if not config.lora.rank and layer_gather.is_chosen(components.architecture, components.mesh, config):
         gathered = ", gathers the layers' weights once an update"
     attention = "invariant" if config.model.numerics == "invariant" else chosen.attention
+    if chosen.refusal:
+        attention = f"{attention} (not cudnn: {chosen.refusal})"
     return (
         f"compute     {platform}: decode attention {components.engine.options.attention}, learner attention "
         f"{attention}, output head {chosen.head_backend} in tiles of {chosen.head_tile[0]:,} x "

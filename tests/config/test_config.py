@@ -87,7 +87,7 @@ POSITIVE = """
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
         ("collection.group_size", 1, "no baseline.*at least 2"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
-        ("learning.attention", "pallas_tpu", "one of auto, jnp, blocks, splash"),
+        ("learning.attention", "pallas_tpu", "one of auto, jnp, blocks, splash, cudnn"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
         ("logging.wandb", "team/project", "at most 128 characters and none of"),
         ("logging.wandb", "p" * 129, "at most 128 characters and none of"),

@@ -8,10 +8,13 @@ from reinforce_ada_jax.learning.platform import gathers_once, micro_rows, resolv
 
 @pytest.mark.parametrize(
     ("name", "head_backend", "attention", "remat"),
-    [("cpu", "scan", "blocks", "dots"), ("gpu", "scan", "jnp", "full"), ("tpu", "pallas_tpu", "splash", "full")],
+    [("cpu", "scan", "blocks", "dots"), ("gpu", "scan", "cudnn", "full"), ("tpu", "pallas_tpu", "splash", "full")],
 )
 def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
-    platform = resolve(name, LearningConfig(), hidden_size=4096, dtype=jnp.bfloat16)
+    capability = "9.0" if name == "gpu" else ""
+    platform = resolve(
+        name, LearningConfig(), hidden_size=4096, head_dim=128, dtype=jnp.bfloat16, capability=capability
+    )
     assert (platform.head_backend, platform.attention, platform.remat) == (head_backend, attention, remat)
     assert platform.first_moment_dtype is None and platform.interpret == (name != "tpu")
     assert platform.head_tile == ((512, 512) if name == "tpu" else (1024, 1024))
@@ -19,9 +22,39 @@ def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
 
 def test_settings_come_before_the_platform():
     learning = LearningConfig(attention="splash", remat="full", first_moment_dtype="bfloat16")
-    platform = resolve("cpu", learning, hidden_size=4096, dtype=jnp.float32)
+    platform = resolve("cpu", learning, hidden_size=4096, head_dim=128, dtype=jnp.float32)
     assert (platform.attention, platform.remat, platform.first_moment_dtype) == ("splash", "full", "bfloat16")
-    assert platform.interpret
+    assert platform.interpret and platform.refusal == ""
+
+
+GPU = dict(name="gpu", hidden_size=4096, head_dim=128, dtype=jnp.bfloat16)
+
+
+def test_gpus_without_cudnn_for_these_rows_compute_in_blocks():
+    packed, alone = LearningConfig(responses_per_row=16), LearningConfig(responses_per_row=1)
+    ampere = resolve(learning=packed, capability="8.0", **GPU)
+    assert (ampere.attention, ampere.refusal) == ("blocks", "packed rows need compute capability 9.0, not 8.0")
+    hopper, unpacked = (
+        resolve(learning=packed, capability="9.0", **GPU),
+        resolve(learning=alone, capability="8.0", **GPU),
+    )
+    assert (hopper.attention, hopper.refusal, hopper.max_segments) == ("cudnn", "", 16)
+    assert (unpacked.attention, unpacked.refusal) == ("cudnn", "")
+    chosen = resolve(learning=LearningConfig(attention="jnp"), capability="8.0", **GPU)
+    assert (chosen.attention, chosen.refusal) == ("jnp", "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(capability="8.0"), "packed rows need compute capability 9.0, not 8.0"),
+        (dict(name="cpu"), "the device has no cuDNN"),
+        (dict(dtype=jnp.float32, capability="9.0"), "cuDNN takes no float32"),
+    ],
+)
+def test_cudnn_is_refused_where_it_cannot_compute(changes, reason):
+    with pytest.raises(ValueError, match=f"learning.attention is 'cudnn', and {reason}: set it to 'auto'"):
+        resolve(learning=LearningConfig(attention="cudnn"), **(GPU | changes))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""Causal attention over whole rows as cuDNN's kernels for NVIDIA GPUs: no [T, T] scores exist in memory.
+
+Same meaning as `transformer.causal_attend`, forwards and backwards, and the same signature but for two arguments.
+
+Rows of one sequence go through JAX's public function. Packed rows go through the one below it, which takes the offsets
+and lengths of sequences. The public one takes a mask instead: a bias of [T, T] for each row, which cuDNN reads for
+every head, and whose gradient it computes. The padding of a row is one more sequence: every position has a defined
+result and a defined gradient.
+"""
+
+import functools
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # sequences in a row have no public function
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+
+# What JAX and cuDNN ask for: `check_is_flash_attention` of the module above.
+AMPERE, HOPPER = (8, 0), (9, 0)
+MOST_HEAD_DIM = {AMPERE: 128, HOPPER: 256}
+
+
+def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -> str:
+    """Returns why these kernels can't compute an attention; empty where they can.
+
+    Args:
+      capability: `compute_capability` of a GPU, "9.0" of an H100; other texts are of devices without cuDNN.
+      dtype: of queries, keys and values.
+      head_dim: numbers of a head.
+      packed: rows have several sequences.
+    """
+    parts = capability.split(".")
+    if len(parts) != 2 or not all(map(str.isdecimal, parts)):
+        return "the device has no cuDNN"
+    version = (int(parts[0]), int(parts[1]))
+    if version < AMPERE:
+        return f"compute capability {capability} is below 8.0"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes no {jnp.dtype(dtype)}"
+    most = MOST_HEAD_DIM[HOPPER if version >= HOPPER else AMPERE]
+    if head_dim % 8 or head_dim > most:
+        return f"head dimension {head_dim} is not a multiple of 8 up to {most}"
+    if packed and version < HOPPER:
+        return f"packed rows need compute capability 9.0, not {capability}"
+    return ""
+
+
+def sequences(segment_ids: Int[Array, "B T"], max_segments: int) -> tuple[Int[Array, "B M"], Int[Array, "B _"]]:
+    """Returns lengths and first positions of the sequences of each row, padding included.
+
+    Both are -1 where there is no sequence. There is one more position than lengths, as JAX expects it.
+
+    Args:
+      segment_ids: as of `transformer.hidden_states`, ascending in each row.
+      max_segments: largest id, that of padding in full rows.
+    """
+    is_own = segment_ids[:, :, None] == jnp.arange(max_segments + 1)[None, None]
+    lengths = jnp.sum(is_own, axis=1, dtype=jnp.int32)
+    first = jnp.where(lengths > 0, jnp.cumsum(lengths, axis=1) - lengths, -1)
+    return jnp.where(lengths > 0, lengths, -1), jnp.pad(first, ((0, 0), (0, 1)), constant_values=-1)
+
+
+def _local(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
+    max_segments: int,
+) -> Float[Array, "B T N H"]:
+    """On one device, with its rows and its heads."""
+    if segment_ids is None:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+    if query.size >= 2**31:
+        raise ValueError(
+            f"a micro-batch has {query.size:,} numbers of queries on a device; cuDNN's offsets end at 2,147,483,647: "
+            "raise learning.micro_batches, or set learning.attention to 'blocks'."
+        )
+    lengths, offsets = sequences(segment_ids, max_segments)
+    # JAX 0.10 and 0.11 multiply the offsets of keys by the number of query heads, so there are as many key heads.
+    group = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    mixed = cudnn.dot_product_attention(
+        query, key, value, q_seqlen=lengths, kv_seqlen=lengths, q_offsets=offsets, kv_offsets=offsets,
+        scale=query.shape[-1] ** -0.5, mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )  # fmt: skip
+    return cast(Array, mixed)
+
+
+def attend(query, key, value, layer_index, carry, *, mesh: Mesh, max_segments: int, segment_ids=None):
+    """Causal attention: a token attends to itself and the tokens before it, in its own segment if there are segments.
+
+    Rows are split over `data` and `fsdp`, heads over `tensor`; nothing passes between devices.
+
+    Args:
+      query: as of `transformer.Attend`, like `key`, `value`, `layer_index` and `carry`.
+      mesh: of `mesh.make_mesh`.
+      max_segments: most sequences of a row.
+      segment_ids: Int[Array, "B T"] or None, as of `transformer.hidden_states`, ascending in each row.
+
+    Raises:
+      ValueError: packed rows with 2^31 numbers of queries or more on a device.
+    """
+    del layer_index
+    heads, row = mesh_lib.spec(("rows", None, "heads", None)), mesh_lib.spec(("rows", None))
+    local = jax.shard_map(
+        functools.partial(_local, max_segments=max_segments),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, None if segment_ids is None else row),
+        out_specs=heads,
+        check_vma=False,  # the kernels don't say along which axes their results vary
+    )
+    return local(query, key, value, segment_ids), carry, None
