@@ -26,8 +26,9 @@ COMMANDS = ("train", "prepare", "evaluate", "export", "compile_check")
 # Modules that the commands import once their flags are parsed.
 IMPORTED = (
     "evaluation.preparation", "evaluation.results_table", "evaluation.stored_evaluation", "planning.report",
-    "training.startup", "training.trained",
+    "training.checkpoint", "training.startup", "training.trained",
 )  # fmt: skip
+WRITER = "tensorboardX"  # which imports the clients of Google's storage
 MAX_REQUEST_BYTES = 2**17
 READ_AT_IMPORT = ("JAX_PLATFORMS", *compiling.keeping())  # what jax reads of the environment when it is imported
 
@@ -130,6 +131,7 @@ def serve() -> None:
     """Forks a process for each request at standard input, which is a socket."""
     for name in (*COMMANDS, *IMPORTED):
         importlib.import_module(f"{PACKAGE}.{name}")
+    importlib.import_module(WRITER)
     compiling.share_programs()
     gc.collect()
     gc.freeze()  # else each command visits what was imported, at its end as well
