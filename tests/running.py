@@ -18,7 +18,8 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed import compilation
-from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup

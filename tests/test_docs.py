@@ -25,7 +25,7 @@ from reinforce_ada_jax.config import aliases
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import scores
 from reinforce_ada_jax.evaluation.response_store import GradedResponse
-from reinforce_ada_jax.learning.learner import UpdateMetrics
+from reinforce_ada_jax.learning.update import UpdateMetrics
 from reinforce_ada_jax.types import Verdict
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment

@@ -19,7 +19,8 @@ from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, resid
 from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig, SamplingConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
-from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.transformer import Params

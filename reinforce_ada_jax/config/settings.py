@@ -358,6 +358,10 @@ class LearningConfig:
         0, "Parts in which a minibatch is computed; they change memory and time, not results. 0: on CPUs, parts of at "
         "most 2,048 tokens; elsewhere one.", values.NOT_NEGATIVE, rule="updates_are_whole_micro_batches",
     )  # fmt: skip
+    micro_batches_per_program: int = setting(
+        0, "Micro-batches of an update that are computed without asking for signals; 0: as many as take about 2 s at "
+        "the peak rate of the devices.", values.NOT_NEGATIVE,
+    )  # fmt: skip
     responses_per_row: int = setting(
         16, "Most responses in one row of max_prompt_tokens + max_response_tokens; 1: no packing.", values.AT_LEAST_1
     )

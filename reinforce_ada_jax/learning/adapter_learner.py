@@ -1,8 +1,8 @@
 """Training of adapters by callers that bring their own losses' inputs: forward, backward and Adam as separate programs.
 
 The caller decides when gradients are summed and when the weights change, so that one base serves many adapters. Every
-token of a row has a target of its own and may have a weight. `learner.py` has the update of a run, which does all of
-that in one program.
+token of a row has a target of its own and may have a weight. `update.py` has the update of a run, which does all of
+that.
 """
 
 import functools

@@ -41,16 +41,19 @@ def is_chosen(architecture: Architecture, mesh: Mesh, config: Config) -> bool:
     return mesh.shape["fsdp"] > 1 and platform.gathers_once(config.learning.gather_weights, size, memory)
 
 
+def shardings(architecture: Architecture, mesh: Mesh) -> Params:
+    """Returns the sharding of the copy, {"layers": ...}: over `tensor` alone."""
+    layers = _layers(architecture).items()
+    return {"layers": nest({name: NamedSharding(mesh, mesh_lib.tensor_spec(axes)) for name, (_, axes) in layers})}
+
+
 def gathered(architecture: Architecture, mesh: Mesh, params: Params, dtype: DTypeLike) -> Params:
-    """Returns the weights with their layers in `dtype`, split over `tensor` alone."""
-    shardings = nest({
-        name: NamedSharding(mesh, mesh_lib.tensor_spec(axes)) for name, (_, axes) in _layers(architecture).items()
-    })  # fmt: skip
-    copy = jax.tree.map(lambda x: x.astype(dtype), params["layers"])
-    return params | {"layers": jax.lax.with_sharding_constraint(copy, shardings)}
+    """Returns the copy, {"layers": ...}."""
+    copy = {"layers": jax.tree.map(lambda x: x.astype(dtype), params["layers"])}
+    return jax.lax.with_sharding_constraint(copy, shardings(architecture, mesh))
 
 
-def scattered(gradients: Params, params: Params, shardings: Params) -> Params:
+def scattered(gradients: Params, params: Params, param_shardings: Params) -> Params:
     """Returns gradients of `gathered` weights as those of `params`: in their precision, and each device's own part."""
     gradients = jax.tree.map(lambda gradient, weight: gradient.astype(weight.dtype), gradients, params)
-    return jax.lax.with_sharding_constraint(gradients, shardings)
+    return jax.lax.with_sharding_constraint(gradients, param_shardings)

@@ -1,7 +1,7 @@
-"""The learner: its state, the scoring pass and the update, as compiled programs. The loop is in `training`.
+"""The learner: the scoring pass, and the loss of the update (`update.py`). The loop is in `training`.
 
-A minibatch is computed in micro-batches inside one compiled program. Every micro-batch divides by the token and
-response counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradient.
+A minibatch is computed in micro-batches inside compiled programs. Every micro-batch divides by the token and response
+counts of the *whole* minibatch, so 1 x 8 and 8 x 1 give the same gradient.
 
 A minibatch has a fixed number of rows, of which any number may be padding at its end. The loop over micro-batches ends
 at the last one that has a token, so padding costs memory, not time, and any amount of it compiles nothing again.
@@ -12,16 +12,12 @@ With one update an iteration the old policy is the policy that is updated, and t
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -32,10 +28,10 @@ from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
-from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.loss import LossConfig
-from reinforce_ada_jax.learning.optimizer import make_optimizer, state_shardings
+from reinforce_ada_jax.learning.optimizer import make_optimizer
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
+from reinforce_ada_jax.learning.update import LearnerState, Update, Version, micro_batch, num_live
 from reinforce_ada_jax.policy import blocked_attention, cudnn_attention, invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
@@ -48,71 +44,6 @@ from reinforce_ada_jax.policy.transformer import (
     param_shardings,
     unconstrained,
 )
-
-if TYPE_CHECKING:
-    Count = Int[Array, ""]
-else:  # JAX also makes states of shapes, of shardings and of None
-    Count = object
-Version = Int[Array | np.ndarray, ""] | np.integer
-
-
-@struct.dataclass
-class LearnerState:
-    """State of the learner between updates, or the shapes or shardings of one.
-
-    `params` is what is trained: the policy's weights, or its adapters.
-    """
-
-    params: Params
-    optimizer: optax.OptState
-    updates: Count
-
-
-class UpdateMetrics(NamedTuple):
-    """Metrics of one update: means over tokens of the whole minibatch, except where it says otherwise.
-
-    Where responses with advantage 0 are left out, `entropy` and `approx_kl` are estimates: the computed ones stand for
-    the others (`loss.metric_weights`). The other means are exact.
-
-    Attributes:
-      loss: the loss.
-      entropy: of the policy.
-      clip_fraction: tokens where the clipped ratio decides.
-      dual_clip_fraction: tokens where the dual clip decides.
-      approx_kl: of the old policy and this one.
-      kl: of this policy and the reference, by `learning.kl_kind`; 0 where there is none.
-      computed_share: share of tokens that are computed, not left out.
-      grad_norm: global norm of the gradient, before it is clipped.
-      finite: loss, gradient and the gap below are finite.
-      gap: between the log-probabilities of engine and learner, over the tokens that are computed; None with given
-        `old_logprobs`, which are compared before the iteration's first update.
-    """
-
-    loss: Float[Array, ""]
-    entropy: Float[Array, ""]
-    clip_fraction: Float[Array, ""]
-    dual_clip_fraction: Float[Array, ""]
-    approx_kl: Float[Array, ""]
-    kl: Float[Array, ""]
-    computed_share: Float[Array, ""]
-    grad_norm: Float[Array, ""]
-    finite: Bool[Array, ""]
-    gap: LogprobGap | None = None
-
-
-# Metrics that are summed over micro-batches.
-MEANS = ("loss", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl", "kl")
-
-
-def num_live(batch: Batch) -> Int[Array, ""]:
-    """Counts the micro-batches up to the last one with a token."""
-    live = (batch.response_length > 0).any(axis=(1, 2))
-    return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
-
-
-def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
-    """One micro-batch of many."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
 
 
 def scores_in_update(config: Config) -> bool:
@@ -188,7 +119,7 @@ class Learner:
         self.lora = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
         dtype = jnp.dtype(config.model.compute_dtype)
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
-        self._loss_config, self._max_gap = loss_config(config), gap_lib.max_gap(config)
+        self._loss_config = loss_config(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
         self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
         self._temperature = config.sampling.temperature
@@ -217,19 +148,25 @@ class Learner:
             param_shardings(architecture, mesh) if self.lora is None else lora.shardings(architecture, self.lora, mesh)
         )
         self.gathers_once = self.lora is None and layer_gather.is_chosen(architecture, mesh, config)
-        self._gathered = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
+        self._gathered_layers = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, (None, "rows", None)))
-        # The old state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
-        self.update = jax.jit(self._update, donate_argnums=0)
-
-    def shardings(self, params: Params) -> LearnerState:
-        """The sharding of each part of the state, in the shape of the state."""
-        return LearnerState(
-            params=self.param_shardings,
-            optimizer=state_shardings(self._optimizer, params, self.param_shardings, self.mesh),
-            updates=cast(Array, self._replicated),
+        row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
+        self.update = Update(
+            self._loss,
+            self._optimizer,
+            mesh,
+            self.param_shardings,
+            gathered_layers=self._gathered_layers if self.gathers_once else None,
+            gathered_shardings=layer_gather.shardings(architecture, mesh) if self.gathers_once else None,
+            max_gap=gap_lib.max_gap(config),
+            micro_batches_per_program=platform_lib.micro_batches_per_program(
+                config.learning.micro_batches_per_program,
+                6 * architecture.num_parameters * self.micro_rows * row_tokens / mesh.size,
+                platform_lib.peak_flops(platform, mesh.devices.flat[0].device_kind),
+            ),
         )
+        self.shardings = self.update.shardings
 
     def init(self, params: Params) -> LearnerState:
         """The state before the first update, over these very arrays."""
@@ -286,7 +223,7 @@ class Learner:
             logprobs = self._exact_logprobs(params, micro) if self._is_invariant else self._logprobs(params, micro)[0]
             return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
 
-        params = self._gathered(params) if self.gathers_once else params
+        params = params | self._gathered_layers(params) if self.gathers_once else params
         zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
         return jnp.where(batch.response_mask, jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
 
@@ -299,7 +236,17 @@ class Learner:
         counts: loss_lib.Counts,
         policy_version: Version | None,
     ):
-        """(loss, (means, gap)) of a micro-batch."""
+        """(loss, (means, gap)) of a micro-batch.
+
+        Raises:
+          ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`; or see `policy`.
+        """
+        kl_coefficient = self._loss_config.kl_coefficient
+        if kl_coefficient and micro.reference_logprobs is None:
+            raise ValueError(
+                f"learning.kl_coefficient is {kl_coefficient}, but the batch has no reference_logprobs: "
+                "score it with the reference's weights first, or set the coefficient to 0."
+            )
         policy = self.policy(params, base)
         logprobs, entropy = self._logprobs(policy, micro)
         if self._is_invariant:
@@ -329,72 +276,3 @@ class Learner:
         if micro.old_logprobs is None:
             gap = gap_lib.logprob_gap(logprobs, micro.behaviour_logprobs, micro.response_mask, is_fresh)
         return loss, (means | {"loss": loss}, gap)
-
-    def _gradients(self, params: Params, base: Params | None, batch: Batch, policy_version: Version | None):
-        """(gradients, means, gap) of a minibatch, summed over its micro-batches."""
-        counted = batch.left_out.sum(axis=(0, 1))
-        num_rows = (batch.response_length > 0).sum() + counted[1]
-        counts = loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
-        metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
-        gradient, gathered = jax.grad(self._loss, has_aux=True), self._gathered(params) if self.gathers_once else params
-
-        def accumulate(index, sums):
-            weights = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
-            micro = micro_batch(batch, index)
-            gradients, (means, gap) = gradient(gathered, base, micro, weights, counts, policy_version)
-            if self.gathers_once:
-                gradients = layer_gather.scattered(gradients, params, self.param_shardings)
-            gradients, means = jax.tree.map(jnp.add, sums[:2], (gradients, means))
-            return gradients, means, gap if gap is None else gap_lib.combined(sums[2], gap)
-
-        means = dict.fromkeys(MEANS, jnp.float32(0))
-        no_gap = gap_lib.no_gap() if batch.old_logprobs is None else None
-        zeros = (jax.tree.map(jnp.zeros_like, params), means, no_gap)
-        gradients, means, gap = jax.lax.fori_loop(0, num_live(batch), accumulate, zeros)
-        means["computed_share"] = batch.response_length.sum().astype(jnp.float32) / counts.num_tokens
-        return gradients, means, gap
-
-    def _update(
-        self,
-        state: LearnerState,
-        batch: Batch,
-        base: Params | None = None,
-        policy_version: Version | None = None,
-    ) -> tuple[LearnerState, UpdateMetrics]:
-        """Makes one optimiser step on one minibatch, or leaves the state as it was.
-
-        The state stays as it was if the loss or the gradient is not finite. Without `old_logprobs` in the batch it also
-        does if a log-probability is not finite, or differs from the engine's by more than rounding
-        (`logprob_gap.max_gap`).
-
-        Args:
-          state: before.
-          batch: of `put`.
-          base: the weights under the adapters, where adapters are trained; they have no gradient.
-          policy_version: `Response.policy_version` of the responses that were drawn from the weights of `state`; only
-            their log-probabilities are compared. None: all are.
-
-        Raises:
-          ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`; or see `policy`.
-        """
-        kl_coefficient = self._loss_config.kl_coefficient
-        if kl_coefficient and batch.reference_logprobs is None:
-            raise ValueError(
-                f"learning.kl_coefficient is {kl_coefficient}, but the batch has no reference_logprobs: "
-                "score it with the reference's weights first, or set the coefficient to 0."
-            )
-        gradients, means, gap = self._gradients(state.params, base, batch, policy_version)
-        grad_norm = optax.tree.norm(gradients)
-        finite = jnp.isfinite(means["loss"]) & jnp.isfinite(grad_norm)
-        allowed = finite
-        if gap is not None:
-            allowed = finite = finite & (gap.num_not_finite == 0)
-            if self._max_gap is not None:
-                allowed = finite & (gap.largest <= self._max_gap)
-        changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-        params = cast(Params, optax.apply_updates(state.params, changes))
-        new = LearnerState(params=params, optimizer=optimizer, updates=state.updates + 1)
-        new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
-        # The layout is named at the exit: a state in another layout would compile everything again.
-        new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
-        return new, UpdateMetrics(**means, grad_norm=grad_norm, finite=finite, gap=gap)

@@ -16,6 +16,14 @@ CPU_TOKENS = 2048
 # GiB that a program may use on a TPU device, by its kind: the limit in error messages of libtpu 0.0.51. A TPU7x chip
 # is two devices, and a v4 chip is compiled for as two.
 TPU_GIB = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24, "TPU7x": 94.74}
+# Peak in bfloat16 of such a device, FLOP/s: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, each "per chip".
+TPU_FLOPS = {
+    "TPU v4": 275e12 / 2, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12, "TPU7x": 2307e12 / 2,
+}  # fmt: skip
+# The same of other devices, roughly: an A100, and two cores of a processor.
+OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
+# Least seconds of a program in the chain of an update, at the peak; two or three times as many are usual.
+PROGRAM_S = 2.0
 # Largest share of it for the copy of `gathers_once`; published runs with 17 % fit (docs/scale.md).
 GATHERED_SHARE = 0.18
 
@@ -112,6 +120,22 @@ def micro_rows(name: str, config: Config, row_shards: int) -> int:
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     valid = [size for size in range(row_shards, rows + 1, row_shards) if rows % size == 0]
     return max([size for size in valid if size * row_tokens <= CPU_TOKENS], default=valid[0])
+
+
+def peak_flops(name: str, device_kind: str) -> float:
+    """Returns the peak rate of a device of platform `name`, roughly where it is no TPU."""
+    return TPU_FLOPS.get(device_kind) or OTHER_FLOPS.get(name, OTHER_FLOPS["gpu"])
+
+
+def micro_batches_per_program(setting: int, micro_flops: float, peak: float) -> int:
+    """Returns the micro-batches of an update that one program computes; between two programs a run can end.
+
+    Args:
+      setting: of `learning`; 0: as many as take `PROGRAM_S` at the peak rate.
+      micro_flops: of a micro-batch on each device.
+      peak: of a device, per second.
+    """
+    return setting or max(1, int(PROGRAM_S * peak / micro_flops))
 
 
 def gathers_once(gather_weights: str, copy_bytes: float, device_bytes: float) -> bool:

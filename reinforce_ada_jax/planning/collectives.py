@@ -28,6 +28,13 @@ _CALLED = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 
+def gathered_once_bytes(a: Architecture, layout: BatchLayout) -> float:
+    """Bytes that a device receives of the layers' weights where a call gathers them once; 0 where it doesn't."""
+    fsdp = layout.weight_shards
+    gathered = a.num_layers * layer_weights(a) * (fsdp - 1) / fsdp * layout.itemsize / layout.tensor_shards
+    return gathered if layout.gathers_once else 0.0
+
+
 def learner_sent_bytes(a: Architecture, layout: BatchLayout, *, update: bool) -> float:
     """Bytes that a device sends in an update or in a scoring pass, counted by hand.
 
@@ -43,7 +50,7 @@ def learner_sent_bytes(a: Architecture, layout: BatchLayout, *, update: bool) ->
     gathered = (fsdp - 1) / fsdp * layout.itemsize / tensor
     frozen = layout.adapter_weights > 0
     layer_passes, adapter_passes, head_passes = (3 - frozen, 3, 2 if frozen else 4) if update else (1, 1, 1)
-    once = a.num_layers * layer_weights(a) * gathered if layout.gathers_once else 0.0
+    once = gathered_once_bytes(a, layout)
     layer_passes = (1 if update else 0) if layout.gathers_once else layer_passes
     weights = a.num_layers * (layer_passes * layer_weights(a) + adapter_passes * layout.adapter_weights) * gathered
     head = head_passes * a.vocab_size * a.hidden_size * gathered
@@ -155,7 +162,7 @@ class Traffic(NamedTuple):
     starts: Starts
 
 
-def traffic(hlo: str, trip_count: int | None) -> Traffic:
+def traffic(hlo: str, trip_count: float | None) -> Traffic:
     """Reads the traffic of one call from a compiled program.
 
     Loops are followed by the constant that their condition compares with. Each collective counts once, however many

@@ -100,6 +100,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
             sent, starts = program.sent_bytes, program.starts
         else:
             sent, kinds, starts = collectives.traffic(hlo, program.trip_count)
+            sent, starts = program.calls * sent, starts.times(program.calls)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

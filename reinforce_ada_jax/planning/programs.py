@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning import value_head
+from reinforce_ada_jax.learning import layer_gather, value_head
 from reinforce_ada_jax.learning.batch import Batch, make_batch
-from reinforce_ada_jax.learning.learner import Learner, LearnerState, scores_in_update
+from reinforce_ada_jax.learning.learner import Learner, scores_in_update
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.planning import collectives, latency, roofline
 from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.roofline import BatchLayout, ProgramCost
@@ -40,7 +40,8 @@ class Program:
       lower: returns the program lowered for its abstract arguments.
       cost: least work of one `unit`, a "call" or a "step" of the loop inside.
       beside_bytes: memory that a training run keeps on each device beside this program.
-      trip_count: of its outermost loop in one unit, where data ends the loop.
+      calls: of the program in one unit, one after the other; cost, bytes and starts are those of all of them.
+      trip_count: of its outermost loop in one call, where data ends the loop; the mean of all calls.
       necessary_flops: FLOPs by the usual rule, to compare with.
       sent_bytes: counted by hand: of a call for targets that don't show their compiled program, of a step always. The
         program of a step also has a prefill, passes of fewer slots, and branches for top-k and top-p.
@@ -52,7 +53,8 @@ class Program:
     cost: ProgramCost
     unit: str
     beside_bytes: int
-    trip_count: int | None = None
+    calls: int = 1
+    trip_count: float | None = None
     necessary_flops: float | None = None
     sent_bytes: float | None = None
     starts: Starts = Starts()  # noqa: RUF009  (frozen)
@@ -210,6 +212,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     """Returns the programs of an iteration beside decoding: reshard, value features, score and update.
 
     With one update an iteration only a reference is scored: the update computes the policy's own log-probabilities.
+    The last ones are those of the update: one, or the three of its chain.
     """
     a, layout, config = run.engine.architecture, run.batch_layout(), run.config
     decode_weights = 0 if run.shares_weights else mesh_lib.shard_bytes(run.engine.abstract_weights())
@@ -231,15 +234,41 @@ def learner_programs(run: AbstractRun) -> list[Program]:
             sent_bytes=collectives.learner_sent_bytes(a, layout, update=False),
             starts=latency.learner_call(a.num_layers, layout, update=False),
         ))  # fmt: skip
-    masters = jnp.dtype(config.model.parameter_dtype).itemsize
-    programs.append(Program(
-        "update", lambda: run.learner.update.lower(run.state, run.batch, run.base, np.int32(0)),
-        roofline.update_call(a, layout, masters), "call", always + other_batches, trip_count=layout.micro_batches,
-        necessary_flops=roofline.necessary_flops(a, layout),
-        sent_bytes=collectives.learner_sent_bytes(a, layout, update=True),
-        starts=latency.learner_call(a.num_layers, layout, update=True),
-    ))  # fmt: skip
-    return programs
+    return programs + _update_programs(run, layout, always + other_batches)
+
+
+def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[Program]:
+    """Returns the programs of an update, with `beside` bytes beside the learner's state and the minibatch."""
+    a, update = run.engine.architecture, run.learner.update
+    masters = jnp.dtype(run.config.model.parameter_dtype).itemsize
+    lowered = update.programs(run.state, run.batch, run.base)
+    step, sent = roofline.optimizer_call(a, layout, masters), collectives.learner_sent_bytes(a, layout, update=True)
+    is_chain = update.is_chain(run.batch)
+    calls = -(-layout.micro_batches // update.micro_batches_per_program)
+    loop = Program(
+        "update", lowered["update"], roofline.gradient_call(a, layout, masters), "call", beside,
+        calls=calls, trip_count=layout.micro_batches / calls, necessary_flops=roofline.necessary_flops(a, layout),
+        sent_bytes=sent, starts=latency.learner_call(a.num_layers, layout, update=True),
+    )  # fmt: skip
+    if not is_chain:
+        return [dataclasses.replace(loop, cost=roofline.update_call(a, layout, masters))]
+    # Only the first program gathers weights. What a program does not read is no argument of it.
+    params = mesh_lib.shard_bytes(run.state.params)
+    dtype = run.config.model.compute_dtype
+    copied = layer_gather.copy_bytes(a, run.learner.mesh, dtype) if layout.gathers_once else 0
+    gathered, unread = collectives.gathered_once_bytes(a, layout), mesh_lib.shard_bytes((run.batch, run.base))
+    return [
+        Program(
+            "begin update",
+            lowered["begin update"],
+            ProgramCost(0, copied + params),
+            "call",
+            beside + run.moment_bytes + unread + (0 if copied else params),
+            sent_bytes=gathered,
+        ),
+        dataclasses.replace(loop, beside_bytes=beside + run.moment_bytes, sent_bytes=sent - gathered),
+        Program("finish update", lowered["finish update"], step, "call", beside + unread, sent_bytes=0.0),
+    ]
 
 
 def merge_flops(run: AbstractRun) -> float:

@@ -112,6 +112,8 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
     architecture, options, mesh = deployment.architecture, deployment.options, run.learner.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     adapters, gathered = "", "; they share one copy of the layers' weights" if deployment.gathers_once else ""
+    update = run.learner.update
+    chain = f", {update.micro_batches_per_program} in a program" if update.is_chain(run.batch) else ""
     if run.learner.lora is not None:
         adapters = (
             f"; {lora.num_parameters(architecture, run.learner.lora):,} weights of adapters are trained, those under "
@@ -124,7 +126,7 @@ def _introduction(topology: str, deployment: Deployment, source: str, run: Abstr
         f"{options.page_size} tokens, {options.attention}, "
         f"{options.dtype}; slots see {means.context:,.0f} tokens in the mean\n"
         f"learner  {run.batch.tokens.shape[0]} micro-batches of {run.learner.micro_rows} rows of "
-        f"{run.batch.tokens.shape[2]:,} tokens{gathered}{adapters}\n\n"
+        f"{run.batch.tokens.shape[2]:,} tokens{chain}{gathered}{adapters}\n\n"
         f"Per device; memory in GiB; `beside` is what else a training run keeps there meanwhile.\n{HEADER}"
     )
 

@@ -14,7 +14,7 @@ import math
 
 import jax.numpy as jnp
 
-from reinforce_ada_jax.learning.platform import tpu_bytes
+from reinforce_ada_jax.learning.platform import TPU_FLOPS, tpu_bytes
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
@@ -44,11 +44,11 @@ class Chip:
 # tpu7x chip is two devices, and a v4 chip is compiled for as two (a real one may show them as one): they have half a
 # chip.
 CHIPS = {
-    "v4": Chip(tpu_bytes("TPU v4"), 1200e9 / 2, 275e12 / 2, 45e9 / 2),
-    "v5e": Chip(tpu_bytes("TPU v5 lite"), 819e9, 197e12, 45e9),
-    "v5p": Chip(tpu_bytes("TPU v5"), 2765e9, 459e12, 90e9),
-    "v6e": Chip(tpu_bytes("TPU v6 lite"), 1640e9, 918e12, 90e9),
-    "tpu7x": Chip(tpu_bytes("TPU7x"), 7400e9 / 2, 2307e12 / 2, 90e9 / 2),
+    "v4": Chip(tpu_bytes("TPU v4"), 1200e9 / 2, TPU_FLOPS["TPU v4"], 45e9 / 2),
+    "v5e": Chip(tpu_bytes("TPU v5 lite"), 819e9, TPU_FLOPS["TPU v5 lite"], 45e9),
+    "v5p": Chip(tpu_bytes("TPU v5"), 2765e9, TPU_FLOPS["TPU v5"], 90e9),
+    "v6e": Chip(tpu_bytes("TPU v6 lite"), 1640e9, TPU_FLOPS["TPU v6 lite"], 90e9),
+    "tpu7x": Chip(tpu_bytes("TPU7x"), 7400e9 / 2, TPU_FLOPS["TPU7x"], 90e9 / 2),
 }
 
 
@@ -247,16 +247,32 @@ def update_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> Progra
     and read, and kept results of products with weights; sums of gradients are read and written for every micro-batch;
     the optimiser reads and writes weights and both moments, of adapters only where those are trained.
     """
-    flops, once = _flops(a, b, 4)
+    sums, step = gradient_call(a, b, master_itemsize), optimizer_call(a, b, master_itemsize)
+    return dataclasses.replace(sums, bytes=sums.bytes + step.bytes)
+
+
+def _trained_bytes(a: Architecture, b: BatchLayout, master_itemsize: int) -> float:
+    """Bytes of the trained weights, on each device."""
     trained = a.num_layers * b.adapter_weights or a.num_parameters
-    shard = trained * master_itemsize / (b.weight_shards * b.tensor_shards)
+    return trained * master_itemsize / (b.weight_shards * b.tensor_shards)
+
+
+def optimizer_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> ProgramCost:
+    """Cost of the optimiser's step of `update_call`; its FLOPs are not those of products."""
+    return ProgramCost(0, 7 * _trained_bytes(a, b, master_itemsize))
+
+
+def gradient_call(a: Architecture, b: BatchLayout, master_itemsize: int) -> ProgramCost:
+    """Cost of the summed gradients of `update_call`."""
+    flops, once = _flops(a, b, 4)
+    shard = _trained_bytes(a, b, master_itemsize)
     kept = b.remat == "dots"
     width = a.hidden_size / b.row_shards
     if kept:
         width += (a.head_dim * (a.num_heads + 2 * a.num_kv_heads) + a.hidden_size + 2 * a.ffn_size) / b.devices
     activations = 2 * a.num_layers * b.micro_rows * b.row_tokens * width * b.itemsize
     size = _layer_bytes(a, b, weight_reads=3 - kept, score_passes=8) + _head_bytes(a, b, backward=True)
-    return ProgramCost(flops, b.micro_batches * (size + activations + 2 * shard) + 7 * shard, once)
+    return ProgramCost(flops, b.micro_batches * (size + activations + 2 * shard), once)
 
 
 def necessary_flops_per_token(a: Architecture, row_tokens: int, adapter_weights: int = 0) -> int:

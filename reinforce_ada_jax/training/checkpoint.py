@@ -34,7 +34,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.buckets import AnyPath
 from reinforce_ada_jax.files.durable import write_atomically
-from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy.transformer import Params, flatten, nest
 from reinforce_ada_jax.training import fingerprints, records
 from reinforce_ada_jax.training.records import DamagedError, damaged, first_line

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, UInt32
 
 from reinforce_ada_jax.files import buckets
-from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.training import records
 

@@ -42,8 +42,8 @@ def train_iteration(
       must. If no update was made before that one, the state is still that of the iteration before.
 
     Raises:
-      Interrupted: the run was asked to end before the first update, and `state` is unchanged; or the updates would not
-        end before the machine does, and `state` is donated.
+      Interrupted: the run was asked to end before the end of the first update, and `state` is unchanged; or the others
+        would not end before the machine does, and `state` is donated.
       TrainingStopped: no response could be graded, or the log-probabilities forbid an update; `state` is unchanged.
     """
     report = functools.partial(report_unless_asked_to_end, interrupt, progress)
@@ -85,9 +85,11 @@ def train_iteration(
     updates = trainer.updates
     minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference, interrupt.agree)
     finite, skipped, gaps = updates.check_logprobs(minibatches, after.iteration, state.skipped_in_a_row, progress.say)
-    interrupt.agree()  # from here on the updates take the state, and have to end
+    interrupt.agree()
     out_of_time = functools.partial(interrupt.out_of_time, notice_s=trainer.config.checkpoint.notice_s)
-    done = updates.update(state.learner, trainer.base, finite, after.iteration, skipped, progress.say, out_of_time)
+    done = updates.update(
+        state.learner, trainer.base, finite, after.iteration, skipped, progress.say, interrupt.agree, out_of_time
+    )
     num_updates = done.metrics["update/count"]
     if done.stop is not None and not num_updates:
         # The iteration is not in the weights: the next start draws it again, and counts its skips again.

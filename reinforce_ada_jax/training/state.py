@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor
-from reinforce_ada_jax.learning.learner import Learner, LearnerState
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.transformer import Params, init
 from reinforce_ada_jax.training.save_times import num_bytes

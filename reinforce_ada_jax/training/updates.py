@@ -1,6 +1,7 @@
 """From groups to new weights: minibatches, the check of their log-probabilities, and one optimiser step for each."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -19,8 +20,9 @@ from reinforce_ada_jax.distributed.compilation import Lower, abstract
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
-from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics, loss_config, scores_in_update
+from reinforce_ada_jax.learning.learner import Learner, loss_config, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, max_gap
+from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 
 # Arrays of a batch that the comparison of log-probabilities reads.
@@ -181,9 +183,9 @@ class Updates:
         old = None if in_update else empty.old_logprobs
         empty = self.learner.put(dataclasses.replace(empty, old_logprobs=old))
         scored = empty if reference is None else dataclasses.replace(empty, reference_logprobs=empty.behaviour_logprobs)
-        score, update = self.learner.score, self.learner.update
+        score = self.learner.score
         batch, state, policy, base, scored, reference = abstract((empty, state, policy, base, scored, reference))
-        programs: dict[str, Lower] = {"update": lambda: update.lower(state, scored, base, np.int32(0))}
+        programs = self.learner.update.programs(state, scored, base)
         if reference is not None:
             programs["reference scores"] = lambda: score.lower(reference, batch)
         if not in_update:
@@ -276,24 +278,29 @@ class Updates:
         iteration: int,
         skipped_in_a_row: int,
         say: Callable[[str], None],
+        agree: Callable[[], None] = lambda: None,
         out_of_time: Callable[[float], bool] = lambda _: False,
     ) -> UpdatesDone:
         """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
-        `state` is donated. `out_of_time` is called in all processes before each update but the first, with the seconds
-        that the rest will take.
+        `state` is donated by the end of the first update. Until then `agree` is called in all processes between the
+        programs of the update, and may raise: the state is whole. After that `out_of_time` is called there and before
+        each update, with the seconds that the rest will take.
 
         Raises:
-          Interrupted: `out_of_time` returned True; the state is lost.
+          Interrupted: `agree` raised it; or `out_of_time` returned True, and the state is lost.
         """
         begin, results, stop, gaps = time.monotonic(), [], None, {}
         if scores_in_update(self.config):
             gaps = _gap_metrics(0.0, 0.0)
         for number, minibatch in enumerate(minibatches, start=1):
-            done, left = number - 1, len(minibatches) - number + 1
-            if done and out_of_time(left * (time.monotonic() - begin) / done):
-                raise Interrupted
-            state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1))
+            between, done = agree, number - 1
+            if done:
+                now = time.monotonic()
+                end = now + (len(minibatches) - done) * (now - begin) / done
+                between = functools.partial(_end_if_late, out_of_time, end)
+                between()
+            state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1), between)
             result = jax.device_get(result)
             if result.finite and result.gap is not None:
                 mean, largest = float(result.gap.total / max(result.gap.num_tokens, 1)), float(result.gap.largest)
@@ -313,6 +320,12 @@ class Updates:
                 break
         metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
         return UpdatesDone(state, skipped_in_a_row, metrics, stop)
+
+
+def _end_if_late(out_of_time: Callable[[float], bool], end: float) -> None:
+    """Raises Interrupted where the updates, which would end at the time `end`, are out of time."""
+    if out_of_time(max(0.0, end - time.monotonic())):
+        raise Interrupted
 
 
 def _gap_metrics(mean: float, largest: float) -> dict[str, float]:

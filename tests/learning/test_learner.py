@@ -18,8 +18,9 @@ from reinforce_ada_jax.config import (
 )
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch
-from reinforce_ada_jax.learning.learner import Learner, num_live
+from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.loss import aggregate, clipped_policy_loss, denominators, kl_estimate
+from reinforce_ada_jax.learning.update import num_live
 from reinforce_ada_jax.planning import collectives
 from reinforce_ada_jax.policy import lora, transformer
 from reinforce_ada_jax.training.compile_counter import CompileCounter
@@ -402,8 +403,8 @@ def test_weights_gathered_once_give_the_same_update():
     for gather in ("layer", "once"):
         spread = learner(2, (1, 4, 2), gather_weights=gather)
         arguments = fresh_state(spread), spread.put(batch()), None
-        program = spread.update.lower(*arguments).compile()
-        results.append(program(*arguments))
+        program = spread.update.programs(*arguments)["update"]().compile()
+        results.append(program(*arguments, np.int32(0)))
         # The loop over layers is inside the loop over micro-batches.
         found = collectives.by_loop(program.as_text()).items()
         in_layers.append(sum(kind == "all-gather" for nesting, kinds in found if len(nesting) == 2 for kind in kinds))

@@ -3,7 +3,14 @@ import pytest
 
 from reinforce_ada_jax.config import CollectionConfig, Config, DataConfig, LearningConfig, MeshConfig, SamplingConfig
 from reinforce_ada_jax.learning.learner import loss_config
-from reinforce_ada_jax.learning.platform import gathers_once, micro_rows, resolve, tpu_bytes
+from reinforce_ada_jax.learning.platform import (
+    gathers_once,
+    micro_batches_per_program,
+    micro_rows,
+    peak_flops,
+    resolve,
+    tpu_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,18 @@ def test_cudnn_is_refused_where_it_cannot_compute(changes, reason):
 )  # fmt: skip
 def test_a_copy_of_the_layers_takes_at_most_18_percent_of_a_tpu(setting, copy_gib, kind, expected):
     assert gathers_once(setting, copy_gib * 2**30, tpu_bytes(kind)) is expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "micro_flops", "name", "kind", "expected"),
+    [
+        (0, 3e13, "tpu", "TPU v5 lite", 13),  # 2 s at 197 TFLOP/s are 3.94e14
+        (0, 3e13, "tpu", "TPU v5", 30), (0, 3e13, "gpu", "NVIDIA A100-SXM4-80GB", 20),
+        (0, 1.6e9, "cpu", "cpu", 62), (0, 1e15, "tpu", "TPU v5 lite", 1), (5, 1e15, "tpu", "TPU v5 lite", 5),
+    ],
+)  # fmt: skip
+def test_a_program_of_an_update_takes_two_seconds_at_the_peak(setting, micro_flops, name, kind, expected):
+    assert micro_batches_per_program(setting, micro_flops, peak_flops(name, kind)) == expected
 
 
 MODEL = ("model", "model")

@@ -216,6 +216,26 @@ def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
     assert lowered["update"].compile().memory_analysis().alias_size_in_bytes == shard_bytes(run.state)
 
 
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["weights", "adapters"])
+def test_the_programs_of_a_chain_are_those_of_one_update(changes):
+    settings = changes | {"learning.micro_batches": 8, "learning.gather_weights": "once"}
+    one, run = abstract(**settings), abstract(**settings, **{"learning.micro_batches_per_program": 3})
+    (alone,), chain = programs_lib.learner_programs(one)[-1:], programs_lib.learner_programs(run)[-3:]
+    assert alone.name == "update" and [p.name for p in chain] == ["begin update", "update", "finish update"]
+    assert [(p.calls, p.trip_count) for p in chain] == [(1, None), (3, 8 / 3), (1, None)]
+    assert sum(p.sent_bytes for p in chain) == pytest.approx(alone.sent_bytes) and alone.sent_bytes > 0
+    copied = chain[0].cost.bytes  # and the sums, made of nothing
+    assert sum(p.cost.bytes for p in chain) == pytest.approx(alone.cost.bytes + copied)
+    lowered = [program.lower() for program in chain]
+    donated = [[any(x.donated for x in jax.tree.leaves(arg)) for arg in each.args_info[0]] for each in lowered]
+    # Weights are only read until the last program, which takes the state; the sums are updated in place.
+    assert donated == [[False] * 2, [True] + [False] * 6, [True, False, False]]
+    unread = shard_bytes((run.batch, run.base))
+    params = 0 if run.learner.gathers_once else shard_bytes(run.state.params)
+    beside = [run.moment_bytes + unread + params, run.moment_bytes, unread]
+    assert [p.beside_bytes - run.cache_bytes for p in chain] == beside
+
+
 def test_what_is_there_throughout():
     run = abstract()
     assert compilation.resident_result(run, CHIPS["v5e"]).fits

@@ -6,7 +6,7 @@ import pytest
 
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.data.prompts import PromptCursor
-from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.training.kept_responses import FOLDER, KeptResponses
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict

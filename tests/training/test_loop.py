@@ -16,7 +16,7 @@ from reinforce_ada_jax import train
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
-from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart

@@ -12,7 +12,7 @@ import pytest
 
 from reinforce_ada_jax import cli, evaluate, export, train
 from reinforce_ada_jax.data import cipher
-from reinforce_ada_jax.learning.learner import LearnerState
+from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib

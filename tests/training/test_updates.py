@@ -11,8 +11,9 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.distributed.signals import Interrupted
-from reinforce_ada_jax.learning.learner import Learner, LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
+from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
 from reinforce_ada_jax.training.updates import TrainingStopped, Updates, update_means
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
@@ -67,7 +68,8 @@ class ScriptedLearner(Learner):
     def score(self, params, batch):
         return self._score(batch.behaviour_logprobs.copy())
 
-    def update(self, state, batch, base, policy_version):
+    def update(self, state, batch, base, policy_version, between):
+        between()
         gap = None if batch.old_logprobs is not None else self.gap
         finite = next(self.finite) and (gap is None or not gap.num_not_finite)
         loss = np.float32(state.updates) if finite else np.float32(np.nan)
@@ -101,16 +103,28 @@ def test_every_update_counts(updates):
 
 def test_updates_that_would_outlast_the_machine_are_broken_off(updates):
     made, minibatches = updates()
-    asked = []
+    asked, agreed = [], []
 
     def out_of_time(seconds):
         asked.append(seconds)
-        return len(asked) == 2
+        return len(asked) == 4
 
     with pytest.raises(Interrupted):
-        made.update(after(0), None, minibatches, 1, 0, pytest.fail, out_of_time)
-    # Before the second and the third of them, with the time that those left take.
-    assert COUNT > 2 and len(asked) == 2 and all(seconds > 0 for seconds in asked)
+        made.update(after(0), None, minibatches, 1, 0, pytest.fail, lambda: agreed.append(0), out_of_time)
+    # Before the second and the third of them, and inside of them, with the time that those left take.
+    assert COUNT > 2 and len(asked) == 4 and all(seconds > 0 for seconds in asked[::2])
+    assert asked[1] <= asked[0] and asked[3] <= asked[2]
+    assert len(agreed) == 1, "inside the first one, which has not taken the state"
+
+
+def test_a_request_to_end_breaks_off_the_first_update(updates):
+    made, minibatches = updates()
+
+    def agree():
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        made.update(after(0), None, minibatches, 1, 0, pytest.fail, agree, pytest.fail)
 
 
 def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):

@@ -1,0 +1,296 @@
+"""One optimizer step on a minibatch: the sums over its micro-batches, and the programs that compute them.
+
+A short update is one program. A long one is a chain of programs: `begin`, then `accumulate` for a few micro-batches at
+a time, then `finish`. Only `finish` takes the arrays of the old state, so the host can give an update up before it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from reinforce_ada_jax.distributed.compilation import Lower
+from reinforce_ada_jax.learning import layer_gather
+from reinforce_ada_jax.learning import logprob_gap as gap_lib
+from reinforce_ada_jax.learning import loss as loss_lib
+from reinforce_ada_jax.learning.batch import Batch
+from reinforce_ada_jax.learning.logprob_gap import LogprobGap
+from reinforce_ada_jax.learning.optimizer import state_shardings
+from reinforce_ada_jax.policy.transformer import Params
+
+if TYPE_CHECKING:
+    Count = Int[Array, ""]
+else:  # JAX also makes states of shapes, of shardings and of None
+    Count = object
+Version = Int[Array | np.ndarray, ""] | np.integer
+
+
+@struct.dataclass
+class LearnerState:
+    """State of the learner between updates, or the shapes or shardings of one.
+
+    `params` is what is trained: the policy's weights, or its adapters.
+    """
+
+    params: Params
+    optimizer: optax.OptState
+    updates: Count
+
+
+class UpdateMetrics(NamedTuple):
+    """Metrics of one update: means over tokens of the whole minibatch, except where it says otherwise.
+
+    Where responses with advantage 0 are left out, `entropy` and `approx_kl` are estimates: the computed ones stand for
+    the others (`loss.metric_weights`). The other means are exact.
+
+    Attributes:
+      loss: the loss.
+      entropy: of the policy.
+      clip_fraction: tokens where the clipped ratio decides.
+      dual_clip_fraction: tokens where the dual clip decides.
+      approx_kl: of the old policy and this one.
+      kl: of this policy and the reference, by `learning.kl_kind`; 0 where there is none.
+      computed_share: share of tokens that are computed, not left out.
+      grad_norm: global norm of the gradient, before it is clipped.
+      finite: loss, gradient and the gap below are finite.
+      gap: between the log-probabilities of engine and learner, over the tokens that are computed; None with given
+        `old_logprobs`, which are compared before the iteration's first update.
+    """
+
+    loss: Float[Array, ""]
+    entropy: Float[Array, ""]
+    clip_fraction: Float[Array, ""]
+    dual_clip_fraction: Float[Array, ""]
+    approx_kl: Float[Array, ""]
+    kl: Float[Array, ""]
+    computed_share: Float[Array, ""]
+    grad_norm: Float[Array, ""]
+    finite: Bool[Array, ""]
+    gap: LogprobGap | None = None
+
+
+# Metrics that are summed over micro-batches.
+MEANS = ("loss", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl", "kl")
+
+
+class Sums(NamedTuple):
+    """Sums over the micro-batches so far, or their shapes or shardings.
+
+    Attributes:
+      gradients: of the loss, in the layout of the weights.
+      means: those of `MEANS`.
+      gap: of `UpdateMetrics`.
+    """
+
+    gradients: Any
+    means: Any
+    gap: Any
+
+
+# (weights, base, micro-batch, `loss.metric_weights`, counts, policy version) -> (loss, (means, gap)).
+LossFn = Callable[..., Any]
+
+
+def num_live(batch: Batch) -> Int[Array, ""]:
+    """Counts the micro-batches up to the last one with a token."""
+    live = (batch.response_length > 0).any(axis=(1, 2))
+    return jnp.max(jnp.where(live, 1 + jnp.arange(live.size), 0))
+
+
+def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
+    """One micro-batch of many."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+
+
+def _counts(batch: Batch) -> loss_lib.Counts:
+    """Returns the denominators of the whole minibatch, what is left out of it included."""
+    counted = batch.left_out.sum(axis=(0, 1))
+    num_rows = (batch.response_length > 0).sum() + counted[1]
+    return loss_lib.make_counts(batch.response_length.sum() + counted[0], num_rows)
+
+
+class Update:
+    """Jitted programs of an update; called, it makes one.
+
+    Attributes:
+      micro_batches_per_program: of a chain; an update of no more micro-batches is one program.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        optimizer: optax.GradientTransformation,
+        mesh: Mesh,
+        param_shardings: Params,
+        *,
+        gathered_layers: Callable[[Params], Params] | None,
+        gathered_shardings: Params | None,
+        max_gap: float | None,
+        micro_batches_per_program: int,
+    ):
+        """Makes the programs; nothing is compiled.
+
+        Args:
+          loss_fn: of a micro-batch.
+          optimizer: of the step.
+          mesh: of the learner.
+          param_shardings: of what is trained.
+          gathered_layers: returns the copy of the layers' weights that all micro-batches share; None: there is none.
+          gathered_shardings: those of the copy.
+          max_gap: `logprob_gap.max_gap`.
+          micro_batches_per_program: most micro-batches of one program.
+        """
+        self.micro_batches_per_program = micro_batches_per_program
+        self._loss_fn, self._optimizer, self._mesh, self._max_gap = loss_fn, optimizer, mesh, max_gap
+        self._param_shardings, self._gathered_layers = param_shardings, gathered_layers
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        # Layouts are named at the exits: a state or sums in another layout would compile everything again. The old
+        # state is donated: weights and moments are updated in place. The base under adapters is not: it stays.
+        self._whole = jax.jit(self._update, donate_argnames="state")
+        sums = Sums(param_shardings, self._replicated, self._replicated)
+        self._begun_shardings = (gathered_shardings, sums, self._replicated)
+        self._begin = jax.jit(self._begun, out_shardings=self._begun_shardings)
+        self._accumulate = jax.jit(self._accumulated, donate_argnames="sums", out_shardings=sums)
+        self._finish = jax.jit(self._finished, donate_argnames="state")
+
+    def shardings(self, params: Params) -> LearnerState:
+        """Returns the sharding of each part of the state, in the shape of the state."""
+        return LearnerState(
+            params=self._param_shardings,
+            optimizer=state_shardings(self._optimizer, params, self._param_shardings, self._mesh),
+            updates=cast(Array, self._replicated),
+        )
+
+    def is_chain(self, batch: Batch) -> bool:
+        """Returns True where the update on a minibatch is made by several programs."""
+        return batch.tokens.shape[0] > self.micro_batches_per_program
+
+    def __call__(
+        self,
+        state: LearnerState,
+        batch: Batch,
+        base: Params | None = None,
+        policy_version: Version | None = None,
+        between: Callable[[], None] | None = None,
+    ) -> tuple[LearnerState, UpdateMetrics]:
+        """Makes one optimiser step on one minibatch, or leaves the state as it was.
+
+        The state stays as it was if the loss or the gradient is not finite. Without `old_logprobs` in the batch it also
+        does if a log-probability is not finite, or differs from the engine's by more than rounding
+        (`logprob_gap.max_gap`).
+
+        Args:
+          state: before; its arrays are used up.
+          batch: of `Learner.put`.
+          base: the weights under the adapters, where adapters are trained; they have no gradient.
+          policy_version: `Response.policy_version` of the responses that were drawn from the weights of `state`; only
+            their log-probabilities are compared. None: all are.
+          between: called after each program of a chain but the last one, when the program has ended; `state` still has
+            its arrays where it raises. None: the programs are queued, and none is waited for.
+        """
+        if not self.is_chain(batch):
+            return self._whole(state, batch, base, policy_version)
+        layers, sums, live = self._begin(state.params, batch)
+        for first in range(0, int(live), self.micro_batches_per_program):
+            sums = self._accumulate(sums, state.params, layers, batch, base, policy_version, np.int32(first))
+            if between is not None:
+                jax.block_until_ready(sums)
+                between()
+        del layers  # the last step has room for it
+        return self._finish(state, batch, sums)
+
+    def programs(self, state: LearnerState, batch: Batch, base: Params | None) -> dict[str, Lower]:
+        """Returns the programs of an update, lowered on demand for abstract arguments; "update" has the loop."""
+        version = np.int32(0)
+        if not self.is_chain(batch):
+            return {"update": lambda: self._whole.lower(state, batch, base, version)}
+        layers, sums = self._abstract_carry(state.params, batch)
+        return {
+            "begin update": lambda: self._begin.lower(state.params, batch),
+            "update": lambda: self._accumulate.lower(sums, state.params, layers, batch, base, version, np.int32(0)),
+            "finish update": lambda: self._finish.lower(state, batch, sums),
+        }
+
+    def _abstract_carry(self, params: Params, batch: Batch) -> tuple[Params | None, Sums]:
+        """Returns shapes and shardings of the copy and of the sums that `begin` makes."""
+
+        def abstract(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        shapes = jax.eval_shape(self._begun, params, batch)
+        return cast(Any, jax.tree.map(abstract, shapes, jax.tree.broadcast(self._begun_shardings, shapes)))[:2]
+
+    # ---- the computation ---------------------------------------------------------------------------------------------
+
+    def _begun(self, params: Params, batch: Batch) -> tuple[Params | None, Sums, Int[Array, ""]]:
+        """Returns the copy that micro-batches share, sums of none, and the number of micro-batches with a token."""
+        means = dict.fromkeys(MEANS, jnp.float32(0))
+        no_gap = gap_lib.no_gap() if batch.old_logprobs is None else None
+        zeros = Sums(jax.tree.map(jnp.zeros_like, params), means, no_gap)
+        return None if self._gathered_layers is None else self._gathered_layers(params), zeros, num_live(batch)
+
+    def _accumulated(
+        self,
+        sums: Sums,
+        params: Params,
+        layers: Params | None,
+        batch: Batch,
+        base: Params | None,
+        policy_version: Version | None,
+        first: Int[Array, ""] | None = None,
+    ) -> Sums:
+        """Returns the sums with the micro-batches of one program, from `first` on; None: with all of them."""
+        counts, live = _counts(batch), num_live(batch)
+        counted = batch.left_out.sum(axis=(0, 1))
+        metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
+        gradient, weights = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers
+
+        def accumulate(index: Int[Array, ""], sums: Sums) -> Sums:
+            of_rows = jax.lax.dynamic_index_in_dim(metric_weights, index, keepdims=False)
+            micro = micro_batch(batch, index)
+            gradients, (means, gap) = gradient(weights, base, micro, of_rows, counts, policy_version)
+            if layers is not None:
+                gradients = layer_gather.scattered(gradients, params, self._param_shardings)
+            gradients, means = jax.tree.map(jnp.add, tuple(sums[:2]), (gradients, means))
+            return Sums(gradients, means, gap if gap is None else gap_lib.combined(sums.gap, gap))
+
+        if first is None:
+            return jax.lax.fori_loop(0, live, accumulate, sums)
+        last = jnp.minimum(first + self.micro_batches_per_program, live)
+        return jax.lax.fori_loop(first, last, accumulate, sums)
+
+    def _finished(self, state: LearnerState, batch: Batch, sums: Sums) -> tuple[LearnerState, UpdateMetrics]:
+        """Returns the state after a step with the summed gradients, or as it was, and the metrics."""
+        gradients, gap = sums.gradients, sums.gap
+        computed = batch.response_length.sum().astype(jnp.float32) / _counts(batch).num_tokens
+        grad_norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(sums.means["loss"]) & jnp.isfinite(grad_norm)
+        allowed = finite
+        if gap is not None:
+            allowed = finite = finite & (gap.num_not_finite == 0)
+            if self._max_gap is not None:
+                allowed = finite & (gap.largest <= self._max_gap)
+        changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
+        params = cast(Params, optax.apply_updates(state.params, changes))
+        new = LearnerState(params=params, optimizer=optimizer, updates=state.updates + 1)
+        new = jax.tree.map(lambda after, before: jnp.where(allowed, after, before), new, state)
+        new = jax.lax.with_sharding_constraint(new, self.shardings(state.params))
+        metrics = UpdateMetrics(**sums.means, computed_share=computed, grad_norm=grad_norm, finite=finite, gap=gap)
+        return new, metrics
+
+    def _update(
+        self,
+        state: LearnerState,
+        batch: Batch,
+        base: Params | None = None,
+        policy_version: Version | None = None,
+    ) -> tuple[LearnerState, UpdateMetrics]:
+        """Makes an update in one program."""
+        layers, zeros, _ = self._begun(state.params, batch)
+        return self._finished(state, batch, self._accumulated(zeros, state.params, layers, batch, base, policy_version))

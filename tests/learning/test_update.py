@@ -1,0 +1,106 @@
+"""An update in a chain of programs is the update in one program, and can be given up between two of them."""
+
+import jax
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.training.compile_counter import CompileCounter
+from tests.learning.test_learner import (
+    ADAPTERS,
+    ALL,
+    EVERYTHING,
+    KL,
+    assert_trees_close,
+    assert_trees_equal,
+    batch,
+    fresh_state,
+    learner,
+    placed_base,
+    updated,
+    with_empty_rows,
+    with_reference,
+)
+
+
+def unscored(rows):
+    """Rows whose old log-probabilities the update computes itself, and the gap to the engine's."""
+    return rows.replace(old_logprobs=None)
+
+
+# (settings, rows, adapters): a minibatch of eight micro-batches in programs of 3, 3 and 2.
+CASES = {
+    "scored": (EVERYTHING, batch, None),
+    "own scores, reference": (KL, lambda: unscored(with_reference(batch())), None),
+    "adapters": ({"rank": ALL.rank}, lambda: unscored(batch()), ADAPTERS),
+}
+
+
+def made(of, rows, adapters, between=None):
+    """(state, metrics) after one update."""
+    params = {} if adapters is None else {"params": adapters}
+    base = None if adapters is None else placed_base(of)
+    return of.update(fresh_state(of, **params), of.put(rows), base, np.int32(0), between)
+
+
+@pytest.mark.parametrize(("settings", "rows", "adapters"), CASES.values(), ids=CASES)
+def test_a_chain_is_one_program(settings, rows, adapters):
+    one = made(learner(8, **settings), rows(), adapters)
+    chain = made(learner(8, micro_batches_per_program=3, **settings), rows(), adapters)
+    # The same sums in the same order; but the compiler fuses the loss otherwise, and that rounds.
+    assert_trees_close(chain, one, rtol=1e-5, atol=1e-6)
+
+
+def test_the_length_of_the_programs_changes_no_bit():
+    three, seven = (updated(learner(8, micro_batches_per_program=number)) for number in (3, 7))
+    assert_trees_equal(three, seven)
+
+
+def test_a_chain_over_eight_devices_is_one_program():
+    # The last four of the micro-batches have no token: 3 and 1 are computed, and the host asks twice.
+    rows, settings = with_empty_rows(batch(), 16), {"mesh": (1, 4, 2), "gather_weights": "once"}
+    asked = []
+    chain = learner(2, micro_batches_per_program=1, **settings)
+    assert chain.gathers_once
+    state, metrics = made(chain, rows, None, lambda: asked.append(0))
+    assert len(asked) == 2
+    one_state, one_metrics = made(learner(2, **settings), rows, None)
+    assert_trees_close(state, one_state, rtol=1e-5, atol=1e-6)
+    assert_trees_close(metrics, one_metrics, rtol=1e-5, atol=1e-6)
+    same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, one_state)
+    assert all(jax.tree.leaves(same))
+    # It comes back as it went in, so a second update compiles nothing.
+    placed, compiles = chain.put(rows), CompileCounter()
+    chain.update(state, placed, None, np.int32(0))
+    assert compiles.since_last() == 0
+
+
+class GivenUp(Exception):
+    """The host wants no more of the update."""
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3])
+def test_an_update_that_is_given_up_leaves_the_state(programs):
+    of = learner(8, micro_batches_per_program=3)
+    state, asked = fresh_state(of), []
+
+    def between():
+        asked.append(0)
+        if len(asked) == programs:
+            raise GivenUp
+
+    with pytest.raises(GivenUp):
+        of.update(state, of.put(batch()), None, None, between)
+    assert len(asked) == programs
+    assert_trees_equal(state, fresh_state(of))
+    # Repeated from this very state, it is the update that nothing disturbed.
+    assert_trees_equal(of.update(state, of.put(batch())), updated(of))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def test_a_chain_leaves_the_state_where_a_gradient_is_not_finite():
+    of = learner(8, micro_batches_per_program=3)
+    rows = batch()
+    rows = rows.replace(advantages=np.where(rows.advantages == rows.advantages[-1, 0], np.nan, rows.advantages))
+    state, metrics = updated(of, rows)
+    assert not metrics.finite
+    assert_trees_equal(state, fresh_state(of))

@@ -1,0 +1,53 @@
+"""A request to end that comes inside an update: the state before it is saved, and the resumed run has the same bits."""
+
+import signal
+
+import jax
+import numpy as np
+
+from reinforce_ada_jax.learning.update import Update
+from reinforce_ada_jax.training.loop import Ending
+from tests.running import reproducible, restored, tiny, train
+
+SETTINGS = {
+    "iterations": 3, "checkpoint.every": 3, "evaluation.every": 0, "logging.tensorboard": False, "sampling.slots": 32,
+    "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 8, "learning.micro_batches": 8,
+    "learning.micro_batches_per_program": 1,
+}  # fmt: skip
+
+
+def ends_inside(patch, number):
+    """Sends SIGTERM after the second program of this update; returns the number of programs of each update."""
+    programs = []
+
+    def update(self, state, batch, base, version, between, original=Update.__call__):
+        programs.append(0)
+
+        def ask():
+            programs[-1] += 1
+            if len(programs) == number and programs[-1] == 2:
+                signal.raise_signal(signal.SIGTERM)
+            between()
+
+        return original(self, state, batch, base, version, ask)
+
+    patch.setattr(Update, "__call__", update)
+    return programs
+
+
+def test_an_update_that_a_signal_breaks_off_is_made_again(tmp_path, monkeypatch):
+    config = tiny(**SETTINGS)
+    assert train(config, tmp_path / "unbroken").ending is Ending.FINISHED
+    with monkeypatch.context() as patch:
+        programs = ends_inside(patch, 2)
+        outcome = train(config, tmp_path / "run")
+    assert outcome.ending is Ending.PREEMPTED and "iteration 1 is saved" in outcome.message
+    assert programs == [programs[0], 2] and programs[0] > 2
+    (_, record) = restored(tmp_path / "run")
+    assert record["iteration"] == 1 and record["pending"] is None
+    assert len(list((tmp_path / "run" / "unfinished").iterdir())) == 1, "the responses of iteration 2 are kept"
+
+    assert train(config, tmp_path / "run").ending is Ending.FINISHED
+    (state, record), (expected, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record == other and reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")
