@@ -66,7 +66,7 @@ TAIL, SMALL_MODEL = (2, 4, 16), 500_000
 
 
 def choose_tail(architecture: Architecture) -> tuple[int, ...]:
-    """Returns `EngineOptions.tail`; each entry costs 2 to 3 s of compilation, which small models do not gain back."""
+    """Returns `EngineOptions.tail`; each number costs 2 to 3 s of compilation, which small models do not gain back."""
     return TAIL if architecture.num_parameters >= SMALL_MODEL else EngineOptions.tail
 
 

@@ -286,7 +286,7 @@ class EngineOptions:
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)
     token_time: float = 0.0  # likewise of reading a cached token
     keep_drafts: bool = False  # texts of earlier iterations, too
-    tail: tuple[int, ...] = (4,)  # each n: with an empty queue, a step may compute 1/n of the slots
+    tail: tuple[int, ...] = ()  # each n: with an empty queue, a step may compute 1/n of the slots
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
     def padded_head_dim(self, architecture: Architecture) -> int:

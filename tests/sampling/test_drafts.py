@@ -132,7 +132,7 @@ def test_earlier_iterations_change_no_bit():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(drafts=2),  # in idle rows only
+        dict(drafts=2, tail=(4,)),  # in idle rows only
         dict(drafts=7, draft_rows=64, slots=1),
         dict(drafts=3, draft_rows=16, page_size=16),
         dict(drafts=5, draft_rows=32, page_size=2),  # one guess in a page: drafts take none

@@ -46,7 +46,7 @@ def test_options_are_those_of_the_configuration():
     assert options == expected
     larger = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=20_000)
     assert [engine_options(config, model, (3, 7)).widths for model in (tiny.ARCHITECTURE, larger)] == [
-        (4, 1),
+        (4,),
         (4, 2, 1),
     ]
     barrier = replaced(config, {"collection.barrier": True, "collection.prompts_per_iteration": 8})
