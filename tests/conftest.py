@@ -22,6 +22,7 @@ os.environ |= compiling.keeping()
 import jax  # noqa: E402
 
 compiling.share_programs()
+compiling.share_contexts()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

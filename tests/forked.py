@@ -133,6 +133,7 @@ def serve() -> None:
         importlib.import_module(f"{PACKAGE}.{name}")
     importlib.import_module(WRITER)
     compiling.share_programs()
+    compiling.share_contexts()
     gc.collect()
     gc.freeze()  # else each command visits what was imported, at its end as well
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the commands get it too

@@ -1,6 +1,7 @@
 """Runs whose responses are trajectories: the built-in model against an environment that lets it try again."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -10,12 +11,13 @@ import jax
 import numpy as np
 import pytest
 
+from reinforce_ada_jax import cli, train
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.isolation import process_tree
 from reinforce_ada_jax.training import components as components_lib
 from tests import forked, hosts
-from tests.running import environment, reproducible, restored
+from tests.running import environment, reproducible, restored, tiny
 
 # "=" and "." are the characters of the model's vocabulary that are no letters.
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -104,7 +106,8 @@ def settings(task):
 
 
 def started(settings, workdir):
-    return forked.Forked(["-c", TRAIN, json.dumps([settings, str(workdir)])], environment())
+    # With the devices of this process: as many threads compute, and round alike.
+    return forked.Forked(["-c", TRAIN, json.dumps([settings, str(workdir)])], environment(os.environ["XLA_FLAGS"]))
 
 
 def of_two(settings, workdir, count=2):
@@ -120,6 +123,17 @@ def finished(settings, workdir) -> str:
     said = "".join(process.communicate())
     assert process.returncode == 0, said
     return said
+
+
+@pytest.fixture
+def trained(capfd):
+    """trained(settings, workdir) -> output and stderr of a run in this process, which ends without an error."""
+
+    def trained(settings, workdir):
+        train.main(tiny(**settings), workdir)
+        return "".join(capfd.readouterr())
+
+    return trained
 
 
 def ended_between_turns(task, start, line, how) -> list[tuple[int, str]]:
@@ -172,10 +186,10 @@ def second_iteration(task, whole) -> list[int]:
     return [number for number, line in enumerate(lines) if line in names]
 
 
-def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill_between_turns(tmp_path, task, settings):
+def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill_between_turns(tmp_path, task, settings, trained):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (task / "turns").unlink(missing_ok=True)
-    said = finished(settings, whole)
+    said = trained(settings, whole)
     assert "three tries" in (whole / "environment_output.log").read_text() and "three tries" not in said
     metrics = reproducible(whole)
     assert len(metrics) == 2
@@ -192,7 +206,7 @@ def test_a_run_trains_on_trajectories_and_goes_on_after_a_kill_between_turns(tmp
     assert len(lines) > 10
     [(code, _)] = ended_between_turns(task, lambda: [started(settings, killed)], lines[5], signal.SIGKILL)
     assert code == -signal.SIGKILL and len(reproducible(killed)) == 1
-    finished(settings, killed)
+    trained(settings, killed)
     assert reproducible(killed) == metrics
     assert_same_bits(killed, whole)
 
@@ -260,10 +274,10 @@ def test_two_processes_make_the_run_of_one_through_an_end_between_turns(tmp_path
             assert metrics[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
-def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, settings):
+def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, settings, capfd):
     broken = settings | {"environment.path": settings["environment.path"].replace("TryAgain", "Broken")}
-    process = started(broken, tmp_path / "run")
-    _, err = process.communicate()
-    assert process.returncode != 0
+    with pytest.raises(SystemExit, match=str(cli.STOPPED)):
+        train.main(tiny(**broken), tmp_path / "run")
+    err = capfd.readouterr().err
     assert "RuntimeError: no luck today" in err
     assert "could grade none of the" in err

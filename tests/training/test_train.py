@@ -191,7 +191,7 @@ runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 
 
 def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
-    """SIGTERM in iteration 2 and SIGKILL in 4, when all is drawn; Ctrl-C; a kill at any moment; a new interpreter."""
+    """SIGTERM in iteration 2 and SIGKILL in 4, when all is drawn; Ctrl-C at any moment; a new interpreter."""
     workdir = tmp_path / "run"
     for done, number in ((1, signal.SIGTERM), (3, signal.SIGKILL)):
         ended = AT_A_PHASE.format(done=done, phase="updating", signal=int(number))
@@ -213,19 +213,13 @@ def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     # The line of an iteration whose evaluation was interrupted is saved, and not yet written.
     assert saved - len(writers.read_metrics(workdir)) in (0, 1)
 
-    process = start(workdir)
-    wait_for_lines(process, workdir, max(saved + 1, 7))
-    process.kill()
-    out, _ = finish(process, -signal.SIGKILL)
-    assert f"resuming after iteration {saved}\n" in out
-    assert 7 <= len(writers.read_metrics(workdir)) < ITERATIONS
     out, _ = finish(start(workdir, fork=False))
-    assert re.search(rf"resuming after iteration ({saved}|5|10)\n", out)
+    assert f"resuming after iteration {saved}\n" in out
     assert_same_run(workdir, unbroken[0])
     assert not [*(workdir / "unfinished").iterdir()], "the last checkpoint has them"
 
 
-@pytest.mark.slow  # the test above ends one such run
+@pytest.mark.slow  # the test above ends such a run when all of an iteration is drawn
 def test_kills_at_random_moments(start, tmp_path):
     # In the middle of collections, updates, checkpoints and evaluations: there is little else in so small a run.
     kills, iterations = 20, 60
@@ -322,10 +316,10 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     assert "metrics.jsonl has no lines for 12 of 12 iterations" in out
 
 
-def test_more_iterations(start, unbroken, tmp_path):
+def test_more_iterations(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
-    out, _ = finish(start(workdir, f"--config.iterations={ITERATIONS + 2}"))
-    assert f"resuming after iteration {ITERATIONS}\n" in out
+    train.main(config_lib.replaced(saved_config(workdir), {"iterations": ITERATIONS + 2}), workdir)
+    assert f"resuming after iteration {ITERATIONS}\n" in capsys.readouterr().out
     lines = writers.read_metrics(workdir)
     assert lines[:ITERATIONS] == writers.read_metrics(unbroken[0])
     assert [line["iteration"] for line in lines[ITERATIONS:]] == [ITERATIONS + 1, ITERATIONS + 2]
