@@ -129,6 +129,8 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
     if source.kept is not None and source.kept.pools:
         collected = source.kept
         chosen.upcoming.partial.update(collected.partial)
+        if isinstance(trainer.estimator, ValueHead):  # `observe` needs the features of the prompts
+            trainer.estimator.estimate(source.weights, chosen.prompts)
     else:
         collected = _collected(trainer, source, chosen, verifiers, report)
     groups = _groups(trainer, source, collected.pools)
