@@ -30,8 +30,9 @@ class Group:
       pool: the pool.
       kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
       advantages: aligned with `kept`: weight * (reward - baseline).
-      baselines: aligned with `kept`; where there are length penalties, less each one's length term / weight.
-      weight: factor of the differences: the prompt's weight, divided by the deviation where that is set.
+      baselines: aligned with `kept`; where there are length terms, reward - advantage.
+      weight: factor of the differences: the prompt's weight, divided by the deviation where that is set. 1 where there
+        are length terms, which have no weight.
       weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
         equally in the update, whatever their numbers of rows. `baselines` are 0 and `weight` is 1.
@@ -196,7 +197,7 @@ def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
     differences, scale = _compared(pool, kept, strategy)
     weight = strategy.weight(pass_rate) / scale
     lengths = length_terms(pool.penalties[kept], pool.correct[kept])
-    if lengths.any():  # divided by the weight, which multiplies them again: w(p) is for outcomes
-        differences = differences + lengths / weight
+    if lengths.any():  # without the weight: w(p) is for outcomes, and 0 at p = 1 for some objectives
+        differences, weight = weight * differences + lengths, 1.0
     baselines = pool.rewards[kept] - differences
     return Group(pool, kept, weight * differences, baselines, weight, weight_clipped=pass_rate < strategy.clips_below)

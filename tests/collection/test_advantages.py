@@ -308,3 +308,15 @@ def test_length_never_reinforces_a_wrong_answer(name, correction, objective):
             np.testing.assert_allclose(made_again, group.advantages, atol=1e-12)
         shortened += bool(added.any())
     assert shortened
+
+
+def test_lengths_count_where_the_weight_is_0():
+    # w(1) = 4 (1 - 1)^3: four right answers with penalties of 0.5, 0, 0 and 0.1 differ in their lengths alone.
+    config = SimpleNamespace(
+        strategy="grpo", group_size=4, samples_per_round=4, max_rounds=1, objective="pass_at_k", objective_k=4
+    )
+    (plain,) = run_strategy(config, np.ones((1, 4)))
+    verdicts = [dataclasses.replace(plain.verdicts[0], penalty=penalty) for penalty in (0.5, 0.0, 0.0, 0.1)]
+    group = make_group(dataclasses.replace(plain, verdicts=tuple(verdicts)), strategies.build(config))
+    np.testing.assert_allclose(group.advantages, [-0.35, 0.15, 0.15, 0.05], atol=1e-15)
+    np.testing.assert_allclose(group.weight * (1.0 - group.baselines), group.advantages, atol=1e-15)
