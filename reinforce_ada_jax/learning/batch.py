@@ -158,9 +158,10 @@ def pack_without_zeros(
 
 def advantages_of(examples: Sequence[Example]) -> Float32[np.ndarray, " N"]:
     """Computes the advantages of the examples, as the update sees them."""
-    reward, baseline, weight = np.array([example[2:] for example in examples], np.float32).reshape(-1, 3).T
-    with np.errstate(invalid="ignore"):  # a reward that isn't finite ends in the update, which says so
-        return weight * (reward - baseline)
+    # In float64: rewards of a million may differ by less than float32 can tell.
+    reward, baseline, weight = np.array([example[2:] for example in examples], np.float64).reshape(-1, 3).T
+    with np.errstate(invalid="ignore", over="ignore"):  # what isn't finite ends in the update, which says so
+        return (weight * (reward - baseline)).astype(np.float32)
 
 
 def make_batch(

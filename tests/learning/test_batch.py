@@ -36,6 +36,13 @@ def test_layout():
     assert all(type(x) is np.ndarray for x in jax.tree.leaves(batch))
 
 
+def test_advantages_of_large_rewards():
+    # Both rewards and their mean are 16,777,216 in float32, which would leave no advantage.
+    rows = [Example(*row[:2], reward, 16_777_216.5, 2.0) for row, reward in zip(ROWS, (2**24, 2**24 + 1), strict=True)]
+    batch = make_batch(rows, max_prompt_tokens=3, max_response_tokens=4)
+    np.testing.assert_array_equal(batch.advantages, np.float32([[-1, -1, 0, 0], [1, 1, 1, 1]]))
+
+
 @pytest.mark.parametrize("baseline", ["group", "pool", "leave_one_out", "anchored"])
 @pytest.mark.parametrize("by_std", [False, True])
 def test_advantages_are_those_of_the_groups(baseline, by_std):
