@@ -64,7 +64,7 @@ def allocation(collection: CollectionConfig) -> str:
 
 def weight_is_constant(collection: CollectionConfig) -> bool:
     """Returns whether w(p) = f'(p) is the same for all pass rates."""
-    exponents = {"identity": 0.0, "power": collection.objective_alpha - 1, "pass_at_k": collection.objective_k - 1}
+    exponents = {"identity": 0.0, "power": collection.objective_alpha - 1}
     return exponents.get(collection.objective) == 0
 
 
@@ -157,9 +157,15 @@ def unmet_has_a_rule(collection: CollectionConfig) -> None:
 
 
 def draws_follow_the_estimate(collection: CollectionConfig) -> None:
-    """estimate: where w(p) is constant (identity), the allocation is "variance"."""
+    """estimate: not pass_at_k; where w(p) is constant (identity), the allocation is "variance"."""
     if collection.allocation:
         check_choice("collection.allocation", collection.allocation, ALLOCATIONS)
+    if collection.strategy == "estimate" and collection.objective == "pass_at_k":
+        raise ValueError(
+            "collection.objective is 'pass_at_k' with the strategy estimate, whose draws pay a part of w(p), and this "
+            "weight falls to 0 where a prompt is always solved. Use the objective identity, log or power, or the "
+            "strategy positive or balance."
+        )
     if collection.strategy == "estimate" and weight_is_constant(collection) and allocation(collection) != "variance":
         raise ValueError(
             f"collection.allocation is {collection.allocation!r} with the objective {collection.objective}, whose "

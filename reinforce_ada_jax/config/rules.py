@@ -291,6 +291,20 @@ def overlap_knows_its_prompts(config: Config) -> None:
         )
 
 
+def drawn_ahead_is_young(config: Config) -> None:
+    """ngu: max_age is at least the updates of an iteration, where responses are drawn an iteration ahead."""
+    collection = config.collection
+    updates = collection.prompts_per_iteration // config.learning.prompts_per_update
+    is_ahead = collection.overlap_iterations or config.draws_ahead
+    if collection.strategy == "ngu" and is_ahead and collection.max_age < updates:
+        cause = "mesh.sampler with collection.max_staleness" if config.draws_ahead else "collection.overlap_iterations"
+        raise ValueError(
+            f"collection.max_age is {collection.max_age}, but {cause} 1 draws responses an iteration ahead, so they "
+            f"are {updates} updates old when they are trained on (collection.prompts_per_iteration / learning."
+            f"prompts_per_update) and would all be left out. Set max_age to at least {updates}."
+        )
+
+
 def devices_are_split(config: Config) -> None:
     """mesh.sampler and mesh.learner are 0. Or mesh.tensor divides both, and mesh.learner is the axes' product.
 
@@ -358,7 +372,8 @@ RULES: tuple[Callable[[Config], None], ...] = (
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
     corrections_weigh_whole_responses, policy_is_sampled_whole,
-    overlap_knows_its_prompts, devices_are_split, barrier_holds_every_prompt, pages_hold_a_response,
+    overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
+    barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip
 
 

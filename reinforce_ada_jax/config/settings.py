@@ -221,8 +221,9 @@ class CollectionConfig:
         rule="retries_end",
     )
     max_age: int = setting(
-        4, "ngu: a response whose age in updates is above it is not trained on.", values.NOT_NEGATIVE
-    )
+        4, "ngu: a response whose age in updates is above it is not trained on.", values.NOT_NEGATIVE,
+        rule="drawn_ahead_is_young",
+    )  # fmt: skip
     keep: str = setting(
         "", '"group": a balanced group of n; "pool": every response; empty: the choice of the strategy.',
         rule="keep_fits_the_strategy",

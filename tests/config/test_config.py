@@ -172,6 +172,7 @@ COLLECTION_MISTAKES = [
     ({"correction": "exact", "baseline": "pool"}, "leave collection.baseline empty"),
     ({"correction": "stratified", "normalize_by_std": True}, "collection.normalize_by_std off"),
     ({"objective": "log", "k_pos": 0, "k_neg": 1}, "k_pos is 0 with the correction exact"),
+    ({"strategy": "estimate", "objective": "pass_at_k"}, "'pass_at_k' with the strategy estimate.* Use the"),
     ({"objective": "pass_at_k", "objective_k": 33}, "objective_k is 33, but a prompt gets at most 32 draws"),
     ({"strategy": "ngu", "objective": "log", "retry_probability": 0.0}, "which divides by it"),
     ({"objective": "maxrl"}, "'maxrl' with the strategy balance.*the objective log with the correction exact"),
@@ -285,6 +286,19 @@ def test_no_overlap_where_the_next_prompts_draws_are_unknown():
     overlap = {"collection.strategy": "estimate", "collection.overlap_iterations": 1}
     with pytest.raises(ValueError, match="before it is known how many draws estimate will allot .*set it to 0"):
         config_lib.check(changed(**overlap))
+
+
+def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
+    # 512 / 64 = 8 updates between the weights that draw and those that learn; default: at most 4.
+    sizes = {"collection.strategy": "ngu", "learning.prompts_per_update": 64}
+    config_lib.check(changed(**sizes))
+    split = {"mesh.sampler": 1, "mesh.learner": 1}
+    for ahead, cause in ((split, "mesh.sampler"), ({"collection.overlap_iterations": 1}, "overlap_iterations")):
+        with pytest.raises(ValueError, match=f"max_age is 4, but .*{cause}.* 8 updates old.* at least 8"):
+            config_lib.check(changed(**sizes, **ahead))
+        config_lib.check(changed(**sizes, **ahead, **{"collection.max_age": 8}))
+        config_lib.check(changed(**sizes | {"collection.strategy": "grpo"}, **ahead))
+    config_lib.check(changed(**sizes, **split, **{"collection.max_staleness": 0}))
 
 
 def test_a_users_strategy_is_looked_for_when_it_is_built():
