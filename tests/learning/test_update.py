@@ -8,8 +8,7 @@ from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.learning.test_learner import (
     ADAPTERS,
     ALL,
-    EVERYTHING,
-    KL,
+    UPDATES,
     assert_trees_close,
     assert_trees_equal,
     batch,
@@ -27,11 +26,11 @@ def unscored(rows):
     return rows.replace(old_logprobs=None)
 
 
-# (settings, rows, adapters): a minibatch of eight micro-batches in programs of 3, 3 and 2.
+# (micro-batches, settings, rows, adapters); most of them have their one program in common with other tests.
 CASES = {
-    "scored": (EVERYTHING, batch, None),
-    "own scores, reference": (KL, lambda: unscored(with_reference(batch())), None),
-    "adapters": ({"rank": ALL.rank}, lambda: unscored(batch()), ADAPTERS),
+    "scored": (*UPDATES["everything"], batch, None),
+    "own scores, reference": (*UPDATES["k2"], lambda: unscored(with_reference(batch())), None),
+    "adapters": (8, {"rank": ALL.rank}, batch, ADAPTERS),
 }
 
 
@@ -42,10 +41,10 @@ def made(of, rows, adapters, between=None):
     return of.update(fresh_state(of, **params), of.put(rows), base, np.int32(0), between)
 
 
-@pytest.mark.parametrize(("settings", "rows", "adapters"), CASES.values(), ids=CASES)
-def test_a_chain_is_one_program(settings, rows, adapters):
-    one = made(learner(8, **settings), rows(), adapters)
-    chain = made(learner(8, micro_batches_per_program=3, **settings), rows(), adapters)
+@pytest.mark.parametrize(("micro_batches", "settings", "rows", "adapters"), CASES.values(), ids=CASES)
+def test_a_chain_is_one_program(micro_batches, settings, rows, adapters):
+    one = made(learner(micro_batches, **settings), rows(), adapters)
+    chain = made(learner(micro_batches, micro_batches_per_program=3, **settings), rows(), adapters)
     # The same sums in the same order; but the compiler fuses the loss otherwise, and that rounds.
     assert_trees_close(chain, one, rtol=1e-5, atol=1e-6)
 
@@ -56,8 +55,7 @@ def test_the_length_of_the_programs_changes_no_bit():
 
 
 def test_a_chain_over_eight_devices_is_one_program():
-    # The last four of the micro-batches have no token: 3 and 1 are computed, and the host asks twice.
-    rows, settings = with_empty_rows(batch(), 16), {"mesh": (1, 4, 2), "gather_weights": "once"}
+    rows, settings = batch(), {"mesh": (1, 4, 2), "gather_weights": "once"}
     asked = []
     chain = learner(2, micro_batches_per_program=1, **settings)
     assert chain.gathers_once
@@ -72,6 +70,13 @@ def test_a_chain_over_eight_devices_is_one_program():
     placed, compiles = chain.put(rows), CompileCounter()
     chain.update(state, placed, None, np.int32(0))
     assert compiles.since_last() == 0
+
+
+def test_programs_without_a_token_are_not_begun():
+    of, asked = learner(8, micro_batches_per_program=3), []
+    four = with_empty_rows(jax.tree.map(lambda x: x[:4], batch()), 8)
+    made(of, four, None, lambda: asked.append(0))
+    assert len(asked) == 2  # of three micro-batches, and of one
 
 
 class GivenUp(Exception):

@@ -4,6 +4,7 @@ import signal
 
 import jax
 import numpy as np
+import pytest
 
 from reinforce_ada_jax.learning.update import Update
 from reinforce_ada_jax.training.loop import Ending
@@ -35,8 +36,19 @@ def ends_inside(patch, number):
     return programs
 
 
-def test_an_update_that_a_signal_breaks_off_is_made_again(tmp_path, monkeypatch):
-    config = tiny(**SETTINGS)
+CASES = {
+    "plain": {},
+    "overlap": {"collection.overlap_iterations": 1},
+    "split devices": {"mesh.sampler": 1, "mesh.learner": 1},
+    "sharded adapters, reference": {"mesh.fsdp": 2, "mesh.data": 2, "lora.rank": 4, "learning.kl_coefficient": 0.01},
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] if CASES[name] else []) for name in CASES]
+)
+def test_an_update_that_a_signal_breaks_off_is_made_again(tmp_path, monkeypatch, changes):
+    config = tiny(**SETTINGS | changes)
     assert train(config, tmp_path / "unbroken").ending is Ending.FINISHED
     with monkeypatch.context() as patch:
         programs = ends_inside(patch, 2)

@@ -16,6 +16,7 @@ SETTINGS = {
     "iterations": 24, "checkpoint.every": 4, "evaluation.every": 4,
     "evaluation.samples": 1, "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4,
     "sampling.slots": 8, "sampling.window": 4, "logging.sampled_prompts": 8, "logging.tensorboard": False,
+    "learning.micro_batches": 4, "learning.micro_batches_per_program": 1,
 }  # fmt: skip
 # With invariant numerics a response has the same bits in another slot, so that a CPU keeps a broken collection.
 # They are for one device; two processes draw a broken collection again.
@@ -46,15 +47,32 @@ def phase(self, text, original=progress.Progress.phase):
 progress.Progress.phase = phase
 runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
 """
+# Ends itself inside its third update, which is the first one of iteration 2.
+IN_AN_UPDATE = """
+import os, runpy, signal
+from reinforce_ada_jax.learning.update import Update
+
+updates = 0
+
+def update(self, state, batch, base, version, between, original=Update.__call__):
+    global updates
+    updates += 1
+    if updates == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(self, state, batch, base, version, between)
+
+Update.__call__ = update
+runpy.run_module("reinforce_ada_jax.train", run_name="__main__")
+"""
 
 
-def start(workdir, count, how):
+def start(workdir, count, how, **changes):
     """Returns the processes of a run, each with one device; `how` says how each one is started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     flags = ["--config=configs/tiny.py", f"--workdir={workdir}"]
-    flags += [f"--config.{key}={value}" for key, value in (SETTINGS | OF_PROCESSES[count]).items()]
+    flags += [f"--config.{key}={value}" for key, value in (SETTINGS | OF_PROCESSES[count] | changes).items()]
     started = []
     for index in range(count):
         env = environment()
@@ -101,3 +119,17 @@ def test_twenty_sigterms_change_no_bit(tmp_path, count):
     for folder in ("samples", "evaluations"):
         one, other = (sorted((run / folder).iterdir()) for run in (workdir, tmp_path / "unbroken"))
         assert [(file.name, file.read_text()) for file in one] == [(file.name, file.read_text()) for file in other]
+
+
+@pytest.mark.slow
+def test_two_processes_leave_an_update_together(tmp_path):
+    """`test_interrupted_update.py` has one process; here only one of two is told to end."""
+    unharmed = ("-m", "reinforce_ada_jax.train")
+    few = {"iterations": 3, "evaluation.every": 0}
+    ended(start(tmp_path / "unbroken", 2, [unharmed] * 2, **few), 0)
+    said = ended(start(tmp_path / "run", 2, [unharmed, ("-c", IN_AN_UPDATE)], **few), RESTART)
+    assert all("told to end; iteration 1 is saved" in text for text in said)
+    ended(start(tmp_path / "run", 2, [unharmed] * 2, **few), 0)
+    (state, record), (unbroken, other) = restored(tmp_path / "run"), restored(tmp_path / "unbroken")
+    jax.tree.map(np.testing.assert_array_equal, state, unbroken)
+    assert record == other and reproducible(tmp_path / "run") == reproducible(tmp_path / "unbroken")
