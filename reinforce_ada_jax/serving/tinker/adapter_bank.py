@@ -44,9 +44,9 @@ class AdapterBank:
                 return False
             self._free.append(self._places.pop(unused))
         chosen, params = self.load(adapter)
-        place = self._free.pop()
+        place = self._free[-1]  # still free where the adapter does not fit
         self.params = lora.put_into_bank(self.params, params, chosen, place)
-        self._places[adapter] = place
+        self._places[adapter] = self._free.pop()
         return True
 
     def place(self, adapter: str) -> int:
