@@ -67,7 +67,7 @@ def _rope(config: dict[str, Any], family: str) -> tuple[float, RopeScaling | Non
     # transformers 5 writes one `rope_parameters`; transformers 4 wrote `rope_theta` and `rope_scaling`.
     parameters = config.get("rope_parameters") or {}
     scaling = parameters if parameters else (config.get("rope_scaling") or {})
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return float(theta), None
@@ -165,7 +165,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
         max_positions=config.get("max_position_embeddings") or (32768 if family != "llama" else 2048),
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        norm_epsilon=config.get("rms_norm_eps") or 1e-6,
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2",

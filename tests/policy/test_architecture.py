@@ -84,6 +84,12 @@ def test_no_stop_token_and_several():
     assert from_hf(to_hf(nothing, "float32")) == nothing
 
 
+def test_null_is_no_value():
+    nothing = {"rms_norm_eps": None, "rope_theta": None, "head_dim": None, "rope_parameters": {"rope_type": "default"}}
+    found = from_hf(QWEN25_1P5B | nothing)
+    assert (found.norm_epsilon, found.rope_theta, found.head_dim) == (1e-6, 10_000.0, 128)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
