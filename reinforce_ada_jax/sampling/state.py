@@ -46,7 +46,7 @@ class SamplingParams:
     Attributes:
       max_tokens: response tokens at most.
       temperature: 0 takes the most probable token.
-      top_k: draw among the k most probable tokens; 0 for all.
+      top_k: draw among the k most probable tokens; 0 for all. Below 2^31.
       top_p: draw among the fewest tokens, of those that top_k leaves, with this probability in sum; in (0, 1].
     """
 
@@ -56,10 +56,11 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not (self.max_tokens >= 1 and 0 <= self.temperature < math.inf and self.top_k >= 0 and 0 < self.top_p <= 1):
+        in_range = 0 <= self.temperature < math.inf and 0 <= self.top_k < 2**31 and 0 < self.top_p <= 1
+        if not (self.max_tokens >= 1 and in_range):
             raise ValueError(
-                f"{self}: max_tokens must be at least 1, temperature at least 0 and finite, top_k at least 0, and "
-                "top_p above 0 and at most 1."
+                f"{self}: max_tokens must be at least 1, temperature at least 0 and finite, top_k at least 0 and below "
+                "2^31, and top_p above 0 and at most 1."
             )
 
     def as_arrays(self) -> Sampling:

@@ -223,6 +223,7 @@ def test_seeds_stops_and_lengths(client):
     assert {(reason, len(tokens)) for reason, tokens in drawn(n=16, seed=0, stop=[])} == {("length", 8)}
 
 
+@pytest.mark.filterwarnings("ignore:.*load_state:FutureWarning")
 def test_what_is_refused_says_why(client, server):
     training, _ = trained(client)
     sampler = client.create_sampling_client(base_model="cipher").result()
@@ -235,13 +236,20 @@ def test_what_is_refused_says_why(client, server):
         lambda: training.forward_backward([datum(weights=[np.nan] * 9)], "cross_entropy"): "that are not finite",
         lambda: training.optim_step(types.AdamParams()): "optim_step needs a gradient: call forward_backward first",
         lambda: training.save_state("../up"): r"the name '\.\./up' is not allowed",
+        # Refused before it had its place in the queue, it would stop all requests after it.
+        lambda: training.load_state("tinker://a/weights/b"): "there is no checkpoint 'tinker://a/weights/b'",
+        lambda: training.optim_step(types.AdamParams(learning_rate=np.nan)): "the request is no OptimStepRequest",
         lambda: sampler.sample(long, 1, types.SamplingParams(max_tokens=1)): "the prompt has 17 tokens, this server t",
         lambda: sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=99)): "max_tokens is 99; it must be 1 to 16",
+        lambda: sampler.sample(PROMPT, 1, types.SamplingParams(stop=[2**31])): "stop has token ids outside of the voc",
+        lambda: sampler.sample(PROMPT, 1, types.SamplingParams(top_k=2**31)): "top_k at least 0 and below ",
+        lambda: sampler.sample(types.ModelInput.from_ints([2**31]), 1, types.SamplingParams()): "outside of the vocab",
+        lambda: sampler.sample(PROMPT, 10**12, types.SamplingParams()): "num_samples is 1000000000000; it must be 1",
         lambda: sampler.sample(PROMPT, 1, types.SamplingParams(), topk_sample_logprobs=2): "does not compute it",
         lambda: client.create_lora_training_client("cipher", rank=64): "the rank of the adapters is 64; this server ta",
     }.items():
         with pytest.raises(tinker.RequestFailedError, match=why):
-            call().result()
+            call().result(timeout=60)
     for call, why in {
         lambda: client.create_lora_training_client("other"): "base_model is 'other'; this server has cipher",
         lambda: client.create_sampling_client(model_path="tinker://a/weights/b"): "there is no checkpoint",
@@ -249,7 +257,7 @@ def test_what_is_refused_says_why(client, server):
         with pytest.raises(tinker.APIStatusError, match=why):
             call().result()
     # Nothing of it broke the clients.
-    assert training.forward_backward([datum()], "cross_entropy").result().metrics["loss:sum"] > 0
+    assert training.forward_backward([datum()], "cross_entropy").result(timeout=60).metrics["loss:sum"] > 0
     assert greedy(sampler)
     with pytest.raises(tinker.AuthenticationError, match="the API key is not that of this server"):
         tinker.ServiceClient(base_url=server[0], api_key="tml-other").create_sampling_client(base_model="cipher")
@@ -284,6 +292,30 @@ def test_checkpoints_can_be_listed_fetched_and_deleted(server, client, tmp_path)
         client.create_training_client_from_state(weights).result()
     runs = rest.list_training_runs().result()
     assert runs.training_runs[0].training_run_id == training.model_id
+
+
+def test_a_failure_after_the_last_token_is_that_of_its_request(server, client, monkeypatch):
+    """The adapters are on the devices when their checkpoint is deleted; the log-probabilities of the prompt need it."""
+    training, _ = trained(client)
+    path = training.save_weights_for_sampler("gone").result().path
+    sampler = client.create_sampling_client(model_path=path).result()
+    assert greedy(sampler)
+    other, (_, service, _) = client.create_sampling_client(base_model="cipher").result(), server
+    engine = service.bases["cipher"].sampler
+    submit = engine.submit
+
+    def deleted_before(job):
+        if service.store.checkpoint(path) is not None:
+            service.remove_checkpoint(path)
+        submit(job)
+
+    monkeypatch.setattr(engine, "submit", deleted_before)
+    terms = types.SamplingParams(max_tokens=8, temperature=0.0)
+    failing = sampler.sample(PROMPT, 1, terms, include_prompt_logprobs=True)
+    beside = other.sample(PROMPT, 2, terms)
+    with pytest.raises(tinker.RequestFailedError, match="the weights of this sampling client are no longer there"):
+        failing.result(timeout=60)
+    assert [len(each.tokens) for each in beside.result(timeout=60).sequences] == [8, 8]
 
 
 def test_a_silent_session_ends_alone(server, client):

@@ -31,6 +31,14 @@ class _WeightsInfoRequest(pydantic.BaseModel):
     tinker_path: str
 
 
+class _ModelRequest(pydantic.BaseModel):
+    """Place of a request in its model's queue. The worker reads the rest: a number that is missing stops the queue."""
+
+    model_config = pydantic.ConfigDict(protected_namespaces=())
+    model_id: str
+    seq_id: int | None = None
+
+
 class App:
     """Routes over a service."""
 
@@ -53,10 +61,10 @@ class App:
             "create_model": self.create_model,
             "get_info": self.get_info,
             "forward_backward": self.forward_backward,
-            "optim_step": self.of_model("optim_step", types.OptimStepRequest),
-            "save_weights": self.of_model("save_weights", types.SaveWeightsRequest),
-            "save_weights_for_sampler": self.of_model("save_weights_for_sampler", types.SaveWeightsForSamplerRequest),
-            "save_weights_external": self.of_model("save_weights_external", types.SaveWeightsExternalRequest),
+            "optim_step": self.of_model("optim_step"),
+            "save_weights": self.of_model("save_weights"),
+            "save_weights_for_sampler": self.of_model("save_weights_for_sampler"),
+            "save_weights_external": self.of_model("save_weights_external"),
             "load_weights": self.load_weights,
             "create_sampling_session": self.create_sampling_session,
             "asample": self.sample,
@@ -175,12 +183,12 @@ class App:
             raise ValueError(f"the request is no ForwardBackwardRequest ({error!s:.200}).") from error
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
-    def of_model(self, kind: str, message: type[pydantic.BaseModel]) -> Handler:
+    def of_model(self, kind: str) -> Handler:
         """Returns the handler of a request of one model."""
 
         async def submit(request: Request) -> Response:
             body = await self._body(request)
-            asked: Any = protocol.parse(message, body)
+            asked = protocol.parse(_ModelRequest, body)
             return _future(self.service.submit(asked.model_id, asked.seq_id, kind, body))
 
         return submit
@@ -189,11 +197,11 @@ class App:
         """Loads a checkpoint into a model, or makes a model of it."""
         body = await self._body(request)
         asked = protocol.parse(types.LoadWeightsRequest, body)
-        self.service.checkpoint(asked.path)
         if asked.model_id is not None:
             return _future(self.service.submit(asked.model_id, asked.seq_id, "load_weights", body))
         if asked.session_id is None or asked.model_seq_id is None:
             raise ValueError("load_weights needs model_id and seq_id, or session_id and model_seq_id.")
+        self.service.checkpoint(asked.path)
         return _future(self.service.create(asked.session_id, asked.model_seq_id, "load_weights", body))
 
     # ---- sampling and futures ------------------------------------------------------------------------------------

@@ -133,10 +133,13 @@ def _vector(tensor: Any, name: str) -> np.ndarray:
 
 
 def prompt_tokens(prompt: types.ModelInput) -> Int32[np.ndarray, " T"]:
-    """Returns the tokens of a prompt; ValueError if it has other chunks."""
+    """Returns the tokens of a prompt; ValueError if it has other chunks, or numbers that are no token ids."""
     if any(chunk.type != "encoded_text" for chunk in prompt.chunks):
         raise ValueError("the prompt has chunks other than text: this server has language models only.")
-    return np.array([token for chunk in prompt.chunks for token in chunk.tokens], np.int32)  # pyright: ignore
+    try:
+        return np.array([token for chunk in prompt.chunks for token in chunk.tokens], np.int32)  # pyright: ignore
+    except OverflowError as error:
+        raise ValueError(f"the prompt has token ids outside of the vocabulary ({error}).") from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -219,7 +219,8 @@ class Service:
                 except ValueError as error:
                     self.samples.finish(request_id, protocol.error_result(str(error)))
         self.wake.set()
-        ids = [f"{request_id}:{index}" for index in range(max(request.num_samples, 0))]
+        most = self.bases[sampler.base].options.output_rows  # more are refused
+        ids = [f"{request_id}:{index}" for index in range(max(0, min(request.num_samples, most)))]
         return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
     def _queue_sample(
@@ -235,17 +236,24 @@ class Service:
         if asked.stop is not None and not texts:
             stop_ids = tuple(x for x in asked.stop if isinstance(x, int))
 
-        def done(found: list[Sampled] | Exception) -> None:
-            if future.result is not None:
-                return None
-            if isinstance(found, Exception):
-                category = protocol.USER if isinstance(found, ValueError) else protocol.SERVER
-                return self._finish_sample(request_id, protocol.error_result(str(found), category))
+        def result_of(found: list[Sampled]) -> Result:
             responses = found if stops is None else [stops.cut(index, each) for index, each in enumerate(found)]
             logprobs = None
             if request.prompt_logprobs:
                 logprobs = self._prompt_logprobs(base, adapter, tokens, request.prompt_logprobs_last_n)
-            return self._finish_sample(request_id, protocol.sample_result(responses, logprobs))
+            return protocol.sample_result(responses, logprobs)
+
+        def done(found: list[Sampled] | Exception) -> None:
+            if future.result is not None:
+                return
+            try:
+                if isinstance(found, Exception):
+                    raise found
+                result = result_of(found)
+            except Exception as error:  # of this request alone, such as a checkpoint that was deleted meanwhile
+                category = protocol.USER if isinstance(error, ValueError) else protocol.SERVER
+                result = protocol.error_result(str(error), category)
+            self._finish_sample(request_id, result)
 
         stops = (
             TextStops(texts, base.tokenizer.decode, lambda index: base.sampler.cancel(job, index)) if texts else None
@@ -383,6 +391,9 @@ def check_sample_request(base: Base, request: types.SampleRequest, length: int, 
         raise ValueError(f"num_samples is {request.num_samples}; it must be 1 to {options.output_rows}.")
     if isinstance(asked.stop, list | tuple) and len(asked.stop) > MAX_STOPS:
         raise ValueError(f"stop has {len(asked.stop)} entries; there may be {MAX_STOPS}.")
+    ids = [each for each in asked.stop or () if isinstance(each, int)]
+    if not all(0 <= each < base.architecture.vocab_size for each in ids):
+        raise ValueError(f"stop has token ids outside of the vocabulary, 0 to {base.architecture.vocab_size - 1:,}.")
     if asked.stop == "" or (isinstance(asked.stop, list | tuple) and "" in asked.stop):
         raise ValueError("stop has an empty text, which every response contains: leave it out.")
     last = request.prompt_logprobs_last_n
