@@ -62,4 +62,9 @@ def _call(text: str) -> Call | None:
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, dict):
         return None
-    return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        "".join(call).encode()
+    except UnicodeEncodeError:  # half of a character, which JSON can escape
+        return None
+    return call

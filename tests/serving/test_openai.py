@@ -330,6 +330,7 @@ def test_chat(server):
         ({"presence_penalty": 0.5}, 400, "presence_penalty", None),
         ({"presence_penalty": 0, "echo": False, "user": "me", "top_k": 5, "top_p": 0.9}, 200, None, None),
         ({"guided_json": {}}, 400, "guided_json", None),
+        ({"top_k": 2**31}, 400, "top_k", None),
     ],
     ids=str,
 )

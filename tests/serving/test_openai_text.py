@@ -179,6 +179,9 @@ def test_top_tokens_of_a_chat_are_scored_without_its_prompt():
         ("<tool_call>{broken</tool_call>", None, []),
         ('<tool_call>{"name": "add", "arguments": "a"}</tool_call>', None, []),
         ("<tool_call>" + "[" * 100_000, None, []),
+        # Half of a character can be written in JSON, but not be sent.
+        ('<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', None, []),
+        ('{"name": "add", "arguments": {"a": "\\ud83d\\ude00"}}', "", [("add", '{"a": "😀"}')]),
     ],
 )
 def test_calls_of_tools(text, content, calls):
