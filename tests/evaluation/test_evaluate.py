@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import signal
 
@@ -21,16 +22,21 @@ def run(benchmark, output, *, samples=2, regrade=False, initial=None, **changes)
     evaluate.main(tiny(**ENGINE | changes), None, MODEL, [benchmark], samples, str(output), regrade, initial)
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """start(output, more flags) -> the running command, on 96 problems with 4 slots: kills are in time."""
-    folder = tmp_path_factory.mktemp("shared")
-    benchmark = cipher_file(folder / "words.jsonl", 96)
-    flags = ["--config=configs/tiny.py", f"--model={MODEL}", f"--benchmarks={benchmark}", "--samples=8"]
-    flags += [f"--config.{key}={value}" for key, value in ENGINE.items()]
+@pytest.fixture
+def words(tmp_path):
+    """96 problems: with 4 slots, kills are in time."""
+    return cipher_file(tmp_path / "words.jsonl", 96)
 
-    def start(output, *more):
-        return Forked(["-m", "reinforce_ada_jax.evaluate", *flags, f"--output={output}", *more], environment())
+
+@pytest.fixture
+def start(words):
+    """start(output) -> the running command, 8 samples each."""
+    flags = ["--config=configs/tiny.py", f"--model={MODEL}", f"--benchmarks={words}", "--samples=8"]
+    flags += [f"--config.{key}={value}" for key, value in ENGINE.items()]
+    env = environment(os.environ["XLA_FLAGS"])  # with the devices of this process: as many threads round alike
+
+    def start(output):
+        return Forked(["-m", "reinforce_ada_jax.evaluate", *flags, f"--output={output}"], env)
 
     return start
 
@@ -41,9 +47,9 @@ def finish(process):
     return out
 
 
-def test_killed_twice_it_ends_with_the_same_table(start, tmp_path):
+def test_killed_twice_it_ends_with_the_same_table(start, words, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(start(whole))
+    run(words, whole, samples=8)
     stored = broken / "words.jsonl"
     killed_after(start(broken), stored, 100)
     first = stored.read_bytes().count(b"\n")

@@ -1,50 +1,12 @@
-"""Runs in the process of the tests share what they trace and load."""
+from collections.abc import Iterator
 
-import json
-from collections.abc import Hashable, Iterator
-from typing import Any
-
-import jax
 import pytest
-from jax.sharding import Mesh
-
-from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.learning.learner import Learner
-from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.sampling import engine, programs
-from reinforce_ada_jax.training import trainer
-from tests import running
-
-NOT_OF_A_LEARNER = ("iterations", "checkpoint", "evaluation", "logging")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shared_programs() -> Iterator[None]:
-    """Engines and learners of equal settings have the same programs, in all runs of a file in this process.
+def shared() -> Iterator[None]:
+    """All tests of a file share the programs of engines and learners."""
+    from tests import sharing  # noqa: PLC0415 (the package is imported when its annotations are checked)
 
-    The programs of a run take 2 s of the processor to trace and to load where they are compiled already. The first run
-    of a file still makes them, so that its counts of compiled programs are those of a run alone.
-    """
-    made: dict[Hashable, Any] = {}
-
-    def make_programs(architecture: Architecture, options: Any, mesh: Mesh, cast_shardings: Any) -> programs.Programs:
-        leaves, structure = jax.tree.flatten(cast_shardings)
-        key = architecture, options, mesh, tuple(leaves), structure
-        if key not in made:
-            made[key] = programs.make_programs(architecture, options, mesh, cast_shardings)
-        return made[key]
-
-    def learner(architecture: Architecture, config: Config, mesh: Mesh) -> Learner:
-        settings = json.loads(config_lib.to_json(config))
-        text = json.dumps({name: value for name, value in settings.items() if name not in NOT_OF_A_LEARNER})
-        key = architecture, text, mesh
-        if key not in made:
-            made[key] = Learner(architecture, config, mesh)
-        return made[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "make_programs", make_programs)
-        for module in (trainer, running):
-            patch.setattr(module, "Learner", learner)
+    with sharing.shared_programs():
         yield

@@ -15,8 +15,9 @@ SMALL = {
 }  # fmt: skip
 
 
-# With 8, one update an iteration, test_updates.py has the gap.
-@pytest.mark.parametrize("prompts_per_update", [pytest.param(8, marks=pytest.mark.slow), 4])
+# test_updates.py has what is said of the gap, tests/sampling/test_rollouts.py its size, and test_engine.py the copy.
+@pytest.mark.slow
+@pytest.mark.parametrize("prompts_per_update", [8, 4])
 def test_the_gap_is_logged_and_does_not_stop_the_run(tmp_path, prompts_per_update):
     # With one update an iteration the gap is from the update's own program, with two from the scoring pass.
     config = tiny(**SMALL, **{"learning.prompts_per_update": prompts_per_update})

@@ -211,6 +211,14 @@ def test_a_gap_between_engine_and_learner(updates, dtype, weight_dtype, remedy):
     assert made.check_logprobs(minibatches, 2, 0, said.append)[2] == {}
 
 
+def test_rows_of_a_batch_are_one_number_or_grow_by_doubling(updates):
+    # Two prompts an update. At most 16 responses a prompt need 32 rows; without a limit there are 2 x 4 at first.
+    ngu = {"collection.strategy": "ngu", "collection.group_size": 4}
+    limited, unlimited = (updates(**ngu | {"collection.max_draws": most})[0] for most in (16, 0))
+    assert [limited.batch_rows(rows) for rows in (0, 9, 32)] == [32, 32, 32]
+    assert [unlimited.batch_rows(rows) for rows in (0, 8, 9, 33)] == [8, 8, 16, 64]
+
+
 def test_groups_without_kept_responses_make_no_minibatch(updates):
     made, _ = updates()
     nothing = {"kept": np.zeros(0, int), "advantages": np.zeros(0), "baselines": np.zeros(0)}

@@ -1,0 +1,61 @@
+"""Programs that runs, evaluations and servers in the process of the tests share: each was traced and loaded again."""
+
+import contextlib
+import json
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.lora import Lora
+from reinforce_ada_jax.sampling import engine, programs
+from reinforce_ada_jax.training import trainer
+from tests import running
+
+NOT_OF_A_LEARNER = ("iterations", "checkpoint", "evaluation", "logging")
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[None]:
+    """Engines and learners of equal settings have the same programs, which take 2 s to trace and load if compiled.
+
+    The first of them still makes them, so that a run's counts of compiled programs are those of a run alone.
+    """
+    made: dict[Hashable, Any] = {}
+    make_adapters = AdapterLearner._make_programs
+
+    def make_programs(architecture: Architecture, options: Any, mesh: Mesh, cast_shardings: Any) -> programs.Programs:
+        leaves, structure = jax.tree.flatten(cast_shardings)
+        key = architecture, options, mesh, tuple(leaves), structure
+        if key not in made:
+            made[key] = programs.make_programs(architecture, options, mesh, cast_shardings)
+        return made[key]
+
+    def learner(architecture: Architecture, config: Config, mesh: Mesh) -> Learner:
+        settings = json.loads(config_lib.to_json(config))
+        text = json.dumps({name: value for name, value in settings.items() if name not in NOT_OF_A_LEARNER})
+        key = architecture, text, mesh
+        if key not in made:
+            made[key] = Learner(architecture, config, mesh)
+        return made[key]
+
+    def of_adapters(learner: AdapterLearner, chosen: Lora) -> Any:
+        dtype = jax.tree.leaves(learner.base)[0].dtype
+        key = learner.architecture, learner.mesh, learner._head, dtype, chosen
+        if key not in made:
+            made[key] = make_adapters(learner, chosen)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "make_programs", make_programs)
+        patch.setattr(AdapterLearner, "_make_programs", of_adapters)
+        for module in (trainer, running):
+            patch.setattr(module, "Learner", learner)
+        yield
