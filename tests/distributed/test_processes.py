@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -25,10 +23,10 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training import components as components_lib
 from tests import forked, hosts
 from tests.hosts import finished
-from tests.running import ROOT, environment, reproducible, restored
+from tests.running import cipher_file, environment, reproducible, restored
 
 SMALL = {
-    "iterations": 5, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 1, "sampling.slots": 16,
+    "iterations": 4, "checkpoint.every": 2, "evaluation.every": 4, "evaluation.samples": 1, "sampling.slots": 16,
     "collection.prompts_per_iteration": 8, "learning.prompts_per_update": 4, "logging.sampled_prompts": 8,
     # The gradient of a key bias is almost 0. With Adam's default its steps would be those of the rounding's sign.
     "learning.epsilon": 1e-5,
@@ -41,13 +39,14 @@ OF_ENGINES = {
 
 
 @pytest.fixture(scope="module")
-def start():
+def start(tmp_path_factory):
     """start(workdir, processes, flags) -> the running processes, of four devices together, which share programs."""
-    started = []
+    started, heldout = [], cipher_file(tmp_path_factory.mktemp("shared") / "heldout.jsonl", 16)
 
     def start(workdir, count, *more, devices=4, own=list):
         flags = [f"--config.{key}={value}" for key, value in (SMALL | {"mesh.fsdp": devices}).items()]
-        train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags, f"--workdir={workdir}", *more]
+        flags += [f"--config.evaluation.benchmarks=({heldout!r},)", f"--workdir={workdir}"]
+        train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags, *more]
         processes = hosts.start(train, count, devices=devices, own=own)
         started.extend(processes)
         return processes
@@ -105,7 +104,7 @@ def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbro
     logs = [workdir / "logs" / f"host-{number}.log" for number in range(2)]
     assert "error: process 1 of 2 is gone" in logs[0].read_text() and "process 1 of 2, " in logs[1].read_text()
     spoke, silent = finished(start(workdir, 2))
-    assert "finished iteration 5" in spoke and "finished" not in silent
+    assert "finished iteration 4" in spoke and "finished" not in silent
     assert_same_run(unbroken, workdir)
 
 
@@ -265,10 +264,7 @@ def joining(host, *arguments):
     processes = []
     for index in range(2):
         given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
-        processes.append(subprocess.Popen(
-            [sys.executable, "-c", JOIN, *arguments], cwd=ROOT, text=True, env=environment() | given,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        ))  # fmt: skip
+        processes.append(forked.Forked(["-c", JOIN, *arguments], environment() | given))
     try:
         return [(*process.communicate(timeout=60), process.returncode) for process in processes]
     finally:
@@ -299,10 +295,7 @@ def test_who_waits_for_a_process_that_never_starts_says_so_in_a_line(index):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     given = {processes_lib.ADDRESS: address, processes_lib.COUNT: "2", processes_lib.INDEX: str(index)}
-    result = subprocess.run(
-        [sys.executable, "-c", JOIN, ""], cwd=ROOT, text=True, env=environment() | given | {processes_lib.JOIN: "2"},
-        capture_output=True, check=False, timeout=60,
-    )  # fmt: skip
+    result = forked.run(["-c", JOIN, ""], environment() | given | {processes_lib.JOIN: "2"})
     assert result.returncode == RESTART
     assert result.stderr.startswith("error: not all processes of the run started within 2 s.")
     assert result.stderr.count("\n") == 1
