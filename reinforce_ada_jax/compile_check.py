@@ -1,13 +1,14 @@
-"""Compiles a run's programs for a TPU slice that isn't there: memory, traffic, least time.
+"""Compiles a run's programs for a TPU slice or GPUs that are not there: memory, traffic, least time.
 
     python -m reinforce_ada_jax.compile_check --config=configs/qwen_1p5b.py --topology=v5e:2x4 [--model=DIR] [--json]
 
-Needs `pip install libtpu` (the TPU compiler; any machine will do) and of the model only its config.json, or nothing for
-a model whose sizes are known (`policy/presets.py`). Exit code 1: something doesn't fit; 2: the input is at fault.
+Needs `pip install libtpu`, the TPU compiler, or for a topology such as h100:8 `pip install 'jax[cuda12]'`; any machine
+will do. Of the model it needs only the config.json, or nothing where the sizes are known (`policy/presets.py`). Exit
+code 1: something doesn't fit; 2: the input is at fault.
 
-Memory is the compiler's own account, per device, and traffic between chips is read from the compiled program. FLOPs and
-bytes are counted (`planning/roofline.py`), and `planning/plan.py` adds them up. The least time does not say how well
-the hardware is used. Nothing here has run on a TPU.
+Memory is the compiler's own account, per device. Traffic between chips is read from the compiled program, and counted
+for GPUs. FLOPs and bytes are counted (`planning/roofline.py`), and `planning/plan.py` adds them up. The least time does
+not say how well the hardware is used. Nothing here has run on a TPU or a GPU.
 """
 
 import dataclasses
@@ -62,7 +63,9 @@ def main(
 
 if __name__ == "__main__":
     CONFIG = cli.define_config()
-    TOPOLOGY = flags.DEFINE_string("topology", None, "The slice: v5e:2x4, v5p:2x2x1, v6e:2x4, ...", required=True)
+    TOPOLOGY = flags.DEFINE_string(
+        "topology", None, "The slice, or the GPUs of a host: v5e:2x4, v6e:2x4, h100:8, ...", required=True
+    )
     MODEL = flags.DEFINE_string("model", None, "A folder with the model's config.json, in place of model.path.")
     PROMPT = flags.DEFINE_integer("mean_prompt_tokens", None, "Mean length of prompts; half of the limit.")
     RESPONSE = flags.DEFINE_integer("mean_response_tokens", None, "Mean length of responses; half of the limit.")

@@ -157,6 +157,8 @@ def predict(config: Config, options: flags.FlagValues) -> dict[str, Any]:
       ValueError: the slice or the model is not known, or can't be split.
     """
     chip = chip_of(options.topology)
+    if chip.platform != "tpu":
+        raise ValueError(f"--topology={options.topology}: `benchmark split` predicts times of TPU slices alone.")
     devices = math.prod(map(int, options.topology.partition(":")[2].split("x")))
     a, source = find_architecture(config.model.path, options.model)
     tensor, lengths = config.mesh.tensor, workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
@@ -166,5 +168,5 @@ def predict(config: Config, options: flags.FlagValues) -> dict[str, Any]:
             f"--topology={options.topology} has {devices} chips, mesh.tensor is {tensor}: neither a quarter nor half "
             "of them is a multiple of it. Name a larger slice, or lower mesh.tensor."
         )
-    sizes = predict_sizes(config, a, engine_options(config, a), chip, devices, samplers, lengths)
+    sizes = predict_sizes(config, a, engine_options(config, a, chip.platform), chip, devices, samplers, lengths)
     return {"predicted": True, "topology": options.topology, "model": source, **sizes}

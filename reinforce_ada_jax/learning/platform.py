@@ -13,6 +13,9 @@ from reinforce_ada_jax.policy.architecture import Architecture
 
 # Tokens of a micro-batch on CPUs: its activations stay in the caches, and its products are as fast as larger ones.
 CPU_TOKENS = 2048
+# (rows, vocab) of the loss on GPUs. A product of 1,024 x 1,024 logits has 32 tiles of 128 x 256 for the 132
+# multiprocessors of an H100; one of 4,096 x 8,192 has a thousand. docs/performance.md has its traffic.
+GPU_TILE = (4096, 8192)
 # GiB that a program may use on a TPU device, by its kind: the limit in error messages of libtpu 0.0.51. A TPU7x chip
 # is two devices, and a v4 chip is compiled for as two.
 TPU_GIB = {"TPU v4": 15.25, "TPU v5 lite": 15.75, "TPU v5": 95.73, "TPU v6 lite": 31.24, "TPU7x": 94.74}
@@ -95,7 +98,9 @@ def resolve(
     first_moment_dtype = learning.first_moment_dtype
     return Platform(
         head_backend=head_backend,
-        head_tile=fused_logprobs.default_tile(head_backend, hidden_size, jnp.dtype(dtype)),
+        head_tile=GPU_TILE
+        if name == "gpu"
+        else fused_logprobs.default_tile(head_backend, hidden_size, jnp.dtype(dtype)),
         attention=chosen(learning.attention, "splash" if on_tpu else "blocks" if on_cpu or refusal else "cudnn"),
         refusal=refusal if name == "gpu" and learning.attention == "auto" else "",
         max_segments=learning.responses_per_row,

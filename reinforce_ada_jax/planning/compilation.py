@@ -1,4 +1,4 @@
-"""Compiling a run's programs for the devices of a TPU slice that need not exist."""
+"""Compiling a run's programs for TPUs or GPUs that need not exist."""
 
 import dataclasses
 import importlib.util
@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from reinforce_ada_jax.planning import collectives, roofline
+from reinforce_ada_jax.planning.gpus import GPUS, gpu_devices
 from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import Chip
@@ -27,8 +28,8 @@ class ProgramResult:
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
     `sent_bytes` is read from the compiled program; of a step, and where a target shows none, it is counted by hand, or
     None, and there are no `collectives`. So are `starts`, whose seconds are `latency_seconds`; `least_seconds` has the
-    largest of bandwidth, compute and links, and the latency. `compiled_over_counted_flops` is XLA's count over ours,
-    each loop's body once.
+    largest of bandwidth, compute and links, and the latency. On GPUs traffic is counted by hand, and latency is not.
+    `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
     """
 
     program: str
@@ -58,11 +59,13 @@ class ProgramResult:
 
 
 def topology_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]  # a class at run time
-    """Returns the devices of a slice, which need not exist.
+    """Returns the devices of a slice, or of a host with GPUs, which need not exist.
 
     Raises:
-      ValueError: no TPU compiler is installed, or there is no such slice.
+      ValueError: no compiler for them is installed, or there is no such slice.
     """
+    if topology.partition(":")[0] in GPUS:
+        return gpu_devices(topology)
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("compiling for a TPU needs its compiler, which any machine can run: pip install libtpu.")
     # The compiler asks where it runs: first a metadata server, which hangs outside Google's cloud, and then these, of
@@ -96,7 +99,9 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         if cost.flops_loops_once and compiler_flops:
             compiled_over_counted = compiler_flops / cost.flops_loops_once
         hlo = compiled_text(compiled)
-        if hlo is None or program.unit == "step":
+        if chip.platform == "gpu":
+            sent = program.sent_bytes  # XLA joins collectives there, and begins all of them in the background
+        elif hlo is None or program.unit == "step":
             sent, starts = program.sent_bytes, program.starts
         else:
             sent, kinds, starts = collectives.traffic(hlo, program.trip_count)

@@ -122,6 +122,7 @@ def phases(
         result.program: result.least_seconds + (latency_factor - 1) * result.latency_seconds for result in results
     }
     wait = latency_factor * latency.decode_step(run.architecture.num_layers, mesh.tensor).seconds
+    wait = 0.0 if run.chip.platform == "gpu" else wait
     window = next(result for result in results if result.program.startswith("decode"))
     steps = prompts * means.draws * means.response_tokens / (options.slots * replicas * BUSY_SLOTS)
     step = decode_step(run.architecture, options, mesh.tensor, means.context)
@@ -243,7 +244,9 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
         f"lengths  prompts of {means.prompt_tokens:,.0f} tokens and responses of {means.response_tokens:,.0f} in the "
         f"mean, {means.draws:.1f} draws a prompt, {BUSY_SLOTS:.1%} of slots busy",
         f"plan     an iteration takes at least {total:,.1f} s: {by_phase}",
-        f"latency  {total - no:,.1f} s of it are latency: {latency.KERNEL_S * 1e6:g} us a kernel, "
+        "latency  none is counted: the figures that are known are of TPUs"
+        if run.chip.platform == "gpu"
+        else f"latency  {total - no:,.1f} s of it are latency: {latency.KERNEL_S * 1e6:g} us a kernel, "
         f"{latency.COLLECTIVE_S * 1e6:g} us a collective and {latency.HOP_S * 1e6:g} us a hop. With half of these "
         f"{half:,.1f} s, with twice {twice:,.1f} s",
         f"         at most {drawn / total / chips:,.0f} tokens/s/chip sampled and trained on; {drawn / total:,.0f} on "

@@ -133,7 +133,7 @@ class AbstractRun:
             head_tile=self.learner.platform.head_tile,
             head_kernels=self.learner.platform.head_backend == "pallas_tpu",
             remat=self.learner.platform.remat,
-            attention_block=block_size(row_tokens) if self.learner.platform.attention == "splash" else None,
+            attention_block=block_size(row_tokens) if self.learner.platform.attention in ("splash", "cudnn") else None,
             row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
             weight_shards=mesh.shape["fsdp"],
             tensor_shards=mesh.shape["tensor"],

@@ -9,6 +9,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.planning import plan as plan_lib
 from reinforce_ada_jax.planning.compilation import ProgramResult, compile_program, resident_result, topology_devices
+from reinforce_ada_jax.planning.gpus import answering_for
 from reinforce_ada_jax.planning.plan import Deployment, Statistics
 from reinforce_ada_jax.planning.programs import AbstractRun, abstract_run, engine_programs, learner_programs
 from reinforce_ada_jax.planning.roofline import GIB, chip_of
@@ -50,19 +51,20 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     )
 
 
-def engine_options(config: Config, architecture: Architecture) -> EngineOptions:
-    """Returns the options of the run's engine on a TPU.
+def engine_options(config: Config, architecture: Architecture, platform: str) -> EngineOptions:
+    """Returns the options of the run's engine on a platform.
 
     Raises:
-      ValueError: sampling.attention is a GPU's.
+      ValueError: sampling.attention is another platform's.
     """
     # Which tokens end a response changes no size, and the tokenizer that says so may not be here.
     options = components_lib.engine_options(config, architecture, architecture.eos_ids or (0,))
-    attention = FOR_PLATFORM["tpu"] if config.sampling.attention == "auto" else config.sampling.attention
-    if attention == "pallas_gpu":
-        raise ValueError("sampling.attention is 'pallas_gpu': a TPU takes auto, pallas_tpu or jnp.")
+    own = FOR_PLATFORM[platform]
+    attention = own if config.sampling.attention == "auto" else config.sampling.attention
+    if attention not in (own, "jnp"):
+        raise ValueError(f"sampling.attention is {attention!r}: a {platform.upper()} takes auto, {own} or jnp.")
     options = dataclasses.replace(options, attention=attention)
-    return with_drafts(options, architecture, config.sampling.drafts, "tpu")
+    return with_drafts(options, architecture, config.sampling.drafts, platform)
 
 
 def table_row(result: ProgramResult) -> str:
@@ -162,7 +164,7 @@ def check_slice(
     """
     chip = chip_of(topology)
     architecture, source = find_architecture(config.model.path, model)
-    options = engine_options(config, architecture)
+    options = engine_options(config, architecture, chip.platform)
     run = abstract_run(config, architecture, options, _mesh_over(topology, config))
     deployment = Deployment(config, architecture, options, chip, run.learner.gathers_once)
     programs = engine_programs(run, means.context) + learner_programs(run)
@@ -177,7 +179,8 @@ def check_slice(
         return [resident]
     results = []
     for program in programs:
-        results.append(compile_program(program, chip))
+        with answering_for(run.learner.mesh.devices.flat[0]):
+            results.append(compile_program(program, chip))
         log("\n    ".join([table_row(results[-1]), *remarks(results[-1])]))
     plan = plan_lib.plan_text(deployment, results, means, run.learner_bytes)
     log(f"\nA plan from rooflines, not a measurement:\n{plan}")

@@ -15,6 +15,7 @@ import math
 import jax.numpy as jnp
 
 from reinforce_ada_jax.learning.platform import TPU_FLOPS, tpu_bytes
+from reinforce_ada_jax.planning.gpus import GPUS, MEMORY_SHARE
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
@@ -23,19 +24,21 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One JAX device of a TPU slice, as the compiler sees it.
+    """One JAX device, as the compiler sees it.
 
     Attributes:
       hbm_bytes: memory that a program may use.
       bandwidth: of HBM, bytes per second.
       flops: peak in bfloat16, per second.
       link: bytes per second over one link to a neighbour, one way.
+      platform: "tpu" or "gpu".
     """
 
     hbm_bytes: int
     bandwidth: float
     flops: float
     link: float
+    platform: str = "tpu"
 
 
 # Bandwidth and peak: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, each "per chip" (tpu7x bandwidth: jax's
@@ -49,6 +52,12 @@ CHIPS = {
     "v5p": Chip(tpu_bytes("TPU v5"), 2765e9, TPU_FLOPS["TPU v5"], 90e9),
     "v6e": Chip(tpu_bytes("TPU v6 lite"), 1640e9, TPU_FLOPS["TPU v6 lite"], 90e9),
     "tpu7x": Chip(tpu_bytes("TPU7x"), 7400e9 / 2, TPU_FLOPS["TPU7x"], 90e9 / 2),
+}
+# Peaks and links, one way: NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200, without sparsity.
+GPU_PEAKS = {"a100": (312e12, 300e9), "h100": (989e12, 450e9), "h200": (989e12, 450e9)}
+CHIPS |= {
+    name: Chip(int(MEMORY_SHARE * gpu.memory_bytes), gpu.bandwidth, *GPU_PEAKS[name], "gpu")
+    for name, gpu in GPUS.items()
 }
 
 
@@ -139,7 +148,7 @@ def chip_of(topology: str) -> Chip:
     if generation not in CHIPS or not shape:
         raise ValueError(
             f"--topology is {topology!r}; write CHIP:SHAPE with a chip of {', '.join(CHIPS)}, such as v5e:2x4 or "
-            "v5p:2x2x1."
+            "h100:8."
         )
     return CHIPS[generation]
 

@@ -25,6 +25,12 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 MOST_HEAD_DIM = {AMPERE: 128, HOPPER: 256}
 
 
+def version_of(capability: str) -> tuple[int, int]:
+    """Returns a compute capability as numbers, (9, 0) for "9.0"; (0, 0) of a device without one."""
+    parts = capability.split(".")
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else (0, 0)
+
+
 def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -> str:
     """Returns why these kernels can't compute an attention; empty where they can.
 
@@ -34,10 +40,9 @@ def refusal(capability: str, dtype: DTypeLike, head_dim: int, *, packed: bool) -
       head_dim: numbers of a head.
       packed: rows have several sequences.
     """
-    parts = capability.split(".")
-    if len(parts) != 2 or not all(map(str.isdecimal, parts)):
+    version = version_of(capability)
+    if version == (0, 0):
         return "the device has no cuDNN"
-    version = (int(parts[0]), int(parts[1]))
     if version < AMPERE:
         return f"compute capability {capability} is below 8.0"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

@@ -24,7 +24,7 @@ def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
     )
     assert (platform.head_backend, platform.attention, platform.remat) == (head_backend, attention, remat)
     assert platform.first_moment_dtype is None and platform.interpret == (name != "tpu")
-    assert platform.head_tile == ((512, 512) if name == "tpu" else (1024, 1024))
+    assert platform.head_tile == {"cpu": (1024, 1024), "gpu": (4096, 8192), "tpu": (512, 512)}[name]
 
 
 def test_settings_come_before_the_platform():

@@ -337,11 +337,11 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (dict(topology="h100:8"), ["'h100:8'", "v4, v5e, v5p, v6e, tpu7x", "v5e:2x4"]),
+        (dict(topology="p100:8"), ["'p100:8'", "v4, v5e, v5p, v6e, tpu7x, a100, h100, h200", "v5e:2x4"]),
         (dict(topology="v5e"), ["'v5e'", "CHIP:SHAPE"]),
         (dict(model="no/such/folder"), ["no/such/folder", "not a folder"]),
         (dict(path="models/Other-9B"), ["models/Other-9B", "'Other-9B'", "Qwen2.5-Math-1.5B", "--model=DIR"]),
-        (dict(attention="pallas_gpu"), ["sampling.attention", "pallas_gpu", "auto, pallas_tpu or jnp"]),
+        (dict(attention="pallas_gpu"), ["sampling.attention is 'pallas_gpu': a TPU", "auto, pallas_tpu or jnp"]),
         (dict(response_tokens=9), ["--mean_response_tokens is 9", "1 to 8"]),
         (dict(draws=0.0), ["--mean_draws is 0.0", "above 0"]),
         (dict(slots=0), ["sampling.slots is 0"]),
