@@ -178,9 +178,10 @@ def loop(run: Run, begin: RunState) -> Outcome:
     except Interrupted:
         ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
         event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
+        responses = None if state.donated else run.trainer.kept
+        kept = 0 if responses is None else responses.write_broken_off(state)
         if state.donated or _is_late(run, state):
             return Outcome(ending, f"{event}; {_not_saved(run, state)} {resuming}", state)
-        kept = 0 if run.trainer.kept is None else run.trainer.kept.write_broken_off(state)
         save(run, state)
         more = f"{kept:,} responses of the next one are kept. " if kept else ""
         return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{resuming}", state)

@@ -22,6 +22,7 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.training import loop, startup
 from reinforce_ada_jax.training.drawing import Chosen, choose_prompts
+from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
 from reinforce_ada_jax.training.trainer import Trainer
@@ -176,8 +177,10 @@ def test_an_iteration_that_stops_the_run(tmp_path, updates_made):
 
 
 @pytest.mark.parametrize("seconds", [1.0, 1000.0])
-def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds):
+def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds, monkeypatch):
     """By the times of earlier saves: here of one of 1 MB, which is about the size of the state."""
+    kept = []
+    monkeypatch.setattr(KeptResponses, "write_broken_off", lambda _, state: kept.append(state.iteration) or 7)
 
     def told_at_4(state):
         if state.iteration == 4:
@@ -189,12 +192,15 @@ def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds):
     outcome, _ = run(tmp_path, told_at_4, **{"checkpoint.every": 3, "checkpoint.minutes": 0})
     assert outcome.ending is Ending.PREEMPTED
     if seconds == 1.0:
-        assert outcome.message.startswith("told to end; iteration 4 is saved. python -m")
+        assert outcome.message.startswith(
+            "told to end; iteration 4 is saved. 7 responses of the next one are kept. python -m"
+        )
     else:
         assert outcome.message.startswith(
             "told to end; iteration 3 is the newest that is saved, because a checkpoint would end later than "
             "checkpoint.notice_s (25 s) after the signal. The responses drawn since then are kept. python -m"
         )
+    assert kept == [4], "they are small, also where a checkpoint is not"
     saved = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())
     assert saved == ([3, 4] if seconds == 1.0 else [3])
     assert len((tmp_path / "saves.jsonl").read_text().splitlines()) == 1 + len(saved)
