@@ -94,7 +94,8 @@ class LocalCopy:
                 buckets.upload(files)
             removed = [f"{self.url}/{name}" for name in self._uploaded.keys() - states.keys()]
             if removed:
-                with buckets.reachable(self.url):
+                # gcsfs raises if none of the objects is there: one may have been removed before it was uploaded.
+                with buckets.reachable(self.url), contextlib.suppress(FileNotFoundError):
                     buckets.file_system().rm(removed)
             self._uploaded = states
 

@@ -114,6 +114,22 @@ def test_a_local_copy_brings_back_what_is_written_appended_and_removed(server):
     assert not folder.exists()
 
 
+def test_a_file_that_is_removed_while_it_is_uploaded_ends_no_later_upload(server, monkeypatch):
+    with local_copy.opened("gs://vanishing/run") as (folder, copy):
+        (folder / "000007.responses").write_text("kept until there is a checkpoint")
+
+        def vanished(source, target):
+            os.unlink(source)
+            raise FileNotFoundError(source)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(local_copy.shutil, "copyfile", vanished)
+            copy.upload()
+        (folder / "metrics.jsonl").write_text("1\n")
+        copy.upload()
+        assert server.names("gs://vanishing/run") == ["metrics.jsonl"]
+
+
 def test_only_files_that_changed_are_uploaded(server):
     for number in range(5):
         server.write(f"gs://changed/run/{number}", b"x")
