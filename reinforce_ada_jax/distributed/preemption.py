@@ -3,10 +3,10 @@
 A spot node gets SIGTERM as well, but only some 30 seconds before its end, and not every process of it does.
 """
 
+import http.client
 import pathlib
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def noticed(server: str = SERVER) -> bool:
 
     try:
         return value("preempted") == "TRUE" or value("maintenance-event").startswith("TERMINATE")
-    except (urllib.error.URLError, TimeoutError, OSError):
+    except (OSError, http.client.HTTPException):  # the second for an answer that is cut or is no HTTP
         return False
 
 

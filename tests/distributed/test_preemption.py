@@ -2,6 +2,7 @@
 
 import http.server
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -54,6 +55,18 @@ def test_no_answer_is_no_notice(metadata):
     answers.clear()
     assert not preemption.noticed(address)
     assert not preemption.noticed("http://127.0.0.1:9")
+    with socket.create_server(("127.0.0.1", 0)) as server:  # which ends each connection with a line that is no HTTP
+        answering = threading.Thread(target=answer, args=(server, b"?\r\n"))
+        answering.start()
+        assert not preemption.noticed(f"http://127.0.0.1:{server.getsockname()[1]}")
+        answering.join()
+
+
+def answer(server, line):
+    """Answers one connection."""
+    with server.accept()[0] as connection:
+        connection.recv(1000)
+        connection.sendall(line)
 
 
 def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
