@@ -308,7 +308,7 @@ def drawn_ahead_is_young(config: Config) -> None:
 def devices_are_split(config: Config) -> None:
     """mesh.sampler and mesh.learner are 0. Or mesh.tensor divides both, and mesh.learner is the axes' product.
 
-    Neither overlap_iterations nor the strategy estimate with the estimator value goes with them.
+    Neither overlap_iterations nor estimates of the estimator value go with them.
     """
     mesh, axes = config.mesh, math.prod(config.mesh.axes.values())
     if not mesh.sampler and not mesh.learner:
@@ -325,7 +325,8 @@ def devices_are_split(config: Config) -> None:
             f"mesh.sampler is {mesh.sampler} and collection.overlap_iterations 1: the sampler's devices draw a whole "
             "iteration ahead, and have nothing else to begin. Set overlap_iterations to 0."
         )
-    if config.collection.strategy == "estimate" and config.estimator.kind == "value":
+    estimates = "estimate" in (config.collection.strategy, config.collection.control_variate)
+    if estimates and config.estimator.kind == "value":
         raise ValueError(
             "estimator.kind is 'value', whose estimates need the current weights on the sampler's devices "
             f"(mesh.sampler is {mesh.sampler}): use 'ema', or set mesh.sampler and mesh.learner to 0."
