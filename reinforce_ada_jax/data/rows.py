@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import itertools
 import json
-import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -92,16 +91,17 @@ def _messages(messages: Any, name: str, where: str) -> list[dict[str, str]]:
     """Returns the messages of a row; ValueError unless all are texts with a role and the last is the user's."""
     if not isinstance(messages, list):
         raise ValueError(f"{where}: {name} is {shown(messages)}; it must be a text, or a list of messages.")
+    # OpenAI's files for fine-tuning end with the answer to learn.
+    last = messages[-1] if messages and name == "messages" else None
+    if isinstance(last, Mapping) and last.get("role") == "assistant":
+        messages = messages[:-1]
     for message in messages:
-        known = isinstance(message, Mapping) and {"role", "content"} <= set(message)
+        known = isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
         if not known or any(value is not None and not isinstance(value, str) for value in message.values()):
             raise ValueError(
                 f"{where}: {shown(message)} in {name} is no message. It must have role and content, as text."
             )
-    # OpenAI's files for fine-tuning end with the answer to learn.
-    if name == "messages" and messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages or messages[-1]["role"] != "user" or messages[-1]["content"] is None:
+    if not messages or messages[-1]["role"] != "user":
         raise ValueError(f"{where}: {name} has {len(messages)} messages and must end with one of the user.")
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
@@ -122,8 +122,10 @@ def _answer(row: Mapping[str, Any], columns: Columns, where: str) -> tuple[str, 
     if columns.answer == NO_ANSWER and (columns.required or not found):
         return "", "no column"
     name, value = _find(row, "answer", columns, where)
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(int(value) if value == int(value) else value), repr(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0:
+        return str(value), repr(name)
     if isinstance(value, list | dict) and name in (columns.answer, "reward_model.ground_truth"):
         return json.dumps(value, ensure_ascii=False), f"{name!r} (as JSON)"
     if not isinstance(value, str):

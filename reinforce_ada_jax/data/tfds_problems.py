@@ -99,11 +99,20 @@ def _prepared(path: str) -> pathlib.Path | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of TFDS as Python's: texts are bytes, numbers numpy's, and NaN is None (see `prepare`)."""
-    if isinstance(value, bytes):
-        return value.decode()
-    number = value.item() if hasattr(value, "item") else value
-    return None if number != number else number  # noqa: PLR0124
+    """Returns a value of TFDS as JSON has it: texts are bytes there, numbers and lists numpy's.
+
+    What is no text is None, as NaN is (see `prepare`).
+    """
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    try:
+        return None if value != value else value.decode() if isinstance(value, bytes) else value  # noqa: PLR0124
+    except UnicodeDecodeError:
+        return None
 
 
 def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:

@@ -91,6 +91,7 @@ def test_a_folder(tmp_path, monkeypatch, saved):
     [
         ({"answer": 72}, "72"),
         ({"answer": 72.0}, "72"),
+        ({"answer": 10**400}, "1" + 400 * "0"),
         ({"answer": 0.5}, "0.5"),
         ({"answer": -1e-7}, "-1e-07"),
         ({"answer": "(1, 2)"}, "(1, 2)"),

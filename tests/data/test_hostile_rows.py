@@ -42,7 +42,7 @@ def write(folder, *rows):
         (GOOD | {"id": "b", "prompt": [{"role": "user", "content": [LONG]}]}, r"in prompt is no message"),
         (
             GOOD | {"id": "b", "prompt": [{"role": "user", "content": None}]},
-            "must end with one of the user",
+            "in prompt is no message",
         ),
         ({f"{LONG}{index}"[-100_000:]: 1 for index in range(50)}, r"no problem: none of .*, \.\.\.\. Name the column"),
         ({"answer": "1", LONG: "1"}, r"no problem: none of"),

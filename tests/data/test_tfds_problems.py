@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,6 +88,24 @@ def test_labels(tmp_path, quiet):
     problems = load(tfds_problems.prepare(file, tmp_path / "prepared"))
     assert problems == load(str(file))
     assert [problem.get("labels", {}) for problem in problems] == labels
+
+
+def test_columns_that_are_no_single_values_are_read_too(tmp_path, monkeypatch):
+    row = {
+        "question": b"\xc2\xbd of 4?", "answer": np.int64(2), "tests": np.array([b"a", b"b"], object),
+        "scores": np.array([[0.5, np.nan]]), "about": {"year": np.int32(1)}, "picture": b"\xff\xd8",
+    }  # fmt: skip
+    builder = SimpleNamespace(
+        info=SimpleNamespace(splits={"train": None}, file_format=SimpleNamespace(value="array_record")),
+        as_data_source=lambda split: [row],
+    )
+    stand_in = SimpleNamespace(builder_from_directory=lambda folder: builder)
+    monkeypatch.setattr(tfds_problems, "_tfds", lambda source: stand_in)
+    (tmp_path / "dataset_info.json").touch()
+    (problem,) = load_problems(f"tfds:{tmp_path}")
+    assert (problem["problem"], problem["answer"]) == ("½ of 4?", "2")
+    columns = {"tests": ["a", "b"], "scores": [[0.5, None]], "about": {"year": 1}, "picture": None}
+    assert {name: problem["columns"][name] for name in columns} == columns
 
 
 @installed

@@ -124,6 +124,10 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
         ({"prompt": [{"role": "assistant", "content": "x"}]}, "must end with one of the user"),
         ({"prompt": [{"role": "user"}]}, r"line 1: {'role': 'user'} in prompt is no message.*role and content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "is no message"),
+        (
+            {"prompt": [{"role": "system", "content": None}, {"role": "user", "content": "?"}]},
+            "'system'.* is no message",
+        ),
         ({"prompt": ["Hello"]}, "'Hello' in prompt is no message"),
         ({"reward_model": None, "gt": None, "answer": None}, "line 1: no answer: none of reward_model.ground_truth"),
     ],
