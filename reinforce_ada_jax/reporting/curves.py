@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from reinforce_ada_jax.reporting.history import EVALUATING, History, smooth
+from reinforce_ada_jax.reporting.history import COLLECTING, EVALUATING, WAITING, History, smooth
 from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 SMOOTHED = 5  # iterations
@@ -273,13 +273,16 @@ def _phases(history: History) -> dict[str, float] | None:
         values = _column(history, key)
         return 0.0 if values is None else float(np.nanmedian(values))
 
-    if _column(history, "time/collect_s") is None:
+    if _column(history, COLLECTING) is None:
         return None
     reshard, host = median("time/reshard_s"), median("time/host_between_windows_s")
     evaluating = _column(history, EVALUATING)
+    decode = max(median(COLLECTING) - reshard - host, 0.0)
+    if _column(history, WAITING) is not None:  # it decodes during the updates
+        decode, host = median(WAITING), 0.0
     return {
         "collect: weights to decoding": reshard,
-        "collect: decode": max(median("time/collect_s") - reshard - host, 0.0),
+        "collect: decode": decode,
         "collect: host between windows": host,
         "update": median("time/update_s"),
         "evaluate": 0.0 if evaluating is None else float(np.nansum(evaluating)) / len(evaluating),
@@ -300,7 +303,8 @@ def time(histories: Sequence[History]) -> Figure:
         builder.metric(title, key, "seconds an iteration")
     caption = (
         "The bars are medians over iterations, so that compilation in the first ones does not count; evaluation is its "
-        "total divided by the number of iterations. Grading runs while responses are decoded, and is not in the bars."
+        "total divided by the number of iterations. Grading runs while responses are decoded, and is not in the bars. "
+        "Where a sampler on devices of its own decodes during the updates, decoding is the time that they wait for it."
     )
     return builder.figure("time", "Time", caption)
 

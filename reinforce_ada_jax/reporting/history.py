@@ -14,6 +14,8 @@ from reinforce_ada_jax.reporting.writers import Metrics, read_metrics
 
 # Seconds that are already counted: parts of collecting, and work done at the same time.
 WITHIN_COLLECTING = ("time/host_between_windows_s", "time/reshard_s", "time/verify_s")
+# Of a run that collects while it updates, the collection is not time of its own: only the wait for it is.
+COLLECTING, WAITING = "time/collect_s", "time/wait_s"
 NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
 CONFIG = "config.json"
@@ -136,10 +138,11 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     updates = per_iteration * np.array([line["iteration"] for line in lines], float)
     names = dict.fromkeys(key for line in lines for key, value in line.items() if isinstance(value, int | float))
     columns = {name: np.array([line.get(name, np.nan) for line in lines], float) for name in names}
+    elsewhere = (*WITHIN_COLLECTING, EVALUATING, *([COLLECTING] if WAITING in columns else []))
     spent = [
         np.nan_to_num(column)
         for name, column in columns.items()
-        if re.fullmatch(r"time/\w+_s", name) and name not in (*WITHIN_COLLECTING, EVALUATING)
+        if re.fullmatch(r"time/\w+_s", name) and name not in elsewhere
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
     first = workdir / "evaluations" / f"{0:06d}.json"

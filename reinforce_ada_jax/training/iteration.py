@@ -49,7 +49,6 @@ def train_iteration(
     report = functools.partial(report_unless_asked_to_end, interrupt, progress)
     begin = time.monotonic()
     drawn = ahead.take(report)
-    wait_s = time.monotonic() - begin
     if drawn is None:
         source = next_source(trainer, state)
         if trainer.kept is not None:
@@ -57,6 +56,7 @@ def train_iteration(
             if source.kept is not None:
                 progress.note(f"iteration {source.iteration} begins with {source.kept.num_responses:,} kept responses")
         drawn = draw(trainer, source, verifiers, report)
+    wait_s = time.monotonic() - begin
     _keep(trainer, state, drawn, progress)
     groups, metrics = drawn.groups, drawn.metrics
     if processes.is_writer():

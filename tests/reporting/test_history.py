@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from reinforce_ada_jax.reporting import curves
 from reinforce_ada_jax.reporting import history as history_lib
 from tests.plotted import make_run
 
@@ -51,6 +52,13 @@ def test_seconds_are_those_of_phases_that_follow_one_another(tmp_path):
     np.testing.assert_allclose(history.seconds, [4.0, 7.5])
     # Between the ends of iterations by a straight line, from the beginning on.
     np.testing.assert_allclose(history.at(np.array([0.0, 0.5, 2.0]), history.seconds), [0.0, 2.0, 7.5])
+
+
+def test_a_collection_during_the_updates_is_time_only_where_it_is_waited_for(tmp_path):
+    metrics = {"time/collect_s": [3.0, 2.0], "time/wait_s": [3.0, 0.5], "time/update_s": [1.0, 1.5]}
+    history = history_lib.load(make_run(tmp_path / "run", [100, 100], {}, metrics=metrics))
+    np.testing.assert_allclose(history.seconds, [4.0, 6.0])
+    assert curves.time([history]).panels[0].bars["run"]["collect: decode"] == 1.75
 
 
 def test_a_key_that_some_lines_lack_is_not_lost(tmp_path):

@@ -72,6 +72,7 @@ def test_every_iteration_but_the_first_is_drawn_from_weights_one_iteration_old(u
     # Engine and learner can be compared under the same weights only.
     assert ["update/logprob_gap" in line for line in lines] == [True] + 3 * [False]
     assert all(line["memory/reshard_bytes"] == 4 * 107_392 and line["time/wait_s"] >= 0 for line in lines)
+    assert lines[0]["time/wait_s"] >= lines[0]["time/collect_s"], "nothing is learned meanwhile"
     assert lines[0]["compile/count"] > 0 and [line["compile/count"] for line in lines[2:]] == [0] * 2
 
 
