@@ -485,7 +485,7 @@ class CheckpointConfig:
         values.NOT_NEGATIVE,
     )  # fmt: skip
     accept_changed_reward: bool = setting(
-        False, "Resume although the files of reward.path are not those that the run has used so far."
+        False, "Resume although reward.path, environment.path or the tests of programs are not those of the run so far."
     )
 
 

@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reinforce_ada_jax import cli
@@ -27,7 +27,9 @@ from reinforce_ada_jax.data.problems import json_hash, problems_hash
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.rewards import code_tests
 from reinforce_ada_jax.rewards.loading import files_hash, judge_template
+from reinforce_ada_jax.training.environments import file_hash
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
 # Lines graded again at a time: enough to keep every worker busy, few enough to hold with their texts.
@@ -76,20 +78,36 @@ def drawn_with(
         "samples": samples,
         **{key: getattr(settings, key) for key in keys},
         **details,
+        **_environment(config),
         **{key: getattr(config.data, key) for key in ("template", "system", "instruction", "date")},
         "problems": hash_of_problems(prompts),
     }
 
 
-def graded_by(config: Config, grader: str, prompts: Iterable[Prompt]) -> dict[str, Any]:
+def _environment(config: Config) -> dict[str, Any]:
+    """Returns what the turns of trajectories, and their rewards, depend on; nothing where a response is one turn."""
+    environment = config.environment
+    if not environment.path:
+        return {}
+    return {
+        "environment": environment.path,
+        "environment_file": file_hash(config),
+        "max_turns": environment.max_turns,
+        "max_turn_tokens": environment.max_turn_tokens,
+    }
+
+
+def graded_by(config: Config, grader: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Returns the part of a header that decides the verdicts; `grader` is a benchmark's own kind of reward, or ""."""
     reward = config.reward
     of_user = bool(reward.path) and not grader
+    kind = "" if of_user else grader or reward.kind
     return {
         "reward": grader or reward.path or reward.kind,
         "file": files_hash(reward.path) if of_user else "",
         **({"weights": list(reward.weights), "completions": reward.completions} if of_user else {}),
-        **({} if of_user else _settings_of(config, grader or reward.kind)),
+        **(_settings_of(config, kind) if kind else {}),
+        **({"tests": code_tests.tests_hash(prompt.columns for prompt in prompts)} if kind == "code" else {}),
         "positive_threshold": reward.positive_threshold,
         "answers": json_hash([prompt.answer for prompt in prompts]),
     }

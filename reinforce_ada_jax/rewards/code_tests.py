@@ -14,6 +14,7 @@
 
 import ast
 import dataclasses
+import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -160,3 +161,11 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
         dataclasses.replace(test, code=setup + test.code + call) if isinstance(test, Assertions) else test
         for test in tests
     ]
+
+
+def tests_hash(problems: Iterable[Mapping[str, Any]]) -> str:
+    """Returns a hash of the tests of problems, from their columns; raises ValueError as `read_tests` does."""
+    found = hashlib.sha256()
+    for columns in problems:
+        found.update(f"{read_tests(columns)!r}\n".encode())
+    return found.hexdigest()[:16]

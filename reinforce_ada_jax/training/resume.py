@@ -10,7 +10,7 @@ from reinforce_ada_jax.config import Config, resume
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
-from reinforce_ada_jax.rewards import loading
+from reinforce_ada_jax.rewards import code_tests, loading
 from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.training.components import Components
@@ -32,7 +32,7 @@ def identity(
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": prompts_hash(prompts),
-        "reward": reward_hash(config) if reward is None else json_hash(loading.source_text(reward)),
+        "reward": reward_hash(config, prompts) if reward is None else json_hash(loading.source_text(reward)),
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
@@ -43,8 +43,10 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
     return problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts)
 
 
-def reward_hash(config: Config) -> str:
-    """Returns a hash of the configured reward function, or of the environment."""
+def reward_hash(config: Config, prompts: Sequence[Prompt]) -> str:
+    """Returns a hash of the configured reward function, of the environment, or of the tests that programs must pass."""
+    if config.reward.kind == "code" and not config.reward.path:
+        return code_tests.tests_hash(prompt.columns for prompt in prompts)
     return environments.file_hash(config) or loading.settings_hash(config.reward)
 
 
@@ -91,7 +93,7 @@ def check(
         )
     if ours["reward"] != saved["reward"] and not accept_reward:
         raise ValueError(
-            f"the reward function (reward.path, environment.path, train(..., reward=)) is not the one that the run in "
-            f"{named} began with. Use the same again, choose another --workdir, or go on with the new one: "
-            "--config.checkpoint.accept_changed_reward=True."
+            f"the reward (reward.path, environment.path, train(..., reward=), or the tests of reward.kind=code) is not "
+            f"the one that the run in {named} began with. Use the same again, choose another --workdir, or go on with "
+            "the new one: --config.checkpoint.accept_changed_reward=True."
         )

@@ -122,7 +122,7 @@ def start(
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))
     processes.check_same("the prompts", resume.prompts_hash(prompts))
-    processes.check_same("the reward functions", resume.reward_hash(config))
+    processes.check_same("the reward functions", resume.reward_hash(config, prompts))
     lock = WorkdirLock(workdir)
     stack.callback(lock.close)
     if copy is not None:

@@ -162,3 +162,20 @@ def test_a_reward_function_that_was_edited_is_another_one(tmp_path):
     assert response_store.graded_by(config, "", prompts("id", answer="x")) != before
     # The benchmark's own grader is not in that file.
     assert response_store.graded_by(config, "gsm8k", prompts("id", answer="x"))["file"] == ""
+
+
+def test_an_environment_that_was_edited_makes_other_responses(tmp_path):
+    game = tmp_path / "game.py"
+
+    def drawn(**changes):
+        settings = {"environment.path": f"{game}:Game", "environment.max_turns": 3} | changes
+        config = tiny(**settings)
+        return response_store.drawn_with(config, "a model", config.evaluation, 2, prompts("id"))
+
+    game.write_text("class Game: tries = 1")
+    before = drawn()
+    assert drawn() == before and drawn(**{"environment.max_turns": 4}) != before
+    assert drawn(**{"environment.max_turn_tokens": 8}) != before
+    assert not {"environment", "max_turns"} & drawn(**{"environment.path": ""}).keys()
+    game.write_text("class Game: tries = 2")
+    assert drawn() != before

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import cli, train
+from reinforce_ada_jax.evaluation import response_store
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
@@ -133,9 +134,25 @@ def test_a_problem_without_tests_is_named(tmp_path):
 def test_another_reward_file_is_refused_unless_it_is_accepted(tmp_path):
     ours = {"config": "c", "architecture": {}, "prompts": "a", "reward": "1", "base": None, "reference": None}
     resume.check(tmp_path, tmp_path, ours, ours)
-    with pytest.raises(ValueError, match="the reward function .* is not the one .*checkpoint.accept_changed_reward"):
+    with pytest.raises(ValueError, match=r"the reward \(.* is not the one .*checkpoint.accept_changed_reward"):
         resume.check(tmp_path, tmp_path, ours, ours | {"reward": "2"})
     resume.check(tmp_path, tmp_path, ours, ours | {"reward": "2"}, accept_reward=True)
+
+
+def test_programs_that_must_pass_another_test_have_another_reward():
+    config = tiny(**{"reward.kind": "code", "reward.workers": 1})
+
+    def rewards(config, source, test):
+        prompt = dataclasses.replace(PROMPT, columns={"source_of_row": source, "test_list": [test]})
+        graded = response_store.graded_by(config, "", [prompt])
+        return resume.reward_hash(config, [prompt]), graded
+
+    before = rewards(config, "a", "assert f(1) == 1")
+    assert rewards(config, "b", "assert f(1) == 1") == before, "no test reads this column"
+    changed = rewards(config, "a", "assert f(1) == 2")
+    assert changed[0] != before[0] and changed[1] != before[1]
+    math = tiny(**{"reward.kind": "math"})
+    assert rewards(math, "a", "assert f(1) == 1") == rewards(math, "a", "assert f(1) == 2")
 
 
 # ---- whole runs ----------------------------------------------------------------------------------------------------
@@ -191,7 +208,7 @@ def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_pa
 
     file.write_text(REWARDS.replace("1.0 /", "2.0 /"))
     _, err = trained(workdir, code=cli.BAD_INPUT, **both | {"iterations": 2})
-    assert "the reward function (reward.path, environment.path, train(..., reward=)) is not the one" in err
+    assert "the reward (reward.path, environment.path, train(..., reward=), or the tests of reward.kind=code) is" in err
     assert "Traceback" not in err
 
 
