@@ -54,10 +54,15 @@ def padded(some):
     return tokens, np.array([len(prompt.tokens) for prompt in some], np.int32)
 
 
+@jax.jit
+def last_hidden(tokens):
+    model = transformer.merge(ARCHITECTURE, PARAMS)
+    return transformer.hidden_states(model, tokens[None], dtype=jnp.float32)[0, -1]
+
+
 def hidden(prompt: Prompt) -> np.ndarray:
     """The hidden state at the prompt's last token, of the prompt alone."""
-    model = transformer.merge(ARCHITECTURE, PARAMS)
-    return np.asarray(transformer.hidden_states(model, jnp.asarray(prompt.tokens)[None], dtype=jnp.float32)[0, -1])
+    return np.asarray(last_hidden(prompt.tokens))
 
 
 def separable(count=60, draws=8):

@@ -55,12 +55,17 @@ def test_attention_is_that_of_the_decode_step(page_size, pages, dtype):
     table[5, 0] = 1  # the first page of another prompt, shared
     lengths = (np.array([4.5, 4.5, 0.2, 3, 2.6, 2.5, 0]) * page_size).astype(np.int32)
     lengths[1] += 1
-    query = jnp.asarray(rng.normal(size=(7, 4, 8)), jnp.float32)
-    lengths = jnp.asarray(lengths)
-    visible = visible_pages(jnp.asarray(table), lengths, page_size, pages)
-    heads, page = jnp.arange(2)[:, None], jnp.arange(2 * pages)[None]
-    pools = [write_pages(empty_pages(x.shape, dtype), jnp.asarray(x), heads, page) for x in (key_pages, value_pages)]
-    mixed = chunk_attention(query, *pools, lengths, jnp.asarray(table), visible, pages)  # of the second layer
-    expected = paged_attention(query, *pools, lengths, pages + table, backend="jnp")
+    query = rng.normal(size=(7, 4, 8)).astype(np.float32)
+
+    @jax.jit
+    def both(query, lengths, table, *contents):
+        """By a prefill and by a decode step, in the second layer."""
+        visible = visible_pages(table, lengths, page_size, pages)
+        heads, page = jnp.arange(2)[:, None], jnp.arange(2 * pages)[None]
+        pools = [write_pages(empty_pages(x.shape, dtype), x, heads, page) for x in contents]
+        mixed = chunk_attention(query, *pools, lengths, table, visible, pages)
+        return mixed, paged_attention(query, *pools, lengths, pages + table, backend="jnp")
+
+    mixed, expected = both(query, lengths, table, key_pages, value_pages)
     np.testing.assert_allclose(mixed, expected, atol=1e-5)
     assert not mixed[6].any()

@@ -12,6 +12,7 @@ from reinforce_ada_jax.sampling.paged_attention import empty_pages, paged_attent
 from reinforce_ada_jax.sampling.pallas_attention import padded_head_dim, pallas_gpu, pallas_tpu, tpu_blocks
 
 WIDTH = 4
+by_jnp = jax.jit(functools.partial(paged_attention, backend="jnp"))
 FUNCTIONS = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
 # page size, head dim, query heads, kv heads, mesh: groups of 1, 2, 6 and 8 (from 8 on JAX's kernel goes another way).
 SIZES = [
@@ -66,7 +67,7 @@ def expected(case, dtype=jnp.float32):
     """By the jnp backend, with zeros where no slot looks (it doesn't take NaN there)."""
     query, key_pages, value_pages, lengths, table = case
     clean = (jnp.asarray(np.nan_to_num(pages), dtype) for pages in (key_pages, value_pages))
-    return np.asarray(paged_attention(jnp.asarray(query, dtype), *clean, lengths, table, backend="jnp"), np.float32)
+    return np.asarray(by_jnp(jnp.asarray(query, dtype), *clean, lengths, table), np.float32)
 
 
 # Keys and values are bfloat16 numbers, so JAX's kernel, which rounds them to that, rounds nothing here.
@@ -95,13 +96,14 @@ def test_pages_in_int8(backend, sizes, monkeypatch):
     monkeypatch.setattr(pallas_attention, "TPU_BLOCK_TOKENS", 2 * sizes[0])  # two blocks of two pages
     query, *pools, lengths, table = make_case(*sizes, 1e4)
 
+    @jax.jit
     def int8(pages):
-        rounded = quantize(jnp.asarray(pages), (-1,))
+        rounded = quantize(pages, (-1,))
         return rounded.replace(scale=rounded.scale[:, :, None])
 
     attend = jax.jit(functools.partial(FUNCTIONS[backend], mesh=make_mesh(**axes), interpret=True))
     mixed = attend(query, *(int8(wider(pages, backend)) for pages in pools), lengths, table)
-    plain = paged_attention(jnp.asarray(query), *map(int8, pools), lengths, table, backend="jnp")
+    plain = by_jnp(query, *map(int8, pools), lengths, table)
     np.testing.assert_allclose(mixed, plain, atol=1e-5, rtol=0)
 
 
