@@ -53,10 +53,13 @@ class Kept(JsonSubprocess):
 
 @pytest.fixture(scope="module")
 def start():
-    """Starts processes; unpacked rows are measured in one that is kept."""
-    kept = Kept("ours", [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"])
-    yield lambda name, command, **environment: kept if name == "ours" else JsonSubprocess(name, command, **environment)
-    kept.end()
+    """Starts processes; ours are kept, one for all rows and one for fewer."""
+    worker = [sys.executable, "-m", "reinforce_ada_jax.benchmarks.update_worker"]
+    kept = {name: Kept(name, worker) for name in ("ours", "packed")}
+    kept[update.LEFT_OUT] = kept["packed"]
+    yield lambda name, command, **environment: kept.get(name) or JsonSubprocess(name, command, **environment)
+    for process in (kept["ours"], kept["packed"]):
+        process.end()
 
 
 @pytest.fixture(scope="module")

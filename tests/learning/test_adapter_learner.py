@@ -1,5 +1,7 @@
 """Training of adapters over one base: losses, gradients and Adam against closed formulas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,15 +46,23 @@ def plain_logprobs(learner, adapters, row):
     return _plain_logprobs(learner.base, adapters, row.tokens, row.targets)
 
 
-def expected_loss(name, logprobs, row):
-    factors, ratio = row.factors, jnp.exp(jnp.where(row.factors == 0, 0, logprobs - row.old_logprobs))
-    clipped = jnp.clip(ratio, 0.5, 1.1)
-    return {
-        "cross_entropy": -factors * logprobs,
-        "importance_sampling": -factors * ratio,
-        "ppo": -jnp.minimum(factors * ratio, factors * clipped),
-        "cispo": -jax.lax.stop_gradient(clipped) * factors * logprobs,
-    }[name]
+@functools.partial(jax.jit, static_argnums=0)
+def expected(name, logprobs, factors, old_logprobs):
+    """(losses of the tokens, slopes of their sum)."""
+
+    def loss(logprobs):
+        ratio = jnp.exp(jnp.where(factors == 0, 0, logprobs - old_logprobs))
+        clipped = jnp.clip(ratio, 0.5, 1.1)
+        losses = {
+            "cross_entropy": -factors * logprobs,
+            "importance_sampling": -factors * ratio,
+            "ppo": -jnp.minimum(factors * ratio, factors * clipped),
+            "cispo": -jax.lax.stop_gradient(clipped) * factors * logprobs,
+        }[name]
+        return losses.sum(), losses
+
+    (_, losses), slopes = jax.value_and_grad(loss, has_aux=True)(logprobs)
+    return losses, slopes
 
 
 @jax.jit
@@ -67,13 +77,15 @@ def test_losses_and_gradients_are_those_of_the_formulas(learner, adapters, name)
     for row, ours, loss in zip(ROWS, logprobs, losses, strict=True):
         theirs = plain_logprobs(learner, adapters, row)
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
-        np.testing.assert_allclose(loss, expected_loss(name, theirs, row), atol=1e-5, rtol=1e-5)
+        right, slopes = expected(name, theirs, row.factors, row.old_logprobs)
+        np.testing.assert_allclose(loss, right, atol=1e-5, rtol=1e-5)
         np.testing.assert_allclose(
             adapter_learner.token_losses(name, ours, row, Clip(0.5, 1.1)), loss, atol=1e-6, rtol=1e-6
         )
-        slopes = jax.grad(lambda logprobs, row=row: expected_loss(name, logprobs, row).sum())(theirs)
         gradients.append(_pulled_back(learner.base, adapters, row.tokens, row.targets, slopes))
-    jax.tree.map(lambda x, a, b: np.testing.assert_allclose(x, a + b, atol=2e-5, rtol=1e-4), sums, *gradients)
+    jax.tree.map(
+        lambda x, *y: np.testing.assert_allclose(x, sum(map(np.asarray, y)), atol=2e-5, rtol=1e-4), sums, *gradients
+    )
 
 
 def test_gradients_of_several_requests_add_up(learner, adapters):
@@ -91,7 +103,8 @@ def test_forward_keeps_the_order_of_rows(learner, adapters):
 def test_adam_by_hand(learner, adapters):
     """Two steps of torch.optim.AdamW, written out, the second with a bound on the gradient's norm."""
     state = learner.with_new_optimizer(adapters, ALL)
-    gradient = jax.tree.map(lambda x: jnp.sin(1 + jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape), adapters)
+    gradient = jax.tree.map(lambda x: np.sin(1 + np.arange(x.size, dtype=np.float32)).reshape(x.shape), adapters)
+    gradient = jax.device_put(gradient, lora.shardings(tiny.ARCHITECTURE, ALL, learner.mesh))
     norm = np.sqrt(sum(float(np.sum(np.square(x, dtype=np.float64))) for x in jax.tree.leaves(gradient)))
     adam = AdamParams(0.1, 0.9, 0.95, 1e-3, weight_decay=0.5)
     first, ours = learner.step(state, gradient, ALL, adam)
@@ -111,7 +124,7 @@ def test_adam_by_hand(learner, adapters):
 
 def test_a_gradient_that_is_not_finite_is_refused(learner, adapters):
     state: AdapterState = learner.with_new_optimizer(adapters, ALL)
-    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), adapters)
+    bad = jax.tree.map(lambda x: np.full(x.shape, np.nan, np.float32), adapters)
     with pytest.raises(ValueError, match="norm of the gradient is nan: the weights stay as they were"):
         learner.step(state, bad, ALL, AdamParams(0.1, 0.9, 0.95, 1e-3))
 

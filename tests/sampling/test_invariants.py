@@ -157,8 +157,7 @@ def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -
     return windows, tokens
 
 
-DRAFTED = dict(drafts=3, draft_rows=8, row_time=0.125, token_time=1 / 64, slots=4, pages=17)
-FEW = [tiny.SCARCE, dict(fsdp=2, slots=3, pages=20), DRAFTED]
+FEW = [tiny.SCARCE, tiny.REPLICAS, tiny.PAYING]
 MORE = [
     dict(pages=30),
     dict(slots=1, window=2, pages=15, open_prompts=2),

@@ -96,14 +96,14 @@ def test_a_turn_prefills_its_new_tokens_only():
 @pytest.mark.parametrize(
     "sizes",
     [
-        dict(slots=4, open_prompts=7, pages=30, drafts=3, draft_rows=8),
-        pytest.param(dict(slots=3, open_prompts=9, pages=70), marks=pytest.mark.slow),
+        tiny.PAYING,
+        pytest.param(dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), marks=pytest.mark.slow),
     ],
     ids=["few pages", "enough pages"],
 )
 def test_the_compiled_engine_parks_page_for_page(sizes, monkeypatch):
     """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
-    real = tiny.rollouts(stop_ids=(), check_invariants=True, max_prompt_tokens=40, **sizes)
+    real = tiny.rollouts(stop_ids=(-1, -1), check_invariants=True, **sizes)
     options, continued = real.engine.options, 0
     for seed in range(6):
         streams = [TurnStream(np.random.default_rng(seed), options, vocabulary=24) for _ in range(2)]
