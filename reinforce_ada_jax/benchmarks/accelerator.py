@@ -4,6 +4,7 @@
     hand_over   the cast of the learner's float32 weights to those that decode
     sampling    prefill: prompts, with one response token each; decode: whole responses, with their prompts' prefill
     loss        log-probabilities over the vocabulary, forward and backward
+    attention   of one layer of the learner, forward and backward, by each implementation for the device
     update      one update of the learner
 
 Each part is a process of its own, so that it has the whole memory, and that a part that fails leaves the others alone.
@@ -11,12 +12,13 @@ The shares are of the ceilings, which the same device has reached minutes before
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +33,7 @@ from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.learner import choose_attention
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy import transformer
@@ -183,6 +186,57 @@ def head_loss(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
     return {"loss": found}
 
 
+def attention(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
+    """Returns `attention`: seconds of values and gradients of one layer of the learner, by each implementation.
+
+    Rows have two sequences. `difference` is the largest one from "jnp", in values or a gradient, over their largest.
+    """
+    mesh, dtype = mesh_lib.make_mesh(data=1), jnp.dtype(sizes.dtype)
+    length, first = sizes.prompt_tokens + sizes.response_tokens, sizes.prompt_tokens
+    query_heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    arrays = tuple(
+        jax.random.normal(key, (sizes.rows, length, heads, architecture.head_dim), dtype)
+        for key, heads in zip(
+            jax.random.split(jax.random.key(sizes.seed), 4), (query_heads, kv_heads, kv_heads, query_heads), strict=True
+        )
+    )
+    segment_ids = jnp.broadcast_to(jnp.int32(jnp.arange(length) >= first), (sizes.rows, length))
+
+    def values_and_gradients(attend, query, key, value, slope):
+        mixed, vjp = jax.vjp(lambda *x: attend(*x, 0, None, segment_ids=segment_ids)[0], query, key, value)
+        return mixed, *vjp(slope)
+
+    def measured_by(name: str) -> dict[str, Any]:
+        platform = platform_lib.of_mesh(mesh, LearningConfig(attention=name), architecture, dtype)
+        program = jax.jit(functools.partial(values_and_gradients, choose_attention(platform, mesh)))
+        found = {"seconds": _median_seconds(lambda: program(*arrays), sizes.repeat)}
+        results[name] = program(*arrays)
+        return found
+
+    chosen = platform_lib.of_mesh(mesh, LearningConfig(), architecture, dtype)
+    results: dict[str, tuple[jax.Array, ...]] = {}
+    implementations: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(("jnp", "blocks", chosen.attention)):
+        try:
+            implementations[name] = measured_by(name)
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            implementations[name] = {"failed": str(error).splitlines()[0]}
+            continue
+        if "jnp" in results:
+            implementations[name]["difference"] = _difference(results[name], results["jnp"])
+    # Two products forwards and five backwards, of the scores up to the diagonal.
+    flops = 7 * query_heads * architecture.head_dim * sizes.rows * (first**2 + (length - first) ** 2)
+    own = implementations[chosen.attention]
+    counted = {"flops": flops, "seconds": own["seconds"]} if "seconds" in own else {}
+    return {"attention": {"chosen": chosen.attention, "refusal": chosen.refusal, **implementations, **counted}}
+
+
+def _difference(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> float:
+    """Returns the largest difference of two arrays over the largest number of the second, the worst pair's."""
+    pairs = [(np.float32(x), np.float32(y)) for x, y in zip(arrays, others, strict=True)]
+    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
+
+
 def whole_update(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
     """Returns `update`: its seconds, and the operations that it needs by the usual rule, without recomputation."""
     minibatch = update.Sizes(
@@ -210,7 +264,8 @@ def whole_update(architecture: Architecture, sizes: Sizes) -> dict[str, Any]:
 
 
 PARTS: dict[str, Callable[[Architecture, Sizes], dict[str, Any]]] = {
-    "ceilings": ceilings, "hand_over": hand_over, "sampling": sampling, "loss": head_loss, "update": whole_update,
+    "ceilings": ceilings, "hand_over": hand_over, "sampling": sampling, "loss": head_loss,
+    "attention": attention, "update": whole_update,
 }  # fmt: skip
 
 

@@ -60,6 +60,15 @@ class Platform:
     first_moment_dtype: str | None
     interpret: bool
 
+    def describe(self) -> str:
+        """Returns the choices as text, with the reason why a GPU computes attention in blocks."""
+        reason = f" (not cudnn: {self.refusal})" if self.refusal else ""
+        rows, vocab = self.head_tile
+        return (
+            f"learner attention {self.attention}{reason}, output head {self.head_backend} in tiles of {rows:,} x "
+            f"{vocab:,}, recomputes {self.remat}"
+        )
+
 
 def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dtype: DTypeLike) -> Platform:
     """Chooses implementations for the devices of a mesh, as `resolve` does."""

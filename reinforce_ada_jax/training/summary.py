@@ -1,5 +1,6 @@
 """Text that a command prints before it begins: model, stop tokens, mesh, memory, budget, lengths, files."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -40,14 +41,10 @@ def _compute(config: Config, components: Components) -> str:
     gathered = ""
     if not config.lora.rank and layer_gather.is_chosen(components.architecture, components.mesh, config):
         gathered = ", gathers the layers' weights once an update"
-    attention = "invariant" if config.model.numerics == "invariant" else chosen.attention
-    if chosen.refusal:
-        attention = f"{attention} (not cudnn: {chosen.refusal})"
-    return (
-        f"compute     {platform}: decode attention {components.engine.options.attention}, learner attention "
-        f"{attention}, output head {chosen.head_backend} in tiles of {chosen.head_tile[0]:,} x "
-        f"{chosen.head_tile[1]:,}, recomputes {chosen.remat}{gathered}"
-    )
+    if config.model.numerics == "invariant":
+        chosen = dataclasses.replace(chosen, attention="invariant", refusal="")
+    decode = components.engine.options.attention
+    return f"compute     {platform}: decode attention {decode}, {chosen.describe()}{gathered}"
 
 
 def _axes(mesh: Mesh) -> str:

@@ -1,5 +1,6 @@
 """`benchmark accelerator` on a CPU and a toy model: what is counted, and that a part that fails is reported."""
 
+import jax
 import pytest
 from absl import flags
 
@@ -43,6 +44,23 @@ def test_the_hand_over_and_the_loss_count_what_they_must_do():
     assert hand_over["bytes"] == 6 * ARCHITECTURE.num_parameters and hand_over["seconds"] > 0
     loss = accelerator.head_loss(ARCHITECTURE, SIZES)["loss"]
     assert loss["tokens"] == 2 * 5 and loss["flops"] == 6 * 32 * 16 * 10 and loss["head_backend"] == "scan"
+
+
+def test_implementations_of_attention_are_compared(monkeypatch):
+    with jax.numpy_dtype_promotion("standard"):  # jax's own attention mixes dtypes in its gradient
+        found = accelerator.attention(ARCHITECTURE, SIZES)["attention"]
+    a = ARCHITECTURE
+    # Rows of a sequence of 6 tokens and one of 5.
+    assert found["flops"] == 7 * a.num_heads * a.head_dim * 4 * (36 + 25)
+    assert (found["chosen"], found["seconds"]) == ("blocks", found["blocks"]["seconds"])
+    assert found["jnp"]["difference"] == 0 and 0 < found["blocks"]["difference"] < 0.02
+
+    def refuse(platform, mesh):
+        raise NotImplementedError("no kernel\nfor this")
+
+    monkeypatch.setattr(accelerator, "choose_attention", refuse)
+    failed = accelerator.attention(ARCHITECTURE, SIZES)["attention"]
+    assert failed["blocks"] == {"failed": "no kernel"} and "seconds" not in failed
 
 
 @pytest.mark.slow

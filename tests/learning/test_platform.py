@@ -47,6 +47,11 @@ def test_gpus_without_cudnn_for_these_rows_compute_in_blocks():
     )
     assert (hopper.attention, hopper.refusal, hopper.max_segments) == ("cudnn", "", 16)
     assert (unpacked.attention, unpacked.refusal) == ("cudnn", "")
+    assert ampere.describe() == (
+        "learner attention blocks (not cudnn: packed rows need compute capability 9.0, not 8.0), output head scan in "
+        "tiles of 4,096 x 8,192, recomputes full"
+    )
+    assert hopper.describe().startswith("learner attention cudnn, output head")
     chosen = resolve(learning=LearningConfig(attention="jnp"), capability="8.0", **GPU)
     assert (chosen.attention, chosen.refusal) == ("jnp", "")
 
