@@ -12,15 +12,19 @@ With one update an iteration the old policy is the policy that is updated, and t
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed.compilation import Lower
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
@@ -31,7 +35,16 @@ from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
 from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
-from reinforce_ada_jax.learning.update import LearnerState, Update, Version, micro_batch, num_live
+from reinforce_ada_jax.learning.update import (
+    LearnerState,
+    Update,
+    Version,
+    abstract_outputs,
+    loop_bounds,
+    micro_batch,
+    num_live,
+    run_chain,
+)
 from reinforce_ada_jax.policy import blocked_attention, cudnn_attention, invariant, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import (
@@ -150,7 +163,6 @@ class Learner:
         self.gathers_once = self.lora is None and layer_gather.is_chosen(architecture, mesh, config)
         self._gathered_layers = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self.score = jax.jit(self._score, out_shardings=mesh_lib.sharding(mesh, (None, "rows", None)))
         row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
         self.update = Update(
             self._loss,
@@ -167,6 +179,14 @@ class Learner:
             ),
         )
         self.shardings = self.update.shardings
+        # A pass forwards takes a third of the time.
+        self._scores_per_program = 3 * self.update.micro_batches_per_program
+        by_row = mesh_lib.sharding(mesh, (None, "rows", None))
+        copy = layer_gather.shardings(architecture, mesh) if self.gathers_once else None
+        self._score_all = jax.jit(self._score, out_shardings=by_row)
+        self._scores_shardings = (copy, by_row, self._replicated)
+        self._begin_scores = jax.jit(self._scores_begun, out_shardings=self._scores_shardings)
+        self._score_some = jax.jit(self._scores_added, donate_argnames="scored", out_shardings=by_row)
 
     def init(self, params: Params) -> LearnerState:
         """The state before the first update, over these very arrays."""
@@ -215,17 +235,65 @@ class Learner:
         """The sampler's log-probabilities of a micro-batch, in the same bits; adapters are merged, as it has them."""
         return invariant_logprobs(self.architecture, lora.merged(params), micro, self._temperature)
 
-    def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
-        """The learner's own log-probabilities of the sampled tokens; 0 beyond the responses."""
+    def score(self, params: Params, batch: Batch, between: Callable[[], None] | None = None) -> Float[Array, "M B R"]:
+        """Returns the learner's own log-probabilities of the sampled tokens; 0 beyond the responses.
 
-        def one(index, scored):
+        Args:
+          params: weights, or adapters over them.
+          batch: of `put`.
+          between: called after each program where there are several; see `Update`.
+        """
+        if self.scoring_programs(batch) == 1:
+            return self._score_all(params, batch)
+        layers, scored, live = self._begin_scores(params, batch)
+
+        def score(scored: Float[Array, "M B R"], first: Version) -> Float[Array, "M B R"]:
+            return self._score_some(scored, params, layers, batch, first)
+
+        return run_chain(score, scored, int(live), self._scores_per_program, between)
+
+    def scoring_programs(self, batch: Batch) -> int:
+        """Returns the number of programs that score a minibatch without padding."""
+        return -(-batch.tokens.shape[0] // self._scores_per_program)
+
+    def score_programs(self, params: Params, batch: Batch) -> dict[str, Lower]:
+        """Returns the programs of `score`, lowered on demand for abstract arguments; "score" has the loop."""
+        if self.scoring_programs(batch) == 1:
+            return {"score": lambda: self._score_all.lower(params, batch)}
+        layers, scored, _ = abstract_outputs(self._scores_begun, self._scores_shardings, params, batch)
+        return {
+            "begin scores": lambda: self._begin_scores.lower(params, batch),
+            "score": lambda: self._score_some.lower(scored, params, layers, batch, np.int32(0)),
+        }
+
+    def _scores_begun(self, params: Params, batch: Batch) -> tuple[Params | None, Float[Array, "M B R"], Any]:
+        """Returns the copy that micro-batches share, no scores, and the number of micro-batches with a token."""
+        layers = self._gathered_layers(params) if self.gathers_once else None
+        return layers, jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32), num_live(batch)
+
+    def _scores_added(
+        self,
+        scored: Float[Array, "M B R"],
+        params: Params,
+        layers: Params | None,
+        batch: Batch,
+        first: Int[Array, ""] | None = None,
+    ) -> Float[Array, "M B R"]:
+        """Returns the scores with those of one program, from micro-batch `first` on; None: with all of them."""
+        params = params if layers is None else params | layers
+
+        def one(index: Int[Array, ""], scored: Float[Array, "M B R"]) -> Float[Array, "M B R"]:
             micro = micro_batch(batch, index)
             logprobs = self._exact_logprobs(params, micro) if self._is_invariant else self._logprobs(params, micro)[0]
+            logprobs = jnp.where(micro.response_mask, logprobs, 0.0)
             return jax.lax.dynamic_update_index_in_dim(scored, logprobs, index, axis=0)
 
-        params = params | self._gathered_layers(params) if self.gathers_once else params
-        zeros = jnp.zeros(batch.behaviour_logprobs.shape, jnp.float32)
-        return jnp.where(batch.response_mask, jax.lax.fori_loop(0, num_live(batch), one, zeros), 0.0)
+        return jax.lax.fori_loop(*loop_bounds(batch, first, self._scores_per_program), one, scored)
+
+    def _score(self, params: Params, batch: Batch) -> Float[Array, "M B R"]:
+        """Scores in one program."""
+        layers, zeros, _ = self._scores_begun(params, batch)
+        return self._scores_added(zeros, params, layers, batch)
 
     def _loss(
         self,

@@ -108,6 +108,46 @@ def micro_batch(batch: Batch, index: Int[Array, ""]) -> Batch:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
 
 
+def loop_bounds(batch: Batch, first: Int[Array, ""] | None, count: int) -> tuple[Any, Int[Array, ""]]:
+    """Returns (begin, end) of the micro-batches of one program: `count` from `first` on, or all for None."""
+    live = num_live(batch)
+    return (0, live) if first is None else (first, jnp.minimum(first + count, live))
+
+
+def abstract_outputs(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """Returns shapes of the outputs of a function, with shardings; those of a whole subtree may be one."""
+
+    def abstract(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    shapes = jax.eval_shape(function, *args)
+    return jax.tree.map(abstract, shapes, jax.tree.broadcast(shardings, shapes))
+
+
+def run_chain(
+    program: Callable[[Any, Int[np.ndarray, ""] | np.integer], Any],
+    carry: Any,
+    num_micro_batches: int,
+    count: int,
+    between: Callable[[], None] | None,
+) -> Any:
+    """Returns the carry after the programs of a chain, each of `count` micro-batches.
+
+    Args:
+      program: maps the carry and the first micro-batch to the next carry.
+      carry: before the first program.
+      num_micro_batches: to compute.
+      count: of one program.
+      between: as for `Update`.
+    """
+    for first in range(0, num_micro_batches, count):
+        carry = program(carry, np.int32(first))
+        if between is not None:
+            jax.block_until_ready(carry)
+            between()
+    return carry
+
+
 def _counts(batch: Batch) -> loss_lib.Counts:
     """Returns the denominators of the whole minibatch, what is left out of it included."""
     counted = batch.left_out.sum(axis=(0, 1))
@@ -196,35 +236,35 @@ class Update:
         """
         if not self.is_chain(batch):
             return self._whole(state, batch, base, policy_version)
-        layers, sums, live = self._begin(state.params, batch)
-        for first in range(0, int(live), self.micro_batches_per_program):
-            sums = self._accumulate(sums, state.params, layers, batch, base, policy_version, np.int32(first))
-            if between is not None:
-                jax.block_until_ready(sums)
-                between()
-        del layers  # the last step has room for it
-        return self._finish(state, batch, sums)
+        return self._finish(state, batch, self._summed(state.params, batch, base, policy_version, between))
+
+    def _summed(
+        self,
+        params: Params,
+        batch: Batch,
+        base: Params | None,
+        policy_version: Version | None,
+        between: Callable[[], None] | None,
+    ) -> Sums:
+        """Runs the chain but its last program; on return the copy of the layers' weights is gone."""
+        layers, sums, live = self._begin(params, batch)
+
+        def accumulate(sums: Sums, first: Version) -> Sums:
+            return self._accumulate(sums, params, layers, batch, base, policy_version, first)
+
+        return run_chain(accumulate, sums, int(live), self.micro_batches_per_program, between)
 
     def programs(self, state: LearnerState, batch: Batch, base: Params | None) -> dict[str, Lower]:
         """Returns the programs of an update, lowered on demand for abstract arguments; "update" has the loop."""
         version = np.int32(0)
         if not self.is_chain(batch):
             return {"update": lambda: self._whole.lower(state, batch, base, version)}
-        layers, sums = self._abstract_carry(state.params, batch)
+        layers, sums, _ = abstract_outputs(self._begun, self._begun_shardings, state.params, batch)
         return {
             "begin update": lambda: self._begin.lower(state.params, batch),
             "update": lambda: self._accumulate.lower(sums, state.params, layers, batch, base, version, np.int32(0)),
             "finish update": lambda: self._finish.lower(state, batch, sums),
         }
-
-    def _abstract_carry(self, params: Params, batch: Batch) -> tuple[Params | None, Sums]:
-        """Returns shapes and shardings of the copy and of the sums that `begin` makes."""
-
-        def abstract(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        shapes = jax.eval_shape(self._begun, params, batch)
-        return cast(Any, jax.tree.map(abstract, shapes, jax.tree.broadcast(self._begun_shardings, shapes)))[:2]
 
     # ---- the computation ---------------------------------------------------------------------------------------------
 
@@ -246,8 +286,7 @@ class Update:
         first: Int[Array, ""] | None = None,
     ) -> Sums:
         """Returns the sums with the micro-batches of one program, from `first` on; None: with all of them."""
-        counts, live = _counts(batch), num_live(batch)
-        counted = batch.left_out.sum(axis=(0, 1))
+        counts, counted = _counts(batch), batch.left_out.sum(axis=(0, 1))
         metric_weights = loss_lib.metric_weights(batch.advantages, batch.response_mask, counted[0])
         gradient, weights = jax.grad(self._loss_fn, has_aux=True), params if layers is None else params | layers
 
@@ -260,10 +299,7 @@ class Update:
             gradients, means = jax.tree.map(jnp.add, tuple(sums[:2]), (gradients, means))
             return Sums(gradients, means, gap if gap is None else gap_lib.combined(sums.gap, gap))
 
-        if first is None:
-            return jax.lax.fori_loop(0, live, accumulate, sums)
-        last = jnp.minimum(first + self.micro_batches_per_program, live)
-        return jax.lax.fori_loop(first, last, accumulate, sums)
+        return jax.lax.fori_loop(*loop_bounds(batch, first, self.micro_batches_per_program), accumulate, sums)
 
     def _finished(self, state: LearnerState, batch: Batch, sums: Sums) -> tuple[LearnerState, UpdateMetrics]:
         """Returns the state after a step with the summed gradients, or as it was, and the metrics."""

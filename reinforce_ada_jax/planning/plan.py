@@ -19,7 +19,8 @@ from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
 # Share of slots busy in a decode step: simulated at full size with 256 slots (docs/performance.md, "Rounds").
 BUSY_SLOTS = 0.936
-# The programs of an update: one, or all.
+# The programs of a scoring pass and of an update: one, or all.
+SCORE = ("begin scores", "score")
 UPDATE = ("begin update", "update", "finish update")
 # Pass rates for which draws are expected; more of them change the mean by less than 1 %.
 NUM_PASS_RATES = 512
@@ -133,7 +134,7 @@ def phases(
         "reshard": seconds.get("reshard", 0.0),
         "prefill": chunks * roofline(chunk, run.chip, 0.0, wait)[0],
         "decode": steps * roofline(step, run.chip, window.sent_bytes or 0.0, wait)[0],
-        "score": updates * seconds.get("score", 0.0),
+        "score": updates * sum(seconds.get(name, 0.0) for name in SCORE),
         "update": updates * sum(seconds.get(name, 0.0) for name in UPDATE),
     }
 

@@ -214,7 +214,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     With one update an iteration only a reference is scored: the update computes the policy's own log-probabilities.
     The last ones are those of the update: one, or the three of its chain.
     """
-    a, layout, config = run.engine.architecture, run.batch_layout(), run.config
+    layout, config = run.batch_layout(), run.config
     decode_weights = 0 if run.shares_weights else mesh_lib.shard_bytes(run.engine.abstract_weights())
     always = run.cache_bytes + run.reference_bytes
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
@@ -228,13 +228,35 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     if config.collection.strategy == "estimate" and config.estimator.kind == "value":
         programs.append(_features_program(run, layout, run.moment_bytes + always + decode_weights))
     if not scores_in_update(config) or config.learning.kl_coefficient:
-        programs.append(Program(
-            "score", lambda: run.learner.score.lower(run.policy, run.batch), roofline.score_call(a, layout), "call",
-            run.moment_bytes + always + other_batches, trip_count=layout.micro_batches,
-            sent_bytes=collectives.learner_sent_bytes(a, layout, update=False),
-            starts=latency.learner_call(a.num_layers, layout, update=False),
-        ))  # fmt: skip
+        programs += _score_programs(run, layout, run.moment_bytes + always + other_batches)
     return programs + _update_programs(run, layout, always + other_batches)
+
+
+def _copied_bytes(run: AbstractRun) -> int:
+    """Returns the bytes of the layers' copy on each device; 0 where there is none."""
+    learner = run.learner
+    dtype = run.config.model.compute_dtype
+    return layer_gather.copy_bytes(learner.architecture, learner.mesh, dtype) if learner.gathers_once else 0
+
+
+def _score_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[Program]:
+    """Returns the programs of a scoring pass, with `beside` bytes beside the weights and the minibatch."""
+    a, learner = run.engine.architecture, run.learner
+    lowered, calls = learner.score_programs(run.policy, run.batch), learner.scoring_programs(run.batch)
+    sent = collectives.learner_sent_bytes(a, layout, update=False)
+    loop = Program(
+        "score", lowered["score"], roofline.score_call(a, layout), "call", beside,
+        calls=calls, trip_count=layout.micro_batches / calls, sent_bytes=sent,
+        starts=latency.learner_call(a.num_layers, layout, update=False),
+    )  # fmt: skip
+    if calls == 1:
+        return [loop]
+    gathered, copied = collectives.gathered_once_bytes(a, layout), _copied_bytes(run)
+    unread = mesh_lib.shard_bytes(run.batch) + (0 if copied else mesh_lib.shard_bytes(run.policy))
+    begin = Program(
+        "begin scores", lowered["begin scores"], ProgramCost(0, copied), "call", beside + unread, sent_bytes=gathered
+    )
+    return [begin, dataclasses.replace(loop, sent_bytes=sent - gathered)]
 
 
 def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[Program]:
@@ -243,19 +265,17 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
     masters = jnp.dtype(run.config.model.parameter_dtype).itemsize
     lowered = update.programs(run.state, run.batch, run.base)
     step, sent = roofline.optimizer_call(a, layout, masters), collectives.learner_sent_bytes(a, layout, update=True)
-    is_chain = update.is_chain(run.batch)
     calls = -(-layout.micro_batches // update.micro_batches_per_program)
     loop = Program(
         "update", lowered["update"], roofline.gradient_call(a, layout, masters), "call", beside,
         calls=calls, trip_count=layout.micro_batches / calls, necessary_flops=roofline.necessary_flops(a, layout),
         sent_bytes=sent, starts=latency.learner_call(a.num_layers, layout, update=True),
     )  # fmt: skip
-    if not is_chain:
+    if calls == 1:
         return [dataclasses.replace(loop, cost=roofline.update_call(a, layout, masters))]
     # Only the first program gathers weights. What a program does not read is no argument of it.
     params = mesh_lib.shard_bytes(run.state.params)
-    dtype = run.config.model.compute_dtype
-    copied = layer_gather.copy_bytes(a, run.learner.mesh, dtype) if layout.gathers_once else 0
+    copied = _copied_bytes(run)
     gathered, unread = collectives.gathered_once_bytes(a, layout), mesh_lib.shard_bytes((run.batch, run.base))
     return [
         Program(

@@ -112,7 +112,7 @@ class Updates:
         update an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows
         where they contribute nothing to the gradient; they count in its denominators.
 
-        `agree` is called in all processes before each minibatch is scored, and may raise to end the scoring. Scores of
+        `agree` is called in all processes before each program of the scoring, and may raise to end it. Scores of
         the one before are complete then: programs that are queued would have to end before a checkpoint is written.
         """
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
@@ -136,19 +136,21 @@ class Updates:
                 before = minibatches[-1].batch
                 jax.block_until_ready((before.old_logprobs, before.reference_logprobs))
             agree()
-            minibatches.append(Minibatch(dealt, self._scored(batch, policy, reference)))
+            minibatches.append(Minibatch(dealt, self._scored(batch, policy, reference, agree)))
         return minibatches
 
-    def _scored(self, batch: Batch, policy: Params, reference: Params | None) -> Batch:
+    def _scored(
+        self, batch: Batch, policy: Params, reference: Params | None, agree: Callable[[], None] | None
+    ) -> Batch:
         """Returns the batch on the devices, with the log-probabilities that the update does not compute itself."""
         if scores_in_update(self.config):
             batch = self.learner.put(dataclasses.replace(batch, old_logprobs=None))
         else:
             batch = self.learner.put(batch)
-            batch = dataclasses.replace(batch, old_logprobs=self.learner.score(policy, batch))
+            batch = dataclasses.replace(batch, old_logprobs=self.learner.score(policy, batch, agree))
         if reference is None:
             return batch
-        return dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch))
+        return dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch, agree))
 
     def batch_rows(self, rows: int) -> int:
         """Returns the number of rows that a minibatch is padded to: one for the whole run, so nothing recompiles.
@@ -183,13 +185,12 @@ class Updates:
         old = None if in_update else empty.old_logprobs
         empty = self.learner.put(dataclasses.replace(empty, old_logprobs=old))
         scored = empty if reference is None else dataclasses.replace(empty, reference_logprobs=empty.behaviour_logprobs)
-        score = self.learner.score
         batch, state, policy, base, scored, reference = abstract((empty, state, policy, base, scored, reference))
         programs = self.learner.update.programs(state, scored, base)
-        if reference is not None:
-            programs["reference scores"] = lambda: score.lower(reference, batch)
-        if not in_update:
-            programs["scores"] = lambda: score.lower(policy, batch)
+        for name, weights in (("reference", reference), ("policy", None if in_update else policy)):
+            if weights is not None:
+                scores = self.learner.score_programs(weights, batch)
+                programs |= {f"{program} of the {name}": lower for program, lower in scores.items()}
         return programs
 
     # ---- checks ------------------------------------------------------------------------------------------------------

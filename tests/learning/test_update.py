@@ -8,6 +8,7 @@ from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests.learning.test_learner import (
     ADAPTERS,
     ALL,
+    PARAMS,
     UPDATES,
     assert_trees_close,
     assert_trees_equal,
@@ -70,6 +71,14 @@ def test_a_chain_over_eight_devices_is_one_program():
     placed, compiles = chain.put(rows), CompileCounter()
     chain.update(state, placed, None, np.int32(0))
     assert compiles.since_last() == 0
+
+
+def test_scores_of_a_chain_are_those_of_one_program():
+    # Of eight micro-batches 3 are scored in a program, and then again 3 and 2.
+    of, asked = learner(8, micro_batches_per_program=1), []
+    scored = of.score(PARAMS, of.put(batch()), lambda: asked.append(0))
+    assert len(asked) == 3
+    assert_trees_close(scored, learner(8).score(PARAMS, learner(8).put(batch())), rtol=1e-6, atol=1e-6)
 
 
 def test_programs_without_a_token_are_not_begun():

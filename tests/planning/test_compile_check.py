@@ -219,10 +219,16 @@ def test_every_program_of_adapters_lowers_and_the_update_is_in_place():
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["weights", "adapters"])
 def test_the_programs_of_a_chain_are_those_of_one_update(changes):
     settings = changes | {"learning.micro_batches": 8, "learning.gather_weights": "once"}
-    one, run = abstract(**settings), abstract(**settings, **{"learning.micro_batches_per_program": 3})
-    (alone,), chain = programs_lib.learner_programs(one)[-1:], programs_lib.learner_programs(run)[-3:]
+    one, run = abstract(**settings), abstract(**settings, **{"learning.micro_batches_per_program": 2})
+    *scores, alone = programs_lib.learner_programs(one)
+    *in_parts, begin, loop, finish = programs_lib.learner_programs(run)
+    if changes:  # with a reference to score: 6 and 2 micro-batches
+        assert [(p.name, p.calls, p.trip_count) for p in in_parts[-2:]] == [("begin scores", 1, None), ("score", 2, 4)]
+        assert sum(p.sent_bytes for p in in_parts[-2:]) == pytest.approx(scores[-1].sent_bytes)
+        assert in_parts[-1].lower().args_info[0][0].donated
+    chain = begin, loop, finish
     assert alone.name == "update" and [p.name for p in chain] == ["begin update", "update", "finish update"]
-    assert [(p.calls, p.trip_count) for p in chain] == [(1, None), (3, 8 / 3), (1, None)]
+    assert [(p.calls, p.trip_count) for p in chain] == [(1, None), (4, 2), (1, None)]
     assert sum(p.sent_bytes for p in chain) == pytest.approx(alone.sent_bytes) and alone.sent_bytes > 0
     copied = chain[0].cost.bytes  # and the sums, made of nothing
     assert sum(p.cost.bytes for p in chain) == pytest.approx(alone.cost.bytes + copied)

@@ -65,7 +65,7 @@ class ScriptedLearner(Learner):
     def put(self, batch):
         return batch
 
-    def score(self, params, batch):
+    def score(self, params, batch, between):
         return self._score(batch.behaviour_logprobs.copy())
 
     def update(self, state, batch, base, policy_version, between):
