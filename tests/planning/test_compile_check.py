@@ -249,9 +249,15 @@ def test_what_is_there_throughout():
     assert (result.fits, result.hbm_peak_bytes, result.over_bytes) == (False, 1212 + 1152, 364)
 
 
-@pytest.mark.parametrize("kind", ["ema", "value"])
-def test_every_program_of_the_learner_lowers(kind):
-    run = abstract(**{"collection.strategy": "estimate", "estimator.kind": kind})
+@pytest.mark.parametrize(
+    ("kind", "collection"),
+    [
+        ("ema", {"collection.strategy": "estimate"}),
+        ("value", {"collection.objective": "log", "collection.control_variate": "estimate"}),
+    ],
+)
+def test_every_program_of_the_learner_lowers(kind, collection):
+    run = abstract(**collection, **{"estimator.kind": kind})
     programs = {program.name: program.lower() for program in programs_lib.learner_programs(run)}
     assert ("value head's features" in programs) is (kind == "value")
 
