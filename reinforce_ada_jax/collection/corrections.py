@@ -67,21 +67,21 @@ def stratified(objective: Objective, keep: Callable[[np.ndarray], np.ndarray]) -
     return coefficients
 
 
-def first_success_weight(objective: Objective, round_size: int, number: int, num_correct: int) -> float:
-    """Computes the weight of round t, the first with a correct response: C(t, k).
+def first_success_weight(objective: Objective, round_size: int, begin: int, num_correct: int) -> float:
+    """Computes the weight of the first round with a correct response: C(b, k).
 
-        C(t, k) = sum over j < M of c_{t M + j} binom(M - j - 1, k - 1) / binom(M, k)
+        C(b, k) = sum over j < M of c_{b + j} binom(M - j - 1, k - 1) / binom(M, k)
 
     The first correct draw of all is number j with probability p (1 - p)^j, so a weight c_j on it has the signal
-    sum_j c_j (1 - p)^j. C(t, k) is its mean over the orders of k correct draws among the M of the round.
+    sum_j c_j (1 - p)^j. C(b, k) is its mean over the orders of k correct draws among the M of the round.
 
     Args:
       objective: gives the series c_j of f'(p) = sum_j c_j (1 - p)^j.
-      round_size: M.
-      number: t, from 0.
+      round_size: M, draws of the round.
+      begin: b, draws of the rounds before it.
       num_correct: k, from 1 to M.
     """
-    series = objective.series((number + 1) * round_size)[number * round_size :]
+    series = objective.series(begin + round_size)[begin:]
     ways = [math.comb(round_size - j - 1, num_correct - 1) for j in range(round_size)]
     every = math.comb(round_size, num_correct)
     return math.fsum(c * (count / every) for c, count in zip(series.tolist(), ways, strict=True))
@@ -108,7 +108,8 @@ def exact(
 
     The rule must not stop before the first round with a correct response, except at its limit of draws. That round's k
     correct draws share the weight C(t, k), times their rewards; every other draw has 0. The signal is the series of f',
-    cut at the most draws. A prompt that is never solved adds nothing.
+    cut at the most draws. A prompt that is never solved adds nothing. The rounds before the first correct response may
+    have any sizes.
 
     `control_variate` is subtracted from each draw of the first round. These M draws are always made, so the sum of
     their scores has the mean 0, and nothing is changed in expectation; later rounds need no further rows.
@@ -123,16 +124,18 @@ def exact(
     weight = functools.cache(functools.partial(first_success_weight, objective))
 
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
-        size = pool.first_round_size
         coefficient = np.zeros(len(pool.responses))
         hits = np.flatnonzero(pool.correct)
         if hits.size:
-            number = int(hits[0]) // size
-            hits = hits[hits // size == number]
-            share = weight(size, number, len(hits)) / continue_probability**number
+            sizes = pool.round_sizes or (pool.first_round_size,) * pool.rounds
+            ends = np.cumsum(sizes)
+            number = int(np.searchsorted(ends, hits[0], side="right"))
+            hits = hits[hits < ends[number]]
+            share = weight(sizes[number], int(ends[number]) - sizes[number], len(hits)) / continue_probability**number
             rows = hits[:max_rows]
             coefficient[rows] = share / len(rows) * pool.rewards[rows]
         if control_variate is not None:
+            size = pool.first_round_size
             coefficient[:size] -= control_variate(_estimate(pool), size)
         kept = np.flatnonzero((coefficient != 0.0) & usable)
         return kept, coefficient[kept]

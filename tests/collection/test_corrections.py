@@ -1,5 +1,6 @@
 """Coefficients of corrections, by hand and through the real collection; tests/analysis has their exact signals."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.types import Prefetch, Prompt, Response, Verdict
+from reinforce_ada_jax.types import Pool, Prefetch, Prompt, Response, Verdict
 
 
 def config(strategy: str, size: int, rounds: int, **settings: object) -> SimpleNamespace:
@@ -52,13 +53,31 @@ def test_the_other_series():
 
 
 def test_the_weight_of_a_round_by_hand():
-    # Round 1 of rounds of 3, two correct: the first of them is draw 3 with 2 of the 3 orders, draw 4 with 1.
+    # The second round of 3, two correct: the first of them is draw 3 with 2 of the 3 orders, draw 4 with 1.
     square_root = Objective("power", 0.5)
     c = square_root.series(6)
-    assert corrections.first_success_weight(square_root, 3, 1, 2) == pytest.approx((2 * c[3] + c[4]) / 3, rel=1e-14)
+    assert corrections.first_success_weight(square_root, 3, 3, 2) == pytest.approx((2 * c[3] + c[4]) / 3, rel=1e-14)
     # Under log every c_j is 1, so every first success weighs 1.
-    for size, number, hits in ((8, 0, 1), (8, 3, 5), (1, 31, 1)):
-        assert corrections.first_success_weight(Objective("log"), size, number, hits) == pytest.approx(1.0, rel=1e-12)
+    for size, begin, hits in ((8, 0, 1), (8, 24, 5), (1, 31, 1)):
+        assert corrections.first_success_weight(Objective("log"), size, begin, hits) == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 2), (2, 3), (1, 3, 2)])
+def test_rounds_of_different_sizes_climb_the_same_series(sizes):
+    # Every order of outcomes until the first round with a correct one; no coefficient is on a wrong response.
+    p, most, objective = 0.3, sum(sizes), Objective("pass_at_k", k=5)
+    coefficients, signal = corrections.exact(objective), 0.0
+    for outcomes in itertools.product((0.0, 1.0), repeat=most):
+        ends = np.cumsum(sizes)
+        rounds = 1 + next((t for t, end in enumerate(ends) if any(outcomes[:end])), len(sizes) - 1)
+        whole = run_strategy(config("grpo", most, 1, group_size=most), np.array([outcomes]))[0]
+        drawn, round_sizes = int(ends[rounds - 1]), sizes[:rounds]
+        pool = Pool(whole.prompt, whole.responses[:drawn], whole.verdicts[:drawn], rounds, True, None, round_sizes)
+        kept, of_kept = coefficients(pool, np.ones(drawn, bool))
+        assert pool.correct[kept].all()
+        signal += p ** sum(outcomes) * (1 - p) ** (most - sum(outcomes)) * of_kept.sum() / p
+    # f' = 5 (1 - p)^4, of which no round size changes anything.
+    assert signal == pytest.approx(5 * 0.7**4 * (most >= 5), rel=1e-12)
 
 
 def test_the_first_successful_round_alone_has_weight():
