@@ -1,13 +1,14 @@
 """Identity of a run: what it reads again at each start, and must find unchanged."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from reinforce_ada_jax.config import Config, resume
-from reinforce_ada_jax.data.problems import json_hash, problems_hash
+from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files
 from reinforce_ada_jax.rewards import code_tests, loading
@@ -39,8 +40,11 @@ def identity(
 
 
 def prompts_hash(prompts: Sequence[Prompt]) -> str:
-    """Returns a hash of ids, texts and answers."""
-    return problems_hash((prompt.id, f"{prompt.source_text}\n{prompt.answer}") for prompt in prompts)
+    """Returns a hash of ids, texts, answers and tokens: a tokenizer or a chat template that changed makes others."""
+    found = hashlib.sha256()
+    for prompt in prompts:
+        found.update(json.dumps([prompt.id, prompt.source_text, prompt.answer, prompt.tokens.tolist()]).encode())
+    return found.hexdigest()[:16]
 
 
 def reward_hash(config: Config, prompts: Sequence[Prompt]) -> str:
@@ -78,7 +82,7 @@ def check(
     if ours["base"] is not None:
         adapter_files.check_base(folder, saved["base"])
     parts = {
-        "prompts": "prompts of data.prompts are not those",
+        "prompts": "prompts of data.prompts, or their tokens (tokenizer and chat template of the model) are not those",
         "reference": "weights of model.path are not those",
     }
     for part, differs in parts.items():

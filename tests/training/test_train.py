@@ -1,6 +1,7 @@
 """Whole runs of the built-in task, small: what they write, and that killing or interrupting them changes nothing."""
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import resume
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
+from reinforce_ada_jax.types import Prompt
 from tests import compiling
 from tests.forked import Forked
 from tests.running import (
@@ -400,13 +402,20 @@ def test_what_a_run_must_find_as_it_was(tmp_path):
     ours |= {"reward": None}
     resume.check(tmp_path, tmp_path, ours, ours | {"iteration": 3})
     parts = {
-        "prompts": "prompts of data.prompts are not those",
+        "prompts": r"prompts of data.prompts, or their tokens \(.*\) are not those",
         "reference": "weights of model.path are not those",
-        "reward": "reward function .* is not the one",
+        "reward": r"reward \(reward.path, .* is not the one",
     }
     for part, differs in parts.items():
         with pytest.raises(ValueError, match=f"the {differs} that the run in .* began with"):
             resume.check(tmp_path, tmp_path, ours, ours | {part: "c"})
+    prompt = Prompt("a", "1 + 1?", "2", np.array([5, 6], np.int32))
+    same, retold, retokenised = (
+        dataclasses.replace(prompt, **changes)
+        for changes in ({"pass_rate": 0.5}, {"answer": "3"}, {"tokens": np.array([5, 7], np.int32)})
+    )
+    hashes = [resume.prompts_hash([each]) for each in (prompt, same, retold, retokenised)]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
     with pytest.raises(ValueError, match="another model than .*: num_layers 3, now 2"):
         resume.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
 
@@ -416,7 +425,7 @@ def test_other_prompts_are_refused(refused, unbroken, tmp_path):
     saved = config_lib.replaced(saved_config(workdir), {"data.prompts": others})
     (workdir / "config.json").write_text(config_lib.to_json(saved))
     err = refused(workdir)
-    assert "the prompts of data.prompts are not those that the run in" in err and "Traceback" not in err
+    assert "the prompts of data.prompts, or their tokens (" in err and "Traceback" not in err
 
 
 # ---- export and evaluate ------------------------------------------------------------------------------------------
