@@ -30,7 +30,8 @@ class Prompt:
       pass_rate: an estimate made beforehand by `prepare`, in [0, 1], or None.
       labels: further fields of its source ("subject", "level", ...), for tables.
       messages: role and content of each message, where the source has messages; `tokens` are made of them.
-      columns: every column of its row, by the names of the source, for rewards; no checkpoint and no hash has them.
+      columns: every column of its row, by the names of the source, for rewards; no checkpoint has them. Of the hashes
+        only that of the tests of programs does.
     """
 
     id: str

@@ -42,7 +42,7 @@ class Problem(TypedDict):
       prompt: the messages of the row, each with role and content, where the source has them (verl's format). They are
         rendered as they are; `problem` is then the text of the last one.
       columns: every column of the row by the row's own names, for rewards that read others than the answer. They belong
-        to neither the id nor the hashes of a run.
+        to neither the id nor the hashes of a run, except the tests of programs.
       origin: of a row, for messages.
     """
 

@@ -29,7 +29,7 @@ class Comparison:
     updates: Sequence[int]  # after which an evaluation was made
     cost_names: Sequence[str]
     runs: Sequence[ComparedRun]
-    sentence: str  # on the last run beside the first; "" for one run
+    sentence: str  # on the last run beside the first; "" for one run, and before both were evaluated while training
 
     def text(self) -> str:
         """Table for the terminal."""
@@ -54,8 +54,10 @@ def _sentence(first: History, second: History, benchmark: str) -> str:
     """Returns what the second run gained per update, and the tokens that it generated."""
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
     last = min(accuracy.updates[-1] for accuracy in accuracies)
+    if not last:  # one of them was evaluated only before it began
+        return ""
     ends = [float(np.interp(last, accuracy.updates, accuracy.average)) for accuracy in accuracies]
-    spent = [float(np.interp(last, history.updates, history.tokens)) for history in (first, second)]
+    spent = [float(history.at(np.array([last]), history.tokens)[0]) for history in (first, second)]
     budget = min(spent)
     level = [at_tokens(history, benchmark, budget) for history in (first, second)]
     return (

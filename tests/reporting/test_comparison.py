@@ -43,11 +43,19 @@ def test_sentence_compares_where_both_runs_have_been(tmp_path, runs):
     assert sentence.startswith("After 2 updates balance reaches 0.800 and longer 0.400, and balance generated 4.0")
 
 
+def test_tokens_are_counted_from_the_beginning_of_a_run(tmp_path, runs):
+    # Both have 100 tokens an update; the first one writes a line every two updates, and is half way to it.
+    every_two = make_run(tmp_path / "two", tokens=[200], averages={0: 0.2, 1: 0.6}, updates_per_iteration=2)
+    every = make_run(tmp_path / "one", tokens=[100], averages={0: 0.2, 1: 0.4})
+    sentence = compare([load(every_two), load(every)], "heldout").sentence
+    assert sentence.startswith("After 1 updates one reaches 0.400 and two 0.400, and one generated 1.0 times")
+
+
 def test_every_benchmark_has_its_comparison(tmp_path, runs):
     file = runs[0] / "metrics.jsonl"
     file.write_text(file.read_text().replace('"evaluation/heldout/avg', '"evaluation/other/avg'))
     compared = compare_all([load(workdir) for workdir in runs])
     assert [(found.benchmark, len(found.runs)) for found in compared] == [("heldout", 2), ("other", 1)]
     assert compared[0].runs[1].averages == {0: (0.2, 0.01), 2: (0.8, 0.01)}
-    # A sentence needs both runs: here both were evaluated on one of them, grpo before it began.
-    assert [bool(found.sentence) for found in compared] == [True, False]
+    # A sentence needs both runs: here both were evaluated on one of them, but grpo only before it began.
+    assert [found.sentence for found in compared] == ["", ""]
