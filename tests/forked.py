@@ -22,7 +22,7 @@ from tests import compiling
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = "reinforce_ada_jax"
-COMMANDS = ("train", "prepare", "evaluate", "export", "compile_check")
+COMMANDS = ("train", "prepare", "evaluate", "export", "serve", "compile_check")
 # Modules that the commands import once their flags are parsed.
 IMPORTED = (
     "evaluation.preparation", "evaluation.results_table", "evaluation.stored_evaluation", "planning.report",

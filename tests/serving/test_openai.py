@@ -7,8 +7,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -27,7 +25,8 @@ from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.server import Worker
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training.components import ASSETS
-from tests.running import ROOT, environment
+from tests.forked import Forked
+from tests.running import environment
 from tests.test_docs import code_block
 
 PROMPT = "рСУш..="
@@ -470,26 +469,21 @@ def test_the_official_client(server):
 
 
 def test_the_command_answers_early_and_ends_with_a_signal():
-    command = [
-        sys.executable,
-        "-m",
-        "reinforce_ada_jax.serve",
-        "--api=openai",
-        "--model=cipher=package:cipher",
-        "--port=0",
-    ]
+    command = ["-m", "reinforce_ada_jax.serve", "--api=openai", "--model=cipher=package:cipher", "--port=0"]
     options = ["--dtype=float32", "--slots=2", "--max_prompt_tokens=16", "--max_response_tokens=16", "--grace_s=1"]
-    with subprocess.Popen(command + options, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline().startswith("model       cipher: ")
-            address = process.stdout.readline().split()[1].rstrip(",")
-            wait_until(lambda: _status(address) == 503)
-            ready = process.stdout.readline()
-            assert ready.startswith("ready") and _status(address) == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.stdout.read() == "stopped\n" and process.wait(30) == 0
-        finally:
-            process.kill()
+    process = Forked(command + options, environment())
+    try:
+        wait_until(lambda: process.said().count("\n") >= 2)
+        model, serving = process.said().splitlines()[:2]
+        assert model.startswith("model       cipher: ")
+        address = serving.split()[1].rstrip(",")
+        wait_until(lambda: _status(address) == 503)
+        wait_until(lambda: process.said().count("\n") >= 3)
+        assert process.said().splitlines()[2].startswith("ready") and _status(address) == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0 and process.communicate()[0].splitlines()[3:] == ["stopped"]
+    finally:
+        process.kill()
 
 
 def _status(address):

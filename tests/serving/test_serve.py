@@ -8,9 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +29,9 @@ from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
 from reinforce_ada_jax.serving.settings import ServerSettings, check_address
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
-from tests.running import ROOT, environment
+from tests import forked
+from tests.forked import Forked
+from tests.running import environment
 from tests.test_docs import code_block
 
 pb2, pb2_grpc = jetstream.protocol()
@@ -47,11 +46,11 @@ FLAGS = ("--dtype=float32", "--greedy", "--port=0", "--max_prompt_tokens=32", "-
 class Server:
     """A running server, and what it has said."""
 
-    process: subprocess.Popen
+    process: Forked
     stub: Any
     address: str
     started: list[str]
-    errors: pathlib.Path
+    said: int  # characters of its output that a test has read
 
     def ask(self, **request: Any) -> tuple[str, list[int], str]:
         """(text, tokens, finish) of one response."""
@@ -66,45 +65,49 @@ class Server:
         assert len(next(call).stream_content.samples[0].token_ids) == 1
         return call
 
+    def line(self) -> str:
+        """The next line of its output."""
+        line = read_line(self.process, self.said)
+        self.said += len(line)
+        return line
+
     def ended(self, within: float) -> tuple[int, str, str]:
-        """Exit code, and what it said from now on at both outputs."""
+        """Exit code, what it said from now on, and all that it said at stderr."""
         code = self.process.wait(within)
-        return code, self.process.stdout.read(), self.errors.read_text()
+        out, errors = self.process.communicate()
+        return code, out[self.said :], errors
+
+
+def read_line(process: Forked, start: int) -> str:
+    """The line of a process's output that begins at a character, as soon as it is whole."""
+    deadline = time.monotonic() + 60
+    while "\n" not in process.said()[start:]:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.01)
+    return process.said()[start:].split("\n")[0] + "\n"
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, errors: pathlib.Path, *flags: str):
+def running(folder: pathlib.Path, *flags: str):
     """The command, as soon as it is ready; killed at the end if it is still there."""
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "reinforce_ada_jax.serve", f"--model={folder}", *FLAGS, *flags],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=file, text=True,
-        )  # fmt: skip
-    # A server that hangs before it is ready ends here.
-    watchdog = threading.Timer(60, process.kill)
-    watchdog.start()
+    command = ["-m", "reinforce_ada_jax.serve", f"--model={folder}", *FLAGS, *flags]
+    process, lines = Forked(command, environment()), [""]
     try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("ready"):
-                break
-        watchdog.cancel()
-        address = re.search(r"127\.0\.0\.1:\d+", "".join(lines))
-        assert address, (lines, errors.read_text())
+        while not lines[-1].startswith("ready"):
+            lines.append(read_line(process, len("".join(lines))))
+        text = "".join(lines)
+        address = re.search(r"127\.0\.0\.1:\d+", text)
+        assert address, text
         with grpc.insecure_channel(address[0]) as channel:
-            yield Server(process, pb2_grpc.OrchestratorStub(channel), address[0], lines, errors)
+            yield Server(process, pb2_grpc.OrchestratorStub(channel), address[0], lines[1:], len(text))
     finally:
-        watchdog.cancel()
         process.kill()
         process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    flags = ("--slots=3", f"--max_response_tokens={LIMIT}")
-    with running(CIPHER, tmp_path_factory.mktemp("server") / "stderr", *flags) as started:
+def server():
+    with running(CIPHER, "--slots=3", f"--max_response_tokens={LIMIT}") as started:
         yield started
 
 
@@ -314,10 +317,10 @@ def test_an_interrupt_ends_an_idle_server(server):
 LONG = 4096  # about 7 s where this was written
 
 
-def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, tmp_path, questions):
+def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, questions):
     flags = ("--slots=2", f"--max_response_tokens={LONG}", "--grace_s=30")
     (text, _, first), (other, _, second), *_ = questions
-    with running(endless, tmp_path / "stderr", *flags) as server:
+    with running(endless, *flags) as server:
         began = time.monotonic()
         for _ in range(6):
             server.stream(text_content=dict(text=text), max_tokens=LONG).cancel()
@@ -335,7 +338,7 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, tmp_
 
         call = server.stream(text_content=dict(text=text), max_tokens=600)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.stdout.readline() == "stopping    30 s are left for requests not yet answered: 1\n"
+        assert server.line() == "stopping    30 s are left for requests not yet answered: 1\n"
         with pytest.raises(grpc.RpcError) as ended:  # nobody new is let in
             with grpc.insecure_channel(server.address) as channel:
                 list(pb2_grpc.OrchestratorStub(channel).Decode(pb2.DecodeRequest(max_tokens=1), timeout=60))
@@ -347,17 +350,17 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, tmp_
         assert "Traceback" not in errors
 
 
-def test_grace_ends_and_a_second_signal_ends_everything(endless, tmp_path, questions):
+def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
     text = questions[0][0]
     for grace_s, signals, code in ((0.5, [signal.SIGTERM], 0), (60, [signal.SIGTERM, signal.SIGINT], 128 + 2)):
         flags = ("--slots=2", f"--max_response_tokens={LONG}", f"--grace_s={grace_s}")
-        with running(endless, tmp_path / "stderr", *flags) as server:
+        with running(endless, *flags) as server:
             call = server.stream(text_content=dict(text=text), max_tokens=LONG)
             began = time.monotonic()
             for number in signals:
                 server.process.send_signal(number)
                 if number == signals[0]:
-                    assert server.process.stdout.readline().startswith("stopping ")
+                    assert server.line().startswith("stopping ")
             ended, _, errors = server.ended(within=10)
             assert ended == code and time.monotonic() - began < 4
             assert "Traceback" not in errors
@@ -434,10 +437,7 @@ def test_without_jetstream_the_remedy_is_named(monkeypatch, capsys):
     ("flags", "part"), [(["--model=none", "--slots=0"], "--slots is 0"), (["--port=9"], "--model must have a value")]
 )
 def test_flags(flags, part):
-    result = subprocess.run(
-        [sys.executable, "-m", "reinforce_ada_jax.serve", *flags],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    result = forked.run(["-m", "reinforce_ada_jax.serve", *flags], environment())
     assert (result.returncode, result.stdout) == (cli.BAD_INPUT, "")
     assert result.stderr.startswith("error: ") and part in result.stderr and len(result.stderr.splitlines()) < 15
 
