@@ -123,7 +123,7 @@ class AbstractRun:
     def batch_layout(self) -> BatchLayout:
         """The minibatch as `roofline.py` counts it."""
         config, mesh, a, adapters = self.config, self.learner.mesh, self.engine.architecture, self.learner.lora
-        row_tokens = self.batch.tokens.shape[-1]
+        row_tokens, attention = self.batch.tokens.shape[-1], self.learner.platform.attention
         return BatchLayout(
             micro_batches=self.batch.tokens.shape[0],
             micro_rows=self.learner.micro_rows,
@@ -133,7 +133,8 @@ class AbstractRun:
             head_tile=self.learner.platform.head_tile,
             head_kernels=self.learner.platform.head_backend == "pallas_tpu",
             remat=self.learner.platform.remat,
-            attention_block=block_size(row_tokens) if self.learner.platform.attention in ("splash", "cudnn") else None,
+            attention_block={"splash": block_size(row_tokens), "cudnn": 128}.get(attention),
+            attention_backward=5 if attention == "cudnn" else 7,
             row_shards=mesh.shape["data"] * mesh.shape["fsdp"],
             weight_shards=mesh.shape["fsdp"],
             tensor_shards=mesh.shape["tensor"],

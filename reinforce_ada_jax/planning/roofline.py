@@ -89,7 +89,8 @@ class BatchLayout:
       head_tile: (response positions, vocabulary entries) of a block in which logits exist.
       head_kernels: the head runs in Pallas kernels, which recompute the logits and which XLA doesn't count.
       remat: one of `transformer.REMAT`: what the backward pass recomputes.
-      attention_block: positions of a block of splash attention; None: XLA's attention of the whole square.
+      attention_block: positions of a block of the attention's kernels; None: XLA's attention of the whole square.
+      attention_backward: products of the kernels' backward pass: 7 of splash attention, 5 of cuDNN's.
       row_shards: devices along `data` and `fsdp`.
       weight_shards: devices along `fsdp`.
       tensor_shards: devices along `tensor`.
@@ -111,6 +112,7 @@ class BatchLayout:
     weight_shards: int
     tensor_shards: int
     itemsize: int
+    attention_backward: int = 7
     adapter_weights: int = 0
     gathers_once: bool = False
 
@@ -190,7 +192,8 @@ def _flops(a: Architecture, b: BatchLayout, passes: int) -> tuple[float, float]:
 
     2 per weight and position, for the head only at the positions that predict a response token; 4 N H T^2 per layer.
     A product with weights that remat keeps is computed once less. The head's two backward kernels each recompute the
-    logits. Splash attention leaves out blocks above the diagonal; of its 7 backward products 3 are recomputed.
+    logits. Splash attention leaves out blocks above the diagonal; of its 7 backward products 3 are recomputed, and of
+    cuDNN's 5 one.
 
     Weights under adapters have no gradient: theirs and the head's products are computed once less, and no kernel
     recomputes the logits for it. One half of each adapter isn't split over `tensor`; it is counted as if it were.
@@ -204,7 +207,7 @@ def _flops(a: Architecture, b: BatchLayout, passes: int) -> tuple[float, float]:
         visible = matrices + attention
     else:
         blocks = math.ceil(b.row_tokens / b.attention_block)
-        attention = (2 if passes == 1 else 2 + 2 + 7) * square * (blocks + 1) / (2 * blocks)
+        attention = (2 if passes == 1 else 2 + 2 + b.attention_backward) * square * (blocks + 1) / (2 * blocks)
         visible = matrices
     layer = matrices + attention
     products = passes - 1 if frozen else passes + (b.head_kernels and passes > 1)

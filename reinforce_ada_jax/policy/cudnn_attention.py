@@ -86,7 +86,7 @@ def _local(
             "raise learning.micro_batches, or set learning.attention to 'blocks'."
         )
     lengths, offsets = sequences(segment_ids, max_segments)
-    # JAX 0.10 and 0.11 multiply the offsets of keys by the number of query heads, so there are as many key heads.
+    # JAX before 0.11.1 multiplies the offsets of keys by the number of query heads, so there are as many key heads.
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     mixed = cudnn.dot_product_attention(

@@ -70,7 +70,7 @@ def test_attention_of_the_learner_compiles(topology, packed):
 
 @needs_plugin
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize("topology", ["h100:1", "a100:1"])
+@pytest.mark.parametrize("topology", ["h100:1", "h200:1", "a100:1"])
 def test_attention_of_the_engine_compiles(topology):
     mesh = make_mesh(1, 1, 1, topology_devices(topology))
     query, pages = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((64, 12, 128), (2, 500, 64, 128)))
