@@ -171,7 +171,7 @@ class Learner:
             self.param_shardings,
             gathered_layers=self._gathered_layers if self.gathers_once else None,
             gathered_shardings=layer_gather.shardings(architecture, mesh) if self.gathers_once else None,
-            max_gap=gap_lib.max_gap(config),
+            gap_limits=gap_lib.gap_limits(config),
             micro_batches_per_program=platform_lib.micro_batches_per_program(
                 config.learning.micro_batches_per_program,
                 6 * architecture.num_parameters * self.micro_rows * row_tokens / mesh.size,

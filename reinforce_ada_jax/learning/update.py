@@ -171,7 +171,7 @@ class Update:
         *,
         gathered_layers: Callable[[Params], Params] | None,
         gathered_shardings: Params | None,
-        max_gap: float | None,
+        gap_limits: gap_lib.GapLimits | None,
         micro_batches_per_program: int,
     ):
         """Makes the programs; nothing is compiled.
@@ -183,11 +183,11 @@ class Update:
           param_shardings: of what is trained.
           gathered_layers: returns the copy of the layers' weights that all micro-batches share; None: there is none.
           gathered_shardings: those of the copy.
-          max_gap: `logprob_gap.max_gap`.
+          gap_limits: those of `logprob_gap.gap_limits`.
           micro_batches_per_program: most micro-batches of one program.
         """
         self.micro_batches_per_program = micro_batches_per_program
-        self._loss_fn, self._optimizer, self._mesh, self._max_gap = loss_fn, optimizer, mesh, max_gap
+        self._loss_fn, self._optimizer, self._mesh, self._gap_limits = loss_fn, optimizer, mesh, gap_limits
         self._param_shardings, self._gathered_layers = param_shardings, gathered_layers
         self._replicated = NamedSharding(mesh, PartitionSpec())
         # Layouts are named at the exits: a state or sums in another layout would compile everything again. The old
@@ -223,7 +223,7 @@ class Update:
 
         The state stays as it was if the loss or the gradient is not finite. Without `old_logprobs` in the batch it also
         does if a log-probability is not finite, or differs from the engine's by more than rounding
-        (`logprob_gap.max_gap`).
+        (`logprob_gap.gap_limits`).
 
         Args:
           state: before; its arrays are used up.
@@ -310,8 +310,8 @@ class Update:
         allowed = finite
         if gap is not None:
             allowed = finite = finite & (gap.num_not_finite == 0)
-            if self._max_gap is not None:
-                allowed = finite & (gap.largest <= self._max_gap)
+            if (limits := self._gap_limits) is not None:
+                allowed = finite & limits.hold(gap.total / jnp.maximum(gap.num_tokens, 1), gap.largest)
         changes, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
         params = cast(Params, optax.apply_updates(state.params, changes))
         new = LearnerState(params=params, optimizer=optimizer, updates=state.updates + 1)

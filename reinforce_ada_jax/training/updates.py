@@ -21,7 +21,7 @@ from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, loss_config, scores_in_update
-from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, max_gap
+from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, gap_limits
 from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 
@@ -367,14 +367,15 @@ def gap_too_large(
       iteration: number of the iteration.
       say: prints a line.
     """
-    limit = max_gap(config)
-    if limit is not None and not largest <= limit:
-        numbers = "in float32" if limit else "with invariant numerics"
+    limits = gap_limits(config)
+    if limits is not None and not limits.hold(mean, largest):
+        numbers = "in float32" if limits.largest else "with invariant numerics"
         return TrainingStopped(
-            f"engine and learner disagree by {largest:.2g} on the log-probability of a sampled token; {numbers} they "
-            f"may differ by {limit:g}. Samples and gradients don't belong together."
+            f"engine and learner disagree by {mean:.2g} on the log-probability of a sampled token on average, and by "
+            f"{largest:.2g} at most; {numbers} rounding explains {limits.mean:g} and {limits.largest:g}. Samples and "
+            "gradients don't belong together."
         )
-    if limit is None and mean > ALARMING_LOGPROB_GAP:
+    if limits is None and mean > ALARMING_LOGPROB_GAP:
         causes = (
             "Likely causes: model.compute_dtype is too coarse for this model, sampling.attention chose a kernel that "
             "rounds more than the learner's, or the weights have grown. learning.truncated_is_cap = 2.0 would bound "

@@ -207,12 +207,12 @@ def gap_of(behaviour, policy_version, params=PARAMS, **changes):
 
 def test_the_gap_is_of_responses_drawn_from_these_weights():
     scored, mask = score(learner(), batch()), batch().response_mask
-    behaviour = np.where(mask, scored - 2e-5, np.nan).astype(np.float32)
-    behaviour[1, 3] += 7e-5  # 5e-5 above
+    behaviour = np.where(mask, scored - 5e-6, np.nan).astype(np.float32)
+    behaviour[1, 3] += 5.5e-5  # 5e-5 above
     behaviour[7, 0] -= 5.0  # older
     state, metrics = gap_of(behaviour, 3)
     assert state.updates == 1 and metrics.finite and metrics.gap.num_tokens == 20
-    np.testing.assert_allclose(metrics.gap.total / 20, (19 * 2e-5 + 5e-5) / 20, rtol=0.1)
+    np.testing.assert_allclose(metrics.gap.total / 20, (19 * 5e-6 + 5e-5) / 20, rtol=0.1)
     np.testing.assert_allclose(metrics.gap.largest, 5e-5, rtol=0.1)
     # Under the older weights it is the last two that count, and this one is far off.
     state, metrics = gap_of(behaviour, 2)
@@ -220,8 +220,8 @@ def test_the_gap_is_of_responses_drawn_from_these_weights():
 
 
 def test_a_gap_beyond_rounding_leaves_the_state_as_it_was():
-    # In float32 the limit is 1e-4, divided by a temperature below 1.
-    limit = 1e-4 / TEMPERATURE
+    # In float32 the limit of the mean is 1e-5, divided by a temperature below 1. One of 20 tokens differs.
+    limit = 20 * 1e-5 / TEMPERATURE
     for gap, made in ((0.9 * limit, 1), (1.1 * limit, 0)):
         behaviour = score(learner(), batch())
         behaviour[4, 1] += gap
