@@ -28,8 +28,8 @@ class GapLimits(NamedTuple):
 
 # Engine and learner compute the same number in different programs. In float32 on a CPU they differ by rounding alone.
 # The mean is below 1e-7 at temperature 1, and single tokens reach 1e-4 where large steps have made the weights grow.
-# Wrong masks, wrong positions or old weights exceed one of the limits by far. Elsewhere products are rounded to bfloat16
-# or less, and a mean above the last number is logged.
+# Wrong masks, wrong positions or old weights exceed one of the limits by far. Elsewhere products are rounded to
+# bfloat16 or less, and a mean above the last number is logged.
 FLOAT32_LIMITS, ALARMING_LOGPROB_GAP = GapLimits(mean=1e-5, largest=1e-2), 0.05
 
 
