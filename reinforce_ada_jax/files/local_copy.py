@@ -8,6 +8,7 @@ run while it goes on. Where uploads take long, they are as rare as to take a ten
 import contextlib
 import pathlib
 import shutil
+import sqlite3
 import tempfile
 import threading
 import time
@@ -18,11 +19,25 @@ from reinforce_ada_jax.files import buckets
 UPLOAD_S = 30.0
 SHARE = 0.1  # most of the time that uploads in the background may take
 _NOT_COPIED = (f"{buckets.CHECKPOINTS}/", "damaged_checkpoints/", "foreign_checkpoints/", "tensorboard/")
-_LOCAL = (buckets.ORIGIN, ".partial")  # ends of names that are never uploaded
+_DATABASE = ".sqlite3"
+_LOCAL = (buckets.ORIGIN, ".partial", f"{_DATABASE}-journal")  # ends of names that are never uploaded
 
 
 def _is_wanted(name: str) -> bool:
     return bool(name) and not name.startswith(_NOT_COPIED) and not name.endswith(_LOCAL)
+
+
+def _freeze(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies a file that may grow or be replaced meanwhile; a database as it is between two transactions."""
+    if source.suffix == _DATABASE and source.exists():  # SQLite would make a file that is gone
+        with contextlib.suppress(sqlite3.Error):  # of a file that only has such a name
+            with (
+                contextlib.closing(sqlite3.connect(source)) as live,
+                contextlib.closing(sqlite3.connect(target)) as copy,
+            ):
+                live.backup(copy)
+            return
+    shutil.copyfile(source, target)
 
 
 class LocalCopy:
@@ -84,12 +99,12 @@ class LocalCopy:
             self.may_upload()
             states = self._states()
             changed = [name for name, state in states.items() if self._uploaded.get(name) != state]
-            # A file may grow or be replaced while it is read: what is sent is a copy.
             with tempfile.TemporaryDirectory(dir=self._home.name) as frozen:
                 files = {}
                 for number, name in enumerate(changed):
+                    copy = pathlib.Path(frozen) / str(number)
                     with contextlib.suppress(FileNotFoundError):
-                        copy = shutil.copyfile(self.folder / name, pathlib.Path(frozen) / str(number))
+                        _freeze(self.folder / name, copy)
                         files[copy] = f"{self.url}/{name}"
                 buckets.upload(files)
             removed = [f"{self.url}/{name}" for name in self._uploaded.keys() - states.keys()]

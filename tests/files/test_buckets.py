@@ -1,9 +1,12 @@
 """Buckets against a server on this machine, with late answers and errors: copies, uploads and leases."""
 
+import contextlib
 import os
 import pathlib
+import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -128,6 +131,35 @@ def test_a_file_that_is_removed_while_it_is_uploaded_ends_no_later_upload(server
         (folder / "metrics.jsonl").write_text("1\n")
         copy.upload()
         assert server.names("gs://vanishing/run") == ["metrics.jsonl"]
+
+
+def test_a_database_is_uploaded_as_it_is_between_two_transactions(server, tmp_path):
+    with local_copy.opened("gs://database/run") as (folder, copy):
+        with contextlib.closing(sqlite3.connect(folder / "judge.sqlite3", isolation_level=None)) as answers:
+            answers.execute("PRAGMA cache_size = 1")  # so that pages of a transaction are written before its end
+            answers.execute("CREATE TABLE answers (key TEXT PRIMARY KEY)")
+            answers.execute("BEGIN")
+            answers.executemany("INSERT INTO answers VALUES (?)", [(f"{key:0100}",) for key in range(1000)])
+            answers.execute("COMMIT")
+            copied = threading.Event()
+
+            def upload():
+                copy.upload()
+                copied.set()
+
+            answers.execute("BEGIN")
+            answers.executemany("INSERT INTO answers VALUES (?)", [(f"{key:0100}",) for key in range(1000, 1500)])
+            uploading = threading.Thread(target=upload)
+            uploading.start()
+            assert not copied.wait(1.0), "half of a transaction is in the file"
+            answers.execute("COMMIT")
+            uploading.join()
+        assert server.names("gs://database/run") == ["judge.sqlite3"]
+        file = tmp_path / "downloaded.sqlite3"
+        file.write_bytes(server.read("gs://database/run/judge.sqlite3"))
+        with contextlib.closing(sqlite3.connect(file)) as found:
+            assert found.execute("SELECT count(*) FROM answers").fetchone() == (1500,)
+            assert found.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def test_only_files_that_changed_are_uploaded(server):
