@@ -40,11 +40,15 @@ class InputOutput:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionCall:
-    """A call of the program's function, or of this method of its class Solution, must return `expected`."""
+    """A call of the program's function, or of this method of its class Solution, must return `expected`.
+
+    `or_text`: the text that `expected` was read from, if that may be meant: "12" may be a number or a text.
+    """
 
     function: str
     arguments: Sequence[Any]
     expected: Any
+    or_text: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +88,10 @@ def _pair(given: Any, wanted: Any, function: str, *, lines: bool) -> Test:
     if lines and isinstance(given, str):
         arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
         return FunctionCall(function, arguments, _from_json(wanted))
-    given = _from_json(given)
-    return FunctionCall(function, given if isinstance(given, list) else [given], _from_json(wanted))
+    values, expected = _from_json(given), _from_json(wanted)
+    is_text = isinstance(given, list) and isinstance(wanted, str) and expected != wanted
+    arguments = values if isinstance(values, list) else [values]
+    return FunctionCall(function, arguments, expected, (wanted,) if is_text else ())
 
 
 def _of_object(value: Mapping[str, Any], function: str) -> list[Test]:

@@ -149,12 +149,34 @@ def test_the_reward_is_the_share_of_tests(pool):
          {"test_list": ["assert f([P(1), P(2)]) == 3", "assert P(4).x == 4"]}),
         ("class Solution:\n    def f(self, x):\n        return (x, 0.1 + 0.2)",
          {"input_output": {"fn_name": "f", "inputs": [[1]], "outputs": [[1, 0.3]]}}),
+        # The text "12", and the number that a text of JSON holds.
+        ("def f(x):\n    return str(x) if x > 9 else x",
+         {"input_output": {"fn_name": "f", "inputs": [[12], [3]], "outputs": ["12", "3"]}}),
+        # Problem 126 of MBPP: `sum` is the program's, as long as the test asks for nothing else.
+        ("def sum(a, b):\n    return a * b",
+         {"test_list": ["assert sum(2, 3) == 6", "assert isinstance(sum(2, 3), int)"]}),
+        ("def sum(a, b):\n    return a * b", {"test": "def check(candidate):\n    assert sum(2, 3) == 6",
+                                               "entry_point": "sum"}),
         ("import math\n\ndef f(x):\n    return math.sqrt(x)",
          {"test_list": ["assert math.isclose(f(4), 2)"], "test_imports": ["import math"]}),
     ],
 )  # fmt: skip
 def test_functions_are_called_from_another_process(pool, program, columns):
     assert graded(pool, program, **columns) == (1.0, True, "")
+
+
+@pytest.mark.parametrize(
+    ("program", "columns"),
+    [
+        # Where the test names a function of the program, the program replaces nothing of Python's.
+        ("def f(x):\n    return []\n\ndef len(x):\n    return 3", {"test_list": ["assert len(f(1)) == 3"]}),
+        ("def f(x):\n    return []\n\ndef len(x):\n    return 3",
+         {"test": "from solution import f\n\ndef test_f():\n    assert len(f(1)) == 3"}),
+        ("def f(x):\n    return 0.5", {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [Infinity]}'}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_stays_wrong(pool, program, columns):
+    assert graded(pool, program, **columns) == (0.0, False, "")
 
 
 LOOKS_FOR_3000009 = """
