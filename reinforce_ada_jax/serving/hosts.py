@@ -48,8 +48,8 @@ def from_bytes(data: bytes) -> tuple[str, int, list[np.ndarray]]:
 
 
 @contextlib.contextmanager
-def _ending_all() -> Iterator[None]:
-    """Ends this process after an error, and so all: the others have launched the program, and wait for this one."""
+def ending_all() -> Iterator[None]:
+    """Ends this process after an error, and so all that wait for it: other processes, and clients."""
     try:
         yield
     except Exception:
@@ -87,19 +87,19 @@ class SharedEngine:
 
     def set_terms(self, state: DecodeState, terms: Sequence[PromptTerms]) -> DecodeState:
         """Sets the terms of the prompts of all replicas."""
-        with _ending_all():
+        with ending_all():
             return self._engine.set_terms(state, self._ask(_TERMS, terms))
 
     def decode_window(
         self, params: Params, state: DecodeState, inputs: Sequence[WindowInputs]
     ) -> tuple[DecodeState, WindowOutputs]:
         """Launches a window of all replicas; the outputs are those of this process's."""
-        with _ending_all():
+        with ending_all():
             return self._engine.decode_window(params, state, self._ask(_WINDOW, inputs))
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         """Waits for the oldest window that was not read; returns the outputs of all replicas."""
-        with _ending_all():
+        with ending_all():
             self._ask(_READ)
             own = self._engine.fetch_outputs(outputs)
             structure, found = jax.tree.structure(own), list(own)
@@ -134,6 +134,7 @@ def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> 
         if action == _LOAD:
             weights[model] = engine.decode_weights(loads[model]())
         elif action == _RESET:
+            states.pop(model, None)  # devices seldom have room for two
             states[model], windows[model] = engine.init_decode_state(), []
         elif action == _TERMS:
             states[model] = engine.set_terms(states[model], jax.tree.unflatten(terms[model], leaves))

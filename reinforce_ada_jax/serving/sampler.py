@@ -7,6 +7,7 @@ requests and reads the one before it; between turns that thread may do something
 import collections
 import dataclasses
 import hashlib
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -157,7 +158,8 @@ class Sampler:
 
     def _reset(self) -> None:
         options = self.engine.options
-        self._state: Any = self.engine.init_decode_state()
+        self._state: Any = None  # devices seldom have room for two
+        self._state = self.engine.init_decode_state()
         self._schedulers = [Scheduler(options, self._adapter_of) for _ in range(self.engine.replicas)]
         self._terms = [default_terms(options) for _ in self._schedulers]
         self._prompts: dict[str, Prompt] = {}
@@ -202,6 +204,7 @@ class Sampler:
             self._previous = submitted
         except Exception as error:  # the requests get it; the engine starts again
             jobs = {id(draw.job): draw.job for draws in self._open.values() for draw in draws.values()}
+            traceback.clear_frames(error.__traceback__)  # they have the old state, too
             self._reset()
             for job in jobs.values():
                 if job is not None:

@@ -298,7 +298,7 @@ async def _finished(request: Request, call: Call) -> bool:
     """Waits until all responses have ended, or the client has hung up: then returns False."""
 
     async def wait() -> None:
-        while not call.is_finished:
+        while not call.is_finished or call.error is not None:  # which `changed` raises
             await call.changed()
 
     async def hung_up() -> None:

@@ -73,16 +73,21 @@ class Worker:
         except Exception as error:
             self.error = error
         self._on_loaded()
-        while not self._stopping.is_set():
-            self.wake.clear()
-            busy = [backend.sampler for backend in self.backends.values() if backend.sampler.busy]
-            for sampler in busy:
-                sampler.turn()
-            scored = [backend.scoring.turn() for backend in self.backends.values()]
-            if not busy and not any(scored):
-                self.wake.wait(IDLE_S)
+        with hosts.ending_all():
+            while not self._stopping.is_set():
+                self.wake.clear()
+                if not self._turn():
+                    self.wake.wait(IDLE_S)
         for backend in self.backends.values():
             backend.scoring.close()
+
+    def _turn(self) -> bool:
+        """Runs a window and a micro-batch of each model that has work; returns False if there was none."""
+        busy = [backend.sampler for backend in self.backends.values() if backend.sampler.busy]
+        for sampler in busy:
+            sampler.turn()
+        scored = [backend.scoring.turn() for backend in self.backends.values()]
+        return bool(busy) or any(scored)
 
 
 async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:

@@ -17,6 +17,7 @@ from reinforce_ada_jax.learning.adapter_learner import AdamParams, AdapterState,
 from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.serving import hosts
 from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
@@ -92,16 +93,18 @@ class Worker:
         self._stopping.set()
         self.service.wake.set()
         self._thread.join(within_s)
-        self.store.close()
+        if not self._thread.is_alive():  # else it ends with the process; its request runs at the next start
+            self.store.close()
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self.service.wake.clear()
-            worked = self.step()
-            if time.monotonic() - self._cleaned > HOUSEKEEPING_S:
-                self._clean()
-            if not worked:
-                self.service.wake.wait(IDLE_S)
+        with hosts.ending_all():  # such as a full disk under the store: what was accepted runs at the next start
+            while not self._stopping.is_set():
+                self.service.wake.clear()
+                worked = self.step()
+                if time.monotonic() - self._cleaned > HOUSEKEEPING_S:
+                    self._clean()
+                if not worked:
+                    self.service.wake.wait(IDLE_S)
 
     def step(self) -> bool:
         """Runs one request of a model and one window of each base that has work; returns False if there was none."""
