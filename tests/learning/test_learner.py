@@ -528,6 +528,7 @@ def test_the_update_of_adapters_follows_the_chain_rule():
     assert metrics.finite and state.updates == 1
 
 
+@pytest.mark.slow  # the test below has two micro-batches, on eight devices
 def test_adapters_in_eight_micro_batches_are_those_of_one():
     (one, one_metrics), (eight, eight_metrics) = adapted_update(), adapted_update(8)
     assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-6)

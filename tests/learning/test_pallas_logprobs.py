@@ -64,8 +64,15 @@ def test_equals_the_scan(rows, num_words, tied):
     assert_near(ours, both(*case, tied=tied, backend="scan", tile=(1024, 1024)))
 
 
-@pytest.mark.parametrize("backend, tile", [("scan", (8, 100)), ("pallas_tpu", (16, 128))])
-@pytest.mark.parametrize("axes", [{}, dict(fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "backend, tile, axes",
+    [
+        ("scan", (8, 100), dict(fsdp=2, tensor=2)),
+        ("pallas_tpu", (16, 128), dict(fsdp=2, tensor=2)),
+        pytest.param("scan", (8, 100), {}, marks=pytest.mark.slow),
+        pytest.param("pallas_tpu", (16, 128), {}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_frozen_head_has_no_gradient(backend, tile, axes):
     case, mesh = make_case(32, 24, 300), make_mesh(**axes) if axes else None
     outputs, (d_hidden, d_head) = both(*case, tied=True, backend=backend, tile=tile, mesh=mesh)
