@@ -40,7 +40,7 @@ class Outcomes:
     round with a correct draw (-1: none; not followed for other strategies), and the correct draws of that round.
 
     A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part; 0 for strategies
-    with a limit.
+    with a limit. `sizes` are those of a prompt's rounds as long as no draw is correct.
     """
 
     rounds: Int[np.ndarray, " S"]
@@ -49,6 +49,7 @@ class Outcomes:
     success_round: Int[np.ndarray, " S"]
     success_correct: Int[np.ndarray, " S"]
     probability: Float[np.ndarray, "S P"]
+    sizes: tuple[int, ...]
     cut: float = 0.0
 
 
@@ -124,12 +125,13 @@ def outcomes(
     """
     by_size: dict[int, np.ndarray] = {}
     in_flight = {(0, 0, NO_SUCCESS): np.ones(len(pass_rates))}
-    states, probabilities, rounds, cut = [], [], 0, 0.0
+    states, probabilities, sizes, rounds, cut = [], [], [], 0, 0.0
     while in_flight:
         following: dict[tuple[int, int, tuple[int, int]], np.ndarray] = {}
         for (drawn, correct, success), probability in in_flight.items():
             progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
             size = strategies.round_size(strategy, progress)
+            sizes += [size] * (correct == 0)
             goes_on = 0.0 if size == 0 else (strategy.continue_probability(progress) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct, *success))
@@ -152,7 +154,7 @@ def outcomes(
                     "(max_draws), or a lower probability of another round."
                 )
     rounds_of, drawn_of, correct_of, first_of, hits_of = np.array(states).T
-    return Outcomes(rounds_of, drawn_of, correct_of, first_of, hits_of, np.array(probabilities), cut)
+    return Outcomes(rounds_of, drawn_of, correct_of, first_of, hits_of, np.array(probabilities), tuple(sizes), cut)
 
 
 def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> Int[np.ndarray, " P"] | None:
@@ -192,21 +194,29 @@ def group_terms(
     rounds: int = 1,
     success: tuple[int, int] = NO_SUCCESS,
     estimate: float | None = None,
+    sizes: Sequence[int] = (),
 ) -> GroupTerms:
     """Returns the terms of a pool with these counts.
 
     Its correct responses come first; with a success (round t, k correct draws), wrong ones fill the rounds before t.
     The built-in `keep` rules keep equally many correct and wrong responses in every order of draws; for a rule that
     looks at the order, these are its terms for this order.
+
+    `sizes` are of the rounds up to the success, or of all rounds without one; later rounds are taken as one. Empty: all
+    rounds have the same size.
     """
-    before = drawn // rounds * success[0] if success != NO_SUCCESS else 0
-    here = drawn // rounds - success[1] if success != NO_SUCCESS else 0
+    if not sizes:
+        sizes = (drawn // rounds,) * (success[0] + 1 if success != NO_SUCCESS else rounds)
+    before = sum(sizes[:-1]) if success != NO_SUCCESS else 0
+    here = sizes[-1] - success[1] if success != NO_SUCCESS else 0
+    later = drawn - sum(sizes)
+    round_sizes = (*sizes, later) if later else tuple(sizes)
     first = success[1] if success != NO_SUCCESS else correct
     wrong = drawn - correct - before - here
     verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
     verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * wrong
     met = not strategy.drop_unmet or strategy.met(PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate))
-    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate), strategy)
+    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes), strategy)
     right, advantages = group.pool.correct[group.kept], group.advantages
     return GroupTerms(
         int(right.sum()),
@@ -223,10 +233,10 @@ def _terms(strategy: Strategy, ends: Outcomes, estimate: float | None) -> Float[
     rounds = ends.rounds if strategy.coefficients is not None else np.ones_like(ends.rounds)
     columns = np.stack([ends.drawn, ends.correct, rounds, ends.success_round, ends.success_correct])
     distinct, index = np.unique(columns, axis=1, return_inverse=True)
-    found = [
-        dataclasses.astuple(group_terms(strategy, drawn, correct, number, (first, hits), estimate))
-        for drawn, correct, number, first, hits in distinct.T.tolist()
-    ]
+    found = []
+    for drawn, correct, number, first, hits in distinct.T.tolist():
+        sizes = () if strategy.coefficients is None else ends.sizes[: first + 1 if hits else number]
+        found.append(dataclasses.astuple(group_terms(strategy, drawn, correct, number, (first, hits), estimate, sizes)))
     return np.array(found, np.float64).reshape(-1, 6).T[:, index.reshape(-1)]
 
 

@@ -159,6 +159,23 @@ def test_exact_is_the_series_of_the_objective(sizes, objective, strategy, settin
     np.testing.assert_allclose(found.signal, expected + np.zeros(9), rtol=1e-9)
 
 
+def test_exact_with_rounds_of_different_sizes(tmp_path):
+    # Rounds of 4 and 2 while no response is correct, and two more draws after a success: 5 (1 - p)^4 all the same.
+    (tmp_path / "mine.py").write_text("""
+import dataclasses
+from reinforce_ada_jax.collection import corrections, objectives, strategies
+
+def uneven(config):
+    exact = corrections.exact(objectives.Objective("pass_at_k", k=5))
+    return dataclasses.replace(
+        strategies.fixed(6), coefficients=exact, max_draws=8,
+        next_draws=lambda progress: (4, 2, 2 * (progress.correct > 0), 0)[progress.rounds],
+    )
+""")
+    found = expectations(config(f"{tmp_path}/mine.py:uneven"), NINE)
+    np.testing.assert_allclose(found.signal, 5 * (1 - NINE) ** 4, rtol=1e-9)
+
+
 @pytest.mark.parametrize("objective", ["identity", "log", "power"])
 def test_stratified_is_the_pools_own_signal(objective):
     # E[w(p_hat) p_hat (1 - p_hat)] / (p q), with k binomial where the draws are fixed.
