@@ -163,7 +163,6 @@ class Learner:
         self.gathers_once = self.lora is None and layer_gather.is_chosen(architecture, mesh, config)
         self._gathered_layers = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
         self.update = Update(
             self._loss,
             self._optimizer,
@@ -172,11 +171,7 @@ class Learner:
             gathered_layers=self._gathered_layers if self.gathers_once else None,
             gathered_shardings=layer_gather.shardings(architecture, mesh) if self.gathers_once else None,
             gap_limits=gap_lib.gap_limits(config),
-            micro_batches_per_program=platform_lib.micro_batches_per_program(
-                config.learning.micro_batches_per_program,
-                6 * architecture.num_parameters * self.micro_rows * row_tokens / mesh.size,
-                platform_lib.peak_flops(platform, mesh.devices.flat[0].device_kind),
-            ),
+            micro_batches_per_program=platform_lib.update_program(mesh, config, architecture.num_parameters),
         )
         self.shardings = self.update.shardings
         # A pass forwards takes a third of the time.

@@ -152,6 +152,18 @@ def micro_batches_per_program(setting: int, micro_flops: float, peak: float) -> 
     return setting or max(1, int(PROGRAM_S * peak / micro_flops))
 
 
+def update_program(mesh: Mesh, config: Config, num_parameters: int) -> int:
+    """Returns `micro_batches_per_program` for the devices of a mesh, of which all share a micro-batch."""
+    device = mesh.devices.flat[0]
+    rows = micro_rows(device.platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
+    tokens = rows * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
+    return micro_batches_per_program(
+        config.learning.micro_batches_per_program,
+        6 * num_parameters * tokens / mesh.size,
+        peak_flops(device.platform, device.device_kind),
+    )
+
+
 def gathers_once(gather_weights: str, copy_bytes: float, device_bytes: float) -> bool:
     """Returns True where an update gathers the layers' weights once, and not in each micro-batch.
 

@@ -38,13 +38,18 @@ def _compute(config: Config, components: Components) -> str:
     chosen = platform_lib.of_mesh(
         components.mesh, config.learning, components.architecture, jnp.dtype(config.model.compute_dtype)
     )
+    mesh = components.mesh
+    in_program = platform_lib.update_program(mesh, config, components.architecture.num_parameters)
+    rows = platform_lib.micro_rows(platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
+    minibatch = config.learning.prompts_per_update * config.collection.group_size
+    chain = f", {in_program} micro-batches of an update in a program" if minibatch > rows * in_program else ""
     gathered = ""
     if not config.lora.rank and layer_gather.is_chosen(components.architecture, components.mesh, config):
         gathered = ", gathers the layers' weights once an update"
     if config.model.numerics == "invariant":
         chosen = dataclasses.replace(chosen, attention="invariant", refusal="")
     decode = components.engine.options.attention
-    return f"compute     {platform}: decode attention {decode}, {chosen.describe()}{gathered}"
+    return f"compute     {platform}: decode attention {decode}, {chosen.describe()}{chain}{gathered}"
 
 
 def _axes(mesh: Mesh) -> str:
