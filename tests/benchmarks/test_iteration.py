@@ -8,6 +8,7 @@ import pytest
 from reinforce_ada_jax.benchmarks import iteration, models, workloads
 from reinforce_ada_jax.training.components import build, model_folder
 from reinforce_ada_jax.types import Prompt, Request
+from tests import sharing
 from tests.running import tiny
 
 SMALL = {
@@ -19,6 +20,12 @@ SMALL = {
     "sampling.window": 4,
 }
 LENGTHS = workloads.parse_lengths("4,0.5,2,8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    with sharing.shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
