@@ -10,6 +10,7 @@ from jaxtyping import Float
 from reinforce_ada_jax.analysis.enumeration import Expectations, expectations
 from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.tables import Panel, number, rate_panel, rate_table, table, write
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
 
 TITLES = {
@@ -24,7 +25,7 @@ _DETAILS = ("draws_std", "rounds", "pool_mean")
 
 def describe(section: CollectionConfig) -> str:
     """Returns one line on the settings that decide what is drawn and kept."""
-    most = "any number of" if (most := collection_rules.max_draws(section)) is None else f"at most {most}"
+    most = "any number of" if (most := strategies.build(section).max_draws) is None else f"at most {most}"
     text = f"{section.strategy}: groups of {section.group_size}, {most} draws, objective {section.objective}"
     if section.strategy in ("positive", "balance"):
         k_pos, k_neg = collection_rules.goals(section)

@@ -136,7 +136,9 @@ def test_a_users_strategy(tmp_path, capsys):
         "def pairs(config):\n    return strategies.fixed(2 * config.group_size)\n"
     )
     run(f"--strategy={file}:pairs", "--pass_rates=0.5")
-    assert lines_after(capsys.readouterr().out, "pass rate")[0][1] == "8.00"
+    shown = capsys.readouterr().out
+    assert lines_after(shown, "pass rate")[0][1] == "8.00"
+    assert "pairs: groups of 4, at most 8 draws" in shown  # not the 32 of the settings, which it does not use
 
 
 def test_the_command_loads_no_jax():
