@@ -43,7 +43,7 @@ def main(
             ours = OutputFiles(pathlib.Path(name)).names
             copied, _ = stack.enter_context(local_copy.opened(folder, "--output", lambda file: file.startswith(ours)))
         files = OutputFiles(copied / name)
-        stack.enter_context(cli.interruptible(f"Graded responses are stored in {folder}/{files.draws.name}"))
+        stack.enter_context(cli.interruptible(f"Graded responses are stored in {buckets.origin(files.draws)}"))
         prepare(config, source, files, pass_rates, samples, dry_run=dry_run)
 
 

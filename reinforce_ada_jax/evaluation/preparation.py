@@ -100,7 +100,9 @@ class OutputFiles:
         if self.output.suffix != ".jsonl":
             raise ValueError(f"--output is {self.output}; it must end with .jsonl, because it gets one problem a line.")
         if self.output.exists() and not self.manifest.exists():
-            raise ValueError(f"{self.output} exists and was not written by this command: give another --output.")
+            raise ValueError(
+                f"{buckets.origin(self.output)} exists and was not written by this command: give another --output."
+            )
         if pathlib.Path(source).exists() and self.output.resolve() == pathlib.Path(source).resolve():
             raise ValueError(f"--input and --output are both {self.output}: give another --output.")
 
@@ -206,7 +208,7 @@ def _with_valid_reference(
         cli.fail(
             f"none of {len(prompts):,} reference answers passes its own verification by "
             f"{config.reward.path or config.reward.kind!r}: choose the reward that fits them. The verdicts are in "
-            f"{store.file}."
+            f"{buckets.origin(store.file)}."
         )
     return passed
 
@@ -278,7 +280,8 @@ def _write(
     if not chosen:
         cli.fail(
             f"no prompt has {band}, so nothing is written. Move --min_pass_rate and --max_pass_rate to where the "
-            f"prompts are (the same command chooses again without drawing: {files.draws} has the responses)."
+            f"prompts are (the same command chooses again without drawing: {buckets.origin(files.draws)} has the "
+            "responses)."
         )
     file = pathlib.Path(source)
     content = file.read_bytes() if file.is_file() else json.dumps(list(map(to_row, problems))).encode()
@@ -298,7 +301,8 @@ def _write(
     # The manifest first: `OutputFiles.check` refuses an output without one.
     write_atomically(files.manifest, json.dumps(manifest, indent=2) + "\n")
     write_atomically(files.output, text)
-    print(f"{len(chosen):,} prompts with {band} are in {files.output}, the manifest is {files.manifest}")
+    output, described = buckets.origin(files.output), buckets.origin(files.manifest)
+    print(f"{len(chosen):,} prompts with {band} are in {output}, the manifest is {described}")
     if warning := few_prompts(len(chosen), config.collection.prompts_per_iteration):
         print(warning, file=sys.stderr)
 
@@ -310,7 +314,7 @@ def _check_verdicts(
     message = ""
     if processes.is_writer():
         verdicts = [response.verdict for draws in store.complete(prompts, samples).values() for response in draws]
-        remedy = f"Fix it, remove {store.file} and its header, and run the same command again."
+        remedy = f"Fix it, remove {buckets.origin(store.file)} and its header, and run the same command again."
         message = too_many_failed(config, verifiers, "the problems", verdicts, remedy)
     if message := processes.of_writer(message):
         processes.leave()

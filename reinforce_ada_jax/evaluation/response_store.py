@@ -25,6 +25,7 @@ from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.config.resume import shortened
 from reinforce_ada_jax.data.problems import json_hash, problems_hash
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.rewards import code_tests
@@ -141,7 +142,7 @@ def read_header(file: pathlib.Path) -> Header:
     """Returns the header of an existing store; ValueError if there is none."""
     header = file.with_suffix(HEADER)
     if not header.exists():
-        raise ValueError(f"there are no stored responses {file}: evaluate without --regrade first.")
+        raise ValueError(f"there are no stored responses {buckets.origin(file)}: evaluate without --regrade first.")
     return json.loads(header.read_text("utf-8"))
 
 
@@ -192,7 +193,8 @@ class ResponseStore:
         self._by_draw: dict[str, dict[int, GradedResponse]] = collections.defaultdict(dict)
         if self._size():
             if not self._header_file.exists():
-                raise ValueError(f"{self._header_file} is missing, which says what {file} holds: remove or rename it.")
+                lacking = buckets.origin(self._header_file)
+                raise ValueError(f"{lacking} is missing, which says what {file.name} holds: remove or rename it.")
             self._check(json.loads(self._header_file.read_text("utf-8")), regrade)
         pattern = f"{glob.escape(file.stem)}{PART}*{file.suffix}"
         self._parts = [ResponseStore(part, header, regrade=regrade) for part in sorted(file.parent.glob(pattern))]
@@ -202,15 +204,16 @@ class ResponseStore:
         return self.file.stat().st_size if self.file.exists() else 0
 
     def _check(self, stored: Header, regrade: bool) -> None:
+        named = buckets.origin(self.file)
         if lines := _differences(stored["drawn"], self.header["drawn"]):
             raise ValueError(
-                f"{self.file} holds responses that were drawn with other settings (stored -> now):\n{lines}\nContinue "
+                f"{named} holds responses that were drawn with other settings (stored -> now):\n{lines}\nContinue "
                 "with the stored values, give another --output, or remove the file to draw again."
             )
         lines = _differences(stored["graded"], self.header["graded"])
         if lines and not regrade:
             raise ValueError(
-                f"{self.file} holds responses that were graded differently (stored -> now):\n{lines}\nGrade them again "
+                f"{named} holds responses that were graded differently (stored -> now):\n{lines}\nGrade them again "
                 "(evaluate has --regrade), continue with the stored values, or remove the file to draw again."
             )
 
@@ -241,7 +244,9 @@ class ResponseStore:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._stream.close()
-            raise ValueError(f"{self.file} is being written by another process: wait for it, or end it.") from error
+            raise ValueError(
+                f"{buckets.origin(self.file)} is being written by another process: wait for it, or end it."
+            ) from error
         if self._size() != self._seen_bytes:  # another process has written since
             self._read()
         os.truncate(self.file, sum(map(len, finished_lines(self.file))))

@@ -80,7 +80,9 @@ class PolicySource:
             return self.output(0)
         stored = [int(folder.name) for folder in (self.workdir / "evaluations").glob("[0-9]*") if folder.is_dir()]
         if not stored:
-            raise ValueError(f"{self.workdir} holds no stored responses: evaluate without --regrade first.")
+            raise ValueError(
+                f"{buckets.origin(self.workdir)} holds no stored responses: evaluate without --regrade first."
+            )
         return self.output(max(stored))
 
 
@@ -234,7 +236,8 @@ def regrade(
             header = {"drawn": drawn, "graded": graded_by(config, graders.get(name, ""), prompts)}
             stores[name] = ResponseStore(file, header, regrade=True)
         if len({store.header["drawn"]["samples"] for store in stores.values()}) > 1:
-            raise ValueError(f"the benchmarks in {output} have different numbers of samples: --benchmarks=one of them.")
+            folder = buckets.origin(output)
+            raise ValueError(f"the benchmarks in {folder} have different numbers of samples: --benchmarks=one of them.")
         verifier_pool = components_lib.verifier_pool(config, output)
         check_reward(config, verifier_pool, [benchmarks[name][0] for name in stores if name not in graders])
     shaping, total = Shaping(config.reward.positive_threshold), sum(map(len, stores.values()))

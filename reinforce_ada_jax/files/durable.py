@@ -68,4 +68,5 @@ def read_records(file: pathlib.Path, parse: Callable[[Any], T], kind: str, remed
         try:
             yield parse(json.loads(line))
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{file}, line {number} is not {kind} ({error!r}). {remedy}") from error
+            named = buckets.origin(file)
+            raise ValueError(f"{named}, line {number} is not {kind} ({error!r}). {remedy}") from error

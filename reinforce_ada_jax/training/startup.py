@@ -15,6 +15,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, abstract
 from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.distributed.signals import Interrupt
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
@@ -154,8 +155,9 @@ def start(
         stack.callback(writer.close)
         if writer.lacking:
             print(
-                f"warning: {workdir / 'metrics.jsonl'} has no lines for {writer.lacking} of {written} iterations, and "
-                "the run goes on without them. If you have a copy of the file, end the run and restore it."
+                f"warning: {buckets.origin(workdir / 'metrics.jsonl')} has no lines for {writer.lacking} of {written} "
+                "iterations, and the run goes on without them. If you have a copy of the file, end the run and "
+                "restore it."
             )
     if not silent:
         resumed = f"\nresuming after iteration {state.iteration}" if state.iteration else ""

@@ -125,7 +125,7 @@ def summary(
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     replicas = f" in each of {components.engine.replicas} replicas" if components.engine.replicas > 1 else ""
-    prints = f"; it prints to {output_file(workdir)}" if config.reward.path else ""
+    prints = f"; it prints to {buckets.origin(output_file(workdir))}" if config.reward.path else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
         f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""

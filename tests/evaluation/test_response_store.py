@@ -5,6 +5,7 @@ import pytest
 
 from reinforce_ada_jax.evaluation import response_store
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests.running import tiny
 
@@ -92,6 +93,20 @@ def test_a_file_without_its_header_and_a_header_without_its_file(file):
     other = HEADER | {"drawn": HEADER["drawn"] | {"seed": 1}}
     with ResponseStore(file, other):
         assert json.loads(header.read_text()) == other
+
+
+def test_messages_name_the_bucket_and_not_the_copy_of_it_here(file):
+    (file.parent / buckets.ORIGIN).write_text("gs://runs/mine")
+    with pytest.raises(ValueError, match="^gs://runs/mine/set.jsonl holds responses that were graded differently"):
+        ResponseStore(file, HEADER | {"graded": {"reward": "gsm8k"}})
+    with ResponseStore(file, HEADER), pytest.raises(ValueError, match="^gs://runs/mine/set.jsonl is being written"):
+        ResponseStore(file, HEADER).__enter__()
+    with file.open("a") as lines:
+        lines.write("{}\n")
+    with pytest.raises(ValueError, match="^gs://runs/mine/set.jsonl, line 5 is not a stored response"):
+        ResponseStore(file, HEADER)
+    with pytest.raises(ValueError, match="^there are no stored responses gs://runs/mine/other.jsonl"):
+        response_store.read_header(file.with_name("other.jsonl"))
 
 
 def test_one_process_at_a_time(file):

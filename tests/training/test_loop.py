@@ -355,7 +355,7 @@ def test_training_with_a_function_of_the_notebook(tmp_path, monkeypatch):
     assert restored(tmp_path / "run")[1]["reward"] is not None
     compiles_nothing_early(monkeypatch)
     for reward in (other, None):
-        with pytest.raises(ValueError, match="the reward function .* is not the one that the run in .* began with"):
+        with pytest.raises(ValueError, match=r"the reward \(.* is not the one that the run in .* began with"):
             train.train(config, tmp_path / "run", reward=reward)
     with pytest.raises(ValueError, match=r"reward.path is 'mine.py:grade', and a reward function is given as well"):
         train.train(
