@@ -47,10 +47,15 @@ def bound(statements: Iterable[ast.stmt]) -> Iterable[str]:
             case ast.Import() | ast.ImportFrom():
                 yield from (alias.asname or alias.name for alias in statement.names)
             case ast.Assign():
-                yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
-            case ast.If():
+                names = (each for target in statement.targets for each in ast.walk(target))
+                yield from (each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
+                yield name
+            case ast.If() | ast.For() | ast.While():
                 yield from bound([*statement.body, *statement.orelse])
-            case ast.Try():
+            case ast.With():
+                yield from bound(statement.body)
+            case ast.Try() | ast.TryStar():
                 yield from bound([*statement.body, *statement.orelse, *statement.finalbody])
                 yield from (name for handler in statement.handlers for name in bound(handler.body))
 

@@ -89,6 +89,11 @@ try:
     def tried(response, answer): ...
 except ImportError:
     def fallback(response, answer): ...
+with contextlib.suppress(ImportError):
+    def within(response, answer): ...
+annotated: object = renamed
+declared: object
+first, (second, FORMS["item"]) = renamed, (renamed, 1)
 class Called:
     def method(self): ...
 def outer():
@@ -99,9 +104,10 @@ def outer():
 def test_the_parent_checks_a_file_without_running_it(tmp_path):
     file = tmp_path / "forms.py"
     file.write_text(FORMS)
-    for name in ("imported", "renamed", "assigned", "conditional", "otherwise", "tried", "fallback", "Called", "outer"):
+    forms = "imported renamed assigned conditional otherwise tried fallback within annotated first second Called outer"
+    for name in forms.split():
         assert loading.file_reference(f"{file}:{name}") == f"{file}:{name}"
-    for name in ("inner", "method", "other", "absent"):
+    for name in ("inner", "method", "other", "absent", "declared", "FORMS"):
         with pytest.raises(ValueError, match=rf"defines no '{name}' \(it defines imported, renamed, assigned, "):
             loading.file_reference(f"{file}:{name}")
 
