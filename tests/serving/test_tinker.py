@@ -323,8 +323,15 @@ def test_a_silent_session_ends_alone(server, client):
     training, _ = trained(client)
     silent = tinker.ServiceClient(base_url=address, api_key=KEY)
     lost, _ = trained(silent)
+    # Its client dies before it has sent the request before this one, which so can never run.
+    step = {"model_id": lost.model_id, "seq_id": 50, "adam_params": {}}
+    future = posted(address, "/api/v1/optim_step", step)[1]
+    assert service.store.num_waiting() == 1
     service.seen[lost.model_id.split(":")[0]] -= 1000
     service.end_silent_sessions()
+    assert service.store.num_waiting() == 0
+    _, answer = posted(address, "/api/v1/retrieve_future", {"request_id": future["request_id"]})
+    assert "no heartbeat came for 300 s (--session_s). Create a training client" in answer["error"]
     with pytest.raises(
         tinker.APIStatusError, match=r"no heartbeat came for 300 s \(--session_s\)\. Create a training cl"
     ):

@@ -115,7 +115,9 @@ class Service:
         with self.lock:
             if self.seen.pop(session, None) is None:
                 return
-            self.store.end_session(session, why)
+            answer = protocol.error_result(f"session {session} has ended: {why}. {RESUME}")
+            for request_id in self.store.end_session(session, why, answer):
+                self.on_result(request_id)
             for request_id, future in list(self.samples.waiting.items()):
                 if future.session == session:
                     self._drop(request_id, f"session {session} has ended: {why}.")

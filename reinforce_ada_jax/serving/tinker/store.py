@@ -161,12 +161,26 @@ class Store:
         """Returns every session, with the reason for which it ended or None."""
         return {row["id"]: row["ended"] for row in self._all("SELECT * FROM sessions")}
 
-    def end_session(self, session: str, why: str) -> None:
-        """Ends a session, its models and its samplers."""
+    def end_session(self, session: str, why: str, answer: Result) -> list[str]:
+        """Ends a session, its models and its samplers; returns the requests that waited, which get this answer.
+
+        Some could never run: those after one that the client could not send any more.
+        """
         with self.transaction():
+            waiting = self._all(
+                "SELECT r.id FROM requests r JOIN models m ON m.id = r.model "
+                "WHERE m.session = ? AND r.content_type IS NULL",
+                session,
+            )
+            for row in waiting:
+                self._run(
+                    "UPDATE requests SET content_type = ?, result = ?, body = NULL WHERE id = ?",
+                    answer.content_type, answer.body, row["id"],
+                )  # fmt: skip
             self._run("UPDATE sessions SET ended = ? WHERE id = ?", why, session)
             self._run("UPDATE models SET ended = ? WHERE session = ?", why, session)
             self._run("DELETE FROM samplers WHERE session = ?", session)
+        return [row["id"] for row in waiting]
 
     # ---- models --------------------------------------------------------------------------------------------------
 
