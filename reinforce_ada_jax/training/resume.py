@@ -43,7 +43,8 @@ def prompts_hash(prompts: Sequence[Prompt]) -> str:
     """Returns a hash of ids, texts, answers and tokens: a tokenizer or a chat template that changed makes others."""
     found = hashlib.sha256()
     for prompt in prompts:
-        found.update(json.dumps([prompt.id, prompt.source_text, prompt.answer, prompt.tokens.tolist()]).encode())
+        texts = [prompt.id, prompt.source_text, prompt.answer, len(prompt.tokens)]
+        found.update(json.dumps(texts).encode() + prompt.tokens.astype("<i4").tobytes())
     return found.hexdigest()[:16]
 
 
