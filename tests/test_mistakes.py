@@ -50,7 +50,7 @@ def commit(mistake: dict, folder: pathlib.Path) -> subprocess.CompletedProcess:
             [sys.executable, *command], cwd=ROOT, env=environment() | mistake["environment"], capture_output=True,
             text=True, check=False,
         )  # fmt: skip
-    return forked.run(command, environment())
+    return forked.run(command, environment(), at_once=True)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake["title"] for mistake in MISTAKES])
