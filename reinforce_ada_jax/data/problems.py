@@ -62,7 +62,7 @@ def place(problem: Problem) -> str:
 
 
 def to_row(problem: Problem) -> dict[str, Any]:
-    """Returns a problem as a row of a JSONL file, with the columns of its source; it is read as the same problem."""
+    """Returns a problem as a row of a JSONL file, with the columns of its source; the same `Columns` read it again."""
     messages = {"prompt": problem["prompt"]} if "prompt" in problem else {}
     row = {"id": "", "problem": problem["problem"], "answer": problem["answer"], **messages}
     row |= problem.get("labels", {}) | problem.get("columns", {}) | {"id": problem["id"]}
