@@ -1,8 +1,8 @@
 """Commands of the package as forks of one process that has imported it: each start of Python costs 1.5 s and more.
 
 A command runs as `python -m reinforce_ada_jax.NAME` does, with arguments, environment and outputs of its own, and ends
-as the interpreter does, unless `at_once` is asked for. It shares only the seed of Python's hashes with the other commands; test_train.py resumes a run
-in an interpreter of its own, which has another seed.
+as the interpreter does, unless `at_once` is asked for. It shares only the seed of Python's hashes with the other
+commands; test_train.py resumes a run in an interpreter of its own, which has another seed.
 """
 
 import gc
