@@ -232,6 +232,7 @@ def test_what_is_refused_says_why(client, server):
         lambda: training.forward_backward([datum()], "dro"): "loss_fn is 'dro'; this server has cross_entropy, impor",
         lambda: training.forward_backward([datum([5] * 40)], "cross_entropy"): "datum 0 has 39 tokens; this server ta",
         lambda: training.forward_backward([datum([500] * 6)], "cross_entropy"): "datum 0 has token ids outside of the",
+        lambda: training.forward_backward([datum(target_tokens=[2**32 + 5] * 9)], "cross_entropy"): "outside of the v",
         lambda: training.forward_backward([datum()], "ppo"): r"ppo takes target_tokens, logprobs, advantages\.",
         lambda: training.forward_backward([datum(weights=[np.nan] * 9)], "cross_entropy"): "that are not finite",
         lambda: training.optim_step(types.AdamParams()): "optim_step needs a gradient: call forward_backward first",

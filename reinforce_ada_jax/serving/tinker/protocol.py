@@ -109,7 +109,7 @@ def _row(datum: Any, loss: str, index: int) -> LossRow:
     ones, zeros = np.ones(len(tokens), np.float32), np.zeros(len(tokens), np.float32)
     return LossRow(
         tokens=tokens,
-        targets=inputs["target_tokens"].astype(np.int32),
+        targets=np.clip(inputs["target_tokens"], -1, 2**31 - 1).astype(np.int32),  # none beyond int32 becomes a token
         factors=np.asarray(inputs.get("advantages", inputs.get("weights", ones)), np.float32),
         old_logprobs=np.asarray(inputs.get("logprobs", zeros), np.float32),
     )
