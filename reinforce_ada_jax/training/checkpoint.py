@@ -15,6 +15,7 @@ run, or renamed, is never used, counted or removed; where the run needs its numb
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -436,7 +437,10 @@ class Checkpoints:
         if processes.is_writer():
             there = self.folder.with_name(name)
             there.mkdir(exist_ok=True)
-            number = sum(1 for _ in there.iterdir()) if there.exists() else 0  # in a bucket no folder is empty
+            taken = (
+                {each.name for each in there.iterdir()} if there.exists() else set()
+            )  # no folder of a bucket is empty
+            number = next(number for number in itertools.count() if f"{iteration}.{number}" not in taken)
             buckets.move(self.folder / str(iteration), there / f"{iteration}.{number}")
         self._kept.evaluations.pop(iteration, None)
         self._kept.foreign.pop(iteration, None)

@@ -18,6 +18,7 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Lower, abstract
 from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, loss_config, scores_in_update
@@ -255,7 +256,7 @@ class Updates:
             file.parent.mkdir(exist_ok=True)
             text = json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
             write_atomically(file, text)
-        message = f"iteration {iteration}, {where} finite. Its data are in {file}."
+        message = f"iteration {iteration}, {where} finite. Its data are in {buckets.origin(file)}."
         skipped_in_a_row += 1
         learning = self.config.learning
         if learning.non_finite == "stop":
