@@ -55,7 +55,7 @@ class Task:
 
 TASKS = {
     "cipher": Task("tiny", (30_000, 46_000, 70_000), 0.9, 16, 60.0, 10),
-    "words": Task("word_problems", (60_000, 120_000, 220_000), 0.6, 8, 240.0, 20, learning_rate=5e-4),
+    "words": Task("word_problems", (60_000, 120_000, 200_000), 0.6, 8, 240.0, 20, learning_rate=5e-4),
 }
 
 
