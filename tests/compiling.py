@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 import threading
+import time
 
 # Tests spend their time compiling tiny programs. Without optimisation, and with XLA's older emitters of loops in place
 # of those that go through MLIR, that takes a sixth of the time.
@@ -18,6 +19,8 @@ PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "programs"
 IN_USE = PROGRAMS / "in_use"
 MAX_BYTES = 2**30
 PROGRAMS_OF_A_CONTEXT = 100
+LONGEST_COMPILATION_S = 60.0  # after which a process compiles what another one was to
+POLL_S = 0.02
 CHOSEN = "REINFORCE_ADA_TEST_PROGRAMS"  # the folder of this session, for its workers
 # A program for `python -c` that runs the module in its first argument with `share_programs`.
 SHARING = (
@@ -56,6 +59,8 @@ def close_programs() -> None:
     if (folder / IN_USE.name).read_text() != str(os.getpid()):
         return
     if folder == PROGRAMS:
+        for claim in folder.glob("*.claim"):
+            claim.unlink()
         IN_USE.unlink()
     else:
         shutil.rmtree(folder)
@@ -93,10 +98,13 @@ def share_contexts() -> None:
 def share_programs() -> None:
     """Makes this process write each program whole, so that all processes of a session can share one folder.
 
+    Of several processes that need a program at the same time one compiles it, and the others wait for its file. Only
+    process 0 of a run writes programs: the others give it a second to begin.
+
     A program's key has the kinds of the devices that it uses, not their ids and not the number of all devices. It must
     be called after jax is imported. The names of the files are those of jax.
     """
-    from jax._src import cache_key, compilation_cache  # noqa: PLC0415 (conftest.py sets what jax reads before)
+    from jax._src import cache_key, compilation_cache, distributed  # noqa: PLC0415 (conftest.py sets what jax reads before)
     from jax._src.compilation_cache_interface import CacheInterface  # noqa: PLC0415
 
     class Folder(CacheInterface):
@@ -107,15 +115,42 @@ def share_programs() -> None:
             self._path.mkdir(parents=True, exist_ok=True)
 
         def get(self, key: str) -> bytes | None:
-            try:
-                return (self._path / f"{key}-cache").read_bytes()
-            except FileNotFoundError:
-                return None
+            began, writes = time.monotonic(), not distributed.global_state.process_id
+            while True:
+                try:
+                    return (self._path / f"{key}-cache").read_bytes()
+                except FileNotFoundError:
+                    owner = self._owner(key, claim=writes)
+                waited = time.monotonic() - began
+                if owner == str(os.getpid()) or waited > (LONGEST_COMPILATION_S if _is_running(owner) else 1.0):
+                    return None
+                time.sleep(POLL_S)
 
         def put(self, key: str, value: bytes) -> None:
             partial = self._path / f"{key}.{os.getpid()}"
             partial.write_bytes(value)
             partial.replace(self._path / f"{key}-cache")
+            self._claim(key).unlink(missing_ok=True)
+
+        def _claim(self, key: str) -> pathlib.Path:
+            return self._path / f"{key}.claim"
+
+        def _owner(self, key: str, claim: bool) -> str:
+            """Returns the id of the process that compiles a program, which is this one where it may `claim` it."""
+            file = self._claim(key)
+            if claim:
+                own = self._path / f"{key}.{os.getpid()}.{threading.get_ident()}"
+                own.write_text(str(os.getpid()))
+                try:
+                    os.link(own, file)  # all of it, or an error where the file is there
+                except FileExistsError:
+                    pass
+                finally:
+                    own.unlink()
+            try:
+                return file.read_text()
+            except FileNotFoundError:
+                return ""
 
     compilation_cache.get_file_cache = lambda path: (Folder(path), path)
     cache_key._hash_accelerator_config = cache_key._hash_devices
