@@ -257,7 +257,7 @@ def test_a_stream_joined_is_the_whole_answer(server):
 
 def test_a_stop_cuts_exactly_and_ends_the_slot(server):
     client, app = server
-    fields = dict(model="endless", seed=5, max_tokens=400)
+    fields = dict(model="endless", seed=5, max_tokens=100)
     text = complete(client, **fields)["choices"][0]["text"]
     stop = text[40:43]
     before = text[: text.index(stop)]
@@ -470,7 +470,8 @@ def test_the_official_client(server):
 
 def test_the_command_answers_early_and_ends_with_a_signal():
     command = ["-m", "reinforce_ada_jax.serve", "--api=openai", "--model=cipher=package:cipher", "--port=0"]
-    options = ["--dtype=float32", "--slots=2", "--max_prompt_tokens=16", "--max_response_tokens=16", "--grace_s=1"]
+    options = ["--dtype=float32", "--slots=4", "--page_size=16", "--max_prompt_tokens=16", "--max_response_tokens=16"]
+    options += ["--grace_s=1"]
     process = Forked(command + options, environment())
     try:
         wait_until(lambda: process.said().count("\n") >= 2)

@@ -44,8 +44,8 @@ from tests.running import (
     tiny,
 )
 
-ITERATIONS = 12
-# Two updates an iteration. Checkpoints at 5, 10 and 12, evaluations at 0, 4, 8 and 12.
+ITERATIONS = 8
+# Two updates an iteration. Checkpoints at 5 and 8, evaluations at 0, 4 and 8.
 SMALL = {
     "iterations": ITERATIONS,
     "checkpoint.every": 5,
@@ -130,9 +130,9 @@ def test_what_a_run_writes(unbroken):
     assert [line["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
     for line in lines:
         assert set(KEYS) <= line.keys()
-        assert (EVALUATION_KEYS <= line.keys()) == (line["iteration"] in (4, 8, 12))
-    assert list(texts(workdir / "evaluations")) == ["000000.json", "000004.json", "000008.json", "000012.json"]
-    assert sorted(os.listdir(workdir / "checkpoints"), key=int) == ["10", "12"]
+        assert (EVALUATION_KEYS <= line.keys()) == (line["iteration"] in (4, 8))
+    assert list(texts(workdir / "evaluations")) == ["000000.json", "000004.json", "000008.json"]
+    assert sorted(os.listdir(workdir / "checkpoints"), key=int) == ["5", "8"]
     assert len(os.listdir(workdir / "samples")) == ITERATIONS
     config = saved_config(workdir)
     assert config.collection.prompts_per_iteration == 8 and config.iterations == ITERATIONS
@@ -202,7 +202,7 @@ def test_ended_in_every_way_it_resumes(start, unbroken, tmp_path):
     assert [int(file.stem) for file in sorted((workdir / "unfinished").iterdir())] == [2, 3, 4]
 
     process = start(workdir)
-    wait_for_lines(process, workdir, 5)
+    wait_for_lines(process, workdir, 4)
     process.send_signal(signal.SIGINT)
     asked = time.monotonic()
     _, err = finish(process, cli.INTERRUPTED)
@@ -250,7 +250,7 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     overlap = "--config.collection.overlap_iterations=1"
     finish(start(tmp_path / "unbroken", overlap))
     process = start(tmp_path / "run", overlap)
-    wait_for_lines(process, tmp_path / "run", 7)
+    wait_for_lines(process, tmp_path / "run", 5)
     process.kill()
     finish(process, -signal.SIGKILL)
     finish(start(tmp_path / "run", overlap))
@@ -263,10 +263,10 @@ def test_with_overlapping_iterations_too(start, tmp_path):
 
 def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
-    arrays = max((workdir / "checkpoints" / "12" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
+    arrays = max((workdir / "checkpoints" / "8" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
     arrays.write_bytes(arrays.read_bytes()[: arrays.stat().st_size // 2])
     out, _ = finish(start(workdir))
-    assert "warning: the checkpoint of iteration 12 in" in out and "resuming after iteration 10\n" in out
+    assert "warning: the checkpoint of iteration 8 in" in out and "resuming after iteration 5\n" in out
     assert_same_run(workdir, unbroken[0])
 
 
@@ -310,12 +310,12 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     _, err = finish(start(workdir, *flags, how=("-c", FULL_DISK)), cli.STOPPED)
     last = err.splitlines()[-1]
     assert last.startswith("error: no checkpoint could be written to")
-    assert "Training stopped. The last complete checkpoint is 12." in last
+    assert "Training stopped. The last complete checkpoint is 8." in last
     assert "Traceback" not in err, "neither of TensorStore nor of TensorBoard"
     assert len(writers.read_metrics(workdir)) <= ITERATIONS + 2
     (workdir / "metrics.jsonl").unlink()
-    out, _ = finish(start(workdir, "--config.iterations=13", "--config.logging.tensorboard=False"))
-    assert "metrics.jsonl has no lines for 12 of 12 iterations" in out
+    out, _ = finish(start(workdir, "--config.iterations=9", "--config.logging.tensorboard=False"))
+    assert "metrics.jsonl has no lines for 8 of 8 iterations" in out
 
 
 def test_more_iterations(unbroken, tmp_path, capsys):
@@ -441,16 +441,16 @@ def exported(unbroken, tmp_path_factory):
 def test_export_is_the_checkpoint(unbroken, exported, tmp_path, capsys):
     _, params = huggingface.load(exported)
     jax.tree.map(np.testing.assert_array_equal, params, restored(unbroken[0])[0].params)
-    export.main(unbroken[0], 10, tmp_path / "earlier")
-    assert f"iteration 10 of {unbroken[0]} written to {tmp_path / 'earlier'}" in capsys.readouterr().out
+    export.main(unbroken[0], 5, tmp_path / "earlier")
+    assert f"iteration 5 of {unbroken[0]} written to {tmp_path / 'earlier'}" in capsys.readouterr().out
     _, earlier = huggingface.load(tmp_path / "earlier")
-    jax.tree.map(np.testing.assert_array_equal, earlier, restored(unbroken[0], 10)[0].params)
+    jax.tree.map(np.testing.assert_array_equal, earlier, restored(unbroken[0], 5)[0].params)
     assert (earlier["embedding"] != params["embedding"]).any()
 
 
 @pytest.mark.parametrize(
     ("iteration", "name", "message"),
-    [(7, "new", "no finished checkpoint of iteration 7; there are 10, 12"), (None, "model", "not an empty folder")],
+    [(7, "new", "no finished checkpoint of iteration 7; there are 5, 8"), (None, "model", "not an empty folder")],
 )
 def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):
@@ -461,11 +461,11 @@ def test_export_refuses(unbroken, exported, capsys, iteration, name, message):
 
 def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
-    (workdir / "evaluations" / "000012.json").unlink()
+    (workdir / "evaluations" / "000008.json").unlink()
     evaluate.main(saved_config(workdir), str(workdir), None, [], None)
     # A copy of a checkpoint is the same one, and no other is.
-    assert recorded(workdir, 12) == recorded(unbroken[0], 12) != recorded(unbroken[0], 10)
-    kept = workdir / "evaluations" / "000012"
+    assert recorded(workdir, 8) == recorded(unbroken[0], 8) != recorded(unbroken[0], 5)
+    kept = workdir / "evaluations" / "000008"
     assert (kept / "heldout.jsonl").read_text("utf-8").count("\n") == 2 * 32
     table = (kept / "table.md").read_text("utf-8")
     shutil.rmtree(kept)
@@ -473,17 +473,17 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
     line = writers.read_metrics(workdir)[-1]
     average, error = line["evaluation/heldout/avg"], line["evaluation/heldout/avg_standard_error"]
     shown = capsys.readouterr().out
-    assert f"model       {workdir}, iteration 12: qwen2" in shown and "stops on 2 '<eos>'" in shown
+    assert f"model       {workdir}, iteration 8: qwen2" in shown and "stops on 2 '<eos>'" in shown
     assert table in shown
     assert [cell.strip() for cell in table.splitlines()[2].split("|")[1:5]] == [
         "heldout", "32", f"{average:.3f} ± {error:.3f}", f"{line['evaluation/heldout/pass_at_2']:.3f}"
     ]  # fmt: skip
-    assert shown.endswith(f"table.md are in {kept}, results in {workdir / 'evaluations' / '000012.json'}\n")
+    assert shown.endswith(f"table.md are in {kept}, results in {workdir / 'evaluations' / '000008.json'}\n")
 
 
 def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, tmp_path, monkeypatch):
     # A folder knows no iteration, so its samples have addresses of their own; here they get those of the run.
-    monkeypatch.setattr(stored_evaluation, "stream", lambda iteration, evaluation: stream(12, evaluation=evaluation))
+    monkeypatch.setattr(stored_evaluation, "stream", lambda iteration, evaluation: stream(8, evaluation=evaluation))
     monkeypatch.chdir(tmp_path)
     evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
     line = writers.read_metrics(unbroken[0])[-1]
