@@ -16,6 +16,7 @@ from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
 from reinforce_ada_jax.types import Prompt, Request
+from tests import sharing
 
 ARCHITECTURE = models.smallest()
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [7]]
@@ -37,6 +38,12 @@ for line in sys.stdin:
         break
     print(json.dumps(answer), flush=True)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared():
+    with sharing.shared_programs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -203,13 +210,13 @@ def test_a_synthetic_workload_and_the_bandwidth(tmp_path):
     huggingface.save(tmp_path / "model", ARCHITECTURE, transformer.init(ARCHITECTURE, jax.random.key(0)))
     (tmp_path / "model" / "model.safetensors").unlink()  # a config.json alone will do
     result = run(
-        "rollout", f"--model={tmp_path / 'model'}", "--requests=2", "--prompt_tokens=5", "--samples=2",
-        "--response_tokens=3", "--slots=4", "--repeat=1", "--copy_mb=1", "--drafts=0",
+        "rollout", f"--model={tmp_path / 'model'}", "--requests=1", "--prompt_tokens=6", "--samples=2",
+        "--response_tokens=12", "--slots=2", "--window=4", "--page_size=4", "--repeat=1", "--copy_mb=1", "--drafts=0",
     )  # fmt: skip
-    assert result["useful_tokens"] == 12 and result["slot_utilisation"] == 1.0
+    assert result["useful_tokens"] == 24 and result["slot_utilisation"] == 1.0
     assert (result["drafts"], result["draft_tokens"]) == (0, 0) and result["processor_seconds"][0] > 0
-    # 3 turns read all weights; a response sees 5, 6 and 7 tokens of 2 * 8 numbers each. Float32.
-    needed = 4 * (3 * ARCHITECTURE.num_parameters + 4 * 18 * 16)
+    # 12 turns read all weights; a response sees 6 to 17 tokens of 2 * 8 numbers each. Float32.
+    needed = 4 * (12 * ARCHITECTURE.num_parameters + 2 * 138 * 16)
     assert result["bandwidth_fraction"] == pytest.approx(needed / result["seconds"][0] / result["copy_bytes_per_s"])
 
 

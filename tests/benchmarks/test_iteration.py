@@ -19,7 +19,12 @@ SMALL = {
     "sampling.slots": 8,
     "sampling.window": 4,
 }
+ONE_UPDATE = SMALL | {
+    "collection.strategy": "grpo", "collection.group_size": 4, "sampling.max_response_tokens": 4,
+    "learning.prompts_per_update": 4,
+}  # fmt: skip
 LENGTHS = workloads.parse_lengths("4,0.5,2,8")
+EQUAL = workloads.parse_lengths("4,0.0001,4,4")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,9 +64,15 @@ def test_a_barrier_does_the_same_work(result):
     assert result["barrier_ratio"] == pytest.approx(rounds["tokens_per_s"] / barrier["tokens_per_s"])
 
 
-def test_one_iteration_by_its_phases():
-    config = tiny(**SMALL)
-    found = iteration.measure(config, variants=("overlap",), repeat=1, lengths=LENGTHS)["overlap"]
+@pytest.mark.parametrize(
+    ("settings", "architecture"),
+    [(ONE_UPDATE, models.shaped("16x1")), pytest.param(SMALL, None, marks=pytest.mark.slow)],
+    ids=["made-up", "packaged"],
+)
+def test_one_iteration_by_its_phases(settings, architecture):
+    config = tiny(**settings)
+    measured = iteration.measure(config, variants=("overlap",), repeat=1, lengths=LENGTHS, architecture=architecture)
+    found = measured["overlap"]
     parts = sum(found[f"{phase}_s"] for phase in (*iteration.PHASES, "other"))
     assert parts == pytest.approx(found["seconds"])
     assert config.collection.overlap_iterations == 0  # what a variant sets is its own
@@ -107,13 +118,6 @@ class Fake:
 
 serve(Fake)
 """
-
-
-ONE_UPDATE = SMALL | {
-    "collection.strategy": "grpo", "collection.group_size": 4, "sampling.max_response_tokens": 4,
-    "learning.prompts_per_update": 4,
-}  # fmt: skip
-EQUAL = workloads.parse_lengths("4,0.0001,4,4")
 
 
 def measured_beside_fake(tmp_path, monkeypatch, tokens=0, lengths=EQUAL, **changes):
