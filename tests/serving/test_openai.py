@@ -257,7 +257,7 @@ def test_a_stream_joined_is_the_whole_answer(server):
 
 def test_a_stop_cuts_exactly_and_ends_the_slot(server):
     client, app = server
-    fields = dict(model="endless", seed=5, max_tokens=100)
+    fields = dict(model="endless", seed=5, max_tokens=400)
     text = complete(client, **fields)["choices"][0]["text"]
     stop = text[40:43]
     before = text[: text.index(stop)]
