@@ -36,14 +36,14 @@ def make_case(rows, length, columns, num_words, *, tied=True, dtype=jnp.float32,
     logits = np.asarray(hidden, np.float32) @ (np.asarray(head, np.float32).T if tied else np.asarray(head, np.float32))
     logits /= TEMPERATURE
     picked = np.take_along_axis(logits, np.asarray(targets)[..., None], axis=-1)[..., 0]
-    logprobs = jnp.asarray(picked - np.log(np.exp(logits).sum(axis=-1)))
+    logprobs = picked - np.log(np.exp(logits).sum(axis=-1))
     # Steps of 1/8 away from the clips' edges, so that rounding puts no token on the other side of one.
     gap, other, reference = rng.choice([-1.0, -0.375, -0.125, 0.0, 0.125, 0.375, 1.0], size=(3, rows, length))
     return hidden, head, dict(
         targets=targets,
-        old_logprobs=logprobs - gap,
-        behaviour_logprobs=logprobs - gap - other,
-        reference_logprobs=logprobs - reference,
+        old_logprobs=jnp.asarray(logprobs - gap, jnp.float32),
+        behaviour_logprobs=jnp.asarray(logprobs - gap - other, jnp.float32),
+        reference_logprobs=jnp.asarray(logprobs - reference, jnp.float32),
         advantages=jnp.asarray(np.repeat(rng.uniform(-1, 1, size=(rows, 1)), length, axis=1), jnp.float32),
         mask=jnp.asarray(mask),
     )  # fmt: skip
@@ -261,14 +261,14 @@ def test_micro_batches_sum_to_the_minibatch():
     counts = loss_lib.denominators(case[2]["mask"])
     parts = []
     for start in (0, 2):
-        hidden, arrays = jax.tree.map(lambda x, start=start: x[start : start + 2], (case[0], case[2]))
+        hidden, arrays = jax.tree.map(lambda x, start=start: np.asarray(x)[start : start + 2], (case[0], case[2]))
         (loss, metrics), (d_hidden, d_head) = with_gradients(
             fused_loss, hidden, case[1], arrays, counts, tied=True, tile=(8, 40)
         )
         parts.append(((loss, metrics), (d_hidden, d_head)))
-    (loss, metrics), d_head = jax.tree.map(jnp.add, *((value, slopes[1]) for value, slopes in parts))
+    (loss, metrics), d_head = jax.tree.map(np.add, *((value, slopes[1]) for value, slopes in parts))
     assert_near(((loss, metrics), d_head), (whole[0], whole[1][1]))
-    assert_near(jnp.concatenate([slopes[0] for _, slopes in parts]), whole[1][0])
+    assert_near(np.concatenate([slopes[0] for _, slopes in parts]), whole[1][0])
 
 
 def test_nothing_under_the_mask_matters():
@@ -305,10 +305,10 @@ def test_packed_equals_unpacked():
     # Four rows one after the other, with rubbish between, in one row: each token brings its own response's numbers.
     hidden, head, arrays = make_case(4, 6, 8, 64)
     settings = dict(tied=True, tile=(8, 40), config=dataclasses.replace(EVERYTHING, aggregation="token-mean"))
-    packed = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (hidden, arrays))
+    packed = jax.tree.map(lambda x: np.reshape(x, (1, -1, *x.shape[2:])), (hidden, arrays))
     wanted, slopes = with_gradients(fused_loss, hidden, head, arrays, **settings)
     ours, (d_hidden, d_head) = with_gradients(fused_loss, packed[0], head, packed[1], **settings)
-    assert_near((ours, (d_hidden.reshape(hidden.shape), d_head)), (wanted, slopes))
+    assert_near((ours, (np.reshape(d_hidden, hidden.shape), d_head)), (wanted, slopes))
 
 
 # ---- over several devices ----------------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ TEMPERATURE = 0.7
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (1, 5, 3, 2, 5, 4, 1, 2), (1, 8, 1, 7, 2, 1, 8, 1)
 
 
-@functools.cache
 def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
     """A learner whose first moment after one update is the gradient, and whose step is smooth in it."""
     exact = dict(b1=0.0, clip_norm=1e9, epsilon=1e-3, learning_rate=1e-3, warmup_updates=0)
@@ -45,6 +44,12 @@ def learner(micro_batches=1, mesh=(1, 1, 1), rank=0, **changes) -> Learner:
         learning=LearningConfig(**{"prompts_per_update": 2, "micro_batches": micro_batches} | exact | changes),
         lora=LoraConfig(rank=rank, alpha=ALL.alpha),
     )
+    return learner_of(config, mesh)
+
+
+@functools.cache
+def learner_of(config: Config, mesh) -> Learner:
+    """Equal settings, however they are given, have one learner."""
     return Learner(ARCHITECTURE, config, mesh_lib.make_mesh(*mesh))
 
 
@@ -125,10 +130,22 @@ OPTIONS = (
 )  # fmt: skip
 
 
+@jax.jit
+def statistics_and_slope(params, tokens, along):
+    """((log-probabilities, entropies) by whole logits, the gradient of their sum weighted by `along`)."""
+
+    def statistics(params):
+        distribution = jax.nn.log_softmax(transformer.logits(ARCHITECTURE, params, tokens)[:, :-1] / TEMPERATURE)
+        logprobs = jnp.take_along_axis(distribution, tokens[:, 1:, None], axis=-1)[..., 0]
+        return logprobs, -jnp.sum(jnp.exp(distribution) * distribution, axis=-1)
+
+    found, slope = jax.vjp(statistics, params)
+    return found, slope(along)[0]
+
+
 @functools.partial(jax.jit, static_argnames=OPTIONS)
-def naive(  # noqa: PLR0917 (arrays of a batch, in its order)
-    params,
-    tokens,
+def naive_loss(  # noqa: PLR0917 (what jax.jit names statically has a place)
+    statistics,
     arrays,
     aggregation="token-mean",
     ratio="token",
@@ -139,12 +156,10 @@ def naive(  # noqa: PLR0917 (arrays of a batch, in its order)
     clip_low=0.2,
     clip_high=0.28,
 ):
-    """((loss, metrics), gradient) by whole logits and the whole minibatch's loss."""
+    """((loss, metrics), gradient to the log-probabilities and entropies) of the whole minibatch."""
 
-    def loss(params):
-        distribution = jax.nn.log_softmax(transformer.logits(ARCHITECTURE, params, tokens)[:, :-1] / TEMPERATURE)
-        logprobs = jnp.take_along_axis(distribution, tokens[:, 1:, None], axis=-1)[..., 0]
-        entropy = -jnp.sum(jnp.exp(distribution) * distribution, axis=-1)
+    def loss(statistics):
+        logprobs, entropy = statistics
         value, metrics = clipped_policy_loss(
             logprobs, arrays["old"], arrays["advantage"], arrays["mask"], clip_low=clip_low, clip_high=clip_high,
             dual_clip=10.0, aggregation=aggregation, behaviour_logprobs=arrays["behaviour"],
@@ -160,7 +175,15 @@ def naive(  # noqa: PLR0917 (arrays of a batch, in its order)
             metrics |= {"kl": mean(kl, aggregation="token-mean")}
         return value, metrics | {"loss": value}
 
-    return jax.value_and_grad(loss, has_aux=True)(params)
+    return jax.value_and_grad(loss, has_aux=True)(statistics)
+
+
+def naive(params, tokens, arrays, **options):
+    """((loss, metrics), gradient) by whole logits and the whole minibatch's loss; all options share the model's."""
+    nothing = np.zeros_like(arrays["mask"])
+    statistics, _ = statistics_and_slope(params, tokens, (nothing, nothing))
+    found, along = naive_loss(statistics, arrays, **options)
+    return found, statistics_and_slope(params, tokens, along)[1]
 
 
 def norm(tree):
@@ -239,10 +262,8 @@ def test_a_mean_over_micro_batches_would_be_something_else():
     rows = batch()
     arrays, tokens = shifted(rows), np.asarray(rows.tokens)
     right = naive(PARAMS, tokens, arrays)[1]
-    alone = [
-        naive(PARAMS, tokens[row : row + 1], {name: x[row : row + 1] for name, x in arrays.items()})[1]
-        for row in range(8)
-    ]
+    own = [arrays["mask"] * (np.arange(8) == row)[:, None] for row in range(8)]
+    alone = [naive(PARAMS, tokens, arrays | {"mask": mask})[1] for mask in own]
     wrong = jax.tree.map(lambda *slopes: np.mean(slopes, axis=0), *alone)
     assert norm(subtracted(wrong, right)) > 0.5 * norm(right)
 
@@ -291,10 +312,16 @@ def test_a_micro_batch_may_be_part_empty():
     six = jax.tree.map(lambda x: x[:6], batch())
     fourteen = jax.tree.map(lambda *parts: np.concatenate(parts), batch(), six)
     state, metrics = updated(learner(), with_empty_rows(fourteen, 48))
-    twice = {name: np.concatenate([x, x[:6]]) for name, x in shifted(batch()).items()}
-    (_, expected), slope = naive(PARAMS, jnp.asarray(fourteen.tokens), twice)
-    assert_trees_close(gradient(state), slope, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(metrics.loss, expected["loss"], rtol=1e-5, atol=1e-5)
+    # Means over the 29 tokens of all eight and over the 20 of the first six.
+    arrays, tokens = shifted(batch()), jnp.asarray(batch().tokens)
+    first = arrays | {"mask": arrays["mask"] * (np.arange(8) < 6)[:, None]}
+    parts = [naive(PARAMS, tokens, each) for each in (arrays, first)]
+
+    def mean(eight, six):
+        return (29 * np.asarray(eight) + 20 * np.asarray(six)) / 49
+
+    assert_trees_close(gradient(state), jax.tree.map(mean, parts[0][1], parts[1][1]), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(metrics.loss, mean(*(part[0][1]["loss"] for part in parts)), rtol=1e-5, atol=1e-5)
 
 
 def test_empty_micro_batches_are_not_computed():
@@ -382,16 +409,18 @@ def test_a_weight_that_is_not_finite_leaves_the_state_as_it_was():
 
 
 @pytest.mark.parametrize(
-    "micro_batches, mesh, options",
+    "micro_batches, mesh",
     [
-        (2, (2, 2, 2), {}),
-        (2, (1, 4, 2), {"gather_weights": "layer"}),
-        *(pytest.param(1, mesh, {}, marks=pytest.mark.slow) for mesh in ((1, 8, 1), (2, 4, 1))),
+        (2, (2, 2, 2)),
+        *(pytest.param(1, mesh, marks=pytest.mark.slow) for mesh in ((1, 8, 1), (2, 4, 1))),
     ],
 )
-def test_eight_devices_are_one(micro_batches, mesh, options):
-    spread = learner(micro_batches, mesh, **options)
-    (one, one_metrics), (eight, eight_metrics) = updated(learner()), updated(spread)
+def test_eight_devices_are_one(micro_batches, mesh):
+    assert_eight_devices_are_one(updated(learner(micro_batches, mesh)))
+
+
+def assert_eight_devices_are_one(of_eight):
+    (one, one_metrics), (eight, eight_metrics) = updated(learner()), of_eight
     # Nothing but norms, biases and the like is whole on every device.
     whole = [x.size for x in jax.tree.leaves(eight.params) if x.sharding.is_fully_replicated]
     assert sum(whole) < 0.05 * sum(x.size for x in jax.tree.leaves(eight.params))
@@ -410,6 +439,7 @@ def test_weights_gathered_once_give_the_same_update():
         # The loop over layers is inside the loop over micro-batches.
         found = collectives.by_loop(program.as_text()).items()
         in_layers.append(sum(kind == "all-gather" for nesting, kinds in found if len(nesting) == 2 for kind in kinds))
+    assert_eight_devices_are_one(results[0])
     assert_trees_close(*results, rtol=1e-5, atol=1e-6)
     assert in_layers[0] > 0 and in_layers[1] == 0
     on_one = learner(gather_weights="once")

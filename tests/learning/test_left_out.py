@@ -96,7 +96,7 @@ OPTIONS = {
     "means": {"aggregation": "seq-mean-token-mean", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05},
 }
 # Each value of each once; all others are slow.
-CASES = {("tokens", 1, 1), ("tokens", 2, 5), ("sums", 2, 1), ("means", 2, 5)}
+CASES = {("tokens", 1, 1), ("sums", 2, 1), ("means", 2, 5)}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,9 @@ def test_a_minibatch_without_advantages_costs_nothing_but_the_optimizer():
     of = learner(**changes)
     states = []
     for rows in (all_rows, no_rows):
-        state, _ = updated(of, batch())  # momentum, which moves the weights without a gradient, as does the decay
+        state, _ = updated(
+            of, make_batch(examples(()), **LIMITS, num_rows=8)
+        )  # momentum, which moves the weights without a gradient, as does the decay
         states.append(of.update(state, of.put(rows)))
     (computed, metrics), (skipped, skipped_metrics) = states
     assert_trees_equal(skipped, computed)
@@ -244,6 +246,6 @@ def test_an_engine_log_probability_that_is_not_finite_leaves_the_state_as_it_was
 
 
 def test_no_gap_is_computed_where_the_scoring_pass_was():
-    metrics = updated(learner())[1]
-    assert metrics.gap is None
-    assert isinstance(updated(learner(), unscored(batch()))[1].gap, LogprobGap)
+    scored = make_batch(examples(), **LIMITS, num_rows=8)
+    assert scored.old_logprobs is not None and updated(learner(), scored)[1].gap is None
+    assert isinstance(updated(learner(2), unscored(batch()))[1].gap, LogprobGap)

@@ -144,7 +144,14 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    # "everything" has the lengths of responses and their number; test_fused_logprobs.py has packed means of tokens.
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name != "everything"))
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_packed_equals_unpacked(options):
     rows = with_reference(batch()) if "kl_coefficient" in options else batch()
     (state, metrics), (packed, packed_metrics) = (

@@ -154,8 +154,14 @@ def test_an_update_does_little_more_than_is_necessary(name):
     assert 1.2 < ratio < 1.35
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-@pytest.mark.parametrize("axes, remat", [({}, "full"), ({}, "dots"), (dict(fsdp=4, tensor=2), "full")], ids=str)
+# Each value once; all others are slow.
+COUNTED = [({}, "full", 0), ({}, "dots", 0), (dict(fsdp=4, tensor=2), "full", 8)]
+ALSO = [({}, "full", 8), ({}, "dots", 8), (dict(fsdp=4, tensor=2), "full", 0)]
+
+
+@pytest.mark.parametrize(
+    "axes, remat, rank", COUNTED + [pytest.param(*case, marks=pytest.mark.slow) for case in ALSO], ids=str
+)
 def test_a_compiler_counts_the_same(axes, remat, rank):
     """On eight devices: none repeats another's work. Were it left to the compiler where activations live, it would
     count 1.26 times as much to score and 1.23 times as much to update: attention over all rows on every device."""
