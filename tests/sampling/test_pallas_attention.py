@@ -71,8 +71,18 @@ def expected(case, dtype=jnp.float32):
 
 
 # Keys and values are bfloat16 numbers, so JAX's kernel, which rounds them to that, rounds nothing here.
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("backend, rubbish", [("pallas_tpu", 1e4), ("pallas_gpu", np.nan)])
+# The TPU's kernel, which pads heads of 64 as it does those of 8, has groups of two in the last one.
+@pytest.mark.parametrize(
+    "backend, rubbish, sizes",
+    [
+        pytest.param(
+            backend, rubbish, sizes, marks=[pytest.mark.slow] * (backend == "pallas_tpu" and sizes == SIZES[1])
+        )
+        for backend, rubbish in (("pallas_tpu", 1e4), ("pallas_gpu", np.nan))
+        for sizes in SIZES
+    ],
+    ids=str,
+)
 def test_equals_the_jnp_backend(backend, rubbish, sizes):
     *sizes, axes = sizes
     case = make_case(*sizes, rubbish)
@@ -130,7 +140,7 @@ def test_two_cores_compute_what_one_does(mode, monkeypatch):
 
 @pytest.mark.parametrize("backend", FUNCTIONS)
 def test_no_token_at_all_gives_zeros(backend):
-    case = make_case(16, 128, 4, 2, 1e4, np.zeros(3, np.int32))
+    case = make_case(16, 128, 4, 2, 1e4, np.zeros(6, np.int32))
     np.testing.assert_array_equal(run(backend, case), 0.0)
 
 

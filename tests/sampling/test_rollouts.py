@@ -43,7 +43,11 @@ def for_all(*sizes) -> strategies.Strategy:
     return rounds_of({prompt.id: sizes for prompt in tiny.PROMPTS})
 
 
-@pytest.mark.parametrize("changes", [dict(slots=1, window=64), {}, tiny.MANY], ids=["1 slot", "8 slots", "64 slots"])
+# Of the fast tests those of turns have an engine of one slot, with the learner's log-probabilities.
+ONE_SLOT = pytest.param(dict(slots=1, window=64), id="1 slot", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("changes", [ONE_SLOT, pytest.param({}, id="8 slots"), pytest.param(tiny.MANY, id="64 slots")])
 def test_sampled_logprobs_are_the_learners(changes):
     assert tiny.logprob_gaps(tiny.drawn(**changes)).max() < 1e-4
 
@@ -51,7 +55,7 @@ def test_sampled_logprobs_are_the_learners(changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(slots=1, window=64),
+        ONE_SLOT,
         tiny.MANY,
         tiny.SCARCE,
         tiny.REPLICAS,

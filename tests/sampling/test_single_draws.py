@@ -1,6 +1,7 @@
 """Rounds of one draw through engines: a chain of requests for each prompt, and one prefill."""
 
 import dataclasses
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -78,9 +79,17 @@ def is_correct(tokens) -> bool:
     return int(tokens[0]) % 8 == 0
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-@pytest.mark.parametrize("pages", [40, 1000])
-@pytest.mark.parametrize(("replicas", "slots", "open_prompts"), [(1, 3, 2), (1, 16, 20), (3, 4, 3)])
+SIZES = [(1, 3, 2), (1, 16, 20), (3, 4, 3)]
+# Each pair of two settings' values is in one of the fast ones.
+CASES = [
+    pytest.param(
+        *sizes, pages, speculative, marks=[pytest.mark.slow] * (((pages == 40) ^ speculative) != (sizes != SIZES[1]))
+    )
+    for sizes, pages, speculative in itertools.product(SIZES, (40, 1000), (False, True))
+]
+
+
+@pytest.mark.parametrize(("replicas", "slots", "open_prompts", "pages", "speculative"), CASES)
 def test_32_rounds_of_one_under_every_invariant(speculative, pages, replicas, slots, open_prompts):
     """Late verdicts, few rows and pages, the next iteration in idle slots: consistent pages, single prefills."""
     options = dataclasses.replace(

@@ -94,18 +94,19 @@ def test_a_turn_prefills_its_new_tokens_only():
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("sizes", "seeds"),
     [
-        tiny.PAYING,
-        pytest.param(dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), marks=pytest.mark.slow),
+        (tiny.PAYING, range(3)),
+        pytest.param(tiny.PAYING, range(3, 9), marks=pytest.mark.slow),
+        pytest.param(dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), range(6), marks=pytest.mark.slow),
     ],
-    ids=["few pages", "enough pages"],
+    ids=["few pages", "few pages, more streams", "enough pages"],
 )
-def test_the_compiled_engine_parks_page_for_page(sizes, monkeypatch):
+def test_the_compiled_engine_parks_page_for_page(sizes, seeds, monkeypatch):
     """Every window of both engines leaves the same, all invariants looked after, with enough pages and with few."""
     real = tiny.rollouts(stop_ids=(-1, -1), check_invariants=True, **sizes)
     options, continued = real.engine.options, 0
-    for seed in range(6):
+    for seed in seeds:
         streams = [TurnStream(np.random.default_rng(seed), options, vocabulary=24) for _ in range(2)]
         real.state = None
         compiled, tokens = recorded(real, streams[0])
