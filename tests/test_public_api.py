@@ -39,6 +39,9 @@ def test_every_name_is_there_and_documented():
         ada.colect  # noqa: B018
 
 
+# Of the runs in tests/training, whose programs an example shares.
+SIZES = "config.sampling.slots, config.collection.prompts_per_iteration, config.learning.prompts_per_update = 32, 8, 4"
+
 # Records and variants that the examples have no room for.
 LEFT_OUT = {
     *("Group", "LossConfig", "Pool", "Request", "RequestQueue", "Strategy", "anchored_advantages", "config"),
@@ -55,6 +58,7 @@ def test_train_is_the_command_and_the_function():
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: str(EXAMPLES.index(text)))
 def test_the_examples_run(example, tmp_path, monkeypatch, capsys):
     text = example.replace('"runs/', f'"{tmp_path}/runs/').replace('"models/', f'"{tmp_path}/models/')
+    text = text.replace("config.iterations = 2\n", f"config.iterations = 2\n{SIZES}\n")
     monkeypatch.chdir(ROOT)
     exec(compile(text, "docs/api.md", "exec"), {"__name__": "example"})
     capsys.readouterr()
