@@ -4,7 +4,6 @@ import pathlib
 import resource
 import shutil
 import subprocess
-import sys
 import time
 import tomllib
 
@@ -18,6 +17,8 @@ from tests.running import ROOT, environment, tiny
 MISTAKES = tomllib.loads((ROOT / "tests" / "mistakes.toml").read_text())["mistake"]
 LIMIT_S, MAX_LINES = 30, 5
 LIMITED = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {hard})); "
+# A fork has imported jax, which reads these variables when it is imported.
+SET = "import os, jax, runpy; os.environ[{name!r}] = {value!r}; jax.config.update({setting!r}, {changed!r}); "
 START = "runpy.run_module('reinforce_ada_jax.{name}', run_name='__main__', alter_sys=True)"
 
 
@@ -38,18 +39,17 @@ def contents(folder: pathlib.Path) -> dict[str, bytes | None]:
 
 
 def commit(mistake: dict, folder: pathlib.Path) -> subprocess.CompletedProcess:
-    """Runs the command of a mistake, as a fork unless jax has to be imported in another environment."""
+    """Runs the command of a mistake."""
     words = mistake["command"].replace("DIR", str(folder)).replace("CONFIG", "configs/tiny.py").split()
     command = ["-m", f"reinforce_ada_jax.{words[0]}", *words[1:]]
+    before = ""
+    for name, value in mistake.get("environment", {}).items():
+        before += SET.format(name=name, value=value, setting=name.lower(), changed=value != "false" and value)
     if "file_size" in mistake:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        limited = LIMITED.format(size=mistake["file_size"], hard=hard)
-        command = ["-c", limited + START.format(name=words[0]), *words[1:]]
-    if "environment" in mistake:
-        return subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment() | mistake["environment"], capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
+        before += LIMITED.format(size=mistake["file_size"], hard=hard)
+    if before:
+        command = ["-c", before + START.format(name=words[0]), *words[1:]]
     return forked.run(command, environment(), at_once=True)
 
 
