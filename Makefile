@@ -35,7 +35,7 @@ demo: setup
 	$(RUN) reinforce_ada_jax.plot $(DEMO)/grpo $(DEMO)/balance $(DEMO)/exact --output=$(DEMO)
 
 test: setup
-	$(RUN) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(RUN) pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 slow: setup
 	$(RUN) pytest -q -m slow
