@@ -224,10 +224,14 @@ EVERYTHING = {"aggregation": "seq-mean-token-mean", "truncated_is_cap": 1.2, "en
 UPDATES = {
     "plain": (1, {}),
     "everything": (4, EVERYTHING),
-    "sequence": (4, {"aggregation": "seq-mean-token-sum", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05}),
+    "sequence, k3": (4, {
+        "aggregation": "seq-mean-token-sum", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.05,
+        "kl_coefficient": 0.3, "kl_kind": "k3",
+    }),
     "k2": (4, {"kl_coefficient": 0.3, "kl_kind": "k2"}),
     "k3": (1, {"kl_coefficient": 0.3, "kl_kind": "k3"}),
-}
+}  # fmt: skip
+K3 = pytest.mark.slow  # alone; test_loss.py has its slope where policy and reference are one
 
 
 def with_reference(rows):
@@ -236,7 +240,10 @@ def with_reference(rows):
     return rows.replace(reference_logprobs=rows.old_logprobs + noise)
 
 
-@pytest.mark.parametrize(("micro_batches", "options"), UPDATES.values(), ids=UPDATES)
+@pytest.mark.parametrize(
+    ("micro_batches", "options"),
+    [pytest.param(*case, id=name, marks=[K3] * (name == "k3")) for name, case in UPDATES.items()],
+)
 def test_the_update_follows_the_naive_gradient(micro_batches, options):
     rows = with_reference(batch()) if "kl_kind" in options else batch()
     state, metrics = updated(learner(micro_batches, **options), rows)
@@ -496,12 +503,12 @@ def test_without_a_coefficient_the_reference_plays_no_part():
     assert inputs[1] == inputs[0] + 1 == len(jax.tree.leaves(fresh_state(of))) + len(jax.tree.leaves(batch())) + 1
 
 
-def test_a_policy_that_is_its_reference_pays_nothing():
-    own = batch().replace(reference_logprobs=score(learner(), batch()))
-    for micro_batches, options in (UPDATES["k2"], UPDATES["k3"]):
-        state, metrics = updated(learner(micro_batches, **options), own)
-        np.testing.assert_allclose(metrics.kl, 0, atol=1e-9)
-        assert_trees_close(gradient(state), gradient(updated(learner())[0]), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("kind", ["k2", pytest.param("k3", marks=K3)])
+def test_a_policy_that_is_its_reference_pays_nothing(kind):
+    own, (micro_batches, options) = batch().replace(reference_logprobs=score(learner(), batch())), UPDATES[kind]
+    state, metrics = updated(learner(micro_batches, **options), own)
+    np.testing.assert_allclose(metrics.kl, 0, atol=1e-9)
+    assert_trees_close(gradient(state), gradient(updated(learner())[0]), rtol=1e-5, atol=1e-5)
 
 
 def test_what_stands_in_the_padding_of_the_reference_is_irrelevant():
