@@ -48,7 +48,7 @@ def shardings(architecture: Architecture, mesh: Mesh) -> Params:
 
 
 def gathered(architecture: Architecture, mesh: Mesh, params: Params, dtype: DTypeLike) -> Params:
-    """Returns the copy, {"layers": ...}."""
+    """Returns the copy of the layers' weights in `dtype`, as {"layers": ...}."""
     copy = {"layers": jax.tree.map(lambda x: x.astype(dtype), params["layers"])}
     return jax.lax.with_sharding_constraint(copy, shardings(architecture, mesh))
 

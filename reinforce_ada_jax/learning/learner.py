@@ -163,13 +163,14 @@ class Learner:
         self.gathers_once = self.lora is None and layer_gather.is_chosen(architecture, mesh, config)
         self._gathered_layers = functools.partial(layer_gather.gathered, architecture, mesh, dtype=dtype)
         self._replicated = NamedSharding(mesh, PartitionSpec())
+        gathered_shardings = layer_gather.shardings(architecture, mesh) if self.gathers_once else None
         self.update = Update(
             self._loss,
             self._optimizer,
             mesh,
             self.param_shardings,
             gathered_layers=self._gathered_layers if self.gathers_once else None,
-            gathered_shardings=layer_gather.shardings(architecture, mesh) if self.gathers_once else None,
+            gathered_shardings=gathered_shardings,
             gap_limits=gap_lib.gap_limits(config),
             micro_batches_per_program=platform_lib.update_program(mesh, config, architecture.num_parameters),
         )
@@ -177,9 +178,8 @@ class Learner:
         # A pass forwards takes a third of the time.
         self._scores_per_program = 3 * self.update.micro_batches_per_program
         by_row = mesh_lib.sharding(mesh, (None, "rows", None))
-        copy = layer_gather.shardings(architecture, mesh) if self.gathers_once else None
         self._score_all = jax.jit(self._score, out_shardings=by_row)
-        self._scores_shardings = (copy, by_row, self._replicated)
+        self._scores_shardings = (gathered_shardings, by_row, self._replicated)
         self._begin_scores = jax.jit(self._scores_begun, out_shardings=self._scores_shardings)
         self._score_some = jax.jit(self._scores_added, donate_argnames="scored", out_shardings=by_row)
 

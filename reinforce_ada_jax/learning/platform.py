@@ -25,9 +25,9 @@ TPU_FLOPS = {
 }  # fmt: skip
 # The same of other devices, roughly: an A100, and two cores of a processor.
 OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
-# Least seconds of a program in the chain of an update, at the peak; two or three times as many are usual.
+# Seconds of a program in the chain of an update at the peak rate, which real programs do not reach.
 PROGRAM_S = 2.0
-# Largest share of it for the copy of `gathers_once`; published runs with 17 % fit (docs/scale.md).
+# Largest share of a TPU's memory for the copy of `gathers_once`; published runs with 17 % fit (docs/scale.md).
 GATHERED_SHARE = 0.18
 
 

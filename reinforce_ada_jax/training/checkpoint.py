@@ -437,9 +437,8 @@ class Checkpoints:
         if processes.is_writer():
             there = self.folder.with_name(name)
             there.mkdir(exist_ok=True)
-            taken = (
-                {each.name for each in there.iterdir()} if there.exists() else set()
-            )  # no folder of a bucket is empty
+            # In a bucket an empty folder does not exist.
+            taken = {each.name for each in there.iterdir()} if there.exists() else set()
             number = next(number for number in itertools.count() if f"{iteration}.{number}" not in taken)
             buckets.move(self.folder / str(iteration), there / f"{iteration}.{number}")
         self._kept.evaluations.pop(iteration, None)
