@@ -154,6 +154,12 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         if is_refused:
             raise ValueError(f"config.json sets {key} = {config[key]!r}, which no released {family} model here uses.")
     heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"config.json gives heads of {head_dim} numbers (head_dim, or hidden_size {config['hidden_size']} / "
+            f"num_attention_heads {heads}); rotary positions need an even number from 2. Fetch it again."
+        )
     theta, scaling = _rope(config, family)
     return Architecture(
         family=family,
@@ -163,7 +169,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+        head_dim=head_dim,
         max_positions=config.get("max_position_embeddings") or (32768 if family != "llama" else 2048),
         norm_epsilon=config.get("rms_norm_eps") or 1e-6,
         rope_theta=theta,

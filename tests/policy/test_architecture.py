@@ -100,6 +100,11 @@ def test_null_is_no_value():
         ({"mlp_bias": True}, "sets mlp_bias = True"),
         ({"attention_bias": True}, "sets attention_bias = True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sets layer_types = .*sliding_attention"),
+        ({"head_dim": 127}, r"heads of 127 numbers \(head_dim, .*need an even number"),
+        (
+            {"model_type": "llama", "head_dim": None, "num_attention_heads": 4096},
+            "heads of 0 numbers .*hidden_size 2560 / num_attention_heads 4096",
+        ),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn'.*Remove rope_scaling"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "lacks low_freq_factor, high_freq_factor"),
     ],
