@@ -84,12 +84,13 @@ def train_iteration(
 
     updates = trainer.updates
     minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference, interrupt.agree)
-    finite, skipped, gaps = updates.check_logprobs(minibatches, after.iteration, state.skipped_in_a_row, progress.say)
+    minibatches, gaps = updates.check_logprobs(minibatches, after.iteration, progress.say)
     interrupt.agree()
     out_of_time = functools.partial(interrupt.out_of_time, notice_s=trainer.config.checkpoint.notice_s)
     done = updates.update(
-        state.learner, trainer.base, finite, after.iteration, skipped, progress.say, interrupt.agree, out_of_time
-    )
+        state.learner, trainer.base, minibatches, after.iteration, state.skipped_in_a_row, progress.say,
+        interrupt.agree, out_of_time,
+    )  # fmt: skip
     num_updates = done.metrics["update/count"]
     if done.stop is not None and not num_updates:
         # The iteration is not in the weights: the next start draws it again, and counts its skips again.

@@ -22,7 +22,7 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, loss_config, scores_in_update
-from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, gap_limits
+from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
 from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 
@@ -41,10 +41,12 @@ class Minibatch:
     Attributes:
       groups: those whose kept responses are in it.
       batch: the responses, on the devices.
+      finite: whether all log-probabilities are; if not, there is no update.
     """
 
     groups: list[Group]
     batch: Batch
+    finite: bool = True
 
 
 def examples(group: Group, rows_per_round: float) -> list[Example]:
@@ -197,45 +199,40 @@ class Updates:
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def check_logprobs(
-        self,
-        minibatches: Sequence[Minibatch],
-        iteration: int,
-        skipped_in_a_row: int,
-        say: Callable[[str], None],
-    ) -> tuple[list[Minibatch], int, dict[str, float]]:
+        self, minibatches: Sequence[Minibatch], iteration: int, say: Callable[[str], None]
+    ) -> tuple[list[Minibatch], dict[str, float]]:
         """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
 
         The responses compared are those in the rows of the minibatches. Prefetched ones were drawn from earlier weights
         and are not compared. With one update an iteration nothing is compared here: `update` does it.
 
         Returns:
-          The minibatches whose log-probabilities are finite; `skipped_in_a_row` with the others counted; the metrics,
-          none with one update an iteration, or where all responses are from earlier weights.
+          The minibatches, with `finite` set; the metrics, none with one update an iteration, or where all responses are
+          from earlier weights.
 
         Raises:
-          TrainingStopped: they disagree by more than rounding, or one isn't finite and `learning.non_finite` is "stop".
+          TrainingStopped: they disagree by more than rounding.
         """
         if scores_in_update(self.config):
-            return list(minibatches), skipped_in_a_row, {}
-        total, largest, num_tokens, finite = 0.0, 0.0, 0, []
-        for number, minibatch in enumerate(minibatches, start=1):
+            return list(minibatches), {}
+        total, largest, num_tokens, checked = 0.0, 0.0, 0, []
+        for minibatch in minibatches:
             batch = minibatch.batch
             batch = dataclasses.replace(batch, **{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
             assert batch.old_logprobs is not None  # scored
             gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
-            if not np.isfinite(gaps[batch.response_mask]).all():
-                where = f"update {number} of {len(minibatches)}: a log-probability is not"
-                skipped_in_a_row = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row, say)
-                continue
-            finite.append(minibatch)
-            fresh = batch.response_mask & (batch.policy_version == iteration - 1)
-            total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
-            num_tokens += int(fresh.sum())
+            finite = bool(np.isfinite(gaps[batch.response_mask]).all())
+            checked.append(dataclasses.replace(minibatch, finite=finite))
+            if finite:
+                fresh = batch.response_mask & (batch.policy_version == iteration - 1)
+                total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
+                num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)
         stop = gap_too_large(self.config, mean, largest, iteration, say)
         if stop is not None:
             raise stop
-        return finite, skipped_in_a_row, _gap_metrics(mean, largest) if num_tokens or not finite else {}
+        compared = num_tokens or not any(minibatch.finite for minibatch in checked)
+        return checked, _gap_metrics(mean, largest) if compared else {}
 
     def _skip_or_stop(
         self,
@@ -285,6 +282,8 @@ class Updates:
     ) -> UpdatesDone:
         """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
+        One that is not finite stops the run or is skipped, in its turn, as `learning.non_finite` says.
+
         `state` is donated by the end of the first update. Until then `agree` is called in all processes between the
         programs of the update, and may raise: the state is whole. After that `out_of_time` is called there and before
         each update, with the seconds that the rest will take.
@@ -295,26 +294,28 @@ class Updates:
         begin, results, stop, gaps = time.monotonic(), [], None, {}
         if scores_in_update(self.config):
             gaps = _gap_metrics(0.0, 0.0)
+        done, count = 0, sum(minibatch.finite for minibatch in minibatches)
         for number, minibatch in enumerate(minibatches, start=1):
-            between, done = agree, number - 1
-            if done:
-                now = time.monotonic()
-                end = now + (len(minibatches) - done) * (now - begin) / done
-                between = functools.partial(_end_if_late, out_of_time, end)
-                between()
-            state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1), between)
-            result = jax.device_get(result)
-            if result.finite and result.gap is not None:
-                mean, largest = float(result.gap.total / max(result.gap.num_tokens, 1)), float(result.gap.largest)
-                gaps = _gap_metrics(mean, largest) if result.gap.num_tokens else {}
-                stop = gap_too_large(self.config, mean, largest, iteration, say)
-                if stop is not None:
-                    break
-            if result.finite:
-                results.append(result)
-                skipped_in_a_row = 0
-                continue
-            where = f"update {number} of {len(minibatches)}: {_not_finite(result)} not"
+            what = "a log-probability is"
+            if minibatch.finite:
+                between = agree
+                if done:
+                    now = time.monotonic()
+                    end = now + (count - done) * (now - begin) / done
+                    between = functools.partial(_end_if_late, out_of_time, end)
+                    between()
+                state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1), between)
+                result, done = jax.device_get(result), done + 1
+                if result.finite and result.gap is not None:
+                    gaps, stop = self._compared(result.gap, iteration, say)
+                    if stop is not None:
+                        break
+                if result.finite:
+                    results.append(result)
+                    skipped_in_a_row = 0
+                    continue
+                what = _not_finite(result)
+            where = f"update {number} of {len(minibatches)}: {what} not"
             try:
                 skipped_in_a_row = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row, say)
             except TrainingStopped as error:
@@ -322,6 +323,14 @@ class Updates:
                 break
         metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
         return UpdatesDone(state, skipped_in_a_row, metrics, stop)
+
+    def _compared(
+        self, gap: LogprobGap, iteration: int, say: Callable[[str], None]
+    ) -> tuple[dict[str, float], TrainingStopped | None]:
+        """Returns the metrics of what the only update compared, and why the run must end, if it must."""
+        mean, largest = float(gap.total / max(gap.num_tokens, 1)), float(gap.largest)
+        metrics = _gap_metrics(mean, largest) if gap.num_tokens else {}
+        return metrics, gap_too_large(self.config, mean, largest, iteration, say)
 
 
 def _end_if_late(out_of_time: Callable[[float], bool], end: float) -> None:

@@ -79,7 +79,7 @@ def test_the_gap_between_engine_and_learner_is_of_fresh_responses(per_row):
     older, far = rows.behaviour_logprobs == -1, rows.behaviour_logprobs == np.float32(-0.3)
     rows = rows.replace(old_logprobs=rows.behaviour_logprobs + 0.5 * older + 6e-5 * far)
     updates = SimpleNamespace(config=Config())
-    _, _, gaps = Updates.check_logprobs(updates, [Minibatch([], rows)], iteration=5, skipped_in_a_row=0, say=print)
+    _, gaps = Updates.check_logprobs(updates, [Minibatch([], rows)], iteration=5, say=print)
     assert gaps["update/logprob_gap"] == pytest.approx(2e-5, rel=0.01)
     assert gaps["update/logprob_gap_max"] == pytest.approx(6e-5, rel=0.01)
 

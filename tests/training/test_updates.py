@@ -1,6 +1,7 @@
 """Minibatches of an iteration, with a learner that is scripted: what is refused, skipped, written down and said."""
 
 import dataclasses
+import itertools
 import json
 import re
 import time
@@ -95,9 +96,10 @@ def updates(tmp_path):
 def test_every_update_counts(updates):
     made, minibatches = updates()
     said = []
-    finite, skipped, gap = made.check_logprobs(minibatches, 1, 2, said.append)
-    assert finite == minibatches and gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0} and skipped == 2
-    done = made.update(after(0), None, minibatches, 1, skipped, said.append)
+    checked, gap = made.check_logprobs(minibatches, 1, said.append)
+    assert all(minibatch.finite for minibatch in checked)
+    assert gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
+    done = made.update(after(0), None, checked, 1, 2, said.append)
     assert done.learner.updates == COUNT and done.metrics["update/count"] == COUNT and not said and done.stop is None
     assert done.skipped_in_a_row == 0 and done.metrics["update/loss"] == np.mean(range(COUNT))
 
@@ -172,13 +174,34 @@ def poison(logprobs):
 
 
 def test_a_log_probability_that_is_not_finite(updates, tmp_path):
-    made, minibatches = updates(score=poison)
-    with pytest.raises(TrainingStopped, match=r"iteration 1, update 1 of 3: a log-probability is not finite\."):
-        made.check_logprobs(minibatches, 1, 0, print)
-    assert (tmp_path / "non_finite" / "000001-1.json").exists()
-    made, minibatches = updates(score=poison, **{"learning.non_finite": "skip"})
-    finite, skipped, gap = made.check_logprobs(minibatches, 1, 0, [].append)
-    assert finite == [] and gap["update/logprob_gap_max"] == 0.0 and skipped == 3
+    made, minibatches = updates([], score=poison)
+    checked, gap = made.check_logprobs(minibatches, 1, print)
+    assert gap["update/logprob_gap_max"] == 0.0
+    done = made.update(after(0), None, checked, 1, 0, print)
+    assert re.match(r"iteration 1, update 1 of 3: a log-probability is not finite\.", str(done.stop))
+    assert (tmp_path / "non_finite" / "000001-1.json").exists() and done.metrics["update/count"] == 0
+    made, minibatches = updates([], score=poison, **{"learning.non_finite": "skip"})
+    done = made.update(after(0), None, made.check_logprobs(minibatches, 1, print)[0], 1, 0, [].append)
+    assert done.stop is None and done.skipped_in_a_row == 3 and done.metrics["update/count"] == 0
+
+
+def test_skipped_updates_are_in_a_row_only_without_one_between_them(updates, tmp_path):
+    # The first and the third have a log-probability that is not finite, which is known before any update is made.
+    scores = itertools.count()
+    made, minibatches = updates(
+        score=lambda logprobs: logprobs if next(scores) == 1 else poison(logprobs),
+        **{"learning.non_finite": "skip", "learning.max_skipped": 1},
+    )
+    checked, _ = made.check_logprobs(minibatches, 4, print)
+    assert [minibatch.finite for minibatch in checked] == [False, True, False]
+    done = made.update(after(0), None, checked, 4, 0, [].append)
+    assert done.stop is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 1
+    assert sorted(file.name for file in (tmp_path / "non_finite").iterdir()) == ["000004-1.json", "000004-3.json"]
+    # A gradient of the second one that is not finite has a file of its own, and ends the run: two in a row.
+    made.learner.finite = iter([False])
+    done = made.update(after(0), None, checked, 5, 0, [].append)
+    assert re.match(r"iteration 5, update 2 of 3: loss .* makes 2 in a row", str(done.stop))
+    assert (tmp_path / "non_finite" / "000005-2.json").exists()
 
 
 def test_what_padding_holds_is_no_log_probability(updates):
@@ -187,9 +210,9 @@ def test_what_padding_holds_is_no_log_probability(updates):
         return logprobs
 
     made, minibatches = updates(score=poison_padding)
-    assert made.check_logprobs(minibatches, 1, 0, print) == (
-        minibatches, 0, {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
-    )  # fmt: skip
+    checked, gap = made.check_logprobs(minibatches, 1, print)
+    assert all(minibatch.finite for minibatch in checked)
+    assert gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -205,13 +228,13 @@ def test_a_gap_between_engine_and_learner(updates, dtype, weight_dtype, remedy):
     said = []
     if remedy is None:
         with pytest.raises(TrainingStopped, match=r"engine and learner disagree by 0\.1 .* explains 1e-05 and 0\.01\."):
-            made.check_logprobs(minibatches, 1, 0, said.append)
+            made.check_logprobs(minibatches, 1, said.append)
         return
-    finite, _, gap = made.check_logprobs(minibatches, 1, 0, said.append)
-    assert len(finite) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
+    checked, gap = made.check_logprobs(minibatches, 1, said.append)
+    assert len(checked) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
     assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and remedy in said[0]
     # Samples of an earlier policy may differ as much as they like.
-    assert made.check_logprobs(minibatches, 2, 0, said.append)[2] == {}
+    assert made.check_logprobs(minibatches, 2, said.append)[1] == {}
 
 
 def test_rows_of_a_batch_are_one_number_or_grow_by_doubling(updates):
@@ -241,7 +264,7 @@ def test_one_update_compares_its_own_log_probabilities(updates):
     # Of 40 tokens drawn from these weights, 3e-4 in all; one of them is ill-conditioned.
     made, (minibatch,) = updates(score=pytest.fail, gap=(3e-4, 2e-4, 40.0, 0.0), **ONE)
     assert minibatch.batch.old_logprobs is None
-    assert made.check_logprobs([minibatch], 5, 0, pytest.fail) == ([minibatch], 0, {})
+    assert made.check_logprobs([minibatch], 5, pytest.fail) == ([minibatch], {})
     done = made.update(after(0), None, [minibatch], 5, 0, pytest.fail)
     assert done.stop is None and done.learner.updates == 1
     assert done.metrics["update/logprob_gap"] == pytest.approx(7.5e-6)
