@@ -146,7 +146,7 @@ def _rollouts(
     """Returns the state of every prompt before the first request."""
     everyone = [*prompts, *upcoming]
     result = [PromptRollouts(prompt, index, index >= len(prompts)) for index, prompt in enumerate(everyone)]
-    if strategy.plan is not None or strategy.needs_estimates:
+    if strategy.estimates:
         estimates = np.full(len(everyone), 0.5) if estimate_fn is None else np.asarray(estimate_fn(everyone), float)
         if estimates.shape != (len(everyone),) or not ((estimates >= 0) & (estimates <= 1)).all():
             raise ValueError(

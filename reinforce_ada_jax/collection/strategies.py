@@ -114,6 +114,11 @@ class Strategy:
     needs_estimates: bool = False
     drop_unmet: bool = False
 
+    @property
+    def estimates(self) -> bool:
+        """True if pass rates are estimated before the first draw."""
+        return self.plan is not None or self.needs_estimates
+
 
 def round_size(strategy: Strategy, progress: PromptProgress) -> int:
     """Returns `next_draws`; raises ValueError where it breaks the strategy's own bounds."""
@@ -333,10 +338,17 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         raise ValueError(
             f"collection.strategy is {config.strategy!r}, which returned {strategy!r}; it must return a Strategy."
         )
-    if config.overlap_iterations and strategy.plan:
+    if config.overlap_iterations and strategy.estimates:
+        does = "estimates pass rates" if strategy.plan is None else "plans draws"
         raise ValueError(
-            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} plans draws after "
+            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} {does} after "
             "the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0."
+        )
+    if strategy.extra_batches and strategy.estimates:
+        raise ValueError(
+            f"{config.strategy} estimates pass rates before the first draw, and its extra_batches are "
+            f"{strategy.extra_batches}: prompts that replace others have no estimate in time. Set extra_batches to 0, "
+            "or leave out plan and needs_estimates."
         )
     if config.control_variate == "estimate" and (strategy.extra_batches or config.overlap_iterations):
         raise ValueError(

@@ -3,7 +3,15 @@
 from reinforce_ada_jax.config.config_files import packaged
 from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
 from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir, read
-from reinforce_ada_jax.config.rules import check, least_pages, longest_prompt, longest_response, longest_turn, validate
+from reinforce_ada_jax.config.rules import (
+    check,
+    check_strategy,
+    least_pages,
+    longest_prompt,
+    longest_response,
+    longest_turn,
+    validate,
+)
 from reinforce_ada_jax.config.settings import (
     DAY,
     INSTRUCTION,
@@ -28,6 +36,7 @@ __all__ = [
     "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "RESUMABLE", "SYSTEM", "CheckpointConfig", "CollectionConfig",
     "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig",
     "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check",
-    "check_evaluated", "check_workdir", "defaults", "flatten", "from_json", "least_pages", "longest_prompt",
-    "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve", "settings", "to_json", "validate",
+    "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json", "least_pages",
+    "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve", "settings",
+    "to_json", "validate",
 ]  # fmt: skip

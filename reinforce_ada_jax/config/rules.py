@@ -293,16 +293,34 @@ def overlap_knows_its_prompts(config: Config) -> None:
 
 def drawn_ahead_is_young(config: Config) -> None:
     """ngu: max_age is at least the updates of an iteration, where responses are drawn an iteration ahead."""
+    if config.collection.strategy == "ngu":
+        _check_age(config, "collection.max_age", config.collection.max_age)
+
+
+def _check_age(config: Config, name: str, max_age: int) -> None:
     collection = config.collection
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
-    is_ahead = collection.overlap_iterations or config.draws_ahead
-    if collection.strategy == "ngu" and is_ahead and collection.max_age < updates:
+    if (collection.overlap_iterations or config.draws_ahead) and max_age < updates:
         cause = "mesh.sampler with collection.max_staleness" if config.draws_ahead else "collection.overlap_iterations"
         raise ValueError(
-            f"collection.max_age is {collection.max_age}, but {cause} 1 draws responses an iteration ahead, so they "
-            f"are {updates} updates old when they are trained on (collection.prompts_per_iteration / learning."
-            f"prompts_per_update) and would all be left out. Set max_age to at least {updates}."
+            f"{name} is {max_age}, but {cause} 1 draws responses an iteration ahead, so they are {updates} updates old "
+            "when they are trained on (collection.prompts_per_iteration / learning.prompts_per_update) and would all "
+            f"be left out. Set max_age to at least {updates}."
         )
+
+
+def check_strategy(config: Config, *, max_age: int | None, estimates: bool) -> None:
+    """Raises ValueError where a strategy of a user's does not go with the devices; the rules know the built-in ones.
+
+    Args:
+      config: of the run.
+      max_age: of the strategy.
+      estimates: whether it needs pass rates that are estimated before the first draw.
+    """
+    if max_age is not None:
+        _check_age(config, f"max_age of {config.collection.strategy}", max_age)
+    if estimates:
+        _check_estimates(config)
 
 
 def devices_are_split(config: Config) -> None:
@@ -325,11 +343,15 @@ def devices_are_split(config: Config) -> None:
             f"mesh.sampler is {mesh.sampler} and collection.overlap_iterations 1: the sampler's devices draw a whole "
             "iteration ahead, and have nothing else to begin. Set overlap_iterations to 0."
         )
-    estimates = "estimate" in (config.collection.strategy, config.collection.control_variate)
-    if estimates and config.estimator.kind == "value":
+    if "estimate" in (config.collection.strategy, config.collection.control_variate):
+        _check_estimates(config)
+
+
+def _check_estimates(config: Config) -> None:
+    if config.mesh.sampler and config.estimator.kind == "value":
         raise ValueError(
             "estimator.kind is 'value', whose estimates need the current weights on the sampler's devices "
-            f"(mesh.sampler is {mesh.sampler}): use 'ema', or set mesh.sampler and mesh.learner to 0."
+            f"(mesh.sampler is {config.mesh.sampler}): use 'ema', or set mesh.sampler and mesh.learner to 0."
         )
 
 

@@ -226,8 +226,7 @@ def learner_programs(run: AbstractRun) -> list[Program]:
         programs.append(
             Program("reshard", lambda: run.engine.lower_cast(run.policy), cost, "call", run.moment_bytes + always)
         )
-    strategy = strategies.build(config.collection)
-    if (strategy.plan is not None or strategy.needs_estimates) and config.estimator.kind == "value":
+    if strategies.build(config.collection).estimates and config.estimator.kind == "value":
         programs.append(_features_program(run, layout, run.moment_bytes + always + decode_weights))
     if not scores_in_update(config) or config.learning.kl_coefficient:
         programs += _score_programs(run, layout, run.moment_bytes + always + other_batches)

@@ -112,7 +112,7 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
 def _planned(job: Job) -> tuple[Job, dict[str, int]]:
     """Returns the job with fixed estimates and draws of every prompt: a plan depends on all prompts."""
     plan = job.strategy.plan
-    if plan is None and not job.strategy.needs_estimates:
+    if not job.strategy.estimates:
         return job, {}
     estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
     ids = [prompt.id for prompt in job.prompts]

@@ -72,8 +72,7 @@ def make_trainer(
         dtype = config.model.compute_dtype
         reference = components_lib.load_params(config, components, dtype) if base is None else base
     updates, rollouts = Updates(config, strategy, learner, workdir), Rollouts(components.engine)
-    estimated = strategy.plan is not None or strategy.needs_estimates
-    estimator = components_lib.make_estimator(config, components) if estimated else None
+    estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
     return Trainer(
         config, workdir, components, prompts, strategy, learner, updates, rollouts, estimator, base, reference
     )

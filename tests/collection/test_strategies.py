@@ -569,13 +569,22 @@ def test_a_users_file_that_fails_says_where(tmp_path, import_state):
     assert set(sys.modules) == before
 
 
-def test_a_strategy_of_ones_own_that_plans_does_not_overlap(tmp_path):
+@pytest.mark.parametrize(
+    ("fields", "overlap", "message"),
+    [
+        ("", 1, "overlap_iterations is 1, but .*mine plans draws.*set it to 0"),
+        ("plan=None, needs_estimates=True", 1, "overlap_iterations is 1, but .*mine estimates pass rates.*set it to 0"),
+        ("extra_batches=2", 0, "mine estimates pass rates .*extra_batches are 2: .* Set extra_batches to 0"),
+        ("plan=None, needs_estimates=True, extra_batches=2", 0, "prompts that replace others have no estimate in time"),
+    ],
+)
+def test_estimates_of_a_strategy_of_ones_own_are_there_in_time(tmp_path, fields, overlap, message):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from reinforce_ada_jax.collection.strategies import estimate\n\n\n"
-        "def mine(config):\n    return estimate(config)\n"
+        "import dataclasses\n\nfrom reinforce_ada_jax.collection.strategies import estimate\n\n\n"
+        f"def mine(config):\n    return dataclasses.replace(estimate(config), {fields})\n\n\n"
+        "def planned(config):\n    return estimate(config)\n"
     )
-    mine = {"strategy": f"{file}:mine", "group_size": 4}
-    strategies.build(config(**mine))
-    with pytest.raises(ValueError, match="overlap_iterations is 1, but .*mine plans draws.*set it to 0"):
-        strategies.build(config(**mine, overlap_iterations=1))
+    assert strategies.build(config(f"{file}:planned", group_size=4)).estimates
+    with pytest.raises(ValueError, match=message):
+        strategies.build(config(f"{file}:mine", group_size=4, overlap_iterations=overlap))

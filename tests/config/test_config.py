@@ -301,6 +301,18 @@ def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
     config_lib.check(changed(**sizes, **split, **{"collection.max_staleness": 0}))
 
 
+def test_a_users_strategy_is_checked_when_it_is_built():
+    # 8 updates between the weights that draw and those that learn.
+    mine = {"collection.strategy": "mine.py:f", "learning.prompts_per_update": 64, "estimator.kind": "value"}
+    split = changed(**mine, **{"mesh.sampler": 1, "mesh.learner": 1})
+    config_lib.check_strategy(split, max_age=8, estimates=False)
+    with pytest.raises(ValueError, match="max_age of mine.py:f is 7, but mesh.sampler .* at least 8"):
+        config_lib.check_strategy(split, max_age=7, estimates=False)
+    with pytest.raises(ValueError, match="estimator.kind is 'value', .* use 'ema'"):
+        config_lib.check_strategy(split, max_age=None, estimates=True)
+    config_lib.check_strategy(changed(**mine), max_age=7, estimates=True)
+
+
 def test_a_users_strategy_is_looked_for_when_it_is_built():
     config = changed(**{"collection.strategy": "absent.py:mine"})
     config_lib.check(config)  # touches no file
