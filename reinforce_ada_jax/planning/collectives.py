@@ -1,7 +1,6 @@
 """Bytes that a device sends to others: read from a compiled program, or counted by hand where a target shows none."""
 
 import re
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from reinforce_ada_jax.planning import latency
@@ -17,13 +16,17 @@ _COLLECTIVE = re.compile(
 _GROUPS = re.compile(
     r"replica_groups=(?:\[\d+,(?P<size>\d+)\]|\{\{(?P<listed>[\d,]+)\}|mesh\[(?P<mesh>[^\]]*)\] \{(?P<axes>[^}]*)\})"
 )
-# What runs as a kernel of its own. The start of a copy in the background does not, nor do custom calls but Pallas's.
+# What runs as a kernel of its own. The start of a copy in the background does not, nor do custom calls but Pallas's and
+# those of CUDA's libraries (`__cublas$gemm`, `__cudnn$fmhaSoftmax`, `__gpu$xla.gpu.triton`).
 _KERNEL = re.compile(
     r"= .*? (?:(?:fusion|copy|convolution|dot|reduce|sort|scatter|gather|dynamic-slice|dynamic-update-slice)\("
     r"|(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-    r'|custom-call\(.*custom_call_target="tpu_custom_call")'
+    r'|custom-call\(.*custom_call_target="(?:tpu_custom_call|__[a-z]+\$))'
 )
-_LOOP = re.compile(r" while\(.*condition=%?([\w.-]+), body=%?([\w.-]+)")
+_LOOP = re.compile(
+    r" while\(.*condition=%?(?P<condition>[\w.-]+), body=%?(?P<body>[\w.-]+)"
+    r'(?:.*"known_trip_count":\{"n":"(?P<turns>\d+)"\})?'
+)
 _CALLED = re.compile(r"(?:calls|to_apply|(?:true|false)_computation)=(%?[\w.-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
@@ -95,11 +98,15 @@ def _group_size(line: str) -> int:
 
 def _collective_bytes(found: re.Match[str], line: str) -> float:
     """Bytes over the busiest link of a collective on a line of chips."""
-    arrays, n, kind = _array_bytes(found["type"]), _group_size(line), found["kind"]
+    n, kind, hlo_type = _group_size(line), found["kind"], found["type"]
+    if found["start"]:
+        hlo_type = hlo_type.replace("u32[]", "")  # contexts
+    arrays = _array_bytes(hlo_type)
+    if found["start"] and kind != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]  # what starts names its operands before its results
+    size = sum(arrays)
     if kind == "collective-permute":
-        return arrays[0]
-    # An asynchronous all-gather names its operand beside its result.
-    size = max(arrays) if found["start"] and kind == "all-gather" else sum(arrays)
+        return size
     factor = {"all-gather": (n - 1) / n, "all-to-all": (n - 1) / n, "all-reduce": 2 * (n - 1) / n}
     return size * factor.get(kind, n - 1)  # a reduce-scatter's result is one of n parts
 
@@ -119,9 +126,12 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     return computations, entry
 
 
-def _callees(line: str) -> Iterator[str]:
-    for called in _CALLED.findall(line) + _BRANCHES.findall(line):
-        yield from (name.strip(" %") for name in called.split(","))
+def _branches(line: str) -> list[str]:
+    return [name.strip(" %") for each in _BRANCHES.findall(line) for name in each.split(",")]
+
+
+def _callees(line: str) -> list[str]:
+    return [name.strip(" %") for name in _CALLED.findall(line)] + _branches(line)
 
 
 def by_loop(hlo: str) -> dict[tuple[str, ...], list[str]]:
@@ -137,7 +147,7 @@ def by_loop(hlo: str) -> dict[tuple[str, ...], list[str]]:
             collective, loop = _COLLECTIVE.search(line), _LOOP.search(line)
             if collective:
                 found.setdefault(nesting, {})[collective["channel"]] = collective["kind"]
-            bodies = [loop[2]] if loop else [x.strip(" %") for each in _BRANCHES.findall(line) for x in each.split(",")]
+            bodies = [loop["body"]] if loop else _branches(line)
             for body in bodies:
                 walk(body, (*nesting, body))
             for callee in [] if loop else _callees(line):
@@ -162,16 +172,18 @@ class Traffic(NamedTuple):
     starts: Starts
 
 
-def traffic(hlo: str, trip_count: float | None) -> Traffic:
+def traffic(hlo: str, trip_count: float | None, platform: str = "tpu") -> Traffic:
     """Reads the traffic of one call from a compiled program.
 
-    Loops are followed by the constant that their condition compares with. Each collective counts once, however many
-    fusions the compiler has spread it over. Those inside of fusions overlap with products, and so does one that starts
-    and is awaited later. Of the branches of a conditional all are counted.
+    Loops have the turns that the text names, or the constant that their condition compares with. Each collective counts
+    once, however many fusions the compiler has spread it over. Those inside of fusions overlap with products, and so
+    does one that starts and is awaited later. Of the branches of a conditional all are counted.
 
     Args:
       hlo: text of the compiled program.
       trip_count: of the outermost loop where data ends it; the one that sends most counts. None: the constant.
+      platform: "tpu" or "gpu". The host of a GPU reads the condition of a loop that data ends, before each turn and
+        after the last.
     """
     computations, entry = _computations(hlo)
     seen: set[str] = set()
@@ -191,20 +203,24 @@ def traffic(hlo: str, trip_count: float | None) -> Traffic:
                 seen.add(found["channel"])
                 kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
                 size += _collective_bytes(found, line)
-                if not fused and not found["start"]:
+                if not fused and (not found["start"] or '"is_sync":true' in line):
                     starts += Starts(collectives=1, hops=latency.hops(found["kind"], _group_size(line)))
             loop = _LOOP.search(line)
             if loop:
-                inside, once = total(loop[2], False, fused)
-                turns = trip_count if outermost and trip_count is not None else constant_trip_count(loop[1])
-                if outermost and trip_count is not None:
-                    loops.append((turns * inside, once.times(turns)))
+                inside, once = total(loop["body"], False, fused)
+                given = trip_count if outermost and not loop["turns"] else None
+                turns = int(loop["turns"] or constant_trip_count(loop["condition"])) if given is None else given
+                once = once.times(turns)
+                if platform == "gpu" and not loop["turns"]:
+                    once += Starts(host_reads=turns + 1)
+                if given is None:
+                    size, starts = size + turns * inside, starts + once
                 else:
-                    size, starts = size + turns * inside, starts + once.times(turns)
+                    loops.append((turns * inside, once))
                 continue
-            branches = [name.strip(" %") for each in _BRANCHES.findall(line) for name in each.split(",")]
             for callee in _callees(line):
-                inside, once = total(callee, outermost, fused or callee not in branches)
+                in_fusion = " call(" not in line and callee not in _branches(line)
+                inside, once = total(callee, outermost, fused or in_fusion)
                 size, starts = size + inside, starts + once
         inside, once = max(loops, key=lambda each: (each[0], each[1].kernels))
         return size + inside, starts + once

@@ -28,7 +28,7 @@ class ProgramResult:
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
     `sent_bytes` is read from the compiled program; of a step, and where a target shows none, it is counted by hand, or
     None, and there are no `collectives`. So are `starts`, whose seconds are `latency_seconds`; `least_seconds` has the
-    largest of bandwidth, compute and links, and the latency. On GPUs traffic is counted by hand, and latency is not.
+    largest of bandwidth, compute and links, and the latency.
     `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
     """
 
@@ -99,19 +99,18 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         if cost.flops_loops_once and compiler_flops:
             compiled_over_counted = compiler_flops / cost.flops_loops_once
         hlo = compiled_text(compiled)
-        if chip.platform == "gpu":
-            sent = program.sent_bytes  # XLA joins collectives there, and begins all of them in the background
-        elif hlo is None or program.unit == "step":
+        if hlo is None or program.unit == "step":
             sent, starts = program.sent_bytes, program.starts
         else:
-            sent, kinds, starts = collectives.traffic(hlo, program.trip_count)
+            sent, kinds, starts = collectives.traffic(hlo, program.trip_count, chip.platform)
             sent, starts = program.calls * sent, starts.times(program.calls)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = str(error).splitlines()[0]
         peak = _needed_bytes(reason)
-    seconds, bound = roofline.roofline(cost, chip, sent or 0.0, starts.seconds)
+    waits = starts.seconds(chip.platform)
+    seconds, bound = roofline.roofline(cost, chip, sent or 0.0, waits)
     over = 0 if peak is None else max(0, peak + program.beside_bytes - chip.hbm_bytes)
     return ProgramResult(
         program=program.name,
@@ -133,7 +132,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         bandwidth_seconds=cost.bytes / chip.bandwidth,
         compute_seconds=cost.flops / chip.flops,
         link_seconds=None if sent is None else sent / chip.link,
-        latency_seconds=starts.seconds,
+        latency_seconds=waits,
         least_seconds=seconds,
         bound=bound,
         necessary_flops=program.necessary_flops,

@@ -1,24 +1,53 @@
 """Kernels and collectives that a program begins one after the other, and the seconds that beginning them takes.
 
 Bytes and FLOPs say nothing of this part: a decode step reads its weights in milliseconds, and begins a thousand kernels
-and dozens of sums between chips. Where a target does not show its program, the counts are those of v5e programs.
+and dozens of sums between chips. Where a TPU does not show its program, the counts are those of v5e programs.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from reinforce_ada_jax.planning.roofline import BatchLayout
 
-# Seconds until a kernel of a running program computes. An assumption: no public figure was found.
-KERNEL_S = 1e-6
-# jax-ml.github.io/scaling-book/sharding: a hop to a neighbour takes about 1 us, whatever it sends ("A note on ICI
-# latency"). A gather of 32 kB shards over 3 hops of a v5e took 8 us (its Pop Quiz 2): 5 us more than the hops.
-HOP_S = 1e-6
-COLLECTIVE_S = 5e-6
+
+class Delays(NamedTuple):
+    """Seconds that beginning takes on a platform.
+
+    Attributes:
+      kernel: until a kernel of a running program computes.
+      collective: of a collective that nothing overlaps, beside its hops.
+      hop: from one device to the next.
+      host_read: until the host has read a number of the device and the next kernel begins.
+    """
+
+    kernel: float
+    collective: float
+    hop: float
+    host_read: float
+
+
+DELAYS = {
+    # kernel: an assumption, no public figure was found. jax-ml.github.io/scaling-book/sharding: a hop to a neighbour
+    # takes about 1 us, whatever it sends ("A note on ICI latency"). A gather of 32 kB shards over 3 hops of a v5e took
+    # 8 us (its Pop Quiz 2): 5 us more than the hops. No host is in a TPU's loops.
+    "tpu": Delays(kernel=1e-6, collective=5e-6, hop=1e-6, host_read=0.0),
+    # kernel: XLA's cost model assumes it (`kKernelLaunchOverhead` in xla/service/gpu/model/gpu_performance_model_base.h
+    # of github.com/openxla/xla). collective, hop: NCCL assumes them when it chooses an algorithm, here a ring with the
+    # quickest protocol over NVLink (`baseLat` and `hwLat` in src/graph/tuning.cc; github.com/NVIDIA/nccl/issues/1334).
+    # host_read: to launch a kernel and to wait for it took 5.75 us more than the kernel, on an RTX 5070 Ti
+    # (susun-blog.com/blog/pegainfer-3-cuda-graph).
+    "gpu": Delays(kernel=1e-6, collective=6.6e-6, hop=0.6e-6, host_read=5.75e-6),
+}
 
 # Kernels of the programs of Qwen2.5-Math-1.5B for v5e:2x4, libtpu 0.0.51: of a decode step outside of its layers and in
 # each layer; of a micro-batch outside, in each layer forwards, and backwards.
 STEP_KERNELS, STEP_LAYER_KERNELS = 80, 31
 MICRO_BATCH_KERNELS, FORWARD_KERNELS, BACKWARD_KERNELS = 100, 26, 125
+# The same of a decode step for h100:8, jax 0.10.2, without sums over `tensor`. Nothing overlaps four of these: one of
+# the head's, and those of the sampled token. The host reads the condition of the loop over steps, and of the seven
+# loops in it that data ends, two of which have a turn.
+GPU_STEP_KERNELS, GPU_STEP_LAYER_KERNELS = 129, 25
+GPU_STEP_WAITED, GPU_STEP_HOST_READS = 4, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,27 +55,28 @@ class Starts:
     """Numbers of what a device begins one after the other in one call or step.
 
     Attributes:
-      kernels: fusions, copies, Pallas kernels and collectives.
+      kernels: fusions, copies, products, Pallas kernels and collectives.
       collectives: those that nothing overlaps: the device waits for their result.
       hops: between neighbours, of these collectives, one after the other.
+      host_reads: numbers of a GPU that its host waits for.
     """
 
     kernels: float = 0.0
     collectives: float = 0.0
     hops: float = 0.0
+    host_reads: float = 0.0
 
     def __add__(self, other: "Starts") -> "Starts":
         """Returns both, one after the other."""
-        return Starts(self.kernels + other.kernels, self.collectives + other.collectives, self.hops + other.hops)
+        return Starts(*(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
 
     def times(self, count: float) -> "Starts":
         """Returns a loop of `count` turns."""
-        return Starts(count * self.kernels, count * self.collectives, count * self.hops)
+        return Starts(*(count * number for number in dataclasses.astuple(self)))
 
-    @property
-    def seconds(self) -> float:
-        """Seconds by the constants of this module."""
-        return KERNEL_S * self.kernels + COLLECTIVE_S * self.collectives + HOP_S * self.hops
+    def seconds(self, platform: str) -> float:
+        """Returns the seconds by the delays of a platform."""
+        return sum(a * b for a, b in zip(DELAYS[platform], dataclasses.astuple(self), strict=True))
 
 
 def hops(kind: str, devices: int) -> int:
@@ -54,14 +84,18 @@ def hops(kind: str, devices: int) -> int:
     return 1 if kind == "collective-permute" else (2 if kind == "all-reduce" else 1) * (devices - 1)
 
 
-def decode_step(num_layers: int, tensor: int) -> Starts:
+def decode_step(num_layers: int, tensor: int, platform: str) -> Starts:
     """Counts those of a decode step by hand.
 
     Summed over `tensor` are the embedding's rows, two results in each layer, and five numbers of each slot
     (`collectives.decode_sent_bytes`).
     """
     sums = (1 + 2 * num_layers + 5) * (tensor > 1)
-    return Starts(STEP_KERNELS + num_layers * STEP_LAYER_KERNELS, sums, sums * hops("all-reduce", tensor))
+    hops_of_sum = hops("all-reduce", tensor)
+    if platform == "gpu":
+        kernels, waited = GPU_STEP_KERNELS + num_layers * GPU_STEP_LAYER_KERNELS, GPU_STEP_WAITED * (tensor > 1)
+        return Starts(kernels + sums, waited, waited * hops_of_sum, GPU_STEP_HOST_READS)
+    return Starts(STEP_KERNELS + num_layers * STEP_LAYER_KERNELS, sums, sums * hops_of_sum)
 
 
 def learner_call(num_layers: int, layout: BatchLayout, *, update: bool) -> Starts:

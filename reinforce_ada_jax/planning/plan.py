@@ -122,12 +122,12 @@ def phases(
     seconds = {
         result.program: result.least_seconds + (latency_factor - 1) * result.latency_seconds for result in results
     }
-    wait = latency_factor * latency.decode_step(run.architecture.num_layers, mesh.tensor).seconds
-    wait = 0.0 if run.chip.platform == "gpu" else wait
+    platform = run.chip.platform
+    wait = latency_factor * latency.decode_step(run.architecture.num_layers, mesh.tensor, platform).seconds(platform)
     window = next(result for result in results if result.program.startswith("decode"))
     steps = prompts * means.draws * means.response_tokens / (options.slots * replicas * BUSY_SLOTS)
-    step = decode_step(run.architecture, options, mesh.tensor, means.context)
-    chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens)
+    step = decode_step(run.architecture, options, mesh.tensor, means.context, platform)
+    chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens, platform)
     chunks = prompts * means.prompt_tokens / (options.prefill_tokens * replicas)
     updates = prompts // config.learning.prompts_per_update * means.filled * packed_share(config, means)
     return {
@@ -240,16 +240,16 @@ def plan_text(run: Deployment, results: Sequence[ProgramResult], means: Statisti
     drawn = config.collection.prompts_per_iteration * means.draws * means.response_tokens
     row_tokens = _row_tokens(config)
     useful = (means.prompt_tokens + means.response_tokens) / row_tokens
+    delays = latency.DELAYS[run.chip.platform]
     by_phase = ", ".join(f"{name} {value:,.2f} s" for name, value in seconds.items())
     lines += [
         f"lengths  prompts of {means.prompt_tokens:,.0f} tokens and responses of {means.response_tokens:,.0f} in the "
         f"mean, {means.draws:.1f} draws a prompt, {BUSY_SLOTS:.1%} of slots busy",
         f"plan     an iteration takes at least {total:,.1f} s: {by_phase}",
-        "latency  none is counted: the figures that are known are of TPUs"
-        if run.chip.platform == "gpu"
-        else f"latency  {total - no:,.1f} s of it are latency: {latency.KERNEL_S * 1e6:g} us a kernel, "
-        f"{latency.COLLECTIVE_S * 1e6:g} us a collective and {latency.HOP_S * 1e6:g} us a hop. With half of these "
-        f"{half:,.1f} s, with twice {twice:,.1f} s",
+        f"latency  {total - no:,.1f} s of it are latency: {delays.kernel * 1e6:g} us a kernel, "
+        f"{delays.collective * 1e6:g} us a collective, {delays.hop * 1e6:g} us a hop"
+        f"{f', {delays.host_read * 1e6:g} us a number that the host reads' if delays.host_read else ''}. With half of "
+        f"these {half:,.1f} s, with twice {twice:,.1f} s",
         f"         at most {drawn / total / chips:,.0f} tokens/s/chip sampled and trained on; {drawn / total:,.0f} on "
         f"{chips} chips",
         f"         a response fills {useful:.0%} of the {row_tokens:,} positions of a row of the update; "

@@ -200,11 +200,11 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
     beside = run.learner_bytes + run.reference_bytes
     if run.shares_weights:
         beside -= mesh_lib.shard_bytes(run.state.params)
-    cost = roofline.decode_step(engine.architecture, engine.options, engine.mesh.shape["tensor"], mean_context)
-    sent = collectives.decode_sent_bytes(
-        engine.architecture, engine.options.slots, engine.mesh.shape["tensor"], engine.dtype.itemsize
-    )
-    starts = latency.decode_step(engine.architecture.num_layers, engine.mesh.shape["tensor"])
+    a, options, tensor = engine.architecture, engine.options, engine.mesh.shape["tensor"]
+    platform = engine.mesh.devices.flat[0].platform
+    cost = roofline.decode_step(a, options, tensor, mean_context, platform)
+    sent = collectives.decode_sent_bytes(a, options.slots, tensor, engine.dtype.itemsize)
+    starts = latency.decode_step(a.num_layers, tensor, platform)
     name = f"decode window of {engine.options.window}"
     return [Program(name, engine.programs()["decode window"], cost, "step", beside, sent_bytes=sent, starts=starts)]
 

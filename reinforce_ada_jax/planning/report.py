@@ -94,9 +94,11 @@ def remarks(result: ProgramResult) -> list[str]:
         lines.append(f"counted by hand: {1e3 * result.link_seconds:,.2f} ms over links")
     if result.starts.kernels:
         parts = f"bandwidth {1e3 * result.bandwidth_seconds:,.2f} ms, compute {1e3 * result.compute_seconds:,.2f} ms"
+        reads = f"; the host reads {result.starts.host_reads:,.0f} numbers" if result.starts.host_reads else ""
         lines.append(
             f"{parts}, latency {1e3 * result.latency_seconds:,.2f} ms: {result.starts.kernels:,.0f} kernels, "
             f"{result.starts.collectives:,.0f} collectives of {result.starts.hops:,.0f} hops that nothing overlaps"
+            f"{reads}"
         )
     if result.necessary_flops:
         lines.append(

@@ -158,20 +158,31 @@ def chip_of(topology: str) -> Chip:
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
-def decode_step(a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int) -> ProgramCost:
+def _copied_bytes(a: Architecture, o: EngineOptions, platform: str) -> int:
+    """Bytes of the copies of the layers' weights in a pass: XLA for GPUs copies each layer's slice, then reads that."""
+    size = a.num_layers * layer_weights(a) * _weight_itemsize(o.dtype, o.weight_dtype)
+    return 2 * size if platform == "gpu" else 0
+
+
+def decode_step(
+    a: Architecture, o: EngineOptions, tensor: int, mean_context: float | int, platform: str = "tpu"
+) -> ProgramCost:
     """Cost of one token for every slot, on each of `tensor` devices.
 
     2 FLOPs per weight and slot, 4 N H per layer for each token that a slot sees (q k and p v). Every weight is read
-    once, and the slots' live cache.
+    once, and the slots' live cache; on GPUs the layers' weights are copied as well.
     """
     matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
     cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     weights = decode_weight_bytes(a, o.dtype, o.weight_dtype)
-    return ProgramCost(o.slots * (2 * matrices + attention) / tensor, (weights + cache) / tensor)
+    size = weights + cache + _copied_bytes(a, o, platform)
+    return ProgramCost(o.slots * (2 * matrices + attention) / tensor, size / tensor)
 
 
-def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int) -> ProgramCost:
+def prefill_chunk(
+    a: Architecture, o: EngineOptions, tensor: int, prompt_tokens: float | int, platform: str = "tpu"
+) -> ProgramCost:
     """Cost of `prefill_tokens` tokens of prompts of `prompt_tokens`, on each of `tensor` devices.
 
     As `decode_step`, without the head; each token meets all those of its prompt, seen or not.
@@ -179,7 +190,7 @@ def prefill_chunk(a: Architecture, o: EngineOptions, tensor: int, prompt_tokens:
     matrices = a.num_layers * layer_weights(a)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
     positions = o.prefill_tokens
-    weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype)
+    weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype) + _copied_bytes(a, o, platform)
     size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
     return ProgramCost(positions * (2 * matrices + attention) / tensor, size / tensor)
 

@@ -332,6 +332,14 @@ def test_compile_program(outcome, peak, over, fits):
     json.dumps(dataclasses.asdict(result))
 
 
+def test_compile_program_for_a_gpu():
+    result = compilation.compile_program(program_that((8, 1, 9)), CHIPS["h100"])
+    assert (result.sent_bytes, result.collectives, result.link_seconds) == (9e7, {"all-reduce": 1}, 2e-4)
+    assert result.latency_seconds == pytest.approx(8.8e-6)  # 1 us a kernel, 6.6 a collective, 0.6 each of two hops
+    result = dataclasses.replace(result, starts=Starts(kernels=1, host_reads=3))
+    assert report.remarks(result)[1].endswith("that nothing overlaps; the host reads 3 numbers")
+
+
 @pytest.mark.parametrize("text, unit", [(None, "call"), (HLO, "step")])
 def test_bytes_counted_by_hand(monkeypatch, text, unit):
     # Of a target that does not show its program; of a step, whose program has other passes as well.

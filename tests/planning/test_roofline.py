@@ -1,4 +1,4 @@
-"""Counting against numbers made by hand and against a compiler, what passes over links, and the plan made of it."""
+"""Counting against numbers made by hand and against a compiler, and the plan made of it."""
 
 import dataclasses
 
@@ -6,9 +6,8 @@ import pytest
 
 from reinforce_ada_jax.config import replaced, resolve
 from reinforce_ada_jax.distributed.mesh import make_mesh
-from reinforce_ada_jax.planning import collectives, latency, plan, programs, roofline
+from reinforce_ada_jax.planning import plan, programs, roofline
 from reinforce_ada_jax.planning.compilation import ProgramResult
-from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.plan import Deployment, Statistics
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, BatchLayout, Chip, ProgramCost
 from reinforce_ada_jax.policy.architecture import from_hf
@@ -55,6 +54,9 @@ def test_decode_step(architecture, weights):
     assert roofline.decode_step(architecture, OPTIONS, 2, 5) == ProgramCost(1080, 436)
     int8 = dataclasses.replace(OPTIONS, kv_dtype="int8", weight_dtype="int8")
     assert roofline.decode_step(architecture, int8, 1, 5) == ProgramCost(2160, 316 + 3 * 5 * 24)
+    # On GPUs the 240 weights of the two layers are copied: written once more, and read once more.
+    assert roofline.decode_step(architecture, OPTIONS, 1, 5, "gpu") == ProgramCost(2160, 872 + 2 * 240 * 2)
+    assert roofline.decode_step(architecture, int8, 2, 5, "gpu") == ProgramCost(1080, (316 + 3 * 5 * 24 + 2 * 240) / 2)
 
 
 def test_prefill_chunk():
@@ -62,6 +64,8 @@ def test_prefill_chunk():
     bytes_ = 2 * 120 * 2 + 8 * 16  # no head, no embedding
     assert roofline.prefill_chunk(TIED, OPTIONS, 1, 4) == ProgramCost(flops, bytes_) == ProgramCost(4864, 608)
     assert roofline.prefill_chunk(UNTIED, OPTIONS, 2, 4) == ProgramCost(2432, 304)
+    # Copied on GPUs, half on each of two devices.
+    assert roofline.prefill_chunk(UNTIED, OPTIONS, 2, 4, "gpu") == ProgramCost(2432, 304 + 2 * 240)
     int8 = dataclasses.replace(OPTIONS, kv_dtype="int8", weight_dtype="int8")
     assert roofline.prefill_chunk(TIED, int8, 1, 4) == ProgramCost(4864, 2 * 120 + 8 * 24)
 
@@ -199,114 +203,6 @@ def test_the_roofline_of_the_1p5b_model_on_one_v5e_chip():
     assert bound == "bandwidth" and 64 / seconds == pytest.approx(10_554, rel=1e-3)
 
 
-# ---- between chips -----------------------------------------------------------------------------------------------
-
-# As libtpu writes it: a loop of 3 turns in a loop that data ends, a collective spread over two fusions, the ways to
-# name groups, and one collective outside.
-HLO = """\
-HloModule jit__update
-
-%fused.1 (p: bf16[4]) -> bf16[8] {
-  ROOT %all-gather.1 = bf16[8,2]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
-}
-
-%fused.2 (p: bf16[4]) -> bf16[8] {
-  ROOT %all-gather.2 = bf16[8,2]{1,0:T(8,128)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={0}
-}
-
-%inner_condition (p: s32[]) -> pred[] {
-  %constant.1 = s32[]{:T(128)} constant(3)
-  ROOT %lt = pred[] compare(%p, %constant.1), direction=LT
-}
-
-%inner_body (p: s32[]) -> s32[] {
-  %a = bf16[8,2] fusion(%p), kind=kLoop, calls=%fused.1
-  %b = bf16[8,2] fusion(%p), kind=kLoop, calls=%fused.2
-  %permute = (f32[5]{0}, f32[5]{0}, u32[], u32[]) collective-permute-start(%b), channel_id=8
-}
-
-%outer_condition (p: s32[]) -> pred[] {
-  ROOT %lt.2 = pred[] compare(%p, %q), direction=LT
-}
-
-%outer_body (p: s32[]) -> s32[] {
-  %while.1 = s32[] while(%p), condition=%inner_condition, body=%inner_body
-  %sum = (f32[6]{0}, f32[]{:T(128)}) all-reduce(%x, %y), channel_id=9, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%a
-}
-
-ENTRY %main (p: s32[]) -> s32[] {
-  %while.2 = s32[] while(%p), condition=%outer_condition, body=%outer_body
-  %scatter = f32[3]{0} reduce-scatter(%z), channel_id=10, replica_groups=mesh['a'=4,'b'=2] {'b','a'}, dimensions={0}
-}
-"""
-
-
-def test_learner_sent():
-    # Two micro-batches. Half of 240 layer weights and of the head's 40 pass a link, 2 B, halved by `tensor`.
-    # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
-    assert collectives.learner_sent_bytes(TIED, LAYOUT, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
-    assert collectives.learner_sent_bytes(TIED, LAYOUT, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
-    # Gathered once: of the layers only gradients pass in a micro-batch, and the copy before it.
-    once = dataclasses.replace(LAYOUT, gathers_once=True)
-    assert collectives.learner_sent_bytes(TIED, once, update=False) == 120 + 2 * (20 + 2 * 2 * 128)
-    assert collectives.learner_sent_bytes(TIED, once, update=True) == 120 + 2 * (120 + 4 * 20 + 5 * 2 * 128)
-    # 10 of 20 adapters' weights 3 times, their gradients among them; of weights and head there are none. 3 sums more.
-    assert collectives.learner_sent_bytes(TIED, ADAPTED, update=False) == 2 * (120 + 10 + 20 + 2 * 2 * 128)
-    assert collectives.learner_sent_bytes(TIED, ADAPTED, update=True) == 2 * (2 * 120 + 3 * 10 + 2 * 20 + 8 * 2 * 128)
-
-
-def test_decode_sent():
-    # Two devices, 3 slots: the embedding's row and twice each layer's output, 4 columns of 2 B; and 20 B.
-    assert collectives.decode_sent_bytes(TIED, 3, 2, 2) == 3 * ((1 + 2 * TIED.num_layers) * 4 * 2 + 20)
-    assert collectives.decode_sent_bytes(TIED, 3, 1, 2) == 0
-
-
-def test_sent_bytes():
-    # Inner: 32 B gathered over 4, of which 24 pass a link; 20 B to the neighbour; 3 times 44. With 28 B summed over 4,
-    # twice 21: 174 a turn. Outside: 12 B come out of each of 8, so that 84 pass.
-    found = collectives.traffic(HLO, trip_count=5)
-    assert found.sent_bytes == 5 * (3 * 44 + 42) + 84 == 954
-    assert found.collectives == {"all-gather": 1, "collective-permute": 1, "all-reduce": 1, "reduce-scatter": 1}
-    assert collectives.traffic(HLO, trip_count=None).sent_bytes == 174 + 84
-    assert collectives.traffic("", trip_count=1) == (0.0, {}, Starts())
-
-
-def test_starts():
-    # Inner: two fusions and the start of a permutation; with the sum 3 * 3 + 1 kernels a turn. Outside: one. The gather
-    # in the fusions and the permutation overlap with products. The sum has 2 * 3 hops over 4 chips, the scatter 7.
-    assert collectives.traffic(HLO, trip_count=5).starts == Starts(kernels=51, collectives=6, hops=37)
-    # Of a conditional's branches all are counted; a copy in the background and the mark of a buffer are no kernels.
-    begin = "%outer_body (p: s32[]) -> s32[] {\n"
-    more = '  %c = (f32[2], f32[2], u32[]) copy-start(%p)\n  %d = f32[2] custom-call(), custom_call_target="Buffer"\n'
-    more += '  %k = f32[2] custom-call(%p), custom_call_target="tpu_custom_call"\n'
-    assert collectives.traffic(HLO.replace(begin, begin + more), trip_count=5).starts.kernels == 51 + 5
-
-
-def test_latency():
-    # 80 kernels and 31 a layer. 2 sums a layer and 6 more over two chips, 2 hops each: 948 + 62 * 5 + 124 us.
-    assert latency.decode_step(28, 2) == Starts(948, 62, 124)
-    assert latency.decode_step(28, 2).seconds == pytest.approx(1382e-6)
-    assert latency.decode_step(28, 1) == Starts(948, 0, 0)
-    # Two micro-batches of one layer: 100 kernels, 26 forwards and 125 backwards, 2 sums forwards and 3 backwards.
-    assert LAYOUT.tensor_shards == 2 and LAYOUT.micro_batches == 2
-    assert latency.learner_call(1, LAYOUT, update=True) == Starts(2 * 251, 10, 20)
-    assert latency.learner_call(1, LAYOUT, update=False) == Starts(2 * 126, 4, 8)
-
-
-def test_collectives_by_loop():
-    body = "%outer_body (p: s32[]) -> s32[] {\n"
-    branch = (
-        "%sorted (p: s32[]) -> s32[] {\n  %c = f32[2] all-to-all(%p), channel_id=3, replica_groups=[1,2]<=[2]\n}\n\n"
-    )
-    chosen = "  %i = s32[] conditional(%p), branch_computations={%sorted, %other}\n"
-    assert collectives.by_loop(HLO.replace(body, branch + body + chosen)) == {
-        ("outer_body", "sorted"): ["all-to-all"],
-        ("outer_body", "inner_body"): ["all-gather", "collective-permute"],
-        ("outer_body",): ["all-reduce"],
-        (): ["reduce-scatter"],
-    }
-
-
 # ---- the plan ----------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +241,12 @@ def test_phases():
     # 142 kernels of 1 us in every turn.
     later = plan.phases(deployment, RESULTS, means, latency_factor=2.0)
     assert later["decode"] - seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 2 * 142e-6, rel=1e-4)
+    # A GPU copies 480 B of weights in a turn, begins 179 kernels, and its host reads 10 numbers of 5.75 us.
+    deployment = dataclasses.replace(deployment, chip=dataclasses.replace(chip, platform="gpu"))
+    seconds, later = (plan.phases(deployment, RESULTS, means, factor) for factor in (0.0, 1.0))
+    assert seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * (87.2 + 96))
+    assert later["decode"] - seconds["decode"] == pytest.approx(64 * 3 * 2 / (6 * 0.936) * 236.5e-6, rel=1e-4)
+    assert "us a hop, 5.75 us a number that the host reads. With half" in plan.plan_text(deployment, RESULTS, means, 0)
 
 
 def test_packed_responses_take_a_part_of_the_time():
