@@ -6,7 +6,6 @@ A spot node gets SIGTERM as well, but only some 30 seconds before its end, and n
 import http.client
 import pathlib
 import threading
-import time
 import urllib.request
 from collections.abc import Callable
 
@@ -36,13 +35,17 @@ def noticed(server: str = SERVER) -> bool:
         return False
 
 
-def watch(on_notice: Callable[[], None], *, server: str = SERVER, poll_s: float = POLL_S) -> threading.Thread:
-    """Calls `on_notice` once, from its own thread, when there is a notice."""
+def watch(
+    on_notice: Callable[[], None], ended: threading.Event, *, server: str = SERVER, poll_s: float = POLL_S
+) -> threading.Thread:
+    """Calls `on_notice` once, from its own thread, when there is a notice; the thread ends soon after `ended` is set."""
 
     def ask() -> None:
         while not noticed(server):
-            time.sleep(poll_s)
-        on_notice()
+            if ended.wait(poll_s):
+                return
+        if not ended.is_set():
+            on_notice()
 
     thread = threading.Thread(target=ask, name="preemption", daemon=True)
     thread.start()

@@ -31,7 +31,7 @@ class Interrupt:
     """
 
     def __init__(self):
-        self._preempted = self._ended = False
+        self._preempted, self._ended = False, threading.Event()
         self._requested_at: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._wakeup: socket.socket | None = None
@@ -40,13 +40,13 @@ class Interrupt:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._handlers[number] = signal.signal(number, self._on_signal)
         if preemption.on_google_cloud():
-            preemption.watch(self.on_notice)
+            preemption.watch(self.on_notice, self._ended)
 
     def __enter__(self) -> "Interrupt":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended = True
+        self._ended.set()  # ends the thread that asks for notices
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._wakeup is not None:
@@ -77,7 +77,7 @@ class Interrupt:
                 break
             for second in numbers:
                 time.sleep(SECOND_S)
-                if not self._ended:
+                if not self._ended.is_set():
                     os._exit(128 + second)
 
     def _on_signal(self, number: int, frame: object) -> None:

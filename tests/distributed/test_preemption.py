@@ -1,5 +1,6 @@
 """Notices of a metadata server, from a stand-in for it, reach the run."""
 
+import functools
 import http.server
 import signal
 import socket
@@ -73,7 +74,7 @@ def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
     address, answers = metadata
     monkeypatch.setattr(signals.signal, "signal", lambda *_: None)
     with signals.Interrupt() as asked:
-        thread = preemption.watch(asked.on_notice, server=address, poll_s=0.01)
+        thread = preemption.watch(asked.on_notice, threading.Event(), server=address, poll_s=0.01)
         thread.join(0.2)
         asked.check()
         assert not asked.out_of_time(1000.0, 25.0)
@@ -84,6 +85,22 @@ def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
         assert not asked.out_of_time(1000.0, 0.0), "no limit"
         with pytest.raises(signals.Interrupted):
             asked.check()
+
+
+def test_nobody_asks_for_notices_after_the_end(metadata, monkeypatch):
+    address, answers = metadata
+    watch, threads = functools.partial(preemption.watch, server=address), []
+    monkeypatch.setattr(preemption, "on_google_cloud", lambda: True)
+    monkeypatch.setattr(preemption, "watch", lambda *arguments: threads.append(watch(*arguments)))
+    with signals.Interrupt():
+        assert [thread.is_alive() for thread in threads] == [True]
+    threads[0].join(4)  # seconds between two questions: 5
+    assert not threads[0].is_alive()
+    # A notice that comes then is not for a run that has ended.
+    ended = threading.Event()
+    ended.set()
+    answers["preempted"] = "TRUE"
+    watch(pytest.fail, ended).join()
 
 
 # The main thread is in a program that never returns to Python, as in a long program of the devices.
