@@ -52,7 +52,7 @@ Otherwise
     --worker=N         whose log is shown (0)
     --retries=N        watch: restarts of a run that failed, or of a start that did (3); preemptions don't count
     --poll=SECONDS     between two looks (60)
-    --backoff=SECONDS  before the first retry, doubled for each further one (30)
+    --backoff=SECONDS  before the first retry, doubled for each further one (30); also after preemptions within 600 s
     --yes              delete without asking
     --dry-run          print the commands that would be run, and run nothing; states are assumed, not asked
     --help             this text; launch/README.md tells the whole way

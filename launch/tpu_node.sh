@@ -10,7 +10,7 @@ readonly FAILED=1 BAD_USAGE=2 # exit codes of these scripts
 # Exit codes from the hosts: worker.sh (RUNNING), reinforce_ada_jax/cli.py (the others).
 readonly RUNNING=3 BAD_INPUT=2 INTERRUPTED=130 RESTART=75
 readonly MAX_LOOKS=60        # how often a state that should pass, or a node that can't be reached, is looked at
-readonly MAX_BACKOFF_S=600
+readonly MAX_BACKOFF_S=600 SHORT_RUN_S=600 # a run that ends sooner is not started again at once
 
 # shellcheck source=launch/flags.sh
 source "$root/launch/flags.sh"

@@ -79,7 +79,7 @@ resume() {
 }
 
 watch() {
-  local failures=0 counted=false patience=$MAX_LOOKS code
+  local failures=0 counted=false short=0 started=-$SHORT_RUN_S patience=$MAX_LOOKS code
   pack
   say "watching $name (Ctrl-C ends the watching, not the run)"
   while true; do
@@ -113,8 +113,14 @@ $left"
         say "the run on $name failed ($ended)"
         "$counted" || pause_before_retry
         ;;
-      told) say "the run on $name was told to end and has saved its state; it is started again" ;;
-      gone) say "$name is gone ($state)" ;;
+      told)
+        say "the run on $name was told to end and has saved its state; it is started again"
+        "$counted" || pause_after_short_run
+        ;;
+      gone)
+        say "$name is gone ($state)"
+        "$counted" || pause_after_short_run
+        ;;
     esac
     # A subshell, so that a step that fails ends the attempt and not the watching. Not in a condition: that would
     # switch off `set -e` in everything below it.
@@ -126,7 +132,7 @@ $left"
     code=$?
     set -e
     if "$dry_run"; then return "$code"; fi
-    counted=false
+    counted=false started=$SECONDS
     if ((code)); then
       say "starting $name again failed"
       pause_before_retry
@@ -136,15 +142,34 @@ $left"
   done
 }
 
+# Sets `pause` to --backoff, doubled for each of $1 times before this one.
+set_pause() {
+  pause=$((backoff << ($1 < 16 ? $1 : 16)))
+  ((pause <= MAX_BACKOFF_S)) || pause=$MAX_BACKOFF_S
+}
+
+# Waits if a run ended soon after its start. Spot capacity may be taken away at once many times, so there is no limit.
+pause_after_short_run() {
+  local pause ran=$((SECONDS - started))
+  if ((ran >= SHORT_RUN_S)); then
+    short=0
+    return
+  fi
+  set_pause "$short"
+  short=$((short + 1))
+  say "it ended $ran s after its start ($short short runs in a row): the next start is in $pause s. Log: $(again logs)"
+  sleep "$pause"
+}
+
 # Counts one of --retries in `failures`, and waits.
 pause_before_retry() {
-  local pause=$((backoff << (failures < 16 ? failures : 16)))
+  local pause
+  set_pause "$failures"
   failures=$((failures + 1))
   if ((failures > retries)); then
     node_left
     fail "that was failure $failures, and --retries=$retries. $left"
   fi
-  ((pause <= MAX_BACKOFF_S)) || pause=$MAX_BACKOFF_S
   say "retry $failures of $retries in $pause s"
   sleep "$pause"
 }

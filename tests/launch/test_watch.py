@@ -85,6 +85,17 @@ def test_how_a_run_ended_decides(cloud, codes, steps, code, part):
     assert "tpu-vm delete" not in cloud.steps()
 
 
+def test_a_run_that_is_told_to_end_at_once_starts_more_and_more_slowly(cloud):
+    # 30, 60, 120 ... seconds, up to 600; no pause before the first, of which nobody knows when it was started.
+    sleep = cloud.folder / "bin" / "sleep"
+    sleep.write_text('#!/bin/sh\necho "$1" >>"$WORLD/slept"\n')
+    sleep.chmod(0o755)
+    begin(cloud, RESTART, then=[RESTART] * 6 + [0])
+    result = check(cloud.run("watch", *ALL, "--backoff=30", "--retries=0"))
+    assert (cloud.folder / "slept").read_text().split() == ["30", "60", "120", "240", "480", "600"]
+    assert "(6 short runs in a row): the next start is in 600 s" in result.stderr and "has finished" in result.stderr
+
+
 def test_one_process_of_a_pod_that_fails_ends_the_others(cloud):
     # Host 0 would wait for host 1 forever. Started again, both finish.
     begin(cloud, "running", 1)
