@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import numbers
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -50,11 +51,20 @@ def defaults() -> ConfigDict:
     return section(Config).lock()
 
 
+# A text is a sequence too, of letters.
+_ACCEPTED: dict[type, Any] = {int: numbers.Integral, float: numbers.Real, tuple: (tuple, list)}
+
+
+def _check_type(key: str, value: Any, accepted: Any, name: str) -> None:
+    if not isinstance(value, accepted):
+        raise ValueError(f"{key} is {value!r:.80}, of the type {type(value).__name__}; its type must be {name}.")
+
+
 def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
     """Returns the typed configuration of a ConfigDict or of nested mappings; missing keys have their defaults.
 
     Raises:
-      ValueError: an unknown key.
+      ValueError: an unknown key, or a value of another type.
     """
 
     def section(owner: type, given: Mapping[str, Any], prefix: str) -> Any:
@@ -64,13 +74,15 @@ def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
             raise ValueError(f"unknown configuration key {prefix}{unknown[0]}. {aliases.hint(unknown[0])}".strip())
         values = {}
         for name, value in given.items():
-            kind, _ = _type_of(owner, known[name])
+            kind, optional = _type_of(owner, known[name])
             if dataclasses.is_dataclass(kind):
+                _check_type(prefix + name, value, Mapping, "mapping")
                 values[name] = section(kind, value, f"{prefix}{name}.")
-            elif value is None:
+            elif optional and value is None:
                 values[name] = None
             else:
-                values[name] = float(value) if kind is float else tuple(value) if kind is tuple else value
+                _check_type(prefix + name, value, _ACCEPTED.get(kind, kind), kind.__name__)
+                values[name] = kind(value)
         return owner(**values)
 
     return section(Config, config.to_dict() if isinstance(config, ConfigDict) else config, "")

@@ -5,6 +5,7 @@ import math
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from reinforce_ada_jax import config as config_lib
@@ -475,6 +476,30 @@ def test_an_unknown_key_is_an_error():
             config_lib.from_json(json.dumps(tree))
     with pytest.raises(ValueError, match=r"unknown configuration key reward\.scale"):
         config_lib.replaced(Config(), {"reward.scale": 2})
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"evaluation": {"benchmarks": "a.jsonl"}}, "evaluation.benchmarks is 'a.jsonl', of the type str; its type must be tuple"),
+        ({"seed": "3"}, "seed is '3', of the type str; its type must be int"),
+        ({"seed": 3.0}, "seed is 3.0, of the type float; its type must be int"),
+        ({"seed": None}, "seed is None"),
+        ({"learning": {"learning_rate": "1e-6"}}, "learning.learning_rate is '1e-6', .*its type must be float"),
+        ({"model": "some"}, "model is 'some', of the type str; its type must be mapping"),
+    ],
+)
+def test_a_value_of_another_type_is_an_error(tree, message):
+    with pytest.raises(ValueError, match=message):
+        config_lib.resolve(tree)
+
+
+def test_values_of_their_types():
+    tree = {"evaluation": {"benchmarks": ["a.jsonl"]}, "collection": {"k_pos": None}, "sampling": {"temperature": 1}}
+    config = config_lib.resolve(tree)
+    assert config.evaluation.benchmarks == ("a.jsonl",) and config.collection.k_pos is None
+    assert type(config.sampling.temperature) is float
+    assert type(config_lib.resolve({"seed": np.int64(3)}).seed) is int  # JSON has no numpy
 
 
 def test_a_resume_may_change_these_and_nothing_else():
