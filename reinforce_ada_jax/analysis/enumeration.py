@@ -230,7 +230,9 @@ def group_terms(
 
 def _terms(strategy: Strategy, ends: Outcomes, estimate: float | None) -> Float[np.ndarray, "6 S"]:
     """Returns `group_terms` of each final state; each distinct state is computed once."""
-    rounds = ends.rounds if strategy.coefficients is not None else np.ones_like(ends.rounds)
+    # Groups know nothing of rounds, except where the rule drops some.
+    looks = strategy.coefficients is not None or strategy.drop_unmet
+    rounds = ends.rounds if looks else np.ones_like(ends.rounds)
     columns = np.stack([ends.drawn, ends.correct, rounds, ends.success_round, ends.success_correct])
     distinct, index = np.unique(columns, axis=1, return_inverse=True)
     found = []

@@ -68,7 +68,7 @@ def draw_counts(
     @functools.cache
     def decide(rounds: int, drawn: int, correct: int, plan: tuple[float | None, int | None]) -> tuple[int, float]:
         progress = PromptProgress(PROMPT, rounds, drawn, correct, *plan)
-        size = strategy.next_draws(progress)
+        size = strategies.round_size(strategy, progress)
         return size, strategy.continue_probability(progress) if size and rounds else 1.0
 
     drawn, correct, num_rounds, success_correct = np.zeros((4, count), np.int64)
@@ -87,6 +87,14 @@ def draw_counts(
         rounds += 1
         num_rounds[in_flight] = rounds
     return DrawCounts(num_rounds, drawn, correct, success_round, success_correct)
+
+
+def sizes_without_success(strategy: Strategy, rounds: int) -> list[int]:
+    """Returns the sizes of the first `rounds` rounds of a prompt, of which only the last one has a correct draw."""
+    sizes: list[int] = []
+    while len(sizes) < rounds:
+        sizes.append(strategies.round_size(strategy, PromptProgress(PROMPT, len(sizes), sum(sizes), 0)))
+    return sizes
 
 
 def learn(
@@ -119,17 +127,23 @@ def learn(
         differ in the direction of their updates, not in their size, which an optimiser such as Adam removes too.
       seed: seed of all draws.
     """
-    if strategies.build(config).needs_estimates:
-        raise ValueError("learning curves follow no estimates for a control variate: use the control variate constant.")
     strategy, rng, settings = strategies.build(config), np.random.default_rng(seed), EstimatorConfig()
+    if strategy.needs_estimates or (strategy.coefficients is not None and strategy.plan is not None):
+        raise ValueError(
+            "learning curves follow no estimates of a control variate or of other coefficients: use the control "
+            "variate constant, or leave out the plan or the coefficients."
+        )
     ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
     names = [f"{index:06d}" for index in range(len(pass_rates))]
 
     @functools.cache
     def terms(rounds: int, drawn: int, correct: int, *success: int) -> tuple[int, int, float, float]:
+        sizes: Sequence[int] = ()
         if strategy.coefficients is None:
-            rounds, success = 1, NO_SUCCESS
-        found = group_terms(strategy, drawn, correct, rounds, (success[0], success[1]))
+            rounds, success = rounds if strategy.drop_unmet else 1, NO_SUCCESS
+        else:
+            sizes = sizes_without_success(strategy, rounds if success == NO_SUCCESS else success[0] + 1)
+        found = group_terms(strategy, drawn, correct, rounds, (success[0], success[1]), sizes=sizes)
         return found.kept_correct, found.kept_wrong, found.sum_correct, found.sum_wrong
 
     with np.errstate(divide="ignore"):

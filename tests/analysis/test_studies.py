@@ -118,6 +118,49 @@ def test_nothing_is_learned_of_what_is_certain():
         assert (np.diff(curve.draws) > 0).all()
 
 
+def test_rounds_of_different_sizes_of_a_users_strategy(tmp_path):
+    # A round of 1 without a success, and then one of 3, whose coefficients are 1 for each correct draw.
+    (tmp_path / "mine.py").write_text("""
+import dataclasses
+import numpy as np
+from reinforce_ada_jax.collection import strategies
+
+def uneven(config):
+    def coefficients(pool, usable):
+        assert pool.round_sizes in ((1,), (1, 3)), pool.round_sizes
+        return np.arange(len(usable)), pool.correct.astype(float)
+    return dataclasses.replace(
+        strategies.fixed(1), coefficients=coefficients, max_draws=4,
+        next_draws=lambda progress: (1, 3 * (progress.correct == 0), 0)[progress.rounds],
+    )
+
+def planned(config):
+    return dataclasses.replace(uneven(config), plan=lambda estimates, ids: np.ones(len(ids), int))
+""")
+    curve = learn(config(f"{tmp_path}/mine.py:uneven"), [0.0, 0.2, 0.5, 1.0], prompts_per_update=4, updates=5)
+    assert curve.draws[1] in (4 + 1 + 1 + 1, 4 + 4 + 1 + 1, 4 + 1 + 4 + 1, 4 + 4 + 4 + 1)
+    with pytest.raises(ValueError, match="learning curves follow no estimates"):
+        learn(config(f"{tmp_path}/mine.py:planned"), [0.5, 0.5])
+
+
+def test_a_users_rule_that_looks_at_rounds_and_drops(tmp_path):
+    # Two draws, and two more if none is correct: the group of a prompt that needed these is dropped.
+    (tmp_path / "mine.py").write_text("""
+import dataclasses
+from reinforce_ada_jax.collection import strategies
+
+def second(config):
+    return dataclasses.replace(
+        strategies.fixed(2), drop_unmet=True, max_draws=4,
+        next_draws=lambda progress: 2 * (progress.rounds == 0 or (progress.rounds == 1 and progress.correct == 0)),
+        met=lambda progress: progress.rounds == 1,
+    )
+""")
+    found = expectations(config(f"{tmp_path}/mine.py:second"), np.array([0.5]))
+    # Kept: one correct and one wrong response, where the first round has one of each, with probability 1/2.
+    assert found.kept_correct[0] == pytest.approx(0.5) and found.unmet[0] == pytest.approx(0.25)
+
+
 def test_average():
     curves = [
         Curve(np.array([0.0, 10.0, 20.0]), np.array([0.1, 0.2, 0.4])),
