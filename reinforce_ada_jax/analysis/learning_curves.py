@@ -7,7 +7,7 @@ off-policy. It shows the effect of the choice and the number of draws, not what 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -97,6 +97,22 @@ def sizes_without_success(strategy: Strategy, rounds: int) -> list[int]:
     return sizes
 
 
+def _terms_of(strategy: Strategy) -> Callable[..., tuple[int, int, float, float]]:
+    """Returns a function of a final state: correct and wrong responses kept, and the sums of their advantages."""
+
+    @functools.cache
+    def terms(rounds: int, drawn: int, correct: int, *success: int) -> tuple[int, int, float, float]:
+        sizes: Sequence[int] = ()
+        if strategy.coefficients is None:
+            rounds, success = rounds if strategy.drop_unmet else 1, NO_SUCCESS
+        else:
+            sizes = sizes_without_success(strategy, rounds if success == NO_SUCCESS else success[0] + 1)
+        found = group_terms(strategy, drawn, correct, rounds, (success[0], success[1]), sizes=sizes)
+        return found.kept_correct, found.kept_wrong, found.sum_correct, found.sum_wrong
+
+    return terms
+
+
 def learn(
     config: StrategyConfig,
     pass_rates: Float[np.ndarray, " P"],
@@ -136,16 +152,7 @@ def learn(
     ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
     names = [f"{index:06d}" for index in range(len(pass_rates))]
 
-    @functools.cache
-    def terms(rounds: int, drawn: int, correct: int, *success: int) -> tuple[int, int, float, float]:
-        sizes: Sequence[int] = ()
-        if strategy.coefficients is None:
-            rounds, success = rounds if strategy.drop_unmet else 1, NO_SUCCESS
-        else:
-            sizes = sizes_without_success(strategy, rounds if success == NO_SUCCESS else success[0] + 1)
-        found = group_terms(strategy, drawn, correct, rounds, (success[0], success[1]), sizes=sizes)
-        return found.kept_correct, found.kept_wrong, found.sum_correct, found.sum_wrong
-
+    terms = _terms_of(strategy)
     with np.errstate(divide="ignore"):
         logits = np.log(pass_rates) - np.log1p(-pass_rates)
     spent, means, cursor = [0.0], [float(np.mean(pass_rates))], 0

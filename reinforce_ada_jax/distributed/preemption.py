@@ -38,7 +38,7 @@ def noticed(server: str = SERVER) -> bool:
 def watch(
     on_notice: Callable[[], None], ended: threading.Event, *, server: str = SERVER, poll_s: float = POLL_S
 ) -> threading.Thread:
-    """Calls `on_notice` once, from its own thread, when there is a notice; the thread ends soon after `ended` is set."""
+    """Calls `on_notice` once, from its own thread, when there is a notice; the thread ends after `ended` is set."""
 
     def ask() -> None:
         while not noticed(server):

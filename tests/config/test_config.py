@@ -481,7 +481,7 @@ def test_an_unknown_key_is_an_error():
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"evaluation": {"benchmarks": "a.jsonl"}}, "evaluation.benchmarks is 'a.jsonl', of the type str; its type must be tuple"),
+        ({"evaluation": {"benchmarks": "a.jsonl"}}, "benchmarks is 'a.jsonl', of the type str; its type must be tuple"),
         ({"seed": "3"}, "seed is '3', of the type str; its type must be int"),
         ({"seed": 3.0}, "seed is 3.0, of the type float; its type must be int"),
         ({"seed": None}, "seed is None"),
