@@ -35,6 +35,7 @@ from reinforce_ada_jax.sampling.state import (
     TRUNCATED,
     DecodeState,
     EngineOptions,
+    NewTokens,
     Occupancy,
     Outputs,
     Prefix,
@@ -158,16 +159,24 @@ def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""
     """Gives each slot the page of its next token, where wanted; evicts slots if fewer are free beyond `floor`."""
     needs_page = slots_lib.needs_page(state.slots, _page_size(state))
 
-    def change(small: Occupancy, redone: Int[Array, ""]) -> tuple[Occupancy, Int[Array, ""]]:
+    def evict(small, redone, start, length):
         before = small.slots
-        short = jnp.sum(needs_page, dtype=jnp.int32) > small.pool.available - floor
-        small = jax.lax.cond(short, lambda small: slots_lib.evict(small, needs_page, floor), lambda small: small, small)
+        small = slots_lib.evict(small, needs_page, floor)
         evicted = before.active & ~small.slots.active
         redone = redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32)
-        return slots_lib.grow(small, needs_page & small.slots.active), redone
+        # All tokens are reported again, because programs of some shapes round otherwise, and so draw others.
+        row = jnp.where(evicted, before.output_row, length.shape[0])
+        return small, redone, start.at[row].set(0, mode="drop"), length.at[row].set(0, mode="drop")
 
-    state, redone = _change(state, wanted & jnp.any(needs_page), change, state.redone)
-    return state.replace(redone=redone)
+    def change(small, other):
+        short = jnp.sum(needs_page, dtype=jnp.int32) > small.pool.available - floor
+        small, *other = jax.lax.cond(short, evict, lambda *unchanged: unchanged, small, *other)
+        return slots_lib.grow(small, needs_page & small.slots.active), tuple(other)
+
+    outputs = state.outputs
+    other = state.redone, outputs.start, outputs.length
+    state, (redone, start, length) = _change(state, wanted & jnp.any(needs_page), change, other)
+    return state.replace(redone=redone, outputs=outputs.replace(start=start, length=length))
 
 
 def _forward(
@@ -220,7 +229,7 @@ def _append_tokens(
     ended = stopped | (active & (count >= slots.sampling.max_tokens))
     row = jnp.where(active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
-    outputs = Outputs(
+    outputs = outputs.replace(
         tokens=outputs.tokens.at[row, slots.count].set(tokens, mode="drop"),
         logprobs=outputs.logprobs.at[row, slots.count].set(logprobs, mode="drop"),
         length=outputs.length.at[row].set(count, mode="drop"),
@@ -274,9 +283,8 @@ def _begin_window(state: DecodeState, inputs: WindowInputs, keep_drafts: bool) -
         state = state.replace(drafts=drafts_lib.begin_window(state.drafts, inputs.opened, keep_drafts))
     outputs, size, zero = state.outputs, state.outputs.length.shape[0], jnp.int32(0)
     new = jnp.where(jnp.arange(size) < inputs.count, inputs.output_row, size)
-    outputs = outputs.replace(
-        length=outputs.length.at[new].set(0, mode="drop"), status=jnp.full_like(outputs.status, RUNNING)
-    )
+    length = outputs.length.at[new].set(0, mode="drop")
+    outputs = outputs.replace(start=length, length=length, status=jnp.full_like(outputs.status, RUNNING))
     return state.replace(outputs=outputs, busy=zero, decode_steps=zero, redone=zero)
 
 
@@ -382,12 +390,21 @@ def decode_window(
     state = jax.lax.while_loop(
         lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(num_slots), jnp.bool(True))
     )[0]
-    return state, _window_outputs(state)
+    return state, _window_outputs(state, options.most_new_tokens)
 
 
-def _window_outputs(state: DecodeState) -> WindowOutputs:
+def _new_tokens(outputs: Outputs, most: int) -> NewTokens:
+    """Returns the tokens from `start` on, of which no row has more than `most`."""
+    place = outputs.start[:, None] + jnp.arange(most)[None]
+    tokens, logprobs = (jnp.take_along_axis(x, place, axis=1, mode="clip") for x in (outputs.tokens, outputs.logprobs))
+    return NewTokens(
+        tokens=tokens, logprobs=logprobs, start=outputs.start, length=outputs.length, status=outputs.status
+    )
+
+
+def _window_outputs(state: DecodeState, most_new_tokens: int) -> WindowOutputs:
     return WindowOutputs(
-        rows=state.outputs,
+        rows=_new_tokens(state.outputs, most_new_tokens),
         waiting=state.queue.end - state.queue.head,
         free_pages=state.pool.available,
         prompt_length=state.prompts.length,

@@ -29,7 +29,6 @@ from reinforce_ada_jax.sampling.state import (
     Drafts,
     EngineOptions,
     OpenedPrompts,
-    Outputs,
     Slots,
 )
 
@@ -252,7 +251,7 @@ def append_tokens(
     rows_kept = jnp.where(kept, slots.output_row[:, None], outputs.length.shape[0])
     at = slots.count[:, None] + place
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
-    outputs = Outputs(
+    outputs = outputs.replace(
         tokens=outputs.tokens.at[rows_kept, at].set(tokens, mode="drop"),
         logprobs=outputs.logprobs.at[rows_kept, at].set(logprobs, mode="drop"),
         length=outputs.length.at[row].set(count, mode="drop"),

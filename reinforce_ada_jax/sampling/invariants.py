@@ -5,14 +5,13 @@ for tests, and to find where a page or a request is lost.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.state import RUNNING, EngineOptions, Occupancy, WindowOutputs
-from reinforce_ada_jax.types import Request
 
 
 class BrokenInvariant(RuntimeError):
@@ -133,17 +132,20 @@ def _check_slots(options: EngineOptions, state: Occupancy, rows: Rows, active: n
     _require(bool(same.all()), f"slots {active[~same.all(1)].tolist()} read other pages than their prompts'")
 
 
-def check_outputs(outputs: WindowOutputs, in_flight: Mapping[int, Request]) -> None:
-    """Checks that what a window finished was requested, and not answered before.
+def check_outputs(outputs: WindowOutputs, rows: Rows) -> None:
+    """Checks that what a window wrote was requested and not answered before, and follows what the host has.
 
     Raises:
-      BrokenInvariant: an output row ended without a request in flight, or without a token.
+      BrokenInvariant: an output row got tokens or ended without a request in flight, ended without a new token, or has
+        tokens that the host did not get.
     """
-    ended = np.flatnonzero(outputs.rows.status != RUNNING)
-    strange = [row for row in ended.tolist() if row not in in_flight]
-    _require(not strange, f"output rows {strange} ended, and no request is in flight for them")
-    lengths = outputs.rows.length[ended]
-    _require(bool((lengths >= 1).all()), f"output rows {ended[lengths < 1].tolist()} ended without a token")
+    new = outputs.rows
+    has_new, ended = new.length > new.start, np.flatnonzero(new.status != RUNNING)
+    strange = [row for row in np.flatnonzero(has_new).tolist() if row not in rows.in_flight]
+    _require(not strange, f"output rows {strange} got tokens, and no request is in flight for them")
+    _require(bool(has_new[ended].all()), f"output rows {ended[~has_new[ended]].tolist()} ended without a token")
+    gap = np.flatnonzero(has_new & (new.start > 0) & (new.start != rows.length))
+    _require(not gap.size, f"new tokens of output rows {gap.tolist()} do not follow those before")
 
 
 def check_idle(options: EngineOptions, state: Occupancy) -> None:

@@ -1,11 +1,14 @@
-"""Rows of a replica's prompt table and of its outputs: which are free, and what occupies the others."""
+"""Rows of a replica's prompt table and of its outputs: which are free, and what occupies the others.
+
+Windows report new tokens only. Output rows put them behind those that the host has.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.sampling.state import EngineOptions, NewTokens
 from reinforce_ada_jax.types import Request
 
 
@@ -32,6 +35,9 @@ class Rows:
       parked: turns that wait for the next one, by the id of its prompt, the oldest first.
       park_rows: prompt rows that turns in flight may be parked in, by output row.
       in_flight: requests on the device, by output row.
+      tokens: int32[O, max_response], of responses, in their output rows.
+      logprobs: float32[O, max_response], of these tokens.
+      length: int[O], their number after the last window that was read; rows that are free mean nothing.
     """
 
     def __init__(self, options: EngineOptions):
@@ -42,6 +48,10 @@ class Rows:
         self.free_prompt_rows = list(range(options.open_prompts))[::-1]
         self.in_flight: dict[int, Request] = {}
         self.free_output_rows = list(range(options.output_rows))[::-1]
+        # The system gives memory to the pages of zeros that are written.
+        size = options.output_rows, options.max_response_tokens
+        self.tokens, self.logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
+        self.length = np.zeros(options.output_rows, np.int32)
 
     def open_prompt(self, prompt_id: str) -> int:
         """Returns the row that the prompt gets."""
@@ -81,6 +91,17 @@ class Rows:
         if request.continues and self.free_prompt_rows:
             self.park_rows[row] = self.free_prompt_rows.pop()
         return row
+
+    def write(self, new: NewTokens) -> None:
+        """Puts the tokens that a window wrote into the output rows."""
+        row, column = np.nonzero(np.arange(new.tokens.shape[1]) < (new.length - new.start)[:, None])
+        place = new.start[row] + column
+        self.tokens[row, place], self.logprobs[row, place] = new.tokens[row, column], new.logprobs[row, column]
+        self.length = new.length
+
+    def response(self, row: int) -> tuple[Int[np.ndarray, " T"], Float[np.ndarray, " T"]]:
+        """Returns tokens of a response so far and their log-probabilities, to be copied before the next window."""
+        return self.tokens[row, : self.length[row]], self.logprobs[row, : self.length[row]]
 
     def finish(self, row: int) -> Request:
         """Frees an output row; returns the request that its response answers."""

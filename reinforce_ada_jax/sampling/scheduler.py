@@ -283,22 +283,23 @@ class Scheduler:
           RuntimeError: requests wait, and the pool has no room for any of them.
         """
         if self.options.check_invariants:
-            invariants.check_outputs(outputs, self.rows.in_flight)
+            invariants.check_outputs(outputs, self.rows)
         if outputs.waiting and not outputs.decode_steps:
             raise RuntimeError(
                 f"{outputs.waiting} requests wait and none can start: the pool of {self.options.pages} pages has no "
                 "room for one response beside the open prompts. Raise sampling.pages."
             )
-        rows, responses = outputs.rows, []
-        for row in np.flatnonzero(rows.status != RUNNING).tolist():
-            request, length = self.rows.finish(row), int(rows.length[row])
-            self._lengths.add(own_pages(len(request.prompt.tokens), length, self.options.page_size))
+        self.rows.write(outputs.rows)
+        status, responses = outputs.rows.status, []
+        for row in np.flatnonzero(status != RUNNING).tolist():
+            request, (tokens, logprobs) = self.rows.finish(row), self.rows.response(row)
+            self._lengths.add(own_pages(len(request.prompt.tokens), len(tokens), self.options.page_size))
             responses.append(Response(
                 prompt_id=request.prompt.id,
                 draw=request.draw,
-                tokens=rows.tokens[row, :length].copy(),
-                logprobs=rows.logprobs[row, :length].copy(),
-                truncated=bool(rows.status[row] == TRUNCATED),
+                tokens=tokens.copy(),
+                logprobs=logprobs.copy(),
+                truncated=bool(status[row] == TRUNCATED),
                 policy_version=policy_version,
             ))  # fmt: skip
             self._end_turn(row, request, responses[-1], outputs)

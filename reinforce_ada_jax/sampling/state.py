@@ -165,10 +165,25 @@ class Slots(Record):
 
 
 class Outputs(Record):
-    """Responses, finished or growing, each in the row that its request named; length 0 before the first token."""
+    """Responses, finished or growing, each in the row that its request named.
+
+    The length is 0 before the first token, and again after an eviction. The host has the tokens before `start`: those
+    that earlier windows reported and that were not drawn again.
+    """
 
     tokens: Int[ArrayLike, "O max_response"]
     logprobs: Float[ArrayLike, "O max_response"]
+    start: Int[ArrayLike, " O"]
+    length: Int[ArrayLike, " O"]
+    status: Int[ArrayLike, " O"]
+
+
+class NewTokens(Record):
+    """Tokens of each output row that a window wrote: those from `start` to `length` - 1, at the front."""
+
+    tokens: Int[ArrayLike, "O new"]
+    logprobs: Float[ArrayLike, "O new"]
+    start: Int[ArrayLike, " O"]
     length: Int[ArrayLike, " O"]
     status: Int[ArrayLike, " O"]
 
@@ -227,7 +242,7 @@ class WindowOutputs(Record):
     """Outputs of a decode window, copied so that the next window may begin before the host reads them.
 
     Attributes:
-      rows: status other than RUNNING where a response ended in this window.
+      rows: new tokens of responses; status other than RUNNING where one ended in this window.
       waiting: requests that no slot has taken yet.
       free_pages: at the end of the window.
       prompt_length: of each prompt row at the end of the window; above 1 where a turn is parked.
@@ -238,7 +253,7 @@ class WindowOutputs(Record):
       drafts: counts, where the engine guesses.
     """
 
-    rows: Outputs
+    rows: NewTokens
     waiting: Int[ArrayLike, ""]
     free_pages: Int[ArrayLike, ""]
     prompt_length: Int[ArrayLike, " R"]
@@ -310,6 +325,11 @@ class EngineOptions:
         return ROWS_PER_SLOT * self.slots
 
     @property
+    def most_new_tokens(self) -> int:
+        """Tokens that a response may get in a window."""
+        return min(self.max_response_tokens, self.window * (1 + self.drafts))
+
+    @property
     def table_width(self) -> int:
         """Pages of the longest prompt with the longest response."""
         return pages_lib.num_pages(self.max_prompt_tokens + self.max_response_tokens, self.page_size)
@@ -376,6 +396,7 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         outputs=Outputs(
             tokens=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.int32),
             logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
+            start=jnp.zeros(o.output_rows, jnp.int32),
             length=jnp.zeros(o.output_rows, jnp.int32),
             status=jnp.zeros(o.output_rows, jnp.int32),
         ),

@@ -17,8 +17,8 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     EngineOptions,
+    NewTokens,
     OpenedPrompts,
-    Outputs,
     WindowInputs,
     WindowOutputs,
     empty_occupancy,
@@ -34,12 +34,14 @@ class WindowModel:
     Attributes:
       state: that part of the device's state.
       responses: (tokens, truncated) of each request in the queue or in a slot, by output row.
+      start, length: of `Outputs`.
     """
 
     def __init__(self, options: EngineOptions, respond: Respond):
         self.options, self._respond = options, respond
         self.state = empty_occupancy(options, np)
         self.responses: dict[int, tuple[np.ndarray, bool]] = {}
+        self.start, self.length = np.zeros((2, options.output_rows), np.int32)
         self._drafts = DraftModel(options)
 
     # ---- what a test may look at ---------------------------------------------------------------------------------
@@ -100,6 +102,7 @@ class WindowModel:
             self.on_advance(active, num_tokens)
             slots.position[active] += num_tokens
             slots.count[active] += num_tokens
+            self.length[slots.output_row[active]] = slots.count[active]
             ended.extend(self._end(active[left == num_tokens], int(inputs.park_reserve)))
 
         widths, last_width = o.widths, o.slots
@@ -197,6 +200,8 @@ class WindowModel:
             queue.park_row[entry] = inputs.park_row[index]
             queue.sampling.max_tokens[entry] = max_tokens
             self.responses[int(inputs.output_row[index])] = self._respond(inputs.address[index], max_tokens)
+            self.length[inputs.output_row[index]] = 0
+        self.start = self.length.copy()
         queue.end[...] += inputs.count
 
     def _refill(self, reserve: int, expected: np.ndarray) -> None:
@@ -257,6 +262,7 @@ class WindowModel:
             queue.prompt_row[entry], queue.output_row[entry] = slots.prompt_row[slot], slots.output_row[slot]
             queue.park_row[entry] = slots.park_row[slot]
             queue.sampling.max_tokens[entry] = slots.sampling.max_tokens[slot]
+        self.start[slots.output_row[evicted]] = self.length[slots.output_row[evicted]] = 0
         for slot in sorted(evicted):
             self.on_evict(slot)
             self._give_up(slot)
@@ -292,18 +298,18 @@ class WindowModel:
             array[:] = array[order]
 
     def _outputs(self, ended: list[int], decode_steps: int, busy: int, redone: int) -> WindowOutputs:
-        responses = {row: self.responses.pop(row) for row in ended}
-        rows, longest = self.options.output_rows, max((len(tokens) for tokens, _ in responses.values()), default=1)
-        outputs = Outputs(
-            tokens=np.zeros((rows, longest), np.int32), logprobs=np.zeros((rows, longest), np.float32),
-            length=np.zeros(rows, np.int32), status=np.full(rows, RUNNING, np.int32),
+        queue, size = self.state.queue, (self.options.output_rows, self.options.most_new_tokens)
+        new = NewTokens(
+            tokens=np.zeros(size, np.int32), logprobs=np.zeros(size, np.float32),
+            start=self.start, length=self.length.copy(), status=np.full(size[0], RUNNING, np.int32),
         )  # fmt: skip
-        for row, (tokens, truncated) in responses.items():
-            outputs.tokens[row, : len(tokens)], outputs.length[row] = tokens, len(tokens)
-            outputs.status[row] = TRUNCATED if truncated else STOPPED
-        queue = self.state.queue
+        for row in np.flatnonzero(new.length > new.start).tolist():
+            begin, end = int(new.start[row]), int(new.length[row])
+            new.tokens[row, : end - begin] = self.responses[row][0][begin:end]
+        for row in ended:
+            new.status[row] = TRUNCATED if self.responses.pop(row)[1] else STOPPED
         return WindowOutputs(
-            rows=outputs, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
+            rows=new, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
             prompt_length=self.state.prompts.length.copy(), busy=np.asarray(busy, np.int32),
             decode_steps=np.asarray(decode_steps, np.int32), redone=np.asarray(redone, np.int32),
             drafts=self._drafts.take_counts(),

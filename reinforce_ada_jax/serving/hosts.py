@@ -144,7 +144,7 @@ def follow(engines: Sequence[Engine], loads: Sequence[Callable[[], Params]]) -> 
             windows[model].append(outputs)
         elif action == _READ:
             found = engine.fetch_outputs(windows[model].pop(0))
-            processes.send(0, to_bytes(_READ, model, _without_padding(found)))
+            processes.send(0, to_bytes(_READ, model, found))
 
 
 def _no_inputs(engine: Engine) -> WindowInputs:
@@ -152,13 +152,3 @@ def _no_inputs(engine: Engine) -> WindowInputs:
         raise AssertionError(request)
 
     return Scheduler(engine.options).next_window(unused, unused)
-
-
-def _without_padding(outputs: Sequence[WindowOutputs]) -> list[WindowOutputs]:
-    """Returns outputs whose rows are as wide as the longest response."""
-    found = []
-    for each in outputs:
-        rows, longest = each.rows, int(np.max(each.rows.length, initial=1))
-        rows = rows.replace(tokens=rows.tokens[:, :longest], logprobs=rows.logprobs[:, :longest])
-        found.append(each.replace(rows=rows))
-    return found

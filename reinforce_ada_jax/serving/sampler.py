@@ -19,6 +19,7 @@ from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.scheduler import Scheduler
 from reinforce_ada_jax.sampling.state import (
+    RUNNING,
     EngineOptions,
     PromptTerms,
     SamplingParams,
@@ -138,14 +139,6 @@ class _Draw(Request):
     index: int = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Window:
-    """A submitted window, and the requests that each replica had on the device with it, by output row."""
-
-    outputs: WindowOutputs
-    in_flight: list[dict[int, Request]]
-
-
 class Sampler:
     """One engine with its weights."""
 
@@ -165,7 +158,7 @@ class Sampler:
         self._prompts: dict[str, Prompt] = {}
         self._open: dict[str, dict[int, _Draw]] = {}  # unfinished draws of each prompt
         self._num_draws: collections.Counter[str] = collections.Counter()
-        self._previous: _Window | None = None
+        self._previous: WindowOutputs | None = None
 
     def submit(self, job: SampleJob) -> None:
         """Queues a request, from any thread."""
@@ -277,28 +270,23 @@ class Sampler:
             # Copies, because the device may read them later.
             self._state = self.engine.set_terms(self._state, [_copy(terms) for terms in self._terms])
 
-    def _submit(self) -> _Window:
+    def _submit(self) -> WindowOutputs:
         inputs = [scheduler.next_window(_address, _sampling) for scheduler in self._schedulers]
         self._state, outputs = self.engine.decode_window(self.weights.params, self._state, inputs)
         for array in jax.tree.leaves(outputs):
             array.copy_to_host_async()
-        return _Window(outputs, [dict(scheduler.rows.in_flight) for scheduler in self._schedulers])
+        return outputs
 
-    def _read(self, window: _Window) -> None:
-        outputs_of = self.engine.fetch_outputs(window.outputs)
-        for scheduler, outputs, in_flight in zip(self._schedulers, outputs_of, window.in_flight, strict=True):
+    def _read(self, window: WindowOutputs) -> None:
+        for scheduler, outputs in zip(self._schedulers, self.engine.fetch_outputs(window), strict=True):
             for response in scheduler.process_outputs(outputs, 0):
                 found = Sampled(response.tokens, response.logprobs, stopped=not response.truncated)
                 self._finish(response.prompt_id, response.draw, found)
                 self._close(scheduler, response.prompt_id)
-            for row, request in in_flight.items():
-                # In this row and not finished; the row of a later window's request has nothing of it yet.
-                if scheduler.rows.in_flight.get(row) is request:
-                    length = outputs.rows.length[row]
-                    found = Sampled(
-                        outputs.rows.tokens[row, :length], outputs.rows.logprobs[row, :length], stopped=False
-                    )
-                    _watch(request, found, ended=False)
+            has_new, running = outputs.rows.length > outputs.rows.start, outputs.rows.status == RUNNING
+            for row in np.flatnonzero(has_new & running).tolist():
+                tokens, logprobs = scheduler.rows.response(row)
+                _watch(scheduler.rows.in_flight[row], Sampled(tokens, logprobs, stopped=False), ended=False)
 
     def _finish(self, prompt_id: str, number: int, found: Sampled) -> None:
         draw = self._open[prompt_id].pop(number)

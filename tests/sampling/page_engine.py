@@ -100,13 +100,7 @@ class PageEngine:
         self, params: None, state: list[PageReplica], inputs: Sequence[WindowInputs], vote: int = 0
     ) -> tuple[list[PageReplica], WindowOutputs]:
         of_replicas = [replica.decode_window(one)[0] for replica, one in zip(state, inputs, strict=True)]
-        longest = max(outputs.rows.tokens.shape[1] for outputs in of_replicas)
-
-        def stacked(*arrays):
-            wide = [np.pad(x, ((0, 0), (0, longest - x.shape[1]))) if np.ndim(x) == 2 else x for x in arrays]
-            return np.stack(wide).view(HostArray)
-
-        return state, jax.tree.map(stacked, *of_replicas)
+        return state, jax.tree.map(lambda *x: np.stack(x).view(HostArray), *of_replicas)
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         return [jax.tree.map(lambda x, at=replica: x[at], outputs) for replica in range(self.replicas)]

@@ -38,20 +38,30 @@ def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0, c
 
 
 def window(engine, state, *entries, **how):
-    """One window: the state after it, and its outputs."""
-    return engine.decode_window(tiny.params(), state, [inputs(engine, *entries, **how)])
+    """One window: the state after it, and its outputs, whose new tokens end the responses that the device has."""
+    state, outputs = engine.decode_window(tiny.params(), state, [inputs(engine, *entries, **how)])
+    new, whole = jax.device_get((outputs.rows, state.outputs))
+    for row, (start, length) in enumerate(zip(new.start, new.length, strict=True)):
+        assert 0 <= length - start <= engine.options.window
+        for part, all_parts in ((new.tokens, whole.tokens), (new.logprobs, whole.logprobs)):
+            assert part[row, : length - start].tolist() == all_parts[row, start:length].tolist()
+    return state, outputs
 
 
 def decode(engine, state, *entries, **how):
     """Windows until no slot is active; {output row: (tokens, logprobs, status)}."""
-    finished = {}
+    finished, had = {}, jax.device_get(state.outputs)
+    tokens, logprobs = had.tokens.copy(), had.logprobs.copy()
     while True:
         state, outputs = window(engine, state, *entries, **how)
-        entries, how, outputs = (), {}, jax.device_get(outputs.rows)
-        for row in np.flatnonzero(outputs.status != RUNNING):
+        entries, how, new = (), {}, jax.device_get(outputs.rows)
+        for row in np.flatnonzero(new.length > new.start):
+            start, length = new.start[row], new.length[row]
+            tokens[row, start:length] = new.tokens[row, : length - start]
+            logprobs[row, start:length] = new.logprobs[row, : length - start]
+        for row in np.flatnonzero(new.status != RUNNING):
             assert row not in finished
-            length = outputs.length[row]
-            finished[int(row)] = (outputs.tokens[row, :length], outputs.logprobs[row, :length], outputs.status[row])
+            finished[int(row)] = (*(x[row, : new.length[row]].copy() for x in (tokens, logprobs)), new.status[row])
         if not state.slots.active.any():
             return state, finished
 
@@ -192,11 +202,12 @@ def test_a_cancelled_response_ends_with_its_next_token_wherever_it_is(engine):
     state, outputs = window(engine, opened(engine, [P5]), *entries)
     assert outputs.rows.length.tolist()[:9] == [4] * 8 + [0]  # the ninth has not begun
     state, outputs = window(engine, state, cancelled=[0, 8, 20])
-    rows = jax.device_get(outputs.rows)
+    rows, whole = jax.device_get((outputs.rows, state.outputs))
     assert np.flatnonzero(rows.status != RUNNING).tolist() == [0, 8]
-    for row, length in ((0, 5), (8, 1)):
-        assert_response((rows.tokens[row, : rows.length[row]], rows.logprobs[row, : rows.length[row]],
-                         rows.status[row]), tiny.cut(long, length))  # fmt: skip
+    for row, start, length in ((0, 4, 5), (8, 0, 1)):
+        assert (rows.start[row], rows.length[row]) == (start, length)
+        assert_response((whole.tokens[row, :length], whole.logprobs[row, :length], rows.status[row]),
+                        tiny.cut(long, length))  # fmt: skip
     state, finished = decode(engine, state)
     assert [len(tokens) for tokens, _, _ in finished.values()] == [12] * 7
     state, outputs = window(engine, state, *entries)

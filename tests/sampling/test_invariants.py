@@ -16,8 +16,9 @@ import pytest
 from reinforce_ada_jax.sampling import invariants
 from reinforce_ada_jax.sampling.invariants import BrokenInvariant
 from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.scheduler import Scheduler
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, SamplingParams, WindowOutputs
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, NewTokens, SamplingParams, WindowOutputs
 from reinforce_ada_jax.sampling.token import address
 from reinforce_ada_jax.types import Request
 from tests.sampling import page_engine, tiny
@@ -105,7 +106,7 @@ def comparable(state, outputs) -> dict:
     """State of a replica that both engines have, without stale values in rows that nobody holds."""
     queue, slots = state.queue, state.slots
     waiting = np.arange(queue.head, queue.end) % len(queue.prompt_row)
-    ended = np.flatnonzero(outputs.rows.status)
+    ended, new = np.flatnonzero(outputs.rows.status), np.flatnonzero(outputs.rows.length > outputs.rows.start)
     rows = lambda x, at: np.asarray(x)[at].tolist()  # noqa: E731
     used = np.arange(slots.table.shape[1]) < slots.used[:, None]
     return dict(
@@ -125,7 +126,8 @@ def comparable(state, outputs) -> dict:
             )
         ],
         tables=rows(np.where(used, slots.table, 0), slots.active),
-        ended=[ended.tolist(), rows(outputs.rows.length, ended)],
+        ended=ended.tolist(),
+        new=[new.tolist(), rows(outputs.rows.start, new), rows(outputs.rows.length, new)],
         counts=[int(x) for x in (outputs.waiting, outputs.free_pages, outputs.busy, outputs.decode_steps)],
         drafts=[int(x) for x in jax.tree.leaves(outputs.drafts)],
     )
@@ -134,10 +136,28 @@ def comparable(state, outputs) -> dict:
 def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -> tuple[list, dict[bytes, np.ndarray]]:
     """State after each window of a session, replica by replica, and the tokens drawn under each address.
 
-    A share of the output rows is cancelled with each window.
+    A share of the output rows is cancelled with each window. New tokens must make up the rows of the device.
     """
     engine, windows, rng = rollouts.engine, [], np.random.default_rng(0)
     decode_window, addresses, tokens = engine.decode_window, {}, {}
+    size = engine.replicas, engine.options.output_rows, engine.options.max_response_tokens
+    texts, logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    if hasattr(rollouts.state, "outputs"):  # of a session before
+        had = rollouts.state.outputs
+        texts[:], logprobs[:] = (np.asarray(x).reshape(size) for x in (had.tokens, had.logprobs))
+
+    def put_together(replica, new):
+        for row in np.flatnonzero(new.length > new.start).tolist():
+            start, length = new.start[row], new.length[row]
+            texts[replica, row, start:length] = new.tokens[row, : length - start]
+            logprobs[replica, row, start:length] = new.logprobs[row, : length - start]
+        for row in np.flatnonzero(new.status).tolist():
+            tokens[addresses[replica, row]] = texts[replica, row, : new.length[row]].copy()
+
+    def check_whole(outputs):
+        for found, has in ((texts, outputs.tokens), (logprobs, outputs.logprobs)):
+            present = np.arange(size[2]) < np.asarray(outputs.length).reshape(*size[:2], 1)
+            np.testing.assert_array_equal(found[present], np.asarray(has).reshape(size)[present])
 
     def recording(params, state, all_inputs, vote):
         all_inputs = [each.replace(cancelled=rng.random(len(each.cancelled)) < cancelled) for each in all_inputs]
@@ -146,9 +166,10 @@ def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -
                 addresses[replica, row] = words.tobytes()
         state, outputs = decode_window(params, state, all_inputs, vote)
         of_replicas = engine.fetch_outputs(outputs)
-        for replica, rows in enumerate(each.rows for each in of_replicas):
-            for row in np.flatnonzero(rows.status).tolist():
-                tokens[addresses[replica, row]] = rows.tokens[row, : rows.length[row]]
+        for replica, each in enumerate(of_replicas):
+            put_together(replica, each.rows)
+        if hasattr(state, "outputs"):
+            check_whole(state.outputs)
         windows.append([comparable(*both) for both in zip(engine.fetch(state), of_replicas, strict=True)])
         return state, outputs
 
@@ -292,14 +313,14 @@ def test_what_is_broken_is_named(damage, message):
         scheduler.check(state, unread)
 
 
-def outputs_of(options, status, length):
-    rows = options.output_rows
-    outputs = Outputs(
-        tokens=np.zeros((rows, 12), np.int32), logprobs=np.zeros((rows, 12), np.float32),
-        length=np.full(rows, length, np.int32), status=np.array([status] + [RUNNING] * (rows - 1), np.int32),
+def outputs_of(options, status, start, length):
+    size, only_first = (options.output_rows, 4), np.arange(options.output_rows) == 0
+    new = NewTokens(
+        tokens=np.zeros(size, np.int32), logprobs=np.zeros(size, np.float32), start=np.int32(only_first * start),
+        length=np.int32(only_first * length), status=np.where(only_first, np.int32(status), np.int32(RUNNING)),
     )  # fmt: skip
     return WindowOutputs(
-        rows=outputs,
+        rows=new,
         waiting=np.int32(0),
         free_pages=np.int32(0),
         prompt_length=np.ones(options.open_prompts, np.int32),
@@ -311,12 +332,24 @@ def outputs_of(options, status, length):
 
 def test_an_answer_that_nobody_waits_for():
     options = dataclasses.replace(tiny.OPTIONS, pages=40, check_invariants=True)
-    request = Request(tiny.PROMPTS[0], 0)
-    invariants.check_outputs(outputs_of(options, STOPPED, 3), {0: request})
-    with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended, and no request is in flight for them"):
-        invariants.check_outputs(outputs_of(options, STOPPED, 3), {1: request})
+    rows, no_rows = Rows(options), Rows(options)
+    rows.in_flight[0] = Request(tiny.PROMPTS[0], 0)
+    invariants.check_outputs(outputs_of(options, STOPPED, 0, 3), rows)
+    with pytest.raises(BrokenInvariant, match=r"output rows \[0\] got tokens, and no request is in flight for them"):
+        invariants.check_outputs(outputs_of(options, RUNNING, 0, 3), no_rows)
     with pytest.raises(BrokenInvariant, match=r"output rows \[0\] ended without a token"):
-        invariants.check_outputs(outputs_of(options, STOPPED, 0), {0: request})
+        invariants.check_outputs(outputs_of(options, STOPPED, 3, 3), rows)
+
+
+def test_tokens_that_the_host_did_not_get():
+    options = dataclasses.replace(tiny.OPTIONS, pages=40, check_invariants=True)
+    rows = Rows(options)
+    rows.in_flight[0] = Request(tiny.PROMPTS[0], 0)
+    rows.write(outputs_of(options, RUNNING, 0, 4).rows)
+    invariants.check_outputs(outputs_of(options, RUNNING, 4, 8), rows)
+    invariants.check_outputs(outputs_of(options, RUNNING, 0, 3), rows)  # evicted, and drawn again
+    with pytest.raises(BrokenInvariant, match=r"new tokens of output rows \[0\] do not follow those before"):
+        invariants.check_outputs(outputs_of(options, RUNNING, 5, 8), rows)
 
 
 def test_a_session_that_ends_with_a_page_held():
