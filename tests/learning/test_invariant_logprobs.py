@@ -28,13 +28,14 @@ PROMPTS = tuple(
     Prompt(f"p{length}", "", "", np.random.default_rng(length).integers(3, 90, length).astype(np.int32))
     for length in (1, 16, 17, 40)
 )
+# Several tiles of slots and of a chunk; pages larger than a tile of keys; drafts.
 OPTIONS = EngineOptions(
-    slots=8, window=4, page_size=4, pages=0, open_prompts=5, prefill_tokens=8, max_prompt_tokens=PROMPT_TOKENS,
-    max_response_tokens=RESPONSE_TOKENS, stop_ids=(5, 6, 7), seed=0, dtype="float32", attention="invariant",
+    slots=40, window=32, page_size=48, pages=0, open_prompts=9, prefill_tokens=64, max_prompt_tokens=PROMPT_TOKENS,
+    max_response_tokens=RESPONSE_TOKENS, stop_ids=(5, 6, 7), seed=0, dtype="float32", attention="invariant", drafts=2,
 )  # fmt: skip
-# Drafts in both; chunks that end anywhere, or several tiles of slots and of a chunk; pages larger than a tile of keys.
-ONE_SLOT = dict(slots=1, prefill_tokens=3, page_size=16, drafts=4, draft_rows=5)
-FORTY_SLOTS = dict(slots=40, prefill_tokens=64, page_size=48, window=32, open_prompts=9, drafts=2)
+# Chunks that end anywhere.
+ONE_SLOT = dict(slots=1, window=4, page_size=16, open_prompts=5, prefill_tokens=3, drafts=4, draft_rows=5)
+EIGHT_SLOTS = dict(slots=8, window=4, page_size=4, open_prompts=5, prefill_tokens=8, drafts=0)
 
 
 @functools.cache
@@ -77,7 +78,8 @@ def test_sampler_and_learner():
     assert_same_bits("qwen2", per_row=4)
 
 
-@pytest.mark.parametrize("changes", [pytest.param(ONE_SLOT, marks=pytest.mark.slow), FORTY_SLOTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [ONE_SLOT, EIGHT_SLOTS])
 def test_sizes_of_the_engine(changes):
     first, second = drawn("qwen2"), drawn("qwen2", **changes)
     for address, response in first.items():
@@ -99,7 +101,7 @@ def test_the_logprobs_are_those_of_the_plain_forward_pass():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("changes", [{}, ONE_SLOT, FORTY_SLOTS])
+@pytest.mark.parametrize("changes", [{}, ONE_SLOT, EIGHT_SLOTS])
 def test_families(family, changes):
     assert_same_bits(family, 0.7, 4, **changes)
 

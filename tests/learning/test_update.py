@@ -27,9 +27,10 @@ def unscored(rows):
     return rows.replace(old_logprobs=None)
 
 
-# (micro-batches, settings, rows, adapters); most of them have their one program in common with other tests.
+# (micro-batches, settings, rows, adapters); most of them have their programs in common with other tests.
 CASES = {
-    "scored": (*UPDATES["everything"], batch, None),
+    "scored": (8, {}, batch, None),
+    "everything": (*UPDATES["everything"], batch, None),
     "own scores, reference": (*UPDATES["k2"], lambda: unscored(with_reference(batch())), None),
     "adapters": (8, {"rank": ALL.rank}, batch, ADAPTERS),
 }
@@ -42,7 +43,10 @@ def made(of, rows, adapters, between=None):
     return of.update(fresh_state(of, **params), of.put(rows), base, np.int32(0), between)
 
 
-@pytest.mark.parametrize(("micro_batches", "settings", "rows", "adapters"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("micro_batches", "settings", "rows", "adapters"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "everything")) for name, case in CASES.items()],
+)
 def test_a_chain_is_one_program(micro_batches, settings, rows, adapters):
     one = made(learner(micro_batches, **settings), rows(), adapters)
     chain = made(learner(micro_batches, micro_batches_per_program=3, **settings), rows(), adapters)

@@ -104,12 +104,9 @@ def test_right_guesses_are_counted():
     assert counts.tokens == sum(map(len, texts.values()))
 
 
-PAYING = dict(drafts=3, draft_rows=8, row_time=1 / 8, slots=2)
-
-
 def test_drafts_that_must_pay_change_no_sample():
     """At temperature 1 a quarter of the guesses are right, which does not pay: few are verified, and none is wrong."""
-    free, costly = tiny.rollouts(**DRAFTED), tiny.rollouts(**PAYING)
+    free, costly = tiny.rollouts(**DRAFTED), tiny.rollouts(**tiny.PAYING)
     tiny.assert_same(tiny.draw(costly), tiny.drawn())
     tiny.draw(free)
     assert 0 < costly.counts.accepted < costly.counts.drafted < free.counts.drafted / 2
@@ -117,7 +114,7 @@ def test_drafts_that_must_pay_change_no_sample():
 
 def test_earlier_iterations_change_no_bit():
     """A resumed run begins with an empty state: it verifies the same guesses, and so rounds alike."""
-    rollouts = tiny.rollouts(**PAYING)
+    rollouts = tiny.rollouts(**tiny.PAYING)
     tiny.draw(rollouts)
     after_another, counts = tiny.draw(rollouts, stream=1), rollouts.counts
     rollouts.state = None

@@ -89,13 +89,13 @@ def run_seeds(seeds: Iterable[int]) -> tuple[int, int, int, int]:
 
 
 def test_random_streams():
-    streams, responses, redone, shared = run_seeds(range(60))
-    assert streams >= 100 and responses > 1_600 and redone > 80 and shared > 80
+    streams, responses, redone, shared = run_seeds(range(30))
+    assert streams >= 50 and responses > 800 and redone > 40 and shared > 40
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_streams():
-    streams, responses, redone, shared = run_seeds(range(60, 5_160))
+    streams, responses, redone, shared = run_seeds(range(30, 5_130))
     assert streams >= 10_000 and responses > 150_000 and redone > 5_000 and shared > 5_000
 
 
@@ -189,7 +189,7 @@ MORE = [
 
 @pytest.mark.parametrize(
     ("sizes", "seeds"),
-    [(sizes, range(3)) for sizes in FEW]
+    [(sizes, range(2)) for sizes in FEW]
     + [pytest.param(sizes, range(16), marks=pytest.mark.slow) for sizes in FEW + MORE],
     ids=str,
 )

@@ -63,13 +63,13 @@ def run_seeds(seeds) -> np.ndarray:
 
 
 def test_random_trajectories():
-    turns, _, continued, prefilled = run_seeds(range(15))
-    assert turns > 1_000 and continued > 2_000 and prefilled > 2_000
+    turns, _, continued, prefilled = run_seeds(range(8))
+    assert turns > 500 and continued > 1_000 and prefilled > 1_000
 
 
 @pytest.mark.slow
 def test_two_thousand_random_trajectories():
-    turns, redone, continued, prefilled = run_seeds(range(15, 1_015))
+    turns, redone, continued, prefilled = run_seeds(range(8, 1_008))
     assert turns > 80_000 and redone > 100 and continued > 200_000 and prefilled > 200_000
 
 
@@ -96,8 +96,8 @@ def test_a_turn_prefills_its_new_tokens_only():
 @pytest.mark.parametrize(
     ("sizes", "seeds"),
     [
-        (tiny.PAYING, range(3)),
-        pytest.param(tiny.PAYING, range(3, 9), marks=pytest.mark.slow),
+        (tiny.PAYING, (0, 2)),
+        pytest.param(tiny.PAYING, (1, *range(3, 9)), marks=pytest.mark.slow),
         pytest.param(dict(slots=3, open_prompts=9, pages=70, max_prompt_tokens=40), range(6), marks=pytest.mark.slow),
     ],
     ids=["few pages", "few pages, more streams", "enough pages"],

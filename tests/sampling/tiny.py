@@ -42,9 +42,7 @@ SCARCE = dict(pages=14, slots=3, open_prompts=4)
 # Two replicas, each with few pages.
 REPLICAS = dict(fsdp=2, tensor=2, slots=3, pages=20)
 # Drafts that must pay, and few pages for prompts of up to 40 tokens.
-PAYING = dict(
-    drafts=3, draft_rows=8, row_time=0.125, token_time=1 / 64, slots=4, open_prompts=7, pages=30, max_prompt_tokens=40
-)  # fmt: skip
+PAYING = dict(drafts=3, draft_rows=8, row_time=1 / 8, slots=2, open_prompts=7, pages=30, max_prompt_tokens=40)
 # More slots than requests, and all the loops of larger models.
 MANY = dict(slots=64, window=64, tail=(2, 4, 16))
 
