@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import importlib.util
 import json
 import random
 import threading
@@ -17,6 +18,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -24,6 +26,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 Query = Mapping[str, str]
+
+# Not `importorskip`: every test process reads every test file, and few of them need the package.
+needs_gcsfs = pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="gcsfs isn't installed")
 
 
 @dataclasses.dataclass

@@ -40,10 +40,10 @@ OF_ENGINES = {
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """start(workdir, processes, flags) -> the running processes, of four devices together, which share programs."""
+    """start(workdir, processes, flags) -> the running processes, of two devices together, which share programs."""
     started, heldout = [], cipher_file(tmp_path_factory.mktemp("shared") / "heldout.jsonl", 16)
 
-    def start(workdir, count, *more, devices=4, own=list):
+    def start(workdir, count, *more, devices=2, own=list):
         flags = [f"--config.{key}={value}" for key, value in (SMALL | {"mesh.fsdp": devices}).items()]
         flags += [f"--config.evaluation.benchmarks=({heldout!r},)", f"--workdir={workdir}"]
         train = ["-m", "reinforce_ada_jax.train", "--config=configs/tiny.py", *flags, *more]
@@ -119,7 +119,7 @@ def test_every_strategy_makes_the_run_of_one_process(start, tmp_path, strategy):
     flags += ("--config.estimator.kind=value",) if strategy == "estimate" else ()
     flags += tuple(f"--config.collection.{flag}" for flag in EXACT) if strategy == "positive" else ()
     for count in (1, 2):
-        finished(start(tmp_path / str(count), count, *flags))
+        finished(start(tmp_path / str(count), count, *flags, devices=4))
     assert_same_run(tmp_path / "1", tmp_path / "2")
 
 
@@ -169,7 +169,7 @@ def test_more_processes_make_the_run_of_one_through_an_end_of_any(start, tmp_pat
 @pytest.mark.slow
 def test_overlapping_iterations_share_what_was_begun(start, tmp_path):
     flags = ("--config.collection.overlap_iterations=1", "--config.checkpoint.every=1")
-    finished(start(tmp_path / "two", 2, *flags))
+    finished(start(tmp_path / "two", 2, *flags, devices=4))
     _, record = restored(tmp_path / "two", SMALL["iterations"] - 1)
     assert partial_from_text(record["partial_rollouts"]), "the checkpoint holds what both drew ahead"
     assert writers.read_metrics(tmp_path / "two")[-1]["collection/ahead"] > 0

@@ -9,11 +9,11 @@ from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, ResponseStore, drawn_with
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests import hosts
-from tests.bucket_server import Buckets, serving
+from tests.bucket_server import Buckets, needs_gcsfs, serving
 from tests.evaluation.test_hosts import contents, evaluate, prepare
 from tests.running import cipher_file, tiny
 
-pytest.importorskip("gcsfs")
+pytestmark = needs_gcsfs
 
 
 def downloaded(server: Buckets, url: str) -> dict[str, bytes]:

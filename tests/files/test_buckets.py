@@ -17,9 +17,9 @@ from reinforce_ada_jax.files import buckets, local_copy
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.files.lease import Lease, LostError
 from reinforce_ada_jax.files.local_copy import LocalCopy
-from tests.bucket_server import Buckets, serving
+from tests.bucket_server import Buckets, needs_gcsfs, serving
 
-pytest.importorskip("gcsfs")
+pytestmark = needs_gcsfs
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import safetensors.numpy
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.policy import weight_files
-from tests.bucket_server import Buckets, serving
+from tests.bucket_server import Buckets, needs_gcsfs, serving
 from tests.forked import Forked
 from tests.running import environment, reproducible
 
-pytest.importorskip("gcsfs")
+pytestmark = needs_gcsfs
 
 ITERATIONS = 4
 FLAGS = (

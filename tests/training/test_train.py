@@ -261,6 +261,7 @@ def test_with_overlapping_iterations_too(start, tmp_path):
     assert partial_from_text(restored(tmp_path / "run")[1]["partial_rollouts"])
 
 
+@pytest.mark.slow  # test_checkpoint.py has every kind of damage, and the checkpoint before
 def test_a_damaged_checkpoint_is_said_and_done_again(start, unbroken, tmp_path):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     arrays = max((workdir / "checkpoints" / "8" / "learner").rglob("*"), key=lambda file: file.stat().st_size)
