@@ -116,9 +116,6 @@ def chunk_attention(
     def in_one_row(pages):
         return numbers(pages, dtype).reshape(kv_heads, -1, padded_dim)
 
-    def finite(x):
-        return jnp.where(jnp.isfinite(x), x, 0)
-
     def one_batch(index, partial):
         largest, total, mixed = partial
         pages, columns = (jax.lax.dynamic_slice(x, (index * at_a_time,), (at_a_time,)) for x in (page, column))
@@ -132,11 +129,10 @@ def chunk_attention(
         scores = jnp.where(seen[None], scores, -jnp.inf)
         overall = jnp.maximum(largest, scores.max(-1))
         weights, scale = jnp.exp(scores - overall[..., None]), jnp.exp(largest - overall)
-        # Weight 0 does not hide infinity: values that are not finite must stay with those who see them in decoding.
-        scaled, row = weights, in_one_row(values)
-        if isinstance(values, Quantized):
-            scaled = weights * finite(values.scale).reshape(kv_heads, 1, -1)
-        new = jnp.einsum("KQT,KTH->KQH", scaled.astype(dtype), finite(row), preferred_element_type=jnp.float32)
+        scaled = weights * values.scale.reshape(kv_heads, 1, -1) if isinstance(values, Quantized) else weights
+        new = jnp.einsum(
+            "KQT,KTH->KQH", scaled.astype(dtype), in_one_row(values), preferred_element_type=jnp.float32
+        )
         return overall, total * scale + weights.sum(-1), mixed * scale[..., None] + new
 
     none = jnp.zeros(grouped.shape[:2], jnp.float32)

@@ -46,7 +46,7 @@ def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"]
     kv_heads, num_pages, page_size, _ = pages.shape
     heads, page = jnp.arange(kv_heads)[:, None], page[None]
     row = ((heads * num_pages + page) * page_size + offset[None]).reshape(-1)
-    new = pad_head_dim(new, pages).transpose(1, 0, 2)
+    new = _finite(pad_head_dim(new, pages)).transpose(1, 0, 2)
 
     def put(whole, values):
         rows = whole.reshape(-1, whole.shape[-1])
@@ -55,7 +55,7 @@ def write_token(pages: Pages, new: Float[Array, "S K H"], page: Int[Array, " S"]
 
     if not isinstance(pages, Quantized):
         return put(pages, new)
-    rounded = _quantize_tokens(new)
+    rounded = quantize(new, (-1,))
     here = jnp.arange(page_size)[None, None] == offset[None, :, None]
     cleared = pages.scale.at[heads, page, 0].min(jnp.where(here, 0, jnp.inf))
     return Quantized(
@@ -68,20 +68,24 @@ def write_pages(
     pages: Pages, new: Float[Array, "... page_size H"], heads: Int[Array, "..."], page: Int[Array, "..."]
 ) -> Pages:
     """Puts keys (or values) of whole pages at (head, page), which broadcast to the leading dimensions of `new`."""
-    new = pad_head_dim(new, pages)
+    new = _finite(pad_head_dim(new, pages))
     if not isinstance(pages, Quantized):
         return pages.at[heads, page].set(new.astype(pages.dtype))
-    rounded = _quantize_tokens(new)
+    rounded = quantize(new, (-1,))
     return Quantized(
         values=pages.values.at[heads, page].set(rounded.values),
         scale=pages.scale.at[heads, page, 0].set(rounded.scale),
     )
 
 
-def _quantize_tokens(new: Float[Array, "... padded_H"]) -> Quantized:
-    """Returns keys or values in int8; infinity marks what is not finite, because the next token there replaces it."""
-    rounded = quantize(new, (-1,))
-    return Quantized(values=rounded.values, scale=jnp.where(jnp.isnan(rounded.scale), jnp.inf, rounded.scale))
+def _finite(new: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns keys or values with 0 in place of what is not finite.
+
+    Pages have several owners in turn, and attention multiplies what the one before left in them by a weight of 0, which
+    does not hide NaN. A token whose key or value is not finite has log-probabilities that are not finite either, and so
+    it is noticed.
+    """
+    return jnp.where(jnp.isfinite(new), new, 0)
 
 
 def fill_pages(pools: Pools, prefix: Prefix, table: Int[Array, "B width"], mesh: Mesh | None = None) -> Pools:

@@ -128,6 +128,20 @@ def test_a_session_repeated_is_bitwise_the_same():
         np.testing.assert_array_equal(response.logprobs, again[address].logprobs)
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(dict(weight_dtype="int8", kv_dtype="int8"), marks=pytest.mark.slow)], ids=str
+)
+def test_weights_that_are_not_finite_leave_nothing_behind_in_the_pages(changes):
+    rollouts = Rollouts(tiny.rollouts(**changes).engine)
+    broken = tiny.params() | {"embedding": tiny.params()["embedding"].at[:, 0].set(np.nan)}
+    pools = collect(
+        tiny.PROMPTS, rollouts.sampler(broken, stream=1, sampling=SamplingParams(tiny.LIMIT)), tiny.verdicts,
+        strategies.fixed(4),
+    )  # fmt: skip
+    assert not any(np.isfinite(each.logprobs).any() for each in tiny.samples(pools).values())
+    tiny.assert_same(tiny.draw(rollouts), tiny.drawn(**changes))
+
+
 def test_another_stream_gives_other_samples():
     evaluation = tiny.draw(tiny.rollouts(), stream=token_lib.stream(0, evaluation=True))
     tiny.assert_different(tiny.drawn(), evaluation)
