@@ -202,9 +202,11 @@ def traffic(hlo: str, trip_count: float | None, platform: str = "tpu") -> Traffi
             if found and found["channel"] not in seen:
                 seen.add(found["channel"])
                 kinds[found["kind"]] = kinds.get(found["kind"], 0) + 1
-                size += _collective_bytes(found, line)
+                sent = _collective_bytes(found, line)
+                size += sent
                 if not fused and (not found["start"] or '"is_sync":true' in line):
-                    starts += Starts(collectives=1, hops=latency.hops(found["kind"], _group_size(line)))
+                    hops = latency.hops(found["kind"], _group_size(line))
+                    starts += Starts(collectives=1, hops=hops, awaited_bytes=sent)
             loop = _LOOP.search(line)
             if loop:
                 inside, once = total(loop["body"], False, fused)

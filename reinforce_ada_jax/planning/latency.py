@@ -59,12 +59,14 @@ class Starts:
       collectives: those that nothing overlaps: the device waits for their result.
       hops: between neighbours, of these collectives, one after the other.
       host_reads: numbers of a GPU that its host waits for.
+      awaited_bytes: that the device sends in these collectives.
     """
 
     kernels: float = 0.0
     collectives: float = 0.0
     hops: float = 0.0
     host_reads: float = 0.0
+    awaited_bytes: float = 0.0
 
     def __add__(self, other: "Starts") -> "Starts":
         """Returns both, one after the other."""
@@ -75,8 +77,9 @@ class Starts:
         return Starts(*(count * number for number in dataclasses.astuple(self)))
 
     def seconds(self, platform: str) -> float:
-        """Returns the seconds by the delays of a platform."""
-        return sum(a * b for a, b in zip(DELAYS[platform], dataclasses.astuple(self), strict=True))
+        """Returns the seconds by the delays of a platform, without those that the bytes take."""
+        counts = self.kernels, self.collectives, self.hops, self.host_reads
+        return sum(delay * count for delay, count in zip(DELAYS[platform], counts, strict=True))
 
 
 def hops(kind: str, devices: int) -> int:

@@ -89,7 +89,9 @@ def remarks(result: ProgramResult) -> list[str]:
     lines = [result.reason] if result.reason else []
     if result.link_seconds and result.collectives:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.collectives.items()))
-        lines.append(f"{kinds}: {1e3 * result.link_seconds:,.2f} ms over links")
+        awaited = result.starts.awaited_bytes / (result.sent_bytes or 1.0) * result.link_seconds
+        alone = f", {1e3 * awaited:,.2f} ms of them while nothing else runs" if awaited else ""
+        lines.append(f"{kinds}: {1e3 * result.link_seconds:,.2f} ms over links{alone}")
     elif result.link_seconds:
         lines.append(f"counted by hand: {1e3 * result.link_seconds:,.2f} ms over links")
     if result.starts.kernels:

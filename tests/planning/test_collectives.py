@@ -81,7 +81,7 @@ def test_sent_bytes():
 def test_starts():
     # Inner: two fusions and the start of a permutation; with the sum 3 * 3 + 1 kernels a turn. Outside: one. The gather
     # in the fusions and the permutation overlap with products. The sum has 2 * 3 hops over 4 chips, the scatter 7.
-    assert collectives.traffic(HLO, trip_count=5).starts == Starts(kernels=51, collectives=6, hops=37)
+    assert collectives.traffic(HLO, trip_count=5).starts == Starts(51, 6, 37, awaited_bytes=5 * 42 + 84)
     # Of a conditional's branches all are counted; a copy in the background and the mark of a buffer are no kernels.
     begin = "%outer_body (p: s32[]) -> s32[] {\n"
     more = '  %c = (f32[2], f32[2], u32[]) copy-start(%p)\n  %d = f32[2] custom-call(), custom_call_target="Buffer"\n'
@@ -152,7 +152,7 @@ def test_traffic_of_a_cuda_program():
     }  # fmt: skip
     # A layer begins two collectives, the slice, attention, and two kernels behind the call: 7 * 6 + 2 a turn. Only the
     # scatter is awaited at once, of 3 hops. The host reads the condition before 5 turns, and once more.
-    assert found.starts == Starts(kernels=5 * 44 + 1, collectives=35, hops=105, host_reads=6)
+    assert found.starts == Starts(5 * 44 + 1, collectives=35, hops=105, host_reads=6, awaited_bytes=35 * 24)
     assert collectives.traffic(CUDA, 5).starts.host_reads == 0
 
 

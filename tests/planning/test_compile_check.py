@@ -322,7 +322,7 @@ def test_compile_program(outcome, peak, over, fits):
         assert result.latency_seconds == pytest.approx(8e-6)  # a kernel, a collective, two hops
         assert result.least_seconds == 2.0 + result.latency_seconds
         remarks = report.remarks(result)
-        assert remarks[0] == "1 all-reduce: 2.00 ms over links"
+        assert remarks[0] == "1 all-reduce: 2.00 ms over links, 2.00 ms of them while nothing else runs"
         assert remarks[1].startswith("bandwidth 2,000.00 ms, compute 1,000.00 ms, latency 0.01 ms: 1 kernels, 1 coll")
         assert remarks[2].startswith("1.25 times the FLOPs") and "1.50 times the work" in remarks[3]
     line = report.table_row(result)
