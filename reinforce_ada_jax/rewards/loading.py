@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.config import RewardConfig
 from reinforce_ada_jax.rewards import dialects
 from reinforce_ada_jax.rewards.dialects import RewardFn
 
@@ -120,10 +119,10 @@ def judge_template(setting: str) -> str:
         ) from None
 
 
-def settings_hash(reward: RewardConfig) -> str:
-    """Returns a hash of the user's files that decide a reward, "" for none."""
-    template = judge_template(reward.judge_template)
-    return files_hash(reward.path) or (hashlib.sha256(template.encode()).hexdigest()[:16] if template else "")
+def settings_hash(path: str, judge: str) -> str:
+    """Returns a hash of the user's files in `reward.path` and `reward.judge_template`, "" for none."""
+    template = judge_template(judge)
+    return files_hash(path) or (hashlib.sha256(template.encode()).hexdigest()[:16] if template else "")
 
 
 def source_text(grade_fn: GradeFn) -> str:

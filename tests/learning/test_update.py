@@ -28,11 +28,17 @@ def unscored(rows):
 
 
 # (micro-batches, settings, rows, adapters); most of them have their programs in common with other tests.
+SLOW = ("everything", "own scores, reference")
 CASES = {
     "scored": (8, {}, batch, None),
     "everything": (*UPDATES["everything"], batch, None),
     "own scores, reference": (*UPDATES["k2"], lambda: unscored(with_reference(batch())), None),
-    "adapters": (8, {"rank": ALL.rank}, batch, ADAPTERS),
+    "adapters, own scores, reference": (
+        8,
+        {"rank": ALL.rank, **UPDATES["k2"][1]},
+        lambda: unscored(with_reference(batch())),
+        ADAPTERS,
+    ),
 }
 
 
@@ -45,7 +51,7 @@ def made(of, rows, adapters, between=None):
 
 @pytest.mark.parametrize(
     ("micro_batches", "settings", "rows", "adapters"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name == "everything")) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
 )
 def test_a_chain_is_one_program(micro_batches, settings, rows, adapters):
     one = made(learner(micro_batches, **settings), rows(), adapters)

@@ -109,8 +109,8 @@ def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
 
 def test_in_turn_the_run_is_that_of_one_device(unbroken, tmp_path):
     in_turn, together = tmp_path / "in_turn", tmp_path / "together"
-    train(in_turn, **{"collection.max_staleness": 0})
-    train(together, **{"mesh.sampler": 0, "mesh.learner": 0})
+    train(in_turn, iterations=2, **{"collection.max_staleness": 0})
+    train(together, iterations=2, **{"mesh.sampler": 0, "mesh.learner": 0})
     jax.tree.map(np.testing.assert_array_equal, restored(in_turn)[0], restored(together)[0])
     assert reproducible(in_turn) == reproducible(together)
     assert texts(in_turn / "samples") == texts(together / "samples")
