@@ -144,7 +144,7 @@ def check_outputs(outputs: WindowOutputs, rows: Rows) -> None:
     strange = [row for row in np.flatnonzero(has_new).tolist() if row not in rows.in_flight]
     _require(not strange, f"output rows {strange} got tokens, and no request is in flight for them")
     _require(bool(has_new[ended].all()), f"output rows {ended[~has_new[ended]].tolist()} ended without a token")
-    gap = np.flatnonzero(has_new & (new.start > 0) & (new.start != rows.length))
+    gap = np.flatnonzero((new.start > new.length) | (has_new & (new.start > 0) & (new.start != rows.length)))
     _require(not gap.size, f"new tokens of output rows {gap.tolist()} do not follow those before")
 
 
