@@ -130,9 +130,7 @@ def chunk_attention(
         overall = jnp.maximum(largest, scores.max(-1))
         weights, scale = jnp.exp(scores - overall[..., None]), jnp.exp(largest - overall)
         scaled = weights * values.scale.reshape(kv_heads, 1, -1) if isinstance(values, Quantized) else weights
-        new = jnp.einsum(
-            "KQT,KTH->KQH", scaled.astype(dtype), in_one_row(values), preferred_element_type=jnp.float32
-        )
+        new = jnp.einsum("KQT,KTH->KQH", scaled.astype(dtype), in_one_row(values), preferred_element_type=jnp.float32)
         return overall, total * scale + weights.sum(-1), mixed * scale[..., None] + new
 
     none = jnp.zeros(grouped.shape[:2], jnp.float32)
