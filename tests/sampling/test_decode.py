@@ -215,6 +215,19 @@ def test_a_cancelled_response_ends_with_its_next_token_wherever_it_is(engine):
     decode(engine, state)
 
 
+def test_an_evicted_response_is_reported_again_from_its_first_token(engine):
+    """Two responses have four tokens each when no page is left for the fifth: the first one gives way."""
+    draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 8][:2]
+    state, _ = window(engine, opened(engine, [P5]), *[(P5, draw, 12, 0) for draw in draws])
+    state, outputs = window(engine, state, reserve=available(state))
+    assert int(outputs.redone) == 4
+    assert [outputs.rows.start.tolist()[:2], outputs.rows.length.tolist()[:2]] == [[0, 4], [0, 8]]
+    state, outputs = window(engine, state)
+    assert [outputs.rows.start.tolist()[0], outputs.rows.length.tolist()[0]] == [0, 4]
+    _, finished = decode(engine, state)
+    assert_response(finished[0], tiny.drawn()["p5", draws[0]])
+
+
 def test_new_responses_leave_the_reserved_pages(engine):
     # A draw of P5 may take three pages of its own. With all but 8 pages reserved two of three begin.
     state = opened(engine, [P5])
