@@ -162,7 +162,7 @@ def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> In
     if strategy.plan is None:
         return None
     width = len(str(len(pass_rates)))
-    return np.asarray(strategy.plan(pass_rates, [f"{index:0{width}}" for index in range(len(pass_rates))]))
+    return strategies.plan_draws(strategy, pass_rates, [f"{index:0{width}}" for index in range(len(pass_rates))])
 
 
 # ---- their groups ----------------------------------------------------------------------------------------------------

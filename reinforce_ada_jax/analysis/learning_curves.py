@@ -164,7 +164,7 @@ def learn(
         if strategy.plan is not None:
             ids = [names[index] for index in batch]
             estimates = ema.estimate_ids(ids)
-            planned = np.asarray(strategy.plan(estimates, ids))
+            planned = strategies.plan_draws(strategy, estimates, ids)
         counts = draw_counts(strategy, p, rng, estimates=estimates, planned=planned)
         states = np.stack(list(vars(counts).values()), axis=1).tolist()
         found = np.array([terms(*state) for state in states], np.float64)

@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.collection.strategies import Strategy, keep_draws
 from reinforce_ada_jax.types import Pool
 
 # From the reference program: the smallest standard deviation, and the number added to it before dividing.
@@ -166,7 +166,7 @@ def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
       strategy: decides by its `keep`, `max_age` and `drop_unmet`, in this order.
       ages: updates since each response was drawn; None: all are fresh.
     """
-    kept = strategy.keep(pool.correct)
+    kept = keep_draws(strategy, pool.correct)
     kept = kept[_usable(pool, strategy, ages)[kept]]
     if strategy.drop_unmet and kept.size:
         rewards = pool.rewards - pool.rewards[0]  # equal rewards then have exactly their value as mean

@@ -156,7 +156,7 @@ def _rollouts(
         for rollouts, estimate in zip(result, estimates.tolist(), strict=True):
             rollouts.estimate = estimate
         if strategy.plan is not None:
-            planned = strategy.plan(estimates, [prompt.id for prompt in everyone])
+            planned = strategies.plan_draws(strategy, estimates, [prompt.id for prompt in everyone])
             for rollouts, draws in zip(result, planned.tolist(), strict=True):
                 rollouts.planned = draws
     return result

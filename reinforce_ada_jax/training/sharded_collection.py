@@ -15,7 +15,7 @@ import numpy as np
 from reinforce_ada_jax.collection.advantages import kept_draws
 from reinforce_ada_jax.collection.collect import EstimateFn
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, partial_of, to_bytes
-from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.collection.strategies import Strategy, plan_draws
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
@@ -111,7 +111,6 @@ def draw_everywhere(prompts: Sequence[Prompt], strategy: Strategy, collect_fn: C
 
 def _planned(job: Job) -> tuple[Job, dict[str, int]]:
     """Returns the job with fixed estimates and draws of every prompt: a plan depends on all prompts."""
-    plan = job.strategy.plan
     if not job.strategy.estimates:
         return job, {}
     estimates = np.full(len(job.prompts), 0.5) if job.estimate_fn is None else job.estimate_fn(job.prompts)
@@ -120,9 +119,9 @@ def _planned(job: Job) -> tuple[Job, dict[str, int]]:
     job = dataclasses.replace(
         job, estimate_fn=lambda prompts: np.array([rates[prompt.id] for prompt in prompts], float)
     )
-    if plan is None:
+    if job.strategy.plan is None:
         return job, {}
-    planned = dict(zip(ids, plan(np.asarray(estimates, float), ids).tolist(), strict=True))
+    planned = dict(zip(ids, plan_draws(job.strategy, np.asarray(estimates, float), ids).tolist(), strict=True))
     strategy = dataclasses.replace(
         job.strategy, plan=lambda _, ids: np.array([planned[prompt_id] for prompt_id in ids], int)
     )

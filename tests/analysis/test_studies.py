@@ -151,7 +151,7 @@ from reinforce_ada_jax.collection import strategies
 
 def second(config):
     return dataclasses.replace(
-        strategies.fixed(2), drop_unmet=True, max_draws=4,
+        strategies.fixed(2), drop_unmet=True, max_draws=4, max_kept=4,
         next_draws=lambda progress: 2 * (progress.rounds == 0 or (progress.rounds == 1 and progress.correct == 0)),
         met=lambda progress: progress.rounds == 1,
     )

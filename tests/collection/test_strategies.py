@@ -570,6 +570,32 @@ def test_a_users_file_that_fails_says_where(tmp_path, import_state):
 
 
 @pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (np.array([True, True, False]), r"must return indices of 3 draws, ascending; it returned array\(\[ True"),
+        ([1.0, 2.0], "indices of 3 draws"), ([2, 1], "ascending"), ([1, 1], "ascending"), ([-1, 0], "ascending"),
+        ([1, 3], "indices of 3 draws"), ([0, 1, 2], "keeps 3 responses of a prompt, and its max_kept is 2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_users_strategy_keeps_are_indices(kept, message):
+    mine = dataclasses.replace(strategies.fixed(3), keep=lambda correct: kept, max_kept=2)
+    with pytest.raises(ValueError, match=message):
+        strategies.keep_draws(mine, np.zeros(3, bool))
+
+
+def test_a_users_strategy_may_keep_and_plan_lists():
+    mine = dataclasses.replace(strategies.fixed(3), keep=lambda correct: [0, 2], plan=lambda estimates, ids: [1, 3])
+    np.testing.assert_array_equal(strategies.keep_draws(mine, np.zeros(3, bool)), [0, 2])
+    np.testing.assert_array_equal(strategies.plan_draws(mine, np.full(2, 0.5), ["a", "b"]), [1, 3])
+    assert strategies.keep_draws(dataclasses.replace(mine, keep=lambda correct: []), np.zeros(3, bool)).dtype == int
+    for planned in ([1.0, 3.0], [1]):
+        mine = dataclasses.replace(mine, plan=lambda estimates, ids, planned=planned: planned)
+        with pytest.raises(ValueError, match="plan must return 2 whole numbers, one for each prompt"):
+            strategies.plan_draws(mine, np.full(2, 0.5), ["a", "b"])
+
+
+@pytest.mark.parametrize(
     ("fields", "overlap", "message"),
     [
         ("", 1, "overlap_iterations is 1, but .*mine plans draws.*set it to 0"),
