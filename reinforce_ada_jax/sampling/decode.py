@@ -214,7 +214,11 @@ def _forward(
 
 
 def _append_tokens(
-    state: DecodeState, logprobs: Float[Array, "S V"], width: Int[Array, ""] | int, at_a_time: int
+    state: DecodeState,
+    logprobs: Float[Array, "S V"],
+    width: Int[Array, ""] | int,
+    at_a_time: int,
+    mesh: Mesh | None,
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Samples a token for every active slot, into its output row; also returns which responses ended with it.
 
@@ -222,7 +226,7 @@ def _append_tokens(
     """
     slots, outputs = state.slots, state.outputs
     active = slots.active & (width > 0)
-    tokens, logprobs = token_lib.sample(logprobs, slots.key, slots.count, slots.sampling, width, at_a_time)
+    tokens, logprobs = token_lib.sample(logprobs, slots.key, slots.count, slots.sampling, width, at_a_time, mesh)
 
     count = slots.count + 1
     stopped = active & jnp.any(tokens[:, None] == state.terms.stop_ids[slots.prompt_row], axis=1)
@@ -259,7 +263,7 @@ def decode_token(
         model, state.slots, pools, pages_per_layer, adapters, dtype=dtype, backend=backend, mesh=mesh
     )
     state = _with_pools(state, pools)
-    return _append_tokens(state, logprobs, num_slots, _at_a_time(num_slots, backend))
+    return _append_tokens(state, logprobs, num_slots, _at_a_time(num_slots, backend), mesh)
 
 
 def _at_a_time(num_slots: int, backend: str) -> int:
@@ -379,9 +383,9 @@ def decode_window(
         state = _with_pools(state.replace(slots=slots, prompts=state.prompts.replace(cached=cached)), pools)
         at_a_time = _at_a_time(len(logprobs), backend)
         if drafted:
-            state, ended = drafts_lib.append_tokens(state, drafted, logprobs, decoding, at_a_time)
+            state, ended = drafts_lib.append_tokens(state, drafted, logprobs, decoding, at_a_time, mesh)
         else:
-            state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), at_a_time)
+            state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), at_a_time, mesh)
         return _end_responses(state, ended, inputs.park_reserve), logprobs, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.sampling import draft_choice
@@ -227,7 +228,12 @@ def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:
 
 
 def append_tokens(
-    state: DecodeState, rows: Rows, logprobs: Float[Array, "rows V"], decoding: Bool[Array, ""], at_a_time: int
+    state: DecodeState,
+    rows: Rows,
+    logprobs: Float[Array, "rows V"],
+    decoding: Bool[Array, ""],
+    at_a_time: int,
+    mesh: Mesh | None,
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Samples a token for every row, and appends those that follow right guesses.
 
@@ -237,7 +243,7 @@ def append_tokens(
     slots, outputs, drafts, per_row = state.slots, state.outputs, _drafts(state), rows.slots
     active, most_rows = slots.active & decoding, logprobs.shape[0]
     num_rows = jnp.where(decoding, rows.num_rows, 0)
-    drawn = token_lib.sample(logprobs, per_row.key, per_row.count, per_row.sampling, num_rows, at_a_time)
+    drawn = token_lib.sample(logprobs, per_row.key, per_row.count, per_row.sampling, num_rows, at_a_time, mesh)
     tokens, logprobs = (x[jnp.minimum(rows.row_of, most_rows - 1)] for x in drawn)
 
     is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[slots.prompt_row][:, None], axis=-1)

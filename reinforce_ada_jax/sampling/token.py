@@ -4,14 +4,18 @@ The randomness of a token is a function of (run seed, stream, prompt id, draw in
 else: not the slot, the number of slots, the window, or who finished first.
 """
 
+import functools
 import hashlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.logprobs import distribution
+from reinforce_ada_jax.sampling import blocks as blocks_lib
+from reinforce_ada_jax.sampling.blocks import Blocks, first_largest, gumbel
 from reinforce_ada_jax.sampling.state import Sampling
 
 # Rows whose noise is computed at a time: on CPUs they stay in a core's own cache.
@@ -46,8 +50,7 @@ def perturbed_scores(
 
     def perturbed(row):
         logprobs, key_data, position = row
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
-        return logprobs + jax.random.gumbel(key, logprobs.shape, jnp.float32)
+        return logprobs + gumbel(key_data, position, len(logprobs))
 
     return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=at_a_time)
 
@@ -70,13 +73,6 @@ def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Flo
     return jnp.where(logprobs >= threshold, logprobs, -jnp.inf)
 
 
-def _argmax(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
-    """Returns the first index of each row's maximum; XLA's argmax takes 10 times as long on a CPU."""
-    place = jnp.arange(scores.shape[-1], dtype=jnp.int32)[None]
-    is_largest = scores == jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, place, scores.shape[-1] - 1), axis=-1)
-
-
 def next_logprobs(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
     """Returns the untruncated log-probabilities of the next token at each slot's temperature; at 1 where it is 0."""
     return distribution(logits, jnp.where(temperature == 0, 1.0, temperature)[:, None])
@@ -89,6 +85,8 @@ def sample(
     sampling: Sampling,
     count: Int[Array, ""] | int | None = None,
     at_a_time: int = ROWS,
+    mesh: Mesh | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Samples one token for each of the first `count` slots; also returns its untruncated log-probability.
 
@@ -99,9 +97,21 @@ def sample(
       sampling: of each slot. Temperature 0 takes the most probable token.
       count: of slots; the others get 0. None: all.
       at_a_time: slots in one iteration of the loop.
+      mesh: where the vocabulary is split over `tensor`.
+      blocks: to sample in two levels (blocks.py). None: those of a large vocabulary, one level for a small one.
     """
-    num_slots = positions.shape[0]
+    num_slots, vocabulary = logprobs.shape
     rows = min(at_a_time, num_slots)
+    if blocks is None and vocabulary > blocks_lib.LARGEST_IN_ONE_LEVEL:
+        blocks = blocks_lib.split(vocabulary)
+    sample_rows = _sample_rows
+    if blocks is not None:
+        sample_rows = functools.partial(_sample_in_two_levels, at_a_time=at_a_time, mesh=mesh, blocks=blocks)
+    if blocks is not None and rows == num_slots:
+        # Without a loop: of its body, the same in each iteration, XLA for TPUs would move single slices out of it.
+        sampled = sample_rows(logprobs, keys, positions, sampling)
+        wanted = jnp.arange(num_slots) < (num_slots if count is None else count)
+        return jax.tree.map(lambda x: jnp.where(wanted, x, 0), sampled)
 
     def some_rows(index, sampled):
         start = jnp.minimum(index * rows, num_slots - rows)
@@ -110,7 +120,7 @@ def sample(
         )
         return jax.tree.map(
             lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, start, axis=0),
-            sampled, _sample_rows(*chosen),
+            sampled, sample_rows(*chosen),
         )  # fmt: skip
 
     iterations = -(-(num_slots if count is None else count) // rows)
@@ -119,13 +129,51 @@ def sample(
     )
 
 
+def _padded(x: Array, rows: int) -> Array:
+    return jnp.pad(x, [(0, max(0, rows - len(x)))] + [(0, 0)] * (x.ndim - 1))
+
+
+def _is_cut(sampling: Sampling) -> Bool[Array, " S"]:
+    return (sampling.top_k > 0) | (sampling.top_p < 1)
+
+
 def _sample_rows(
     logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], sampling: Sampling
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    cut = (sampling.top_k > 0) | (sampling.top_p < 1)
     # Sorting a vocabulary is expensive; training never does.
-    allowed = jax.lax.cond(jnp.any(cut), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs)
+    allowed = jax.lax.cond(
+        jnp.any(_is_cut(sampling)), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs
+    )
     noisy = perturbed_scores(allowed, keys, positions, max(ROWS, len(positions)))
     scores = jnp.where((sampling.temperature == 0)[:, None], logprobs, noisy)
-    tokens = _argmax(scores)
+    tokens = first_largest(scores)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+
+def _sample_in_two_levels(
+    logprobs: Float[Array, "S V"],
+    keys: UInt32[Array, "S 2"],
+    positions: Int[Array, " S"],
+    sampling: Sampling,
+    at_a_time: int,
+    mesh: Mesh | None,
+    blocks: Blocks,
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Samples in two levels where nothing is cut and the temperature is not 0, and else in one."""
+    # With the same number of rows, and fused with nothing outside: sums must not round by the number of slots.
+    padded = [_padded(x, at_a_time) for x in (logprobs, keys, positions)]
+    sampled = blocks_lib.sample(*jax.lax.optimization_barrier(padded), blocks=blocks, mesh=mesh)
+    sampled = jax.tree.map(lambda x: x[: len(positions)], jax.lax.optimization_barrier(sampled))
+    cut, greedy = _is_cut(sampling), sampling.temperature == 0
+
+    def draw_of_cut():
+        allowed = truncated(logprobs, sampling.top_k, sampling.top_p)
+        return first_largest(perturbed_scores(allowed, keys, positions, len(positions)))
+
+    def some_in_one_level():
+        best = first_largest(logprobs)
+        drawn = jax.lax.cond(jnp.any(cut & ~greedy), draw_of_cut, lambda: best)
+        tokens = jnp.where(greedy, best, jnp.where(cut, drawn, sampled[0]))
+        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+
+    return jax.lax.cond(jnp.any(cut | greedy), some_in_one_level, lambda: sampled)
