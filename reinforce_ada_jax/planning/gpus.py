@@ -94,6 +94,8 @@ def gpu_devices(topology: str) -> list[jax.Device]:  # pyright: ignore[reportInv
             "compiling for a GPU needs its compiler, which any machine can run: pip install 'jax[cuda12]'."
         )
     jax.config.update("jax_platforms", "cpu")  # leave a GPU of this machine to its users
+    # Without a GPU its programs cannot be loaded again, so none is kept in a persistent cache.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
     # partitions x hosts x devices of a host.
     options: dict[str, Any] = dict(target_config=_description(GPUS[name]), topology=f"1x1x{count}")
     return list(topologies.get_topology_desc(platform="cuda", **options).devices)

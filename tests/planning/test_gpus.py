@@ -52,7 +52,16 @@ needs_plugin = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def cache_for_others():
+    """Has the cache of programs keep those of other tests again, as `gpu_devices` does not."""
+    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    yield
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
 @needs_plugin
+@pytest.mark.usefixtures("cache_for_others")
 @pytest.mark.parametrize(("topology", "packed"), [("h100:2", True), ("h100:1", False), ("a100:1", False)])
 def test_attention_of_the_learner_compiles(topology, packed):
     devices = topology_devices(topology)
@@ -70,6 +79,7 @@ def test_attention_of_the_learner_compiles(topology, packed):
 
 
 @needs_plugin
+@pytest.mark.usefixtures("cache_for_others")
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("topology", ["h100:1", "h200:1", "a100:1"])
 def test_attention_of_the_engine_compiles(topology):
@@ -81,6 +91,7 @@ def test_attention_of_the_engine_compiles(topology):
 
 
 @needs_plugin
+@pytest.mark.usefixtures("cache_for_others")
 def test_traffic_is_read_as_the_compiler_writes_it():
     mesh = make_mesh(1, 2, 1, topology_devices("h100:2"))
 
