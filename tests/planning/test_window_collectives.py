@@ -18,7 +18,7 @@ from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
 architecture = from_hf(dict(
-    model_type="qwen2", vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    model_type="qwen2", vocab_size=16384, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=2,
 ))
 options = EngineOptions(
@@ -39,12 +39,15 @@ def test_collectives_of_a_token():
     )
     assert result.returncode == 0, result.stderr
     found = ast.literal_eval(result.stdout.splitlines()[-1])
+    # In a branch for top-k and top-p, which training does not take, a vocabulary is sorted.
+    found = [(depth, kinds) for depth, kinds in found if "all-to-all" not in kinds]
     # The loop over layers is inside of a pass over rows, inside of the loop over tokens. There are three passes: of a
     # chunk of prompts, of both slots and of one. Attention's output and the MLP's are summed, nothing else.
     assert [kinds for depth, kinds in found if depth == 3] == [["all-reduce"] * 2] * 3
-    # Outside of that loop, a few numbers for each slot: in every pass the embedding's rows; in those of slots the
-    # head's largest logit and their sum; of the sampled token the largest score, the index and the log-probability.
-    # (In a branch for top-k and top-p, which training does not take, a vocabulary is sorted.)
-    others = [kind for depth, kinds in found if depth < 3 and "all-to-all" not in kinds for kind in kinds]
-    assert others == ["all-reduce"] * (3 + 2 * 2 + 3)
+    # Outside of that loop, a few numbers for each slot: in every pass the embedding's rows, and in those of slots the
+    # head's largest logit and their sum; then the devices' candidates for the sampled token, in one transfer. In a
+    # branch for temperature 0 there are the largest log-probability, its index and its value.
+    others = [kind for depth, kinds in found if depth < 3 for kind in kinds]
+    assert sorted(others) == ["all-gather"] + ["all-reduce"] * (3 + 2 * 2 + 3)
+    assert "all-gather" in dict(found)[1]
     assert {depth for depth, _ in found} == {1, 2, 3}
