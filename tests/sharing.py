@@ -1,6 +1,7 @@
 """Programs that runs, evaluations and servers in the process of the tests share: each was traced and loaded again."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -33,10 +34,14 @@ def shared_programs() -> Iterator[None]:
 
     def make_programs(architecture: Architecture, options: Any, mesh: Mesh, cast_shardings: Any) -> programs.Programs:
         leaves, structure = jax.tree.flatten(cast_shardings)
-        key = architecture, options, mesh, tuple(leaves), structure
-        if key not in made:
-            made[key] = programs.make_programs(architecture, options, mesh, cast_shardings)
-        return made[key]
+        same = architecture, mesh, tuple(leaves), structure
+        if (options, same) not in made:
+            own = programs.make_programs(architecture, options, mesh, cast_shardings)
+            # The stop tokens are in the state; all other programs only know how many there are.
+            sizes = dataclasses.replace(options, stop_ids=(-1,) * len(options.stop_ids), check_invariants=False)
+            shared = made.setdefault(("sizes", sizes, same), own)
+            made[options, same] = dataclasses.replace(shared, init_state=own.init_state)
+        return made[options, same]
 
     def learner(architecture: Architecture, config: Config, mesh: Mesh) -> Learner:
         settings = json.loads(config_lib.to_json(config))

@@ -91,6 +91,14 @@ def unbroken(start, tmp_path_factory):
     return workdir
 
 
+def test_two_processes_make_the_run_of_one(start, unbroken, tmp_path):
+    spoke, silent = finished(start(tmp_path / "two", 2))
+    assert "finished iteration 4" in spoke and "finished" not in silent
+    assert "process 1 of 2, " in (tmp_path / "two" / "logs" / "host-1.log").read_text()
+    assert_same_run(unbroken, tmp_path / "two")
+
+
+@pytest.mark.slow  # test_watchdog.py has processes that end when another is lost, test_train.py runs that resume
 def test_two_processes_make_the_run_of_one_through_an_end_of_either(start, unbroken, tmp_path):
     workdir = tmp_path / "two"
     processes = start(workdir, 2)

@@ -336,7 +336,7 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, ques
         # Six of them on two slots would have taken three times LONG turns: 21 s where this takes 0.3.
         assert seconds < 10, f"{seconds:.1f} s"
 
-        call = server.stream(text_content=dict(text=text), max_tokens=600)
+        call = server.stream(text_content=dict(text=text), max_tokens=300)
         server.process.send_signal(signal.SIGTERM)
         assert server.line() == "stopping    30 s are left for requests not yet answered: 1\n"
         with pytest.raises(grpc.RpcError) as ended:  # nobody new is let in
@@ -344,7 +344,7 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, ques
                 list(pb2_grpc.OrchestratorStub(channel).Decode(pb2.DecodeRequest(max_tokens=1), timeout=60))
         assert ended.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         tokens = [id for response in call for id in response.stream_content.samples[0].token_ids]
-        assert len(tokens) == 599 and dict(call.trailing_metadata())["finish"] == "length"
+        assert len(tokens) == 299 and dict(call.trailing_metadata())["finish"] == "length"
         code, said, errors = server.ended(within=10)
         assert code == 0 and said.startswith("stopped     5 answered")
         assert "Traceback" not in errors
