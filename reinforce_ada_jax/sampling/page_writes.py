@@ -82,8 +82,7 @@ def _finite(new: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns keys or values with 0 in place of what is not finite.
 
     Pages have several owners in turn, and attention multiplies what the one before left in them by a weight of 0, which
-    does not hide NaN. A token whose key or value is not finite has log-probabilities that are not finite either, and so
-    it is noticed.
+    does not hide NaN. Decoding gives the token itself log-probabilities that are not finite, so that it is noticed.
     """
     return jnp.where(jnp.isfinite(new), new, 0)
 
