@@ -140,9 +140,10 @@ def project(x: Array, weight: Array | Adapted | RowAdapted | Quantized, num_inpu
 
         def add_adapter(index: Array, result: Array) -> Array:
             number = rows.in_use[index]
-            inner = contract(merged, weight.a[number], num_inputs)
-            inner = jnp.where((adapter == number)[:, None], inner, jnp.zeros_like(inner))
-            return result + contract(inner, weight.b[number], 1)
+            added = contract(contract(merged, weight.a[number], num_inputs), weight.b[number], 1)
+            # Chosen at the end: a row without this adapter times 0 is NaN where the adapter is not finite.
+            own = (adapter == number).reshape(-1, *[1] * (result.ndim - 1))
+            return jnp.where(own, result + added, result)
 
         # A loop over the adapters in use: room for more costs nothing.
         result = jax.lax.fori_loop(0, rows.num_in_use, add_adapter, product(weight.weight))

@@ -14,7 +14,7 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, LoraConfig, values
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import adapter_files, huggingface, lora, transformer
-from reinforce_ada_jax.policy.layers import Adapted, project
+from reinforce_ada_jax.policy.layers import Adapted, RowAdapted, RowAdapters, project
 from tests.policy import recording
 from tests.policy.adapting import ALL, random_adapters
 
@@ -299,6 +299,18 @@ def test_each_row_has_its_own_adapter_of_a_bank_or_none():
     assert np.abs(np.subtract(*rows[:2])).max() > 0.1
     # What other rows use changes no bit of a row.
     np.testing.assert_array_equal(rows[2], np.asarray(last_hidden(bank, np.zeros(4, int)))[2])
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_an_adapter_that_is_not_finite_reaches_its_own_rows_alone(broken):
+    # Three adapters of rank 1 from 2 numbers to 2 heads of 1; the middle one is broken.
+    a = np.array([[[1.0], [0]], [[broken], [1]], [[0], [1]]], np.float32)
+    b = np.array([[[[1.0], [2]]], [[[broken], [1]]], [[[3], [4]]]], np.float32)
+    weight = RowAdapted(jnp.zeros((2, 2, 1)), jnp.asarray(a), jnp.asarray(b), None)
+    rows = RowAdapters(jnp.array([0, 1, 2, -1]), jnp.arange(3), jnp.int32(3))
+    found = project(jnp.array([[[5.0, 7.0]]] * 4), dataclasses.replace(weight, rows=rows))[:, 0, :, 0]
+    np.testing.assert_array_equal(found[np.array([0, 2, 3])], [[5, 10], [21, 28], [0, 0]])
+    assert not np.isfinite(found[1]).any()
 
 
 def test_a_bank_has_room_for_what_it_was_made_for():
