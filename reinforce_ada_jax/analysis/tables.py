@@ -120,6 +120,7 @@ def write(output: str | None, name: str, panels: Sequence[Panel], result: Mappin
         axis.legend(frameon=False, fontsize="small")
     for suffix in ("png", "svg"):
         canvas.savefig(folder / f"{name}.{suffix}", dpi=120)
+        canvas.set_layout_engine("none")  # both files have the layout of the first, which takes most of the time
     pyplot.close(canvas)
     (folder / f"{name}.json").write_text(json.dumps(_plain(result), indent=2) + "\n")
     print(f"\nfigure and numbers: {folder}/{name}.png, .svg, .json")

@@ -235,6 +235,7 @@ def test_an_embedding_of_its_own_is_not_read():
     assert cost.cached_token == pytest.approx(2 * 2 * 28 * 4 * 128 / 1e12)
 
 
+@pytest.mark.slow  # test_rollout compares an engine with its simulation, and the test below has a barrier
 def test_adaptive():
     flag = ("adaptive", "--slots=8", "--prompts=12", "--scale=0.01", "--window=4", "--barrier")
     result, simulated = run(*flag), run(*flag, "--simulate")
