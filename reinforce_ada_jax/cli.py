@@ -208,7 +208,9 @@ def _parse(argv: list[str]) -> list[str]:
             _show_help(asked[1] or "")
     if "config" in flags.FLAGS:
         with user_input():
-            argv[1:], notes = aliases.translate(argv[1:])  # in place: ml_collections reads sys.argv, which this is
+            arguments, notes = aliases.translate(argv[1:])
+        # In place, because ml_collections reads sys.argv, which this is. It wants --config before changes of settings.
+        argv[1:] = sorted(arguments, key=lambda argument: not re.match("--?config=", argument))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     try:

@@ -94,8 +94,8 @@ def test_flags_that_cannot_be_read(arguments, parts):
     check_message(result.stderr, *parts)
 
 
-def test_flags_that_can():
-    result = run_python("-c", PARSE_ONLY, TINY, "--config.collection.strategy=grpo")
+def test_flags_that_can_be_read():
+    result = run_python("-c", PARSE_ONLY, "--config.collection.strategy=grpo", TINY)  # in any order
     assert (result.returncode, result.stdout, result.stderr) == (0, "grpo 100\n", "")
 
 
