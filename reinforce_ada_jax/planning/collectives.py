@@ -65,11 +65,12 @@ def learner_sent_bytes(a: Architecture, layout: BatchLayout, *, update: bool) ->
 def decode_sent_bytes(a: Architecture, rows: int, tensor: int, itemsize: int) -> float:
     """Bytes that a device sends in a decode step of `rows` slots, counted by hand.
 
-    Summed along `tensor` are the embedding's rows, the outputs of attention and MLP of each layer, and five numbers of
-    four bytes a slot: the head's largest logit and sum, the sampled token's score, index and log-probability.
+    Summed along `tensor` are the embedding's rows, the outputs of attention and MLP of each layer, and two numbers of
+    four bytes a slot: the head's largest logit and sum. Each device sends its candidate for the sampled token: score,
+    index and log-probability.
     """
-    numbers = (1 + 2 * a.num_layers) * a.hidden_size * itemsize + 5 * 4
-    return 2 * (tensor - 1) / tensor * rows * numbers
+    summed = (1 + 2 * a.num_layers) * a.hidden_size * itemsize + 2 * 4
+    return rows * (2 * (tensor - 1) / tensor * summed + (tensor - 1) * 3 * 4)
 
 
 def _array_bytes(hlo_type: str) -> list[float]:

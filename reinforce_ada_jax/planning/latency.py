@@ -41,13 +41,13 @@ DELAYS = {
 
 # Kernels of the programs of Qwen2.5-Math-1.5B for v5e:2x4, libtpu 0.0.51: of a decode step outside of its layers and in
 # each layer; of a micro-batch outside, in each layer forwards, and backwards.
-STEP_KERNELS, STEP_LAYER_KERNELS = 80, 31
+STEP_KERNELS, STEP_LAYER_KERNELS = 85, 31
 MICRO_BATCH_KERNELS, FORWARD_KERNELS, BACKWARD_KERNELS = 100, 26, 125
-# The same of a decode step for h100:8, jax 0.10.2, without sums over `tensor`. Nothing overlaps four of these: one of
-# the head's, and those of the sampled token. The host reads the condition of the loop over steps, and of the seven
-# loops in it that data ends, two of which have a turn.
+# The same of a decode step for h100:8, jax 0.10.2, without collectives over `tensor`, of which nothing overlaps one, a
+# sum of the head's. The host reads the condition of the loop over steps, and of the six loops in it that data ends, one
+# of which has a turn.
 GPU_STEP_KERNELS, GPU_STEP_LAYER_KERNELS = 129, 25
-GPU_STEP_WAITED, GPU_STEP_HOST_READS = 4, 10
+GPU_STEP_HOST_READS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,15 +90,15 @@ def hops(kind: str, devices: int) -> int:
 def decode_step(num_layers: int, tensor: int, platform: str) -> Starts:
     """Counts those of a decode step by hand.
 
-    Summed over `tensor` are the embedding's rows, two results in each layer, and five numbers of each slot
-    (`collectives.decode_sent_bytes`).
+    Summed over `tensor` are the embedding's rows, two results in each layer and two numbers of each slot. The devices'
+    candidates for the sampled token are gathered (`collectives.decode_sent_bytes`).
     """
-    sums = (1 + 2 * num_layers + 5) * (tensor > 1)
-    hops_of_sum = hops("all-reduce", tensor)
+    sums, gathers = (3 + 2 * num_layers) * (tensor > 1), 1 * (tensor > 1)
     if platform == "gpu":
-        kernels, waited = GPU_STEP_KERNELS + num_layers * GPU_STEP_LAYER_KERNELS, GPU_STEP_WAITED * (tensor > 1)
-        return Starts(kernels + sums, waited, waited * hops_of_sum, GPU_STEP_HOST_READS)
-    return Starts(STEP_KERNELS + num_layers * STEP_LAYER_KERNELS, sums, sums * hops_of_sum)
+        kernels = GPU_STEP_KERNELS + num_layers * GPU_STEP_LAYER_KERNELS + sums + gathers
+        return Starts(kernels, 1 * (tensor > 1), hops("all-reduce", tensor), GPU_STEP_HOST_READS)
+    all_hops = sums * hops("all-reduce", tensor) + gathers * hops("all-gather", tensor)
+    return Starts(STEP_KERNELS + num_layers * STEP_LAYER_KERNELS, sums + gathers, all_hops)
 
 
 def learner_call(num_layers: int, layout: BatchLayout, *, update: bool) -> Starts:

@@ -63,8 +63,10 @@ def test_learner_sent():
 
 
 def test_decode_sent():
-    # Two devices, 3 slots: the embedding's row and twice each layer's output, 4 columns of 2 B; and 20 B.
-    assert collectives.decode_sent_bytes(TIED, 3, 2, 2) == 3 * ((1 + 2 * TIED.num_layers) * 4 * 2 + 20)
+    # Two devices, 3 slots: the embedding's row and twice each layer's output, 4 columns of 2 B; 8 B; a candidate, 12 B.
+    assert collectives.decode_sent_bytes(TIED, 3, 2, 2) == 3 * ((1 + 2 * TIED.num_layers) * 4 * 2 + 8 + 12)
+    # Four: 1.5 times the sums, and three candidates.
+    assert collectives.decode_sent_bytes(TIED, 3, 4, 2) == 3 * (1.5 * (5 * 4 * 2 + 8) + 36)
     assert collectives.decode_sent_bytes(TIED, 3, 1, 2) == 0
 
 
@@ -157,15 +159,16 @@ def test_traffic_of_a_cuda_program():
 
 
 def test_latency():
-    # 80 kernels and 31 a layer. 2 sums a layer and 6 more over two chips, 2 hops each: 948 + 62 * 5 + 124 us.
-    assert latency.decode_step(28, 2, "tpu") == Starts(948, 62, 124)
-    assert latency.decode_step(28, 2, "tpu").seconds("tpu") == pytest.approx(1382e-6)
-    assert latency.decode_step(28, 1, "tpu") == Starts(948, 0, 0)
-    # A GPU: 129 kernels, 25 a layer and 62 sums, four of which are waited for, and 10 numbers for the host:
-    # 891 + 4 * 6.6 + 24 * 0.6 + 10 * 5.75 us over four.
-    assert latency.decode_step(28, 4, "gpu") == Starts(891, 4, 24, 10)
-    assert latency.decode_step(28, 4, "gpu").seconds("gpu") == pytest.approx(989.3e-6)
-    assert latency.decode_step(28, 1, "gpu") == Starts(829, 0, 0, 10)
+    # 85 kernels and 31 a layer. 2 sums a layer and 3 more over two chips, 2 hops each, and a gather of one hop:
+    # 953 + 60 * 5 + 119 us.
+    assert latency.decode_step(28, 2, "tpu") == Starts(953, 60, 119)
+    assert latency.decode_step(28, 2, "tpu").seconds("tpu") == pytest.approx(1372e-6)
+    assert latency.decode_step(28, 1, "tpu") == Starts(953, 0, 0)
+    # A GPU: 129 kernels, 25 a layer, 59 sums and a gather. One sum is waited for, and 8 numbers for the host:
+    # 889 + 6.6 + 6 * 0.6 + 8 * 5.75 us over four.
+    assert latency.decode_step(28, 4, "gpu") == Starts(889, 1, 6, 8)
+    assert latency.decode_step(28, 4, "gpu").seconds("gpu") == pytest.approx(945.2e-6)
+    assert latency.decode_step(28, 1, "gpu") == Starts(829, 0, 0, 8)
     # Two micro-batches of one layer: 100 kernels, 26 forwards and 125 backwards, 2 sums forwards and 3 backwards.
     assert LAYOUT.tensor_shards == 2 and LAYOUT.micro_batches == 2
     assert latency.learner_call(1, LAYOUT, update=True) == Starts(2 * 251, 10, 20)
