@@ -361,8 +361,7 @@ def build(strategy_config: StrategyConfig) -> Strategy:
     """
     config = with_defaults(strategy_config)
     collection_rules.check_collection(config)
-    make = BUILT_IN[config.strategy] if config.strategy in BUILT_IN else _load_function(config.strategy)
-    strategy = make(config)
+    strategy = (BUILT_IN.get(config.strategy) or _load_function(config.strategy))(config)
     if not isinstance(strategy, Strategy):
         raise ValueError(
             f"collection.strategy is {config.strategy!r}, which returned {strategy!r}; it must return a Strategy."
