@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from reinforce_ada_jax.collection.strategies import Strategy, keep_draws
+from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Pool
 
 # From the reference program: the smallest standard deviation, and the number added to it before dividing.
@@ -156,6 +156,23 @@ def _usable(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None) 
     if ages is None or strategy.max_age is None:
         return np.ones(len(pool.responses), bool)
     return np.asarray(ages) <= strategy.max_age
+
+
+def keep_draws(strategy: Strategy, correct: Bool[np.ndarray, " N"]) -> Int[np.ndarray, " n"]:
+    """Returns the draws that a strategy keeps of a pool; raises ValueError where they are no indices of draws."""
+    kept = np.asarray(strategy.keep(correct))
+    if kept.size == 0:
+        return np.zeros(0, int)
+    indices = kept.ndim == 1 and kept.dtype.kind == "i" and kept[0] >= 0 and kept[-1] < len(correct)
+    if not (indices and (np.diff(kept) > 0).all()):
+        raise ValueError(
+            f"The strategy's keep must return indices of {len(correct)} draws, ascending; it returned {kept!r:.200}."
+        )
+    if strategy.max_kept is not None and kept.size > strategy.max_kept:
+        raise ValueError(
+            f"The strategy keeps {kept.size} responses of a prompt, and its max_kept is {strategy.max_kept}."
+        )
+    return kept
 
 
 def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Int[np.ndarray, " n"]:

@@ -145,23 +145,6 @@ def plan_draws(strategy: Strategy, estimates: np.ndarray, names: Sequence[str]) 
     return planned
 
 
-def keep_draws(strategy: Strategy, correct: np.ndarray) -> np.ndarray:
-    """Returns the draws that a strategy keeps of a pool; raises ValueError where they are no indices of draws."""
-    kept = np.asarray(strategy.keep(correct))
-    if kept.size == 0:
-        return np.zeros(0, int)
-    indices = kept.ndim == 1 and kept.dtype.kind == "i" and kept[0] >= 0 and kept[-1] < len(correct)
-    if not (indices and (np.diff(kept) > 0).all()):
-        raise ValueError(
-            f"The strategy's keep must return indices of {len(correct)} draws, ascending; it returned {kept!r:.200}."
-        )
-    if strategy.max_kept is not None and kept.size > strategy.max_kept:
-        raise ValueError(
-            f"The strategy keeps {kept.size} responses of a prompt, and its max_kept is {strategy.max_kept}."
-        )
-    return kept
-
-
 def uniform_at_address(seed: int, iteration: int, prompt_id: str, rounds: int) -> float:
     """Returns a number in [0, 1) that follows from the address alone, for `next_round` after `rounds` rounds."""
     address = f"{seed}/{iteration}/{rounds}/{prompt_id}".encode()

@@ -11,7 +11,7 @@ import pytest
 from reinforce_ada_jax import config as config_module
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.advantages import keep_draws, make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
@@ -581,14 +581,14 @@ def test_a_users_file_that_fails_says_where(tmp_path, import_state):
 def test_what_a_users_strategy_keeps_are_indices(kept, message):
     mine = dataclasses.replace(strategies.fixed(3), keep=lambda correct: kept, max_kept=2)
     with pytest.raises(ValueError, match=message):
-        strategies.keep_draws(mine, np.zeros(3, bool))
+        keep_draws(mine, np.zeros(3, bool))
 
 
 def test_a_users_strategy_may_keep_and_plan_lists():
     mine = dataclasses.replace(strategies.fixed(3), keep=lambda correct: [0, 2], plan=lambda estimates, ids: [1, 3])
-    np.testing.assert_array_equal(strategies.keep_draws(mine, np.zeros(3, bool)), [0, 2])
+    np.testing.assert_array_equal(keep_draws(mine, np.zeros(3, bool)), [0, 2])
     np.testing.assert_array_equal(strategies.plan_draws(mine, np.full(2, 0.5), ["a", "b"]), [1, 3])
-    assert strategies.keep_draws(dataclasses.replace(mine, keep=lambda correct: []), np.zeros(3, bool)).dtype == int
+    assert keep_draws(dataclasses.replace(mine, keep=lambda correct: []), np.zeros(3, bool)).dtype == int
     for planned in ([1.0, 3.0], [1]):
         mine = dataclasses.replace(mine, plan=lambda estimates, ids, planned=planned: planned)
         with pytest.raises(ValueError, match="plan must return 2 whole numbers, one for each prompt"):
