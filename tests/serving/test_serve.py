@@ -102,7 +102,7 @@ def running(folder: pathlib.Path, *flags: str):
             yield Server(process, pb2_grpc.OrchestratorStub(channel), address[0], lines[1:], len(text))
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +465,10 @@ def test_settings_reach_the_engine():
 
 
 def test_after_the_warm_up_nothing_is_compiled():
-    settings = ServerSettings("package:cipher", slots=2, max_prompt_tokens=40, max_response_tokens=8, dtype="float32")
+    # With the sizes of `server`, whose programs these are.
+    settings = ServerSettings(
+        "package:cipher", slots=3, page_size=8, max_prompt_tokens=32, max_response_tokens=LIMIT, dtype="float32"
+    )
     components, engine = jetstream_engine(settings)
     params = engine.load_params(huggingface.load(components.folder, components.mesh, "float32")[1])
     server_lib.warm_up(engine, params)

@@ -319,6 +319,7 @@ def test_a_full_disk_ends_the_run_and_harms_nothing(start, unbroken, tmp_path):
     assert "metrics.jsonl has no lines for 8 of 8 iterations" in out
 
 
+@pytest.mark.slow  # test_draw_ahead.py has one, and resumed runs with evaluations are above
 def test_more_iterations(unbroken, tmp_path, capsys):
     workdir = shutil.copytree(unbroken[0], tmp_path / "run")
     train.main(config_lib.replaced(saved_config(workdir), {"iterations": ITERATIONS + 2}), workdir)
