@@ -24,8 +24,8 @@ def run(benchmark, output, *, samples=2, regrade=False, initial=None, **changes)
 
 @pytest.fixture
 def words(tmp_path):
-    """64 problems: with 4 slots, kills are in time."""
-    return cipher_file(tmp_path / "words.jsonl", 64)
+    """32 problems: with 4 slots, kills are in time."""
+    return cipher_file(tmp_path / "words.jsonl", 32)
 
 
 @pytest.fixture
@@ -45,16 +45,16 @@ def test_killed_twice_it_ends_with_the_same_table(start, words, tmp_path, capsys
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(words, whole, samples=8)
     stored = broken / "words.jsonl"
-    killed_after(start(broken), stored, 80)
+    killed_after(start(broken), stored, 40)
     first = stored.read_bytes().count(b"\n")
     process = start(broken)
-    err = killed_after(process, stored, first + 120, signal.SIGINT)
+    err = killed_after(process, stored, first + 60, signal.SIGINT)
     assert process.returncode == cli.INTERRUPTED and "Traceback" not in err
     last = err.splitlines()[-1]
     assert last == "error: interrupted. Graded responses are stored; the same command again goes on from there."
-    assert 200 <= stored.read_bytes().count(b"\n") < 64 * 8
+    assert 100 <= stored.read_bytes().count(b"\n") < 32 * 8
     with stored.open("ab") as file:
-        file.write(b'{"prompt": "heldout-0063", "dr')  # as a kill in the middle of a line leaves it
+        file.write(b'{"prompt": "heldout-0031", "dr')  # as a kill in the middle of a line leaves it
     capsys.readouterr()
     run(words, broken, samples=8)
     assert "of them stored)" in capsys.readouterr().out
