@@ -162,23 +162,32 @@ def test_a_script_of_public_calls(server, client):
     np.testing.assert_allclose(sequence.logprobs, logprobs[5:], atol=1e-4)
 
 
-def test_losses_are_those_of_the_formulas(client):
+# Each loss is a program; tests/learning/test_adapter_learner.py has all of them, token by token.
+@pytest.mark.parametrize(
+    "loss", ["ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("importance_sampling", "cispo"))]
+)
+def test_losses_are_those_of_the_formulas(client, loss):
     training, _ = trained(client)
     advantages, old = np.array([0.0] * 4 + [1, 2, -1, -2, 0.5], np.float32), np.full(9, -4.0, np.float32)
     logprobs = np.array(training.forward([datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
     ratio = np.exp(logprobs - old)
-    expected = {
-        "importance_sampling": -(ratio * advantages).sum(),
-        "ppo": -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages).sum(),
-        "cispo": -(np.clip(ratio, 0.8, 1.2) * advantages * logprobs).sum(),
-    }
-    for loss, value in expected.items():
+
+    def expected(low, high):
+        clipped = np.clip(ratio, low, high)
+        return {
+            "importance_sampling": -(ratio * advantages).sum(),
+            "ppo": -np.minimum(ratio * advantages, clipped * advantages).sum(),
+            "cispo": -(clipped * advantages * logprobs).sum(),
+        }[loss]
+
+    def found(*settings):
         given = datum(logprobs=old.tolist(), advantages=advantages.tolist())
-        assert training.forward_backward([given], loss).result().metrics["loss:sum"] == pytest.approx(value, rel=1e-5)
-    given = datum(logprobs=old.tolist(), advantages=advantages.tolist())
-    found = training.forward_backward([given], "ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}).result()
-    wider = -np.minimum(ratio * advantages, np.clip(ratio, 0.5, 3.0) * advantages).sum()
-    assert found.metrics["loss:sum"] == pytest.approx(wider, rel=1e-5)
+        return training.forward_backward([given], loss, *settings).result().metrics["loss:sum"]
+
+    assert found() == pytest.approx(expected(0.8, 1.2), rel=1e-5)
+    if loss == "ppo":
+        wider = {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}
+        assert found(wider) == pytest.approx(expected(0.5, 3.0), rel=1e-5)
 
 
 def test_two_clients_with_two_adapters_get_what_each_gets_alone(server, client):
