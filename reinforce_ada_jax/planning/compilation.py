@@ -28,7 +28,7 @@ class ProgramResult:
     program needs too much memory there are no arguments and temporaries but a reason, and a peak only if it was HBM.
     `sent_bytes` is read from the compiled program; of a step, and where a target shows none, it is counted by hand, or
     None, and there are no `collectives`. So are `starts`, whose seconds are `latency_seconds`; `least_seconds` has the
-    largest of bandwidth, compute and links, and the latency.
+    largest of bandwidth, compute and links that overlap, the links that are awaited, and the latency.
     `compiled_over_counted_flops` is XLA's count over ours, each loop's body once.
     """
 
@@ -110,7 +110,7 @@ def compile_program(program: Program, chip: Chip) -> ProgramResult:
         reason = str(error).splitlines()[0]
         peak = _needed_bytes(reason)
     waits = starts.seconds(chip.platform)
-    seconds, bound = roofline.roofline(cost, chip, sent or 0.0, waits)
+    seconds, bound = roofline.roofline(cost, chip, sent or 0.0, starts.awaited_bytes, waits)
     over = 0 if peak is None else max(0, peak + program.beside_bytes - chip.hbm_bytes)
     return ProgramResult(
         program=program.name,

@@ -87,18 +87,19 @@ def hops(kind: str, devices: int) -> int:
     return 1 if kind == "collective-permute" else (2 if kind == "all-reduce" else 1) * (devices - 1)
 
 
-def decode_step(num_layers: int, tensor: int, platform: str) -> Starts:
+def decode_step(num_layers: int, tensor: int, sent_bytes: float | int, platform: str) -> Starts:
     """Counts those of a decode step by hand.
 
     Summed over `tensor` are the embedding's rows, two results in each layer and two numbers of each slot. The devices'
-    candidates for the sampled token are gathered (`collectives.decode_sent_bytes`).
+    candidates for the sampled token are gathered (`collectives.decode_sent_bytes`). TPUs wait for all of these bytes.
     """
     sums, gathers = (3 + 2 * num_layers) * (tensor > 1), 1 * (tensor > 1)
     if platform == "gpu":
         kernels = GPU_STEP_KERNELS + num_layers * GPU_STEP_LAYER_KERNELS + sums + gathers
         return Starts(kernels, 1 * (tensor > 1), hops("all-reduce", tensor), GPU_STEP_HOST_READS)
     all_hops = sums * hops("all-reduce", tensor) + gathers * hops("all-gather", tensor)
-    return Starts(STEP_KERNELS + num_layers * STEP_LAYER_KERNELS, sums + gathers, all_hops)
+    kernels = STEP_KERNELS + num_layers * STEP_LAYER_KERNELS
+    return Starts(kernels, sums + gathers, all_hops, awaited_bytes=sent_bytes)
 
 
 def learner_call(num_layers: int, layout: BatchLayout, *, update: bool) -> Starts:

@@ -123,8 +123,10 @@ def phases(
         result.program: result.least_seconds + (latency_factor - 1) * result.latency_seconds for result in results
     }
     platform = run.chip.platform
-    wait = latency_factor * latency.decode_step(run.architecture.num_layers, mesh.tensor, platform).seconds(platform)
     window = next(result for result in results if result.program.startswith("decode"))
+    sent = window.sent_bytes or 0.0
+    starts = latency.decode_step(run.architecture.num_layers, mesh.tensor, sent, platform)
+    wait = latency_factor * starts.seconds(platform)
     steps = prompts * means.draws * means.response_tokens / (options.slots * replicas * BUSY_SLOTS)
     step = decode_step(run.architecture, options, mesh.tensor, means.context, platform)
     chunk = prefill_chunk(run.architecture, options, mesh.tensor, means.prompt_tokens, platform)
@@ -132,8 +134,8 @@ def phases(
     updates = prompts // config.learning.prompts_per_update * means.filled * packed_share(config, means)
     return {
         "reshard": seconds.get("reshard", 0.0),
-        "prefill": chunks * roofline(chunk, run.chip, 0.0, wait)[0],
-        "decode": steps * roofline(step, run.chip, window.sent_bytes or 0.0, wait)[0],
+        "prefill": chunks * roofline(chunk, run.chip, latency=wait)[0],
+        "decode": steps * roofline(step, run.chip, sent, starts.awaited_bytes, wait)[0],
         "score": updates * sum(seconds.get(name, 0.0) for name in SCORE),
         "update": updates * sum(seconds.get(name, 0.0) for name in UPDATE),
     }

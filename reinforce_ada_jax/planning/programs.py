@@ -204,7 +204,7 @@ def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program
     platform = engine.mesh.devices.flat[0].platform
     cost = roofline.decode_step(a, options, tensor, mean_context, platform)
     sent = collectives.decode_sent_bytes(a, options.slots, tensor, engine.dtype.itemsize)
-    starts = latency.decode_step(a.num_layers, tensor, platform)
+    starts = latency.decode_step(a.num_layers, tensor, sent, platform)
     name = f"decode window of {engine.options.window}"
     return [Program(name, engine.programs()["decode window"], cost, "step", beside, sent_bytes=sent, starts=starts)]
 

@@ -322,13 +322,19 @@ def features_call(a: Architecture, b: BatchLayout) -> ProgramCost:
     return ProgramCost(a.num_layers * layer / b.devices, weights, layer / b.devices)
 
 
-def roofline(cost: ProgramCost, chip: Chip, sent_bytes: float | int = 0.0, latency: float = 0.0) -> tuple[float, str]:
+def roofline(
+    cost: ProgramCost,
+    chip: Chip,
+    sent_bytes: float | int = 0.0,
+    awaited_bytes: float | int = 0.0,
+    latency: float = 0.0,
+) -> tuple[float, str]:
     """Returns (least seconds, the largest part: "bandwidth", "compute", "links" or "latency").
 
-    The first three overlap. The latency is added to the largest of them: nothing runs while a kernel begins.
+    The first three overlap, but for those of the sent bytes that are awaited: nothing runs meanwhile, nor while a
+    kernel begins.
     """
-    seconds = {
-        "bandwidth": cost.bytes / chip.bandwidth, "compute": cost.flops / chip.flops, "links": sent_bytes / chip.link,
-    }  # fmt: skip
-    bound = max(seconds, key=lambda name: seconds[name])
-    return seconds[bound] + latency, "latency" if latency > seconds[bound] else bound
+    bandwidth, compute = cost.bytes / chip.bandwidth, cost.flops / chip.flops
+    parts = {"bandwidth": bandwidth, "compute": compute, "links": sent_bytes / chip.link, "latency": latency}
+    together = max(bandwidth, compute, (sent_bytes - awaited_bytes) / chip.link)
+    return together + awaited_bytes / chip.link + latency, max(parts, key=lambda name: parts[name])

@@ -161,14 +161,14 @@ def test_traffic_of_a_cuda_program():
 def test_latency():
     # 85 kernels and 31 a layer. 2 sums a layer and 3 more over two chips, 2 hops each, and a gather of one hop:
     # 953 + 60 * 5 + 119 us.
-    assert latency.decode_step(28, 2, "tpu") == Starts(953, 60, 119)
-    assert latency.decode_step(28, 2, "tpu").seconds("tpu") == pytest.approx(1372e-6)
-    assert latency.decode_step(28, 1, "tpu") == Starts(953, 0, 0)
+    assert latency.decode_step(28, 2, 7e6, "tpu") == Starts(953, 60, 119, awaited_bytes=7e6)
+    assert latency.decode_step(28, 2, 7e6, "tpu").seconds("tpu") == pytest.approx(1372e-6)
+    assert latency.decode_step(28, 1, 0, "tpu") == Starts(953, 0, 0)
     # A GPU: 129 kernels, 25 a layer, 59 sums and a gather. One sum is waited for, and 8 numbers for the host:
     # 889 + 6.6 + 6 * 0.6 + 8 * 5.75 us over four.
-    assert latency.decode_step(28, 4, "gpu") == Starts(889, 1, 6, 8)
-    assert latency.decode_step(28, 4, "gpu").seconds("gpu") == pytest.approx(945.2e-6)
-    assert latency.decode_step(28, 1, "gpu") == Starts(829, 0, 0, 8)
+    assert latency.decode_step(28, 4, 7e6, "gpu") == Starts(889, 1, 6, 8)
+    assert latency.decode_step(28, 4, 7e6, "gpu").seconds("gpu") == pytest.approx(945.2e-6)
+    assert latency.decode_step(28, 1, 0, "gpu") == Starts(829, 0, 0, 8)
     # Two micro-batches of one layer: 100 kernels, 26 forwards and 125 backwards, 2 sums forwards and 3 backwards.
     assert LAYOUT.tensor_shards == 2 and LAYOUT.micro_batches == 2
     assert latency.learner_call(1, LAYOUT, update=True) == Starts(2 * 251, 10, 20)

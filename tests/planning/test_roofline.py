@@ -187,6 +187,9 @@ def test_roofline():
     assert roofline.roofline(ProgramCost(flops=100, bytes=20), chip) == (2.0, "bandwidth")
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip) == (3.0, "compute")
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, sent_bytes=8) == (4.0, "links")
+    # While some bytes are sent, nothing computes: here 3 s of 4, and all of 0.5 s.
+    assert roofline.roofline(ProgramCost(300, 20), chip, sent_bytes=8, awaited_bytes=6) == (3.0 + 3.0, "links")
+    assert roofline.roofline(ProgramCost(300, 20), chip, sent_bytes=1, awaited_bytes=1) == (3.5, "compute")
     # Beginning a kernel overlaps with nothing.
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, sent_bytes=8, latency=1.5) == (5.5, "links")
     assert roofline.roofline(ProgramCost(flops=300, bytes=20), chip, latency=4.0) == (7.0, "latency")
