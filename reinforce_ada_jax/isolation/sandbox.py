@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from reinforce_ada_jax.isolation import namespaces, process_tree, seccomp
 
 _TICK_S = 0.02  # between looks at the memory of all processes
+_END_S = 1.0  # for a program that has closed its channel to end
 _PIPE_BYTES = 2**16
 _FIRST_UID, _UIDS = 20_000, 40_000  # user ids of programs, where this process is root
 _STACK_BYTES = 8 * 2**20
@@ -33,6 +34,10 @@ _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
+
+
+# Exit code of a program that finds no other end of its channel: why that one ended is asked of the other program.
+CHANNEL_CLOSED = 3
 
 
 class SandboxFailed(RuntimeError):
@@ -299,6 +304,17 @@ def _watch(running: Sequence[_Running], limits: Limits, *, with_namespaces: bool
                 return "memory"
 
 
+def _wait_for_others(running: Sequence[_Running]) -> None:
+    """Waits a moment for the programs beside the first one, and notes how they end."""
+    deadline = time.monotonic() + _END_S
+    while any(each.code is None for each in running) and time.monotonic() < deadline:
+        for each in running:
+            ended, status = os.waitpid(each.pid, os.WNOHANG) if each.code is None else (0, 0)
+            if ended:
+                each.code = _code(status)
+        time.sleep(0.001)
+
+
 def _end_all(running: Sequence[_Running]) -> None:
     """Kills and collects all processes below this one."""
     process_tree.kill_descendants(os.getpid())
@@ -342,6 +358,8 @@ def _run(
             call()
         stack.callback(_end_all, running)  # before the pipes are closed and the folders removed
         limit = _watch(running, limits, with_namespaces=with_namespaces)
+        if running[0].code == CHANNEL_CLOSED:
+            _wait_for_others(running)
         _end_all(running)
         main = running[0]
         _drain(main, limits)
@@ -352,7 +370,7 @@ def _run(
     output = bytes(main.output[: limits.output_bytes])
     if not limit and len(main.output) > limits.output_bytes:
         limit = "output"
-    if main.code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL):
+    if any(each.code in (128 + signal.SIGXCPU, 128 + signal.SIGKILL) for each in running):
         limit = limit or "time"
     return Outcome(output, limit, 128 + signal.SIGKILL if main.code is None else main.code)
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import types
 
+CHANNEL_CLOSED = 3  # exit code, as in isolation/sandbox.py
 MAX_ANSWER = 2**25  # bytes
 MAX_ITEMS = 100_000  # of an iterator that stays with the program
 PLAIN = (bool, int, float, str)
@@ -175,7 +176,7 @@ class Solution(types.ModuleType):
             lines.flush()
             line = lines.readline(MAX_ANSWER)
             if not line.endswith(b"\n"):
-                raise SystemExit(1)  # the program has ended, or does not end its answer
+                raise SystemExit(CHANNEL_CLOSED)  # the program has ended, or does not end its answer
             answer = json.loads(line)
             if "error" in answer:
                 known = (getattr(builtins, str(name), None) for name in answer["error"])

@@ -123,6 +123,14 @@ def test_hostile_programs_that_never_end(pool, world):
     assert of_hostile(pool, world, lambda reward, reason: reason == "time_limit") >= 12
 
 
+@pytest.mark.parametrize(
+    ("end", "reason"), [("signal.raise_signal(signal.SIGXCPU)", "time_limit"), ("os._exit(0)", "")], ids=str
+)
+def test_a_program_that_ends_while_its_function_is_called(pool, end, reason):
+    program = f"import os, signal\n\ndef f(x):\n    {end}"
+    assert graded(pool, program, test_list=["assert f(1) == 1"]) == (0.0, False, reason)
+
+
 def test_a_fork_bomb_costs_only_itself(pool, world):
     program, expected = read(HOSTILE[0].with_name("fork_bomb.txt"), world)
     first, *others = pool.grade_all([program, SQUARE, SQUARE])
