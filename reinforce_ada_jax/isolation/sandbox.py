@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from reinforce_ada_jax.isolation import namespaces, process_tree, seccomp
 
 _TICK_S = 0.02  # between looks at the memory of all processes
-_END_S = 1.0  # for a program that has closed its channel to end
 _PIPE_BYTES = 2**16
 _FIRST_UID, _UIDS = 20_000, 40_000  # user ids of programs, where this process is root
 _STACK_BYTES = 8 * 2**20
@@ -36,8 +35,7 @@ _ENVIRONMENT = {
 }  # fmt: skip
 
 
-# Exit code of a program that finds no other end of its channel: why that one ended is asked of the other program.
-CHANNEL_CLOSED = 3
+CHANNEL_CLOSED = 3  # exit code of a program whose channel has no other end: the other program's says why
 
 
 class SandboxFailed(RuntimeError):
@@ -306,12 +304,11 @@ def _watch(running: Sequence[_Running], limits: Limits, *, with_namespaces: bool
 
 def _wait_for_others(running: Sequence[_Running]) -> None:
     """Waits a moment for the programs beside the first one, and notes how they end."""
-    deadline = time.monotonic() + _END_S
-    while any(each.code is None for each in running) and time.monotonic() < deadline:
-        for each in running:
-            ended, status = os.waitpid(each.pid, os.WNOHANG) if each.code is None else (0, 0)
-            if ended:
-                each.code = _code(status)
+    deadline = time.monotonic() + 1.0
+    while (left := [each for each in running if each.code is None]) and time.monotonic() < deadline:
+        for each in left:
+            ended, status = os.waitpid(each.pid, os.WNOHANG)
+            each.code = _code(status) if ended else None
         time.sleep(0.001)
 
 
@@ -325,12 +322,6 @@ def _end_all(running: Sequence[_Running]) -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, 0):
             pass
-
-
-def _drain(main: _Running, limits: Limits) -> None:
-    """Reads what the pipe of a program that has ended still holds."""
-    while main.stdout is not None and len(main.output) <= limits.output_bytes:
-        main.read()
 
 
 def _run(
@@ -362,7 +353,8 @@ def _run(
             _wait_for_others(running)
         _end_all(running)
         main = running[0]
-        _drain(main, limits)
+        while main.stdout is not None and len(main.output) <= limits.output_bytes:
+            main.read()  # what the pipe still holds
         for each in running:
             os.set_blocking(each.report, False)
             if failure := os.read(each.report, 1000):
