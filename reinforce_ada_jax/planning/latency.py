@@ -102,7 +102,7 @@ def decode_step(num_layers: int, tensor: int, sent_bytes: float | int, platform:
     return Starts(kernels, sums + gathers, all_hops, awaited_bytes=sent_bytes)
 
 
-def learner_call(num_layers: int, layout: BatchLayout, *, update: bool) -> Starts:
+def learner_call(num_layers: int, layout: BatchLayout, summed_bytes: float | int, *, update: bool) -> Starts:
     """Counts those of an update or a scoring pass by hand.
 
     Two results of each layer are summed over `tensor`, once more where they are recomputed, and two gradients. Gathers
@@ -111,4 +111,5 @@ def learner_call(num_layers: int, layout: BatchLayout, *, update: bool) -> Start
     tensor = layout.tensor_shards
     sums = num_layers * (5 if update else 2) * (tensor > 1)
     kernels = MICRO_BATCH_KERNELS + num_layers * (FORWARD_KERNELS + BACKWARD_KERNELS * update)
-    return Starts(kernels, sums, sums * hops("all-reduce", tensor)).times(layout.micro_batches)
+    starts = Starts(kernels, sums, sums * hops("all-reduce", tensor)).times(layout.micro_batches)
+    return dataclasses.replace(starts, awaited_bytes=summed_bytes)

@@ -245,10 +245,11 @@ def _score_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list[
     a, learner = run.engine.architecture, run.learner
     lowered, calls = learner.score_programs(run.policy, run.batch), learner.scoring_programs(run.batch)
     sent = collectives.learner_sent_bytes(a, layout, update=False)
+    summed = collectives.learner_summed_bytes(a, layout, update=False)
     loop = Program(
         "score", lowered["score"], roofline.score_call(a, layout), "call", beside,
         calls=calls, trip_count=layout.micro_batches / calls, sent_bytes=sent,
-        starts=latency.learner_call(a.num_layers, layout, update=False),
+        starts=latency.learner_call(a.num_layers, layout, summed, update=False),
     )  # fmt: skip
     if calls == 1:
         return [loop]
@@ -265,12 +266,14 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
     a, update = run.engine.architecture, run.learner.update
     masters = jnp.dtype(run.config.model.parameter_dtype).itemsize
     lowered = update.programs(run.state, run.batch, run.base)
-    step, sent = roofline.optimizer_call(a, layout, masters), collectives.learner_sent_bytes(a, layout, update=True)
+    step = roofline.optimizer_call(a, layout, masters)
+    sent = collectives.learner_sent_bytes(a, layout, update=True)
+    summed = collectives.learner_summed_bytes(a, layout, update=True)
     calls = -(-layout.micro_batches // update.micro_batches_per_program)
     loop = Program(
         "update", lowered["update"], roofline.gradient_call(a, layout, masters), "call", beside,
         calls=calls, trip_count=layout.micro_batches / calls, necessary_flops=roofline.necessary_flops(a, layout),
-        sent_bytes=sent, starts=latency.learner_call(a.num_layers, layout, update=True),
+        sent_bytes=sent, starts=latency.learner_call(a.num_layers, layout, summed, update=True),
     )  # fmt: skip
     if calls == 1:
         return [dataclasses.replace(loop, cost=roofline.update_call(a, layout, masters))]

@@ -87,13 +87,11 @@ def _gib(size: int | None) -> str:
 def remarks(result: ProgramResult) -> list[str]:
     """Returns the lines that follow a program's line of the table."""
     lines = [result.reason] if result.reason else []
-    if result.link_seconds and result.collectives:
+    if result.link_seconds:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.collectives.items()))
         awaited = result.starts.awaited_bytes / (result.sent_bytes or 1.0) * result.link_seconds
         alone = f", {1e3 * awaited:,.2f} ms of them while nothing else runs" if awaited else ""
-        lines.append(f"{kinds}: {1e3 * result.link_seconds:,.2f} ms over links{alone}")
-    elif result.link_seconds:
-        lines.append(f"counted by hand: {1e3 * result.link_seconds:,.2f} ms over links")
+        lines.append(f"{kinds or 'counted by hand'}: {1e3 * result.link_seconds:,.2f} ms over links{alone}")
     if result.starts.kernels:
         parts = f"bandwidth {1e3 * result.bandwidth_seconds:,.2f} ms, compute {1e3 * result.compute_seconds:,.2f} ms"
         reads = f"; the host reads {result.starts.host_reads:,.0f} numbers" if result.starts.host_reads else ""

@@ -53,6 +53,7 @@ def test_learner_sent():
     # 2 rows a device of 8 tokens, 4 columns, 2 B: 128 B, as much of which passes when it is summed over two.
     assert collectives.learner_sent_bytes(TIED, LAYOUT, update=False) == 2 * (120 + 20 + 2 * 2 * 128)
     assert collectives.learner_sent_bytes(TIED, LAYOUT, update=True) == 2 * (3 * 120 + 4 * 20 + 5 * 2 * 128)
+    assert collectives.learner_summed_bytes(TIED, LAYOUT, update=True) == 2 * 5 * 2 * 128
     # Gathered once: of the layers only gradients pass in a micro-batch, and the copy before it.
     once = dataclasses.replace(LAYOUT, gathers_once=True)
     assert collectives.learner_sent_bytes(TIED, once, update=False) == 120 + 2 * (20 + 2 * 2 * 128)
@@ -171,8 +172,8 @@ def test_latency():
     assert latency.decode_step(28, 1, 0, "gpu") == Starts(829, 0, 0, 8)
     # Two micro-batches of one layer: 100 kernels, 26 forwards and 125 backwards, 2 sums forwards and 3 backwards.
     assert LAYOUT.tensor_shards == 2 and LAYOUT.micro_batches == 2
-    assert latency.learner_call(1, LAYOUT, update=True) == Starts(2 * 251, 10, 20)
-    assert latency.learner_call(1, LAYOUT, update=False) == Starts(2 * 126, 4, 8)
+    assert latency.learner_call(1, LAYOUT, 9.0, update=True) == Starts(2 * 251, 10, 20, awaited_bytes=9)
+    assert latency.learner_call(1, LAYOUT, 9.0, update=False) == Starts(2 * 126, 4, 8, awaited_bytes=9)
 
 
 def test_collectives_by_loop():
