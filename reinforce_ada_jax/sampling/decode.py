@@ -201,10 +201,7 @@ def _forward(
         first = layer_index * pages_per_layer
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
         mixed = attention(query[:, 0], *pools, lengths, first + slots.table)
-        # The pages have 0 for what is not finite (page_writes.py); the token itself must show it.
-        is_finite = jnp.isfinite(key) & jnp.isfinite(value)
-        is_finite = jnp.repeat(is_finite[:, 0], mixed.shape[1] // is_finite.shape[2], axis=1)
-        return jnp.where(is_finite, mixed, jnp.nan)[:, None], pools, None
+        return mixed[:, None], pools, None
 
     tokens, positions = slots.token[:, None], slots.position[:, None]
     rowwise, adapter = choose_rowwise(backend, slots.active), jnp.where(slots.active, adapters[slots.prompt_row], -1)

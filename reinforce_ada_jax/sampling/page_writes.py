@@ -82,7 +82,8 @@ def _finite(new: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns keys or values with 0 in place of what is not finite.
 
     Pages have several owners in turn, and attention multiplies what the one before left in them by a weight of 0, which
-    does not hide NaN. Decoding gives the token itself log-probabilities that are not finite, so that it is noticed.
+    does not hide NaN. The log-probabilities of the token show it where its hidden state is not finite; where only its
+    key or value is not, such as by a broken bias, the learner's do.
     """
     return jnp.where(jnp.isfinite(new), new, 0)
 

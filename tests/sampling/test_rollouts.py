@@ -128,21 +128,15 @@ def test_a_session_repeated_is_bitwise_the_same():
         np.testing.assert_array_equal(response.logprobs, again[address].logprobs)
 
 
-@pytest.mark.parametrize("name", ["embedding", "key_bias", "value_bias"])
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param(dict(weight_dtype="int8", kv_dtype="int8"), marks=pytest.mark.slow)], ids=str
 )
-def test_weights_that_are_not_finite_show_it_and_leave_nothing_behind_in_the_pages(changes, name):
+def test_weights_that_are_not_finite_show_it_and_leave_nothing_behind_in_the_pages(changes):
     rollouts = Rollouts(tiny.rollouts(**changes).engine)
-
-    def broken(path, weights):
-        return weights.at[..., 0].set(np.nan) if path[-1].key == name else weights
-
+    broken = tiny.params() | {"embedding": tiny.params()["embedding"].at[:, 0].set(np.nan)}
     pools = collect(
         tiny.PROMPTS,
-        rollouts.sampler(
-            jax.tree_util.tree_map_with_path(broken, tiny.params()), stream=1, sampling=SamplingParams(tiny.LIMIT)
-        ),
+        rollouts.sampler(broken, stream=1, sampling=SamplingParams(tiny.LIMIT)),
         tiny.verdicts,
         strategies.fixed(4),
     )
