@@ -33,8 +33,6 @@ _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1",
     "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
-
-
 CHANNEL_CLOSED = 3  # exit code of a program whose channel has no other end: the other program's says why
 
 

@@ -174,27 +174,25 @@ def test_neither_slot_nor_number_of_slots_changes_a_draw(num_slots):
     np.testing.assert_array_equal(tokens, whole[some])
 
 
-def test_devices_along_tensor_change_nothing():
-    blocks, mesh = Blocks(groups=4, group_size=6, stride=4), make_mesh(tensor=2)
+def alone_and_on_two_devices(blocks):
+    """Returns samples drawn on one device, those drawn on two along `tensor`, and the program's text for two."""
+    mesh, rows = make_mesh(tensor=2), (keys_of(256), jnp.arange(256))
     logprobs = jax.nn.log_softmax(2 * jax.random.normal(jax.random.key(0), (256, 24)))
-    rows = keys_of(256), jnp.arange(256)
     alone = jax.jit(blocks_lib.sample, static_argnums=3)(logprobs, *rows, blocks)
     split = jax.device_put(logprobs, NamedSharding(mesh, PartitionSpec(None, "tensor")))
     program = jax.jit(blocks_lib.sample, static_argnums=(3, 4)).lower(split, *rows, blocks, mesh).compile()
-    for one, other in zip(alone, program(split, *rows), strict=True):
+    return alone, program(split, *rows), program.as_text() or ""
+
+
+def test_devices_along_tensor_change_nothing():
+    alone, together, program = alone_and_on_two_devices(Blocks(groups=4, group_size=6, stride=4))
+    for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one, other)
-    text = program.as_text()
-    assert text is not None
-    assert text.count(" all-gather(") == 1
+    assert program.count(" all-gather(") == 1
 
 
 def test_devices_that_do_not_divide_the_groups_change_nothing():
-    blocks, mesh = Blocks(groups=1, group_size=24, stride=4), make_mesh(tensor=2)
-    logprobs = jax.nn.log_softmax(2 * jax.random.normal(jax.random.key(0), (64, 24)))
-    rows = keys_of(64), jnp.arange(64)
-    alone = jax.jit(blocks_lib.sample, static_argnums=3)(logprobs, *rows, blocks)
-    split = jax.device_put(logprobs, NamedSharding(mesh, PartitionSpec(None, "tensor")))
-    together = jax.jit(blocks_lib.sample, static_argnums=(3, 4))(split, *rows, blocks, mesh)
+    alone, together, _ = alone_and_on_two_devices(Blocks(groups=1, group_size=24, stride=4))
     np.testing.assert_array_equal(alone[0], together[0])
 
 
