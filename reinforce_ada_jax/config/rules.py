@@ -13,9 +13,10 @@ from collections.abc import Callable
 from ml_collections import ConfigDict
 
 from reinforce_ada_jax.config.collection_rules import check_collection, correction
-from reinforce_ada_jax.config.defaults import resolve, settings
+from reinforce_ada_jax.config.defaults import resolve
 from reinforce_ada_jax.config.paths import check_input
 from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
+from reinforce_ada_jax.config.values import check_values
 
 
 def longest_response(config: Config) -> int:
@@ -398,16 +399,6 @@ RULES: tuple[Callable[[Config], None], ...] = (
     overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip
-
-
-def check_values(config: Config) -> None:
-    """Raises ValueError for the first setting whose value is not allowed."""
-    for key, field in settings():
-        if field.metadata["allowed"] is not None:
-            value = config
-            for name in key.split("."):
-                value = getattr(value, name)
-            field.metadata["allowed"].check(key, value)
 
 
 def check(config: Config) -> Config:

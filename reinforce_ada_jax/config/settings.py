@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from reinforce_ada_jax.config import values
-from reinforce_ada_jax.config.values import Allowed, one_of
+from reinforce_ada_jax.config.values import Allowed, empty_or_one_of, one_of
 
 # The wording of the paper's runs: the system message, and the text after the problem in the user's message.
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
@@ -179,12 +179,11 @@ class CollectionConfig:
     """Stopping rules, groups, advantages and objectives."""
 
     strategy: str = setting(
-        "balance", f'One of {", ".join(values.STRATEGIES)}, or "file.py:function" (docs/strategies.md).',
-        rule="strategy_is_known",
+        "balance", "What is drawn, when to stop, and what is kept (docs/strategies.md).", values.STRATEGY,
     )  # fmt: skip
     group_size: int = setting(
         4, "n: responses of one prompt in the update; also the size of a round for grpo, dapo and ngu.",
-        values.AT_LEAST_1, rule="groups_have_a_baseline",
+        values.AT_LEAST_2,
     )  # fmt: skip
     samples_per_round: int = setting(8, "M: draws of one round.", values.AT_LEAST_1, rule="a_round_fills_a_group")
     max_rounds: int = setting(4, "N: most rounds; a prompt gets at most M * N draws.", values.AT_LEAST_1)
@@ -205,7 +204,7 @@ class CollectionConfig:
     allocation: str = setting(
         "", 'estimate: draws proportional to sqrt(w) ("hybrid"), w ("sampling") or w sqrt(p (1 - p)) ("variance"); '
         'advantages pay the rest. Empty: "hybrid", with the objective identity "variance".',
-        rule="draws_follow_the_estimate",
+        empty_or_one_of(values.ALLOCATIONS), rule="draws_follow_the_estimate",
     )  # fmt: skip
     unmet: str = setting(
         "keep", 'Prompts whose rule is not met, or whose responses are all alike: "keep" them, "drop" them, or '
@@ -216,21 +215,21 @@ class CollectionConfig:
         values.NOT_NEGATIVE,
     )  # fmt: skip
     retry_probability: float = setting(
-        0.95,
-        "ngu: probability of one more round, as long as no round improved on the rounds before it.",
-        rule="retries_end",
-    )
+        0.95, "ngu: probability of one more round, as long as no round improved on the rounds before it.",
+        values.PROBABILITY, rule="retries_end",
+    )  # fmt: skip
     max_age: int = setting(
         4, "ngu: a response whose age in updates is above it is not trained on.", values.NOT_NEGATIVE,
         rule="drawn_ahead_is_young",
     )  # fmt: skip
     keep: str = setting(
         "", '"group": a balanced group of n; "pool": every response; empty: the choice of the strategy.',
-        rule="keep_fits_the_strategy",
+        empty_or_one_of(values.KEEPS), rule="keep_fits_the_strategy",
     )  # fmt: skip
     baseline: str = setting(
-        "", f"One of {', '.join(values.BASELINES)}; empty: the choice of the strategy.", rule="baseline_is_known"
-    )
+        "", 'Subtracted from rewards: the mean of the "group" or the "pool", that of the others ("leave_one_out"), or '
+        '"anchored" (docs/algorithms.md); empty: the choice of the strategy.', empty_or_one_of(values.BASELINES),
+    )  # fmt: skip
     normalize_by_std: bool = setting(False, "Divide advantages by the standard deviation of the pool.")
     objective: str = setting(
         "identity", 'f of J = E[f(p)]: p, log p ("log"; "maxrl": from one round, without a bound of the weight), '
@@ -239,12 +238,12 @@ class CollectionConfig:
     objective_alpha: float = setting(0.5, "alpha of the objective power.", values.POSITIVE)
     objective_k: int = setting(8, "k of the objective pass_at_k.", values.AT_LEAST_1, rule="correction_fits")
     objective_epsilon: float = setting(
-        1e-2, "Lower bound of the pass rate in w(p) = f'(p).", values.NOT_NEGATIVE, rule="weights_are_finite"
+        1e-2, "Lower bound of the pass rate in w(p) = f'(p).", values.BELOW_1, rule="weights_are_finite"
     )
     correction: str = setting(
         "", 'Weights of the advantages: "none", as published; "stratified", the group stands for the pool; "exact", '
         "no bias. Empty: exact for positive, balance and ngu with an objective other than identity, else none.",
-        rule="correction_fits",
+        empty_or_one_of(values.CORRECTIONS), rule="correction_fits",
     )  # fmt: skip
     control_variate: str = setting(
         "none", 'exact: b, which is subtracted from the weight of each draw of the first round: "none", 0; "constant", '

@@ -65,17 +65,32 @@ class Allowed:
             raise ValueError(f"{key} is {shown}; it must {self.text}.")
 
 
-def one_of(names: Sequence[str], *, more: str = "") -> Allowed:
-    """Allows the given names; `more` describes what else the caller accepts, for the documentation."""
-    return Allowed(f"be one of {', '.join(names)}{more}", lambda value: value in names)
+def check_values(section: Any, prefix: str = "") -> None:
+    """Raises ValueError for the first setting of a section, or of a whole configuration, with another value."""
+    for field in dataclasses.fields(section):
+        key, value = f"{prefix}{field.name}", getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            check_values(value, f"{key}.")
+        elif field.metadata["allowed"] is not None:
+            field.metadata["allowed"].check(key, value)
 
 
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises ValueError unless `value` is one of `allowed`."""
-    one_of(allowed).check(name, value)
+def one_of(names: Sequence[str]) -> Allowed:
+    """Allows the given names."""
+    return Allowed(f"be one of {', '.join(names)}", lambda value: value in names)
 
 
+def empty_or_one_of(names: Sequence[str]) -> Allowed:
+    """Allows the given names, and "", with which the program chooses."""
+    return Allowed(f"be one of {', '.join(names)}, or empty", lambda value: value in ("", *names))
+
+
+STRATEGY = Allowed(
+    f"be one of {', '.join(STRATEGIES)}, or name a function of yours as file.py:function",
+    lambda value: ":" in value or value in STRATEGIES,
+)
 AT_LEAST_1 = Allowed("be at least 1", lambda value: value >= 1)
+AT_LEAST_2 = Allowed("be at least 2: a group of one has no baseline to differ from", lambda value: value >= 2)
 NOT_NEGATIVE = Allowed("not be negative", lambda value: value >= 0)
 FINITE = Allowed("be finite", math.isfinite)
 NOT_NEGATIVE_FINITE = Allowed("not be negative, and it must be finite", lambda value: 0 <= value < math.inf)

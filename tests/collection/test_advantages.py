@@ -16,7 +16,7 @@ from reinforce_ada_jax.collection.advantages import (
     pool_statistics,
 )
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.config import values
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.types import Pool
 
@@ -275,7 +275,7 @@ def test_length_terms_by_hand():
 # is missing: it would pay w(p) twice, and is refused.
 LENGTH_CASES = [
     (name, correction, objective)
-    for name in collection_rules.STRATEGIES
+    for name in values.STRATEGIES
     for correction in ("none", "")
     for objective in ("identity", "log")
     if (name, correction, objective) != ("ngu", "none", "log")

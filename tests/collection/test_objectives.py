@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection.objectives import Objective, gradient_weight, sample_weight, weight
-from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.config import values
 
 P = np.array([0.01, 0.25, 0.5, 1.0])
 OBJECTIVES = {
@@ -30,7 +30,7 @@ def test_weights(objective, alpha, expected):
     assert weight(objective, 0.25, alpha=alpha) == pytest.approx(expected[1])
 
 
-@pytest.mark.parametrize("objective", collection_rules.OBJECTIVES)
+@pytest.mark.parametrize("objective", values.OBJECTIVES)
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 2.0])
 def test_the_weight_is_the_derivative(objective, alpha):
     # Central difference, error h^2 f''' / 6: at p = 0.01 under log 1e-12 * 2e6 / 6 against a weight of 100.
@@ -58,8 +58,8 @@ def test_draws_and_advantages_share_the_weight(allocation, draws, advantages):
     np.testing.assert_allclose(gradient_weight(*arguments, epsilon=0.01), advantages, rtol=1e-15)
 
 
-@pytest.mark.parametrize("allocation", collection_rules.ALLOCATIONS)
-@pytest.mark.parametrize("objective", collection_rules.OBJECTIVES)
+@pytest.mark.parametrize("allocation", values.ALLOCATIONS)
+@pytest.mark.parametrize("objective", values.OBJECTIVES)
 def test_together_they_pay_all_of_it(allocation, objective):
     settings = {"alpha": 0.3, "epsilon": 0.05}
     p = np.linspace(0, 1, 11)

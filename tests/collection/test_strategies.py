@@ -15,7 +15,7 @@ from reinforce_ada_jax.collection.advantages import keep_draws, make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.collection.strategies import PromptProgress, uniform_at_address
-from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.config import collection_rules, values
 from reinforce_ada_jax.types import PartialRollouts, Prompt, Response, Verdict
 
 PROMPT = Prompt("p", "", "", np.zeros(1, np.int32))
@@ -107,8 +107,8 @@ def test_by_hand(section, bits, drawn, met, kept, advantages):
 
 
 def test_every_configured_name_builds_from_the_defaults():
-    assert tuple(strategies.BUILT_IN) == collection_rules.STRATEGIES
-    for name in collection_rules.STRATEGIES:
+    assert tuple(strategies.BUILT_IN) == values.STRATEGIES
+    for name in values.STRATEGIES:
         section = dataclasses.replace(config_module.Config().collection, strategy=name)
         asked = dataclasses.replace(progress(0, 0, 0), planned=8)
         assert strategies.build(section).next_draws(asked) > 0

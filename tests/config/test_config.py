@@ -10,7 +10,7 @@ import pytest
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.config import Config, collection_rules, resume, rules
+from reinforce_ada_jax.config import Config, collection_rules, resume, rules, values
 from tests import running
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def test_the_defaults_are_valid_once_model_and_prompts_are_named():
 
 
 AT_LEAST_ONE = """
-    data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep collection.group_size
+    data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep
     collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
     sampling.slots sampling.window sampling.page_size sampling.prefill_tokens learning.prompts_per_update
     learning.responses_per_row mesh.data mesh.fsdp mesh.tensor
@@ -86,7 +86,7 @@ POSITIVE = """
         ("reward.weights", (math.nan,), "must be finite numbers"),
         ("reward.completions", "messages", "must be one of auto, text, chat"),
         ("data.template", "chatml", "it must be one of plain, qwen_math"),
-        ("collection.group_size", 1, "no baseline.*at least 2"),
+        ("collection.group_size", 1, "at least 2: a group of one has no baseline"),
         ("collection.overlap_iterations", 2, "it must be 0 or 1"),
         ("learning.attention", "pallas_tpu", "one of auto, jnp, blocks, splash, cudnn"),
         ("sampling.attention", "flash", "it must be one of auto, jnp, pallas_tpu, pallas_gpu"),
@@ -108,7 +108,7 @@ def test_a_value_out_of_range_is_named_with_what_it_must_be(key, value, message)
 
 def test_every_number_has_a_range():
     elsewhere = {
-        "sampling.top_k", "sampling.top_p", "collection.retry_probability", "collection.k_pos", "collection.k_neg",
+        "sampling.top_k", "sampling.top_p", "collection.k_pos", "collection.k_neg",
         "collection.max_draws", "collection.budget",
     }  # fmt: skip
     numbers = {
@@ -187,7 +187,7 @@ COLLECTION_MISTAKES = [
     ({"baseline": "mean"}, "collection.baseline is 'mean'; it must be one of group, pool, leave_one_out, anchored"),
     ({"objective": "exp"}, "collection.objective is 'exp'; it must be one of identity, log, power"),
     ({"allocation": "even"}, "collection.allocation is 'even'; it must be one of hybrid, sampling, variance"),
-    ({"group_size": 1}, "a group of one has no baseline.*at least 2"),
+    ({"group_size": 1}, "group_size is 1; it must be at least 2: a group of one has no baseline"),
     # 20 + 13 of at most 4 * 8 = 32 draws; 20 + 12 can be met.
     (
         {"k_pos": 20, "k_neg": 13},
@@ -222,10 +222,10 @@ COLLECTION_MISTAKES = [
             {"strategy": strategy, "objective": "log", "objective_epsilon": 0.0},
             "objective_epsilon is 0.0.*set it above 0",
         )
-        for strategy in collection_rules.STRATEGIES
+        for strategy in values.STRATEGIES
     ],
     ({"objective": "power", "objective_epsilon": 0.0}, "objective_epsilon is 0.0 with the objective power.*above 0"),
-    ({"objective_epsilon": 1.0}, "objective_epsilon is 1.0; it must be below 1"),
+    ({"objective_epsilon": 1.0}, "objective_epsilon is 1.0; it must be at least 0 and below 1"),
     # An observed pass rate of 1 would get w sqrt(p (1 - p)) = 0 draws, and advantages of 1 / 0.
     ({"strategy": "estimate", "allocation": "variance", "objective_epsilon": 0.0}, "allocation variance.*above 0"),
     # w(0) = 2 * 0: nothing is drawn and nothing weighs, 0 / 0.
