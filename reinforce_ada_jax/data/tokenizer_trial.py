@@ -58,8 +58,7 @@ def check(folder: pathlib.Path, chat: Chat | None = None) -> None:
         return
     asked = dataclasses.asdict(chat or Chat()) | {"date": (chat or Chat()).date.isoformat()}
     arguments = [str(folder), json.dumps(asked), str(MEMORY_BYTES), str(PROCESSOR_S)]
-    process, ours = child.start("reinforce_ada_jax.data.tokenizer_trial", arguments, {}, os.devnull)
-    trial = child.Child(process, ours, messages.Inbox(ours))
+    trial = child.Child(*child.start("reinforce_ada_jax.data.tokenizer_trial", arguments, {}, os.devnull))
     try:
         message = trial.read(DEADLINE_S)
         problem = f"took more than {DEADLINE_S:g} s" if message is None else message.get("problem")

@@ -15,9 +15,7 @@ from reinforce_ada_jax.environments.tool_calls import Call
 
 Tool = Callable[..., Any]
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_ACCEPTED = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict,
-}  # fmt: skip
+_ACCEPTED = {name: kind for kind, name in _TYPES.items()} | {"number": (int, float)}
 # One argument in the "Args:" section of a docstring.
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 

@@ -62,7 +62,7 @@ class Episode:
       address: of its randomness.
       first: what `reset` must return.
       turns: the model's texts so far, each with the messages that answered it; None: unanswered.
-      worker: index of its worker.
+      worker: that has its turns; None before the first one.
     """
 
     key: str
@@ -70,7 +70,7 @@ class Episode:
     address: Sequence[int]
     first: Sequence[Message]
     turns: list[tuple[str, tuple[Message, ...] | None]] = dataclasses.field(default_factory=list)
-    worker: int = -1
+    worker: "_Worker | None" = None
 
 
 class _Worker:
@@ -85,24 +85,8 @@ class _Worker:
 
     def start(self) -> child.Child:
         """Returns the process, which is started if there is none."""
-        for _ in range(MAX_STARTS if self._child is None else 0):
-            started = self._pool.new_child()
-            try:
-                message = started.read(START_LIMIT_S)
-            except (EOFError, ConnectionError, messages.Malformed):
-                message = None
-            if message is not None and message.get("ready") is True:
-                self._child = started
-                self._pool.tools = tuple(message["tools"])
-                break
-            started.kill()
-            if message is not None:
-                raise CannotStart(f"environment.path is {self._pool.reference!r}: {message['error']}", message["trace"])
         if self._child is None:
-            raise CannotStart(
-                f"{MAX_STARTS} environment processes in a row did not start with {self._pool.reference!r}: each died, "
-                f"or was not ready within {START_LIMIT_S:g} s. Import it in a new interpreter to see why."
-            )
+            self._child = self._pool.new_child()
         return self._child
 
     def stop(self) -> None:
@@ -124,7 +108,7 @@ class _Worker:
         return ended.end()
 
     def ask(self, episode: Episode) -> Reply:
-        """Returns the answer to the newest turn of an episode, or to `reset` where it has none."""
+        """Returns the answer to the newest turn of an episode, which keeps it, or to `reset` where it has none."""
         key, why = episode.key if episode.turns else None, ""
         for _ in range(MAX_TRIES):
             running, request = self.start(), secrets.token_hex(8)
@@ -165,6 +149,7 @@ class _Worker:
                 continue
             if reply.messages and key is not None:
                 self._held.add(key)
+                episode.turns[-1] = episode.turns[-1][0], reply.messages
             else:
                 self._held.discard(episode.key)
             return reply
@@ -231,14 +216,28 @@ class EnvironmentPool:
             raise ValueError(error.line) from None
 
     def new_child(self) -> child.Child:
-        """Starts a process."""
+        """Starts a process, and waits until it is ready."""
         output = None
         if self.output is not None:
             self.output.parent.mkdir(parents=True, exist_ok=True)
             output = str(self.output)
         arguments = [str(self.timeout_s), self.reference]
-        process, ours = child.start("reinforce_ada_jax.environments.worker", arguments, {}, output)
-        return child.Child(process, ours, messages.Inbox(ours))
+        for _ in range(MAX_STARTS):
+            started = child.Child(*child.start("reinforce_ada_jax.environments.worker", arguments, {}, output))
+            try:
+                message = started.read(START_LIMIT_S)
+            except (EOFError, ConnectionError, messages.Malformed):
+                message = None
+            if message is not None and message.get("ready") is True:
+                self.tools = tuple(message["tools"])
+                return started
+            started.kill()
+            if message is not None:
+                raise CannotStart(f"environment.path is {self.reference!r}: {message['error']}", message["trace"])
+        raise CannotStart(
+            f"{MAX_STARTS} environment processes in a row did not start with {self.reference!r}: each died, or was not "
+            f"ready within {START_LIMIT_S:g} s. Import it in a new interpreter to see why."
+        )
 
     def failed(self, reason: str, why: str) -> Reply:
         """Returns the reply of a failed environment, and keeps the first failure for a message."""
@@ -248,9 +247,13 @@ class EnvironmentPool:
 
     def reset(self, problem: Mapping[str, Any], address: Sequence[int] = ()) -> Future[Reply]:
         """Returns the first messages of a problem, from an environment that is used for nothing else."""
+        worker = self._least_used()
+        return worker.thread.submit(worker.ask, Episode("", problem, address, ()))
+
+    def _least_used(self) -> _Worker:
         worker = min(self._workers, key=lambda worker: worker.num_assigned)
         worker.num_assigned += 1
-        return worker.thread.submit(worker.ask, Episode("", problem, address, ()))
+        return worker
 
     def begin(self, problem: Mapping[str, Any], address: Sequence[int], first: Sequence[Mapping[str, str]]) -> Episode:
         """Returns a new episode, which no process has before its first step."""
@@ -258,20 +261,12 @@ class EnvironmentPool:
 
     def step(self, episode: Episode, text: str) -> Future[Reply]:
         """Answers a turn of the model; the episode's earlier turns have been answered."""
-        if episode.worker < 0:
-            episode.worker = min(range(len(self._workers)), key=lambda index: self._workers[index].num_assigned)
-            self._workers[episode.worker].num_assigned += 1
+        if episode.worker is None:
+            episode.worker = self._least_used()
         episode.turns.append((text, None))
-        worker = self._workers[episode.worker]
-        return worker.thread.submit(self._step, worker, episode)
-
-    @staticmethod
-    def _step(worker: _Worker, episode: Episode) -> Reply:
-        reply = worker.ask(episode)
-        episode.turns[-1] = episode.turns[-1][0], reply.messages or None
-        return reply
+        return episode.worker.thread.submit(episode.worker.ask, episode)
 
     def end(self, episode: Episode) -> None:
         """Forgets an episode that gets no further turn."""
-        if episode.worker >= 0:
-            self._workers[episode.worker].over.append(episode.key)
+        if episode.worker is not None:
+            episode.worker.over.append(episode.key)

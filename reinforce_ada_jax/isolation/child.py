@@ -34,7 +34,10 @@ class Child:
 
     process: subprocess.Popen
     connection: socket.socket
-    inbox: messages.Inbox
+    inbox: messages.Inbox = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.inbox = messages.Inbox(self.connection)
 
     def kill(self) -> None:
         """Kills the process and all that it started."""

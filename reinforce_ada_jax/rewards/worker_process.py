@@ -30,8 +30,8 @@ class WorkerProcess(child.Child):
     def start(cls, graders: str, time_limit_s: float, output: str | None) -> "WorkerProcess":
         """Starts a process with these graders, whose output goes to the end of a file; None: to this one's stderr."""
         arguments = [str(time_limit_s), graders]
-        process, ours = child.start("reinforce_ada_jax.rewards.worker", arguments, _ENVIRONMENT, output)
-        return cls(process, ours, messages.Inbox(ours), time.monotonic() + START_LIMIT_S)
+        started = child.start("reinforce_ada_jax.rewards.worker", arguments, _ENVIRONMENT, output)
+        return cls(*started, time.monotonic() + START_LIMIT_S)
 
     def send(self, item: int, grader: int, pair: Pair, time_limit_s: float) -> None:
         """Sends a pair to be graded. If the worker does not take it, `VerifierPool._wait` finds it dead or late."""
