@@ -101,42 +101,27 @@ class SampledEngine(Protocol):
     def fetch_outputs(self, outputs: WindowOutputs, /) -> list[WindowOutputs]: ...
 
 
-@runtime_checkable
-class Weights(Protocol):
-    """Weights to decode with, which may have adapters."""
+class Weights:
+    """Weights to decode with; these have no adapters."""
 
-    params: Params
+    def __init__(self, params: Params):
+        self.params = params
 
     def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
         """Makes adapters ready; returns False while those in use leave no room. ValueError: there are none."""
-        ...
-
-    def place(self, adapter: str) -> int:
-        """Returns where the decode weights have adapters that are ready; `NO_ADAPTER` for none."""
-        ...
-
-
-@dataclasses.dataclass(eq=False)
-class PlainWeights:
-    """Weights without adapters."""
-
-    params: Params
-
-    def use(self, adapter: str, in_use: Callable[[], Collection[str]]) -> bool:
-        """Returns True: nothing has to be made ready."""
         del adapter, in_use
         return True
 
     def place(self, adapter: str) -> int:
-        """Returns that there is no adapter."""
+        """Returns where the decode weights have adapters that are ready; `NO_ADAPTER` for none."""
         del adapter
         return NO_ADAPTER
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Draw(Request):
-    job: SampleJob | None = None
-    index: int = 0
+    job: SampleJob
+    index: int
 
 
 class Sampler:
@@ -196,12 +181,11 @@ class Sampler:
                 self._read(self._previous)
             self._previous = submitted
         except Exception as error:  # the requests get it; the engine starts again
-            jobs = {id(draw.job): draw.job for draws in self._open.values() for draw in draws.values()}
+            jobs = dict.fromkeys(draw.job for draws in self._open.values() for draw in draws.values())
             traceback.clear_frames(error.__traceback__)  # they have the old state, too
             self._reset()
-            for job in jobs.values():
-                if job is not None:
-                    job.done(error)
+            for job in jobs:
+                job.done(error)
 
     def _cancel_responses(self) -> None:
         nothing = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
@@ -234,7 +218,7 @@ class Sampler:
             self._start(job)
 
     def _adapters_in_use(self) -> set[str]:
-        return {draw.job.adapter for draws in self._open.values() for draw in draws.values() if draw.job}
+        return {draw.job.adapter for draws in self._open.values() for draw in draws.values()}
 
     def _start(self, job: SampleJob) -> None:
         name = job.prompt_id
@@ -247,11 +231,12 @@ class Sampler:
             self._open.setdefault(name, {})[draw.draw] = draw
             home.add(draw)
 
+    def _job_of(self, prompt_id: str) -> SampleJob:
+        """Returns a request with this prompt; all of them have the same stops and adapter."""
+        return next(iter(self._open[prompt_id].values())).job
+
     def _adapter_of(self, prompt: Prompt) -> int:
-        """Returns the place of the adapter of a prompt's draws."""
-        job = next(iter(self._open[prompt.id].values())).job
-        assert job is not None
-        return self.weights.place(job.adapter)
+        return self.weights.place(self._job_of(prompt.id).adapter)
 
     def _open_prompts(self) -> None:
         changed = False
@@ -259,8 +244,7 @@ class Sampler:
             scheduler.open_waiting()
             names = {row: name for name, row in scheduler.rows.prompts.items()}
             for row in (prompt.row for prompt in scheduler.opened):
-                job = next(iter(self._open[names[row]].values())).job
-                assert job is not None
+                job = self._job_of(names[row])
                 stop_ids = np.full_like(terms.stop_ids[row], -1)
                 stop_ids[: len(job.stop_ids)] = job.stop_ids
                 adapter = self.weights.place(job.adapter)
@@ -268,7 +252,7 @@ class Sampler:
                 terms.stop_ids[row], terms.adapter[row] = stop_ids, adapter
         if changed:
             # Copies, because the device may read them later.
-            self._state = self.engine.set_terms(self._state, [_copy(terms) for terms in self._terms])
+            self._state = self.engine.set_terms(self._state, jax.tree.map(np.array, self._terms))
 
     def _submit(self) -> WindowOutputs:
         inputs = [scheduler.next_window(_address, _sampling) for scheduler in self._schedulers]
@@ -291,7 +275,6 @@ class Sampler:
     def _finish(self, prompt_id: str, number: int, found: Sampled) -> None:
         draw = self._open[prompt_id].pop(number)
         job = draw.job
-        assert job is not None
         _watch(draw, found, ended=True)
         job.responses[draw.index] = found
         if len(job.responses) == job.num_samples:
@@ -307,7 +290,7 @@ class Sampler:
 
 def _watch(request: Request, found: Sampled, ended: bool) -> None:
     """Passes the tokens that are new; a response that was evicted has fewer for a while, and the same ones."""
-    assert isinstance(request, _Draw) and request.job is not None
+    assert isinstance(request, _Draw)
     job, index = request.job, request.index
     begin = job.num_watched[index]
     if job.watch is not None and (ended or len(found.tokens) > begin):
@@ -320,15 +303,11 @@ def _ignore(found: list[Sampled] | Exception) -> None:
         raise found
 
 
-def _copy(terms: PromptTerms) -> PromptTerms:
-    return jax.tree.map(np.array, terms)
-
-
 def _address(request: Request) -> np.ndarray:
-    assert isinstance(request, _Draw) and request.job is not None
+    assert isinstance(request, _Draw)
     return token_lib.address(SERVED_STREAM, request.job.address_id, request.index)
 
 
 def _sampling(request: Request) -> SamplingParams:
-    assert isinstance(request, _Draw) and request.job is not None
+    assert isinstance(request, _Draw)
     return request.job.sampling

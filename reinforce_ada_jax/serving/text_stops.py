@@ -23,39 +23,25 @@ class TextStops:
         """
         self._texts, self._decode, self._end = tuple(texts), decode, end
         self._longest = max(len(text.encode()) for text in self._texts)
-        self._seen: dict[int, list[Sampled]] = {}
-        self._stopped: dict[int, Sampled] = {}  # up to their stops
+        self._seen: dict[int, Sampled] = {}
+        self._stopped: set[int] = set()
 
     def watch(self, index: int, new: Sampled, ended: bool) -> None:
         """Ends a response if its new tokens complete a stop; one that has ended is left to `cut`."""
-        if ended:
+        if ended or index in self._stopped:
             return
-        seen = self._seen.setdefault(index, [])
-        seen.append(new)
-        if index in self._stopped:
-            return
+        seen = self._seen.get(index)
+        self._seen[index] = seen = new if seen is None else _joined(seen, new)
         # Nearly every token has a byte of the text or more, so the stop begins among these tokens; where it does not,
         # the response ends later, and is cut all the same.
-        recent, wanted = [], len(new.tokens) + self._longest
-        for part in reversed(seen):
-            recent.insert(0, part.tokens)
-            if sum(map(len, recent)) >= wanted:
-                break
-        if self._contains(np.concatenate(recent)):
-            whole = self._cut(_joined(seen))
-            if whole.stopped:
-                self._stopped[index] = whole
-                self._end(index)
+        recent = seen.tokens[-(len(new.tokens) + self._longest) :]
+        if self._contains(recent) and self._contains(seen.tokens):
+            self._stopped.add(index)
+            self._end(index)
 
     def cut(self, index: int, found: Sampled) -> Sampled:
         """Returns a finished response, up to the first token after which its text contains a stop."""
-        return self._stopped.get(index) or self._cut(found)
-
-    def _contains(self, tokens: np.ndarray) -> bool:
-        text = self._decode(tokens)
-        return any(stop in text for stop in self._texts)
-
-    def _cut(self, response: Sampled) -> Sampled:
+        response = self._seen[index] if index in self._stopped else found
         if not self._contains(response.tokens):
             return response
         low, high = 1, len(response.tokens)
@@ -64,7 +50,11 @@ class TextStops:
             low, high = (low, middle) if self._contains(response.tokens[:middle]) else (middle + 1, high)
         return Sampled(response.tokens[:low], response.logprobs[:low], stopped=True)
 
+    def _contains(self, tokens: np.ndarray) -> bool:
+        text = self._decode(tokens)
+        return any(stop in text for stop in self._texts)
 
-def _joined(parts: Sequence[Sampled]) -> Sampled:
-    tokens, logprobs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "logprobs"))
+
+def _joined(first: Sampled, second: Sampled) -> Sampled:
+    tokens, logprobs = np.concatenate([first.tokens, second.tokens]), np.concatenate([first.logprobs, second.logprobs])
     return Sampled(tokens, logprobs, stopped=False)

@@ -20,7 +20,7 @@ from reinforce_ada_jax.serving.openai import server
 from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.call import Backend
 from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
-from reinforce_ada_jax.serving.sampler import PlainWeights, SampleJob, Sampler
+from reinforce_ada_jax.serving.sampler import SampleJob, Sampler, Weights
 from reinforce_ada_jax.serving.settings import ServerSettings
 from tests.serving.test_tokenizer import of_bytes
 
@@ -60,7 +60,7 @@ class FailingEngine:
 
 def test_after_an_error_the_old_state_goes_before_the_new_one_comes():
     engine, found = FailingEngine(), []
-    sampler = Sampler(engine, PlainWeights({}))
+    sampler = Sampler(engine, Weights({}))
     sampler.submit(SampleJob("", np.array([3], np.int32), 1, SamplingParams(1), (), 0, found.append))
     sampler.turn()
     assert [str(error) for error in found] == ["out of memory"] and not sampler.busy

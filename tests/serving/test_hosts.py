@@ -18,7 +18,7 @@ from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.serving import hosts as serving_hosts
-from reinforce_ada_jax.serving.sampler import PlainWeights, Sampled, SampleJob, Sampler
+from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler, Weights
 from reinforce_ada_jax.serving.settings import ServerSettings
 from tests import hosts
 
@@ -97,7 +97,7 @@ def test_process_0_runs_the_windows_of_all(monkeypatch):
     def load():
         return huggingface.load(components.folder, components.mesh, "float32")[1]
 
-    expected = sampled(Sampler(engine, PlainWeights(engine.decode_weights(load()))))
+    expected = sampled(Sampler(engine, Weights(engine.decode_weights(load()))))
     to = [queue.Queue(), queue.Queue()]  # messages to process 0, and to process 1
     monkeypatch.setattr(processes_lib, "count", lambda: 2)
     monkeypatch.setattr(processes_lib, "send", lambda process, message: to[process].put(message))
@@ -105,7 +105,7 @@ def test_process_0_runs_the_windows_of_all(monkeypatch):
     follower = threading.Thread(target=serving_hosts.follow, args=([engine], [load]))
     follower.start()
     shared = serving_hosts.SharedEngine(engine, 0)
-    sampler = Sampler(shared, PlainWeights(shared.load(load)))
+    sampler = Sampler(shared, Weights(shared.load(load)))
     assert sampled(sampler) == expected and shared.replicas == 2
     serving_hosts.end()
     follower.join(60)

@@ -6,7 +6,7 @@ import numpy as np
 
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import address
-from reinforce_ada_jax.serving.sampler import SERVED_STREAM, PlainWeights, SampleJob, Sampler
+from reinforce_ada_jax.serving.sampler import SERVED_STREAM, SampleJob, Sampler, Weights
 from tests.sampling import tiny
 from tests.sampling.page_engine import PageEngine, response_to
 
@@ -57,7 +57,7 @@ def test_watched_tokens_are_those_of_the_answers():
     for seed in range(4):
         rng = np.random.default_rng(seed)
         engine = CountingEngine(OPTIONS, replicas=2)
-        sampler = Sampler(engine, PlainWeights({}))
+        sampler = Sampler(engine, Weights({}))
         clients, cancelled = [Client(number, rng) for number in range(30)], set()
         for client in clients:
             sampler.submit(client.job)

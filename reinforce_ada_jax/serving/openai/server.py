@@ -21,7 +21,7 @@ from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.call import Backend
 from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
-from reinforce_ada_jax.serving.sampler import PlainWeights, Sampler
+from reinforce_ada_jax.serving.sampler import Sampler, Weights
 from reinforce_ada_jax.serving.settings import ServerSettings
 
 IDLE_S = 1.0
@@ -39,7 +39,7 @@ def make_backend(served: Served, wake: threading.Event, number: int = 0) -> Back
         return served.load()[1]
 
     params = engine.decode_weights(weights()) if shared is None else shared.load(weights)
-    sampler = Sampler(shared or engine, PlainWeights(params))
+    sampler = Sampler(shared or engine, Weights(params))
     sampler.warm_up()
     scorer = Scorer(engine.architecture, engine.mesh, engine.dtype)
     return Backend(sampler, ScoreQueue(scorer, sampler.weights.params, wake))

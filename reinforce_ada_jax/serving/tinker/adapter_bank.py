@@ -7,17 +7,23 @@ from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.serving.sampler import NO_ADAPTER
+from reinforce_ada_jax.serving.sampler import NO_ADAPTER, Weights
 
 # Adapters as a bank gets them: what they are, and their arrays.
 LoadedAdapter = tuple[Lora, Params]
 
 
-class AdapterBank:
-    """Weights of a base (`sampler.Weights`) and `num_adapters` adapters at a time."""
+class AdapterBank(Weights):
+    """Weights of a base, and `num_adapters` adapters at a time.
+
+    Attributes:
+      load: returns adapters by name.
+    """
+
+    load: Callable[[str], LoadedAdapter]
 
     def __init__(self, engine: Engine, base: Params, size: Lora, num_adapters: int):
-        """Makes a bank without adapters.
+        """Makes a bank without adapters; `load` is set before requests name some.
 
         Args:
           engine: of the base.
@@ -25,8 +31,8 @@ class AdapterBank:
           size: rank and targets of the largest adapter.
           num_adapters: adapters that may be in use at the same time.
         """
-        self.params = lora.bank(engine.decode_weights(base), engine.architecture, size, num_adapters, engine.dtype)
-        self.load: Callable[[str], LoadedAdapter] = _unknown  # returns adapters by name; the service sets it
+        weights = engine.decode_weights(base)
+        super().__init__(lora.bank(weights, engine.architecture, size, num_adapters, engine.dtype))
         self._places: collections.OrderedDict[str, int] = collections.OrderedDict()  # last used at the end
         self._free = list(range(num_adapters))[::-1]
 
@@ -52,7 +58,3 @@ class AdapterBank:
     def place(self, adapter: str) -> int:
         """Returns the place of adapters that `use` made ready."""
         return self._places.get(adapter, NO_ADAPTER)
-
-
-def _unknown(name: str) -> LoadedAdapter:
-    raise ValueError(f"there are no adapters {name}.")
