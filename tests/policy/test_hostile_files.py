@@ -44,42 +44,41 @@ def with_a_gap() -> bytes:
 
 
 FILES = {
-    "no header": (b"1234567", "a header of 0 bytes in 7"),
-    "a header beyond the file": (file_bytes(HEADER, length=2 * len(WHOLE)), "a header of [0-9,]+ bytes in [0-9,]+ "),
-    "a header of 2**63 bytes": (file_bytes(HEADER, length=2**63), "a header of 9,223,372,036,854,775,808 bytes"),
-    "a header that is no JSON": (file_bytes(b"{'a'}"), "its header is no JSON"),
-    "a header that is no text": (file_bytes(b"\xff\xfe"), "its header is no JSON"),
-    "a header that is a list": (file_bytes([]), "its header is no object"),
-    "a header without a bottom": (file_bytes(b'{"a":' * 50_000), "its header is no JSON .maximum recursion"),
-    "an entry that is none": (file_bytes(HEADER | {NAME: 3}), f"'{NAME}' lacks dtype, shape or data_offsets"),
-    "a negative offset": (with_entry(data_offsets=[-4, 124]), f"'{NAME}' lies at bytes .-4, 124. of"),
-    "an offset beyond the file": (with_entry(data_offsets=[2**62, 2**62 + 128]), f"'{NAME}' lies at bytes"),
-    "offsets beyond 64 bits": (with_entry(data_offsets=[2**70, 2**70 + 128]), f"'{NAME}' lies at bytes"),
-    "an end before the beginning": (with_entry(data_offsets=[128, 0]), f"'{NAME}' lies at bytes .128, 0. of"),
-    "offsets that are no numbers": (with_entry(data_offsets=["0", "128"]), f"'{NAME}' lies at bytes"),
-    "one offset": (with_entry(data_offsets=[0]), f"'{NAME}' lies at bytes"),
-    "an unknown dtype": (with_entry(dtype="F128"), f"'{NAME}' has dtype 'F128', which the format does not know"),
-    "a dtype that is a list": (with_entry(dtype=[]), rf"'{NAME}' has dtype \[\], which"),
-    "a dtype of another size": (with_entry(dtype="I64"), rf"'{NAME}' has shape \[32\] of I64, 256 bytes, in 128"),
-    "a shape of another size": (with_entry(shape=[31]), rf"'{NAME}' has shape \[31\] of F32, 124 bytes, in 128"),
-    "a huge shape": (with_entry(shape=[2**40, 2**40]), f"'{NAME}' has shape .* in 128"),
-    "a negative shape": (with_entry(shape=[-32]), rf"'{NAME}' has shape \[-32\], which is none"),
-    "a shape of fractions": (with_entry(shape=[32.0]), rf"'{NAME}' has shape \[32.0\], which is none"),
-    "a tensor twice": (doubled(), f"'{NAME}' is in it twice"),
-    "two tensors in one place": (with_entry(data_offsets=HEADER[OTHER]["data_offsets"]), "overlaps the one before"),
-    "bytes between tensors": (with_a_gap(), "leaves 128 bytes before it to nobody"),
-    "bytes behind all": (WHOLE + b"PK" * 50, "100 bytes at its end are nobody's"),
-    "an end that is missing": (WHOLE[:-100], "'model.norm.weight' lies at bytes"),
+    "no header": b"1234567",
+    "a header beyond the file": file_bytes(HEADER, length=2 * len(WHOLE)),
+    "a header of 2**63 bytes": file_bytes(HEADER, length=2**63),
+    "a header that is no JSON": file_bytes(b"{'a'}"),
+    "a header that is no text": file_bytes(b"\xff\xfe"),
+    "a header that is a list": file_bytes([]),
+    "a header without a bottom": file_bytes(b'{"a":' * 50_000),
+    "an entry that is none": file_bytes(HEADER | {NAME: 3}),
+    "a negative offset": with_entry(data_offsets=[-4, 124]),
+    "an offset beyond the file": with_entry(data_offsets=[2**62, 2**62 + 128]),
+    "offsets beyond 64 bits": with_entry(data_offsets=[2**70, 2**70 + 128]),
+    "an end before the beginning": with_entry(data_offsets=[128, 0]),
+    "offsets that are no numbers": with_entry(data_offsets=["0", "128"]),
+    "one offset": with_entry(data_offsets=[0]),
+    "an unknown dtype": with_entry(dtype="F128"),
+    "a dtype that is a list": with_entry(dtype=[]),
+    "a dtype of another size": with_entry(dtype="I64"),
+    "a shape of another size": with_entry(shape=[31]),
+    "a huge shape": with_entry(shape=[2**40, 2**40]),
+    "a negative shape": with_entry(shape=[-32]),
+    "a shape of fractions": with_entry(shape=[32.0]),
+    "a tensor twice": doubled(),
+    "two tensors in one place": with_entry(data_offsets=HEADER[OTHER]["data_offsets"]),
+    "bytes between tensors": with_a_gap(),
+    "bytes behind all": WHOLE + b"PK" * 50,
+    "an end that is missing": WHOLE[:-100],
 }
 
 
 @pytest.mark.parametrize("case", FILES)
 def test_a_file_that_lies_about_itself(tmp_path, case):
-    content, message = FILES[case]
     shutil.copy(SOURCE / "config.json", tmp_path)
     file = tmp_path / "model.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{re.escape(str(file))} is not a whole safetensors file.*{message}"):
+    file.write_bytes(FILES[case])
+    with pytest.raises(ValueError, match=f"{re.escape(str(file))} is not a whole safetensors file .*Fetch it again"):
         huggingface.load(tmp_path)
 
 

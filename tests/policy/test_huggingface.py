@@ -229,7 +229,7 @@ def test_a_hub_id_is_not_a_folder():
             "pytorch_model.bin",
             "has its weights in pytorch_model.bin, a pickle, .* never read. Convert it .*save_pretrain",
         ),
-        ("model.safetensors", "is not a whole safetensors file: .* Fetch it again"),
+        ("model.safetensors", "is not a whole safetensors file .* Fetch it again"),
     ],
 )
 def test_weights_that_cannot_be_read(tmp_path, name, message):
