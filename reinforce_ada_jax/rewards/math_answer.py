@@ -1,6 +1,6 @@
 r"""Verifier for mathematics: the last `\boxed{...}` of a response against the reference answer.
 
-Math-Verify compares the answers; text that it misreads is rewritten first (`_normalized`, `_decimals`). Time and memory
+Math-Verify compares the answers; text that it misreads is rewritten first (`normalized`, `_decimals`). Time and memory
 limits do not live here: Math-Verify can run for hours on a tower of powers and crash in C, so `grade` belongs in the
 processes of `rewards.workers`.
 """
@@ -78,7 +78,7 @@ def warm_up() -> None:
     grade(r"\boxed{\frac{1}{2}}", "0.5")
 
 
-def _normalized(text: str) -> str:
+def normalized(text: str) -> str:
     r"""Returns `text` as Math-Verify reads it correctly. The rules are general; each fixes something that it misreads.
 
     - White space, the backslash of a control space, a tie and a full stop are removed at the end: `185\ ` is 185, `5~`
@@ -122,47 +122,11 @@ def parse(text: str, names: Sequence[str]) -> list[Any]:
     return library.parse(text, [configs[name] for name in names], parsing_timeout=None, raise_on_error=True)
 
 
-def _parse(text: str, names: Sequence[str], bare: bool) -> list[Any]:
+def read(text: str, names: Sequence[str] = ("latex",)) -> list[Any]:
+    """Returns what Math-Verify reads in an answer, bare or with delimited mathematics (see `parse`)."""
+    text = normalized(text)
     # A bare answer has to be delimited to be read as LaTeX, and read whole. A box does that, as in verl's scorer.
-    return parse(rf"\boxed{{{text}}}" if bare and not _DELIMITED.search(text) else text, names)
-
-
-def read(text: str) -> list[Any]:
-    """Returns the expressions that Math-Verify reads in a bare LaTeX answer."""
-    return _parse(_normalized(text), ("latex",), bare=True)
-
-
-def compare(
-    prediction: str,
-    answer: str,
-    read_as: Sequence[str] = ("latex", "expression"),
-    *,
-    answer_as: Sequence[str] | None = None,
-    bare: bool = False,
-    decimals: int | None = None,
-    strict: bool = True,
-    sets_as_relations: bool = False,
-) -> Verdict:
-    r"""Returns reward 1 where Math-Verify finds equal answers in two texts, else 0, with reason "error" if it failed.
-
-    Args:
-      prediction: a text with an answer in it.
-      answer: a text with the reference answer in it.
-      read_as: what to look for, "latex" (delimited mathematics) and "expression" (bare numbers and sums).
-      answer_as: the same for `answer`; default: as `read_as`.
-      bare: the texts may be answers alone, without delimiters.
-      decimals: number of decimals to which floats are rounded; default: see `_decimals`.
-      strict: names of variables matter, and sets differ from tuples.
-      sets_as_relations: an inequality may answer where a set is asked for.
-    """
-    answer, prediction = _normalized(answer), _normalized(prediction)
-    decimals = _decimals(prediction, answer) if decimals is None else decimals
-    # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
-    try:
-        pairs = itertools.product(_parse(answer, answer_as or read_as, bare), _parse(prediction, read_as, bare))
-    except Exception:
-        return Verdict(False, 0.0, "error")
-    return verdict(pairs, float_rounding=decimals, strict=strict, allow_set_relation_comp=sets_as_relations)
+    return parse(text if _DELIMITED.search(text) else rf"\boxed{{{text}}}", names)
 
 
 def verdict(pairs: Iterable[tuple[Any, Any]], **options: Any) -> Verdict:
@@ -198,4 +162,10 @@ def grade(response: str, answer: str) -> Verdict:
         return Verdict(False, 0.0, "no_answer")
     if len(boxed.strip()) > MAX_BOXED_LENGTH:
         return Verdict(False, 0.0, "too_long")
-    return compare(boxed, answer, ("expression", "latex"), answer_as=("latex",), bare=True, sets_as_relations=True)
+    decimals = _decimals(normalized(boxed), normalized(answer))
+    # sympy and ANTLR raise any exception on a model's text (RecursionError, MemoryError, TypeError, ...).
+    try:
+        pairs = itertools.product(read(answer), read(boxed, ("expression", "latex")))
+    except Exception:
+        return Verdict(False, 0.0, "error")
+    return verdict(pairs, float_rounding=decimals, allow_set_relation_comp=True)

@@ -5,6 +5,7 @@ one that Math-Verify 0.9.0 gives; `responses_dev.jsonl` ends of real responses w
 `hostile_dev.jsonl` responses that hang, abort or exhaust a grader.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -35,13 +36,14 @@ def verdict(case):
         return math_answer.grade(rf"\boxed{{{case['pred']}}}", case["gold"])
     config = case["config"]
     kinds = ["latex", "expr"] if config["match_types"] == "default" else config["match_types"]
-    return math_answer.compare(
-        case["pred"],
-        case["gold"],
-        read_as=[{"latex": "latex", "expr": "expression"}[kind] for kind in kinds],
-        decimals=config.get("precision"),
+    names = [{"latex": "latex", "expr": "expression"}[kind] for kind in kinds]
+    # Math-Verify's own cases, with its own rounding: what is put into other words first must not change them.
+    pairs = itertools.product(*(math_answer.parse(math_answer.normalized(case[of]), names) for of in ("gold", "pred")))
+    return math_answer.verdict(
+        pairs,
+        float_rounding=config.get("precision", math_answer.FLOAT_DECIMALS),
         strict=config.get("strict", True),
-        sets_as_relations=config.get("allow_set_relation_comp", False),
+        allow_set_relation_comp=config.get("allow_set_relation_comp", False),
     )
 
 
