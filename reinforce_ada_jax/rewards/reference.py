@@ -19,17 +19,21 @@ _BOX = r"\boxed{"
 _BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s+([a-zA-Z0-9]+)")
 
 
-def training_box(text: str) -> str | None:
-    r"""Returns what the training verifier reads: the content of the box that opens last; None if it never closes."""
-    begin = text.rfind(_BOX) + len(_BOX)
-    if begin < len(_BOX):
-        return None
+def up_to_closing_brace(text: str) -> str | None:
+    """Returns the text before the brace that closes the one in front of it; None if there is none."""
     depth = 1
-    for brace in re.finditer("[{}]", text[begin:]):
+    for brace in re.finditer("[{}]", text):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
-            return text[begin : begin + brace.start()].strip()
+            return text[: brace.start()]
     return None
+
+
+def training_box(text: str) -> str | None:
+    """Returns what the training verifier reads: the content of the box that opens last; None if it never closes."""
+    _, box, rest = text.rpartition(_BOX)
+    content = up_to_closing_brace(rest) if box else None
+    return None if content is None else content.strip()
 
 
 def evaluation_box(text: str) -> str:

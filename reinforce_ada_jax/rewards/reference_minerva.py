@@ -10,6 +10,7 @@ import re
 from reinforce_ada_jax.rewards import math_answer, reference_equality
 from reinforce_ada_jax.rewards.math_answer import MAX_BOXED_LENGTH
 from reinforce_ada_jax.rewards.number_words import to_digits
+from reinforce_ada_jax.rewards.reference import up_to_closing_brace
 from reinforce_ada_jax.types import Verdict
 
 warm_up = math_answer.warm_up
@@ -100,15 +101,11 @@ def _after_last_box(text: str) -> str:
     text = text.rpartition("boxed")[2]
     if not text.startswith("{"):
         return text.partition("$")[0].strip()
-    depth = 0
-    for brace in re.finditer("[{}]", text):
-        depth += 1 if brace.group() == "{" else -1
-        if depth == 0:
-            return text[1 : brace.start()]
-    return text[1:]
+    content = up_to_closing_brace(text[1:])
+    return text[1:] if content is None else content
 
 
-def _stated(response: str) -> str:
+def stated(response: str) -> str:
     """Returns the text of a response's answer: in its last box, after a phrase, or its last number; else ""."""
     response = response.replace("\u043a\u0438", "")  # two Cyrillic letters that a model is known to add
     if _MINERVA_BEGIN in response and _MINERVA_END in response:
@@ -126,21 +123,16 @@ def _stated(response: str) -> str:
     return re.sub(r"\n\s*", "", found).removeprefix(":").removesuffix(".").removesuffix("/")
 
 
-def stated_answer(response: str) -> str:
-    """Returns the answer that a response states, normalised."""
-    return normalized(_stated(response))
-
-
 def grade(response: str, answer: str) -> Verdict:
-    """Returns reward 1 where the published program's Minerva rule does: `stated_answer` equals `answer`.
+    """Returns reward 1 where the published program's Minerva rule does: what is `stated` equals `answer`.
 
     Returns:
       A verdict. Reasons: "no_answer" (nothing is stated, and nothing is not right), "too_long" (more than
       `MAX_BOXED_LENGTH` characters are, which the program does not limit).
     """
-    stated = _stated(response)
-    if len(stated) > MAX_BOXED_LENGTH:  # normalising takes time quadratic in it
+    text = stated(response)
+    if len(text) > MAX_BOXED_LENGTH:  # normalising takes time quadratic in it
         return Verdict(False, 0.0, "too_long")
-    stated = normalized(stated)
-    correct = reference_equality.equal(stated, answer)
-    return Verdict(correct, float(correct), "" if stated or correct else "no_answer")
+    text = normalized(text)
+    correct = reference_equality.equal(text, answer)
+    return Verdict(correct, float(correct), "" if text or correct else "no_answer")

@@ -38,7 +38,8 @@ READ_BY_AN_OLDER_PARSER = {r"$\boxed{28 pct}": False, "$840$": True}
 def test_minerva_on_record(cases):
     different = {}
     for case in cases:
-        assert reference_minerva.stated_answer(case["response"]) == case["minerva_answer"], case
+        stated = reference_minerva.normalized(reference_minerva.stated(case["response"]))
+        assert stated == case["minerva_answer"], case
         verdict = reference_minerva.grade(case["response"], case["answer"])
         if verdict.correct != case["minerva"]:
             different[case["response"]] = verdict.correct
