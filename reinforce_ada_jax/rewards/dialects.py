@@ -166,9 +166,7 @@ def _by_keywords(
     def call(response: str, answer: str, columns: Columns) -> Reward:
         with _named(function):
             keywords = _keywords(parameters, arguments(response, answer, columns))
-        value = _finished(function(**keywords))
-        with _named(function):
-            return convert(value)
+            return convert(_finished(function(**keywords)))
 
     return call
 
@@ -188,9 +186,7 @@ def _by_position(function: Callable[..., Any], parameters: Mapping[str, inspect.
     def call(response: str, answer: str, columns: Columns) -> Reward:
         with _named(function):
             keywords = _keywords(further, {name: value for name, value in columns.items() if name not in texts})
-        value = _finished(function(response, answer, **keywords))
-        with _named(function):
-            return _own_value(value)
+            return _own_value(_finished(function(response, answer, **keywords)))
 
     return call
 

@@ -7,7 +7,6 @@ it among a prompt's correct responses.
 """
 
 import dataclasses
-from concurrent.futures import Future
 
 from reinforce_ada_jax.types import Verdict
 
@@ -49,18 +48,3 @@ class Shaping:
     def all(self, verdicts: list[Verdict], lengths: list[int]) -> list[Verdict]:
         """Returns the shaped verdicts in order."""
         return [self(verdict, length) for verdict, length in zip(verdicts, lengths, strict=True)]
-
-    def later(self, verdicts: Future[list[Verdict]], lengths: list[int]) -> Future[list[Verdict]]:
-        """Returns a future of the shaped verdicts, done when the graded ones are."""
-        shaped: Future[list[Verdict]] = Future()
-
-        def finish(graded: Future[list[Verdict]]) -> None:
-            if not shaped.set_running_or_notify_cancel():
-                return
-            try:
-                shaped.set_result(self.all(graded.result(), lengths))
-            except BaseException as error:  # raised where the future is read
-                shaped.set_exception(error)
-
-        verdicts.add_done_callback(finish)
-        return shaped

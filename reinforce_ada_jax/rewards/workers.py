@@ -7,6 +7,7 @@ which here imports jax and would claim the accelerator. So each worker is a plai
 """
 
 import collections
+import copy
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import pathlib
 import select
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -140,20 +141,16 @@ class VerifierPool:
           ValueError: the functions can't be loaded; one line says why.
           GradingFailed: the grading of the pair failed.
         """
-        output, self.output = self.output, pathlib.Path(os.devnull)  # the message has the error already
-        self._entered = True
+        single = copy.copy(self)
+        single.workers, single._workers, single.failure = min(self.workers, 1), [], ""
+        single.output = pathlib.Path(os.devnull)  # the message has the error already
         try:
-            self._start(min(self.workers, 1))
-            verdict = None if pair is None else self._grade_all([pair], "")[0]
+            with single:
+                verdict = None if pair is None else single.grade_all([pair])[0]
         except CannotStart as error:
             raise ValueError(error.line) from None
-        finally:
-            self._entered = False
-            self._end_workers()
-            self._num_failed_starts = self._num_killed_starts = 0
-            self.output, failure, self.failure = output, self.failure, ""
-        if failure:
-            raise GradingFailed(failure.partition("\n")[0])
+        if single.failure:
+            raise GradingFailed(single.failure.partition("\n")[0])
         return verdict
 
     def __enter__(self) -> "VerifierPool":
@@ -162,7 +159,10 @@ class VerifierPool:
             self.output.parent.mkdir(parents=True, exist_ok=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
         try:
-            self._start(self.workers)
+            for _ in range(self.workers):
+                self._workers.append(self._new_worker())
+            while not all(worker.ready for worker in self._workers):
+                self._wait()
         except BaseException:
             self.__exit__()
             raise
@@ -171,12 +171,22 @@ class VerifierPool:
     def __exit__(self, *_: object) -> None:
         self._entered = False
         self._thread.shutdown(cancel_futures=True)
-        self._end_workers()
+        for worker in self._workers:
+            worker.kill()
+        self._workers.clear()
 
-    def submit(self, pairs: Iterable[Pair], grader: str = "") -> Future[list[Verdict]]:
-        """Calls `grade_all` in a thread of the pool, one call after another; that thread also iterates over `pairs`."""
+    def submit(
+        self,
+        pairs: Iterable[Pair],
+        grader: str = "",
+        then: Callable[[list[Verdict]], list[Verdict]] = lambda verdicts: verdicts,
+    ) -> Future[list[Verdict]]:
+        """Calls `grade_all` in a thread of the pool, one call after another; `then` maps its verdicts to the result.
+
+        That thread also iterates over `pairs`.
+        """
         self._check_entered()
-        return self._thread.submit(self.grade_all, pairs, grader)
+        return self._thread.submit(lambda: then(self.grade_all(pairs, grader)))
 
     def grade_all(self, pairs: Iterable[Pair], grader: str = "") -> list[Verdict]:
         """Returns verdicts for (response text, answer) pairs, in order, by `grade_fn` or one of `others`.
@@ -240,20 +250,8 @@ class VerifierPool:
         self.failure = self.failure or f"{', '.join(self._references)}: {why}"
         return Verdict(False, 0.0, reason)
 
-    def _start(self, count: int) -> None:
-        """Starts `count` workers and waits until all are ready."""
-        for _ in range(count):
-            self._workers.append(self._new_worker())
-        while not all(worker.ready for worker in self._workers):
-            self._wait()
-
     def _new_worker(self) -> WorkerProcess:
         return WorkerProcess.start(self._entries, self._time_limit_s, None if self.output is None else str(self.output))
-
-    def _end_workers(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
 
     def _replace(self, slot: int) -> None:
         self._workers[slot].kill()

@@ -158,10 +158,10 @@ class Components:
 
         def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
             texts = itertools.starmap(graded, pairs)
-            lengths = [response.num_sampled for _, response in pairs]
+            shape = functools.partial(shaping.all, lengths=[response.num_sampled for _, response in pairs])
             if verifiers.workers:
-                return shaping.later(verifiers.submit(texts, grader), lengths)
-            return shaping.all(verifiers.grade_all(texts, grader), lengths)
+                return verifiers.submit(texts, grader, then=shape)
+            return shape(verifiers.grade_all(texts, grader))
 
         return verify
 

@@ -1,7 +1,3 @@
-from concurrent.futures import Future
-
-import pytest
-
 from reinforce_ada_jax.rewards.shaping import Shaping, overlong_share
 from reinforce_ada_jax.types import Verdict
 
@@ -35,20 +31,3 @@ def test_the_threshold_decides_what_is_correct():
     verdicts = shaping.all([Verdict(True, 0.7), Verdict(False, 0.71), Verdict(True, 0.4)], [5, 5, 5])
     assert [verdict.correct for verdict in verdicts] == [False, True, False]
     assert [verdict.reward for verdict in verdicts] == [0.7, 0.71, 0.4]
-
-
-def test_later():
-    shaping = Shaping(positive_threshold=0.7, overlong_tokens=4, overlong_penalty=1.0, max_response_tokens=4)
-    graded = Future()
-    shaped = shaping.later(graded, [2, 4])
-    assert not shaped.done()
-    graded.set_result([Verdict(True, 1.0), Verdict(True, 1.0)])
-    assert shaped.result(timeout=0) == [Verdict(True, 1.0, penalty=0.5), Verdict(True, 1.0, penalty=1.0)]
-
-
-def test_a_failure_reaches_the_reader_of_the_future():
-    graded = Future()
-    shaped = Shaping(0.7).later(graded, [1])
-    graded.set_exception(RuntimeError("no worker starts"))
-    with pytest.raises(RuntimeError, match="no worker starts"):
-        shaped.result(timeout=0)

@@ -118,6 +118,10 @@ def test_a_call_may_ask_for_another_grader():
             assert pool.grade_all([("a", "a"), ("b", "a")]) == [RIGHT, WRONG]
             assert pool.grade_all([("a", "a"), ("b", "a")], "opposite") == [WRONG, RIGHT]
             assert pool.submit([("b", "a")], "opposite").result() == [RIGHT]
+            assert pool.submit([("a", "a"), ("b", "a")], then=lambda verdicts: verdicts[::-1]).result() == [
+                WRONG,
+                RIGHT,
+            ]
             with pytest.raises(ValueError, match="no grader 'gsm8k'; the others of this pool are: opposite"):
                 pool.grade_all([("a", "a")], "gsm8k")
 
