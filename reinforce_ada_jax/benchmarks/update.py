@@ -68,7 +68,7 @@ class Sizes:
 
 
 def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[str, Any]]:
-    """Returns random prompts and responses with rewards of 0 or 1 and a baseline of 0.4.
+    """Returns random prompts and responses with advantages of -0.4 and 0.6.
 
     Raises:
       ValueError: a response is longer than `response_tokens`.
@@ -84,22 +84,17 @@ def make_examples(sizes: Sizes, lengths: Lengths, vocab_size: int) -> list[dict[
         {
             "prompt": random.integers(0, vocab_size, sizes.prompt_tokens).tolist(),
             "response": random.integers(0, vocab_size, length).tolist(),
-            "reward": float(random.random() < 0.5),
-            "baseline": 0.4,
-            "weight": 1.0,
+            "advantage": float(random.random() < 0.5) - 0.4,
         }
         for length in drawn
     ]
 
 
 def without_advantages(examples: list[dict[str, Any]], share: float, seed: int) -> list[dict[str, Any]]:
-    """Sets the reward of a share of the examples, chosen at random, to its baseline."""
+    """Sets the advantage of a share of the examples, chosen at random, to 0."""
     count = round(share * len(examples))
     chosen = set(np.random.default_rng([seed, 2]).permutation(len(examples))[:count].tolist())
-    return [
-        example | {"reward": example["baseline"]} if number in chosen else example
-        for number, example in enumerate(examples)
-    ]
+    return [example | {"advantage": 0.0} if number in chosen else example for number, example in enumerate(examples)]
 
 
 def _with_old_logprobs(examples: list[dict[str, Any]], scored: list[list[float]], seed: int) -> list[dict[str, Any]]:

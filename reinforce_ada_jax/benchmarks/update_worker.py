@@ -106,8 +106,7 @@ class UpdateWorker:
             tokens = np.array(one["response"], np.int32)
             logprobs = np.array(one.get("old_logprobs", np.zeros(len(tokens))), np.float32)
             response = Response(str(number), 0, tokens, logprobs, truncated=False, policy_version=0)
-            terms = (one.get(key, default) for key, default in (("reward", 0.0), ("baseline", 0.0), ("weight", 1.0)))
-            return Example(np.array(one["prompt"], np.int32), response, *terms)
+            return Example(np.array(one["prompt"], np.int32), response, one.get("advantage", 0.0))
 
         made = [example(number, one) for number, one in enumerate(examples)]
         micro_rows = self.learner.micro_rows if leave_out else None

@@ -29,20 +29,15 @@ class Group:
     Attributes:
       pool: the pool.
       kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
-      advantages: aligned with `kept`: weight * (reward - baseline).
-      baselines: aligned with `kept`; where there are length terms, reward - advantage.
-      weight: factor of the differences: the prompt's weight, divided by the deviation where that is set. 1 where there
-        are length terms, which have no weight.
+      advantages: aligned with `kept`.
       weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
-        equally in the update, whatever their numbers of rows. `baselines` are 0 and `weight` is 1.
+        equally in the update, whatever their numbers of rows.
     """
 
     pool: Pool
     kept: Int[np.ndarray, " n"]
     advantages: Float[np.ndarray, " n"]
-    baselines: Float[np.ndarray, " n"]
-    weight: float
     weight_clipped: bool = False
     per_prompt: bool = False
 
@@ -206,15 +201,13 @@ def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
         lengths = length_terms(pool.penalties[kept], pool.correct[kept])
         if lengths.any():
             coefficients = coefficients + lengths / len(pool.responses)
-        return Group(pool, kept, coefficients, np.zeros(len(kept)), 1.0, per_prompt=True)
+        return Group(pool, kept, coefficients, per_prompt=True)
     kept = kept_draws(pool, strategy, ages)
     if not kept.size:
-        return Group(pool, kept, np.zeros(0), np.zeros(0), 0.0)
+        return Group(pool, kept, np.zeros(0))
     pass_rate = float(pool.correct.mean())
     differences, scale = _compared(pool, kept, strategy)
-    weight = strategy.weight(pass_rate) / scale
-    lengths = length_terms(pool.penalties[kept], pool.correct[kept])
-    if lengths.any():  # without the weight: w(p) is for outcomes, and 0 at p = 1 for some objectives
-        differences, weight = weight * differences + lengths, 1.0
-    baselines = pool.rewards[kept] - differences
-    return Group(pool, kept, weight * differences, baselines, weight, weight_clipped=pass_rate < strategy.clips_below)
+    # Lengths without the weight: w(p) is for outcomes, and 0 at p = 1 for some objectives.
+    advantages = strategy.weight(pass_rate) / scale * differences
+    advantages += length_terms(pool.penalties[kept], pool.correct[kept])
+    return Group(pool, kept, advantages, weight_clipped=pass_rate < strategy.clips_below)

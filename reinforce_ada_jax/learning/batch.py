@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from reinforce_ada_jax.types import Response
 
@@ -17,21 +17,11 @@ else:  # programs are also lowered for batches without data
 
 
 class Example(NamedTuple):
-    """One response as the update sees it; its advantage is weight * (reward - baseline).
-
-    Attributes:
-      prompt: tokens of the prompt.
-      response: the draw.
-      reward: of the response.
-      baseline: subtracted from the reward.
-      weight: factor of their difference.
-    """
+    """One response as the update sees it, with the tokens of its prompt and its advantage."""
 
     prompt: Int32[np.ndarray, " T"]
     response: Response
-    reward: float = 0.0
-    baseline: float = 0.0
-    weight: float = 1.0
+    advantage: float = 0.0
 
 
 @struct.dataclass
@@ -59,7 +49,7 @@ class Batch:
       response_segment_ids: the response token's segment; S beyond the responses.
       response_mask: True at response tokens, the stop tokens included.
       response_length: response tokens of each segment.
-      advantages: weight * (reward - baseline) of the response, at each of its tokens.
+      advantages: that of the response, at each of its tokens.
       policy_version: `Response.policy_version` at each response token.
       behaviour_logprobs: under the distribution the tokens were sampled from.
       old_logprobs: under the policy before the iteration's first update; the behaviour's until it is scored. None:
@@ -156,14 +146,6 @@ def pack_without_zeros(
     return _first_fit(order, lengths, row_tokens, per_row, max_rows)
 
 
-def advantages_of(examples: Sequence[Example]) -> Float32[np.ndarray, " N"]:
-    """Computes the advantages of the examples, as the update sees them."""
-    # In float64: rewards of a million may differ by less than float32 can tell.
-    reward, baseline, weight = np.array([example[2:] for example in examples], np.float64).reshape(-1, 3).T
-    with np.errstate(invalid="ignore", over="ignore"):  # what isn't finite ends in the update, which says so
-        return (weight * (reward - baseline)).astype(np.float32)
-
-
 def make_batch(
     examples: Sequence[Example],
     *,
@@ -197,7 +179,8 @@ def make_batch(
                 f"{max_response_tokens}."
             )
         lengths.append(before + length)
-    advantage = advantages_of(examples)
+    with np.errstate(over="ignore"):  # what isn't finite ends in the update, which says so
+        advantage = np.array([example.advantage for example in examples], np.float64).astype(np.float32)
     if micro_rows is None:
         rows = pack(lengths, row_tokens, per_row)
     else:

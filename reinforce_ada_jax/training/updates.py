@@ -50,20 +50,15 @@ class Minibatch:
 
 
 def examples(group: Group, rows_per_round: float) -> list[Example]:
-    """Returns the kept responses of a group with their rewards, baselines and weight.
+    """Returns the kept responses of a group with their advantages.
 
     The loss is a mean over tokens, so it divides by rows. Coefficients (`Group.per_prompt`) are multiplied by the rows
     per round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds.
     """
-    pool, rewards = group.pool, group.pool.rewards.tolist()
-    if group.per_prompt:
-        return [
-            Example(pool.prompt.tokens, pool.responses[draw], coefficient, 0.0, rows_per_round)
-            for draw, coefficient in zip(group.kept, group.advantages.tolist(), strict=True)
-        ]
+    pool, factor = group.pool, rows_per_round if group.per_prompt else 1.0
     return [
-        Example(pool.prompt.tokens, pool.responses[draw], rewards[draw], baseline, group.weight)
-        for draw, baseline in zip(group.kept, group.baselines, strict=True)
+        Example(pool.prompt.tokens, pool.responses[draw], factor * advantage)
+        for draw, advantage in zip(group.kept, group.advantages.tolist(), strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ def make_group(prompt_id, rewards, advantages, *, rounds, met, lengths, truncate
     reasons = [*reasons, *[""] * (len(rewards) - len(reasons))]
     verdicts = tuple(Verdict(reward > 0.7, reward, reason) for reward, reason in zip(rewards, reasons, strict=True))
     pool = Pool(Prompt(prompt_id, "", "", np.zeros(1, np.int32)), responses, verdicts, rounds, met)
-    return Group(pool, np.arange(len(advantages)), np.array(advantages), np.zeros(len(advantages)), 1.0)
+    return Group(pool, np.arange(len(advantages)), np.array(advantages))
 
 
 def test_by_hand():
@@ -110,7 +110,7 @@ def test_tokens_of_an_environment_are_not_counted():
     logprobs = np.array([-1, 0, 0, 0, -3], np.float32)
     response = Response("p", 0, np.zeros(5, np.int32), logprobs, False, segments=(1, 3, 1))
     pool = Pool(Prompt("p", "", "", np.zeros(1, np.int32)), (response,), (Verdict(True, 1.0),), 1, True)
-    metrics = collection_metrics([Group(pool, np.zeros(0, int), np.zeros(0), np.zeros(0), 1.0)], group_size=1)
+    metrics = collection_metrics([Group(pool, np.zeros(0, int), np.zeros(0))], group_size=1)
     assert metrics["collection/tokens"] == metrics["completions/mean_length"] == 2
     assert metrics["collection/entropy"] == 2  # (1 + 3) / 2; over all tokens 4 / 5
 
@@ -138,8 +138,7 @@ def first_round_of_all_sequences(sizes, group_size, met) -> float:
 
     pools = collect(prompts, sample, verify, strategy)
     assert {pool.round_sizes for pool in pools} == {sizes[:rounds] for rounds in range(1, len(sizes) + 1)}
-    none = np.zeros(0)
-    groups = [Group(pool, np.zeros(0, int), none, none, 1.0) for pool in pools]
+    groups = [Group(pool, np.zeros(0, int), np.zeros(0)) for pool in pools]
     return collection_metrics(groups, group_size)["reward/first_round"]
 
 
@@ -160,7 +159,7 @@ def test_first_round_is_the_pass_rate_for_rounds_of_any_size(sizes, group_size):
 def test_first_round_is_the_first_n_draws_where_the_round_has_more():
     # A first round of 5, n = 4, then one more draw: its fifth draw is no part of the mean, its fourth is.
     group = make_group("a", [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], [], rounds=2, met=True, lengths=[1] * 6)
-    unequal = Group(dataclasses.replace(group.pool, round_sizes=(5, 1)), group.kept, *[np.zeros(0)] * 2, 1.0)
+    unequal = Group(dataclasses.replace(group.pool, round_sizes=(5, 1)), group.kept, np.zeros(0))
     assert collection_metrics([unequal], group_size=4)["reward/first_round"] == 0.5
     # A pool that does not name its rounds has equal ones: 3 and 3.
     assert collection_metrics([group], group_size=4)["reward/first_round"] == pytest.approx(1 / 3)
@@ -170,9 +169,7 @@ def test_outcome_and_reward_are_two_things():
     # A penalty took half of a right answer's reward: the pass rate does not see it.
     pool = make_group("long", [1.0, 0.5], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]).pool
     right = Pool(pool.prompt, pool.responses, (Verdict(True, 1.0), Verdict(True, 0.5)), 1, True)
-    metrics = collection_metrics(
-        [Group(right, np.arange(2), np.array([0.1, -0.1]), np.array([0.9, 0.6]), 1.0)], group_size=2
-    )
+    metrics = collection_metrics([Group(right, np.arange(2), np.array([0.1, -0.1]))], group_size=2)
     assert (metrics["reward/first_round"], metrics["reward/first_round_correct"]) == (0.75, 1.0)
 
 

@@ -15,8 +15,8 @@ def response(tokens, logprobs):
 
 
 ROWS = [
-    Example(np.array([5, 6, 7], np.int32), response([8, 2], [-1.0, -0.5]), 1.0, 0.25, 2.0),
-    Example(np.array([5], np.int32), response([9, 9, 9, 2], [-0.1, -0.2, -0.3, -0.4]), 0.0, 0.5, 1.5),
+    Example(np.array([5, 6, 7], np.int32), response([8, 2], [-1.0, -0.5]), 1.5),
+    Example(np.array([5], np.int32), response([9, 9, 9, 2], [-0.1, -0.2, -0.3, -0.4]), -0.75),
 ]
 
 
@@ -28,7 +28,7 @@ def test_layout():
     np.testing.assert_array_equal(batch.segment_ids, [[0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1, 1]])
     np.testing.assert_array_equal(batch.response_positions, [[3, 4, 1, 1], [1, 2, 3, 4]])
     np.testing.assert_array_equal(batch.response_length, [[2], [4]])
-    # 2 * (1 - 1/4) and 1.5 * (0 - 1/2), at each token of the response.
+    # At each token of the response.
     np.testing.assert_array_equal(batch.advantages, np.float32([[1.5, 1.5, 0, 0], [-0.75] * 4]))
     np.testing.assert_array_equal(batch.behaviour_logprobs, np.float32([[-1, -0.5, 0, 0], [-0.1, -0.2, -0.3, -0.4]]))
     np.testing.assert_array_equal(batch.old_logprobs, batch.behaviour_logprobs)
@@ -38,9 +38,16 @@ def test_layout():
 
 def test_advantages_of_large_rewards():
     # Both rewards and their mean are 16,777,216 in float32, which would leave no advantage.
-    rows = [Example(*row[:2], reward, 16_777_216.5, 2.0) for row, reward in zip(ROWS, (2**24, 2**24 + 1), strict=True)]
-    batch = make_batch(rows, max_prompt_tokens=3, max_response_tokens=4)
-    np.testing.assert_array_equal(batch.advantages, np.float32([[-1, -1, 0, 0], [1, 1, 1, 1]]))
+    pool = Pool(
+        Prompt("p", "", "", np.array([5], np.int32)),
+        tuple(row.response for row in ROWS),
+        tuple(Verdict(True, reward) for reward in (2**24, 2**24 + 1)),
+        1,
+        True,
+    )
+    strategy = strategies.build(CollectionConfig(strategy="grpo", group_size=2, samples_per_round=2, max_rounds=1))
+    batch = make_batch(examples(make_group(pool, strategy), 1.0), max_prompt_tokens=3, max_response_tokens=4)
+    np.testing.assert_array_equal(batch.advantages, np.float32([[-0.5, -0.5, 0, 0], [0.5, 0.5, 0.5, 0.5]]))
 
 
 @pytest.mark.parametrize("baseline", ["group", "pool", "leave_one_out", "anchored"])
@@ -61,7 +68,7 @@ def test_advantages_are_those_of_the_groups(baseline, by_std):
     )
     strategy = strategies.build(CollectionConfig(**config, baseline=baseline, normalize_by_std=by_std))
     group = make_group(pool, strategy)
-    assert group.advantages.any() and group.weight != 1
+    assert group.advantages.any()
     batch = make_batch(examples(group, 1.0), max_prompt_tokens=1, max_response_tokens=2)
     np.testing.assert_allclose(batch.advantages, np.repeat(group.advantages[:, None], 2, axis=1), rtol=1e-6)
 

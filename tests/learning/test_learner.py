@@ -65,9 +65,7 @@ def responses():
         Example(
             rng.integers(3, 96, before).astype(np.int32),
             Response("p", 0, rng.integers(3, 96, after).astype(np.int32), rng.normal(-4, 1, after), False),
-            reward=rng.normal() / 2 + 0.25,
-            baseline=0.25,
-            weight=2.0,
+            advantage=rng.normal(),
         )
         for before, after in zip(PROMPT_LENGTHS, RESPONSE_LENGTHS, strict=True)
     ]  # fmt: skip
@@ -400,7 +398,7 @@ def test_no_advantage_no_change():
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_an_advantage_that_is_not_finite_leaves_the_state_as_it_was(value):
     examples = list(responses())
-    examples[3] = examples[3]._replace(reward=value)
+    examples[3] = examples[3]._replace(advantage=value)
     rows = make_batch(examples, max_prompt_tokens=5, max_response_tokens=8)
     state, metrics = updated(learner(), batch().replace(advantages=rows.advantages))
     assert not metrics.finite

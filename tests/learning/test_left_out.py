@@ -41,7 +41,7 @@ def examples(zeros=ZEROS):
     return [
         example._replace(
             response=dataclasses.replace(example.response, logprobs=old[row, : len(example.response.tokens)]),
-            reward=example.baseline if row in zeros else example.reward,
+            advantage=0.0 if row in zeros else example.advantage,
         )
         for row, example in enumerate(responses())
     ]

@@ -50,8 +50,8 @@ def response(tokens, logprobs, policy_version=0):
 
 def test_the_layout_of_a_packed_row():
     examples = [
-        Example(np.array([5, 6], np.int32), response([8], [-1.0], 4), 1.0, 0.25, 2.0),
-        Example(np.array([5], np.int32), response([9, 9, 2], [-0.1, -0.2, -0.3], 3), 0.0, 0.5, 1.5),
+        Example(np.array([5, 6], np.int32), response([8], [-1.0], 4), 1.5),
+        Example(np.array([5], np.int32), response([9, 9, 2], [-0.1, -0.2, -0.3], 3), -0.75),
     ]
     packed = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=2, per_row=3)
     # The longer one first; the second row is padding.
@@ -63,7 +63,6 @@ def test_the_layout_of_a_packed_row():
     np.testing.assert_array_equal(packed.response_mask, [[True] * 4 + [False] * 5, [False] * 9])
     np.testing.assert_array_equal(packed.response_length, [[3, 1, 0], [0, 0, 0]])
     np.testing.assert_array_equal(packed.policy_version[0, :4], [3, 3, 3, 4])
-    # 1.5 * (0 - 1/2) for three tokens, 2 * (1 - 1/4) for one.
     np.testing.assert_array_equal(packed.advantages[0], np.float32([-0.75, -0.75, -0.75, 1.5, 0, 0, 0, 0, 0]))
     np.testing.assert_array_equal(packed.behaviour_logprobs[0], np.float32([-0.1, -0.2, -0.3, -1, 0, 0, 0, 0, 0]))
 

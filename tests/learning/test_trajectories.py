@@ -37,7 +37,7 @@ def test_segments_that_are_no_trajectory(segments):
 
 
 def test_tokens_of_the_environment_are_inputs_only():
-    example = Example(np.array([5, 6], np.int32), trajectory(), 1.0, 0.25, 2.0)
+    example = Example(np.array([5, 6], np.int32), trajectory(), 1.5)
     batch = make_batch([example], max_prompt_tokens=2, max_response_tokens=7)
     np.testing.assert_array_equal(batch.tokens, [[5, 6, 8, 2, 31, 32, 33, 9, 0]])
     np.testing.assert_array_equal(batch.positions, [[0, 1, 2, 3, 4, 5, 6, 7, 0]])
@@ -64,8 +64,8 @@ def test_packed_trajectories():
 
 
 def test_left_out_trajectories_count_sampled_tokens():
-    examples = [SHORT._replace(reward=1.0)]
-    examples += [Example(np.array([5], np.int32), trajectory(), 0.5, 0.5)] * 2
+    examples = [SHORT._replace(advantage=1.0)]
+    examples += [Example(np.array([5], np.int32), trajectory())] * 2
     batch = make_batch(examples, max_prompt_tokens=1, max_response_tokens=6, micro_rows=1)
     assert batch.left_out.tolist() == [[6, 2]]
 

@@ -342,7 +342,7 @@ def poisoned(pool, strategy, ages, original=drawing.make_group):
     calls += 1
     group = original(pool, strategy, ages)
     if calls == 8 * 2 + 6:  # the sixth prompt of iteration 3: its second update
-        group.baselines[0] = numpy.nan
+        group.advantages[0] = numpy.nan
     return group
 
 drawing.make_group = poisoned

@@ -247,7 +247,7 @@ def test_rows_of_a_batch_are_one_number_or_grow_by_doubling(updates):
 
 def test_groups_without_kept_responses_make_no_minibatch(updates):
     made, _ = updates()
-    nothing = {"kept": np.zeros(0, int), "advantages": np.zeros(0), "baselines": np.zeros(0)}
+    nothing = {"kept": np.zeros(0, int), "advantages": np.zeros(0)}
     groups = [dataclasses.replace(group, **nothing) for group in make_groups(made.config)]
     assert made.minibatches(groups, {}, None) == []
     done = made.update(after(3), None, [], 1, 0, print)
@@ -309,10 +309,9 @@ def test_a_log_probability_of_the_only_update_that_is_not_finite(updates, tmp_pa
 
 def all_correct(groups, rows):
     """The groups, some of them with equal rewards and so without advantages."""
-    flat = {"advantages": np.zeros(4), "baselines": np.ones(4)}
     verdicts = (Verdict(True, 1.0),) * 4
     return [
-        dataclasses.replace(group, pool=dataclasses.replace(group.pool, verdicts=verdicts), **flat)
+        dataclasses.replace(group, pool=dataclasses.replace(group.pool, verdicts=verdicts), advantages=np.zeros(4))
         if row in rows else group
         for row, group in enumerate(groups)
     ]  # fmt: skip

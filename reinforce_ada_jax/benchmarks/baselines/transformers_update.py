@@ -82,7 +82,7 @@ class Baseline:
             batch["mask"][row, :length] = 1
             if "old_logprobs" in example:
                 batch["old"][row, :length] = torch.tensor(example["old_logprobs"])
-                batch["advantage"][row] = example["weight"] * (example["reward"] - example["baseline"])
+                batch["advantage"][row] = example["advantage"]
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
     def _logprobs(self, micro: dict[str, torch.Tensor]) -> torch.Tensor:
