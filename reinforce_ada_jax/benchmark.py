@@ -60,11 +60,6 @@ BENCHMARKS = (
 )
 
 
-def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
-    """Defines every flag of every benchmark."""
-    return options.define_flags(values)
-
-
 def measured(name: str, values: flags.FlagValues) -> dict[str, Any]:
     """Runs a benchmark and returns its numbers; impossible flags end the process."""
     from reinforce_ada_jax.distributed import mesh
@@ -109,7 +104,7 @@ def main(arguments: list[str], values: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
+    options.define_flags(flags.FLAGS)
 
     def run_named(arguments: list[str]) -> None:
         import jax

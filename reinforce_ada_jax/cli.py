@@ -10,19 +10,24 @@ import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags
 
-from reinforce_ada_jax.config import aliases, config_files, reference
+from reinforce_ada_jax.config import Config, aliases, config_files, reference, resolve
 from reinforce_ada_jax.files.buckets import BucketError
 
-Converted = TypeVar("Converted")
 # Exit codes: the run stopped itself; the user's input is wrong; the run was interrupted and can be resumed. One more is
 # distributed.watchdog.RESTART: the machine is taken away, or another process of the run is gone; start it again.
 STOPPED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+
+# Functions that define a flag, by the type of its value.
+DEFINE = {
+    bool: flags.DEFINE_bool, int: flags.DEFINE_integer, int | None: flags.DEFINE_integer, float: flags.DEFINE_float,
+    float | None: flags.DEFINE_float, str: flags.DEFINE_string,
+}  # fmt: skip
 
 # Errors of a path that come again however often the command is started;
 _FOR_GOOD = frozenset({
@@ -87,10 +92,10 @@ def define_distributed() -> flags.FlagHolder[bool]:
     return flags.DEFINE_bool("distributed", False, text)  # pyright: ignore[reportReturnType]
 
 
-def converted(holder: flags.FlagHolder[ConfigDict], convert: Callable[[ConfigDict], Converted]) -> Converted:
-    """Returns the configuration as `convert` makes it; an error in it ends the process with one message."""
+def resolved(holder: flags.FlagHolder[ConfigDict]) -> Config:
+    """Returns the typed configuration of the flag; an error in it ends the process with one message."""
     with user_input():
-        return convert(holder.value)
+        return resolve(holder.value)
 
 
 def fail(message: object, code: int = BAD_INPUT, *, at_once: bool = False) -> NoReturn:
@@ -114,17 +119,29 @@ def user_input() -> Iterator[None]:
     Any other error passes.
     """
     try:
-        yield
+        with _storage_errors():
+            yield
     except ValueError as error:
         fail(error)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        if error.errno in _FOR_GOOD:
+            fail(f"{_text(error)}: name another path, or fix the file there or its permissions.")
+        _fail_of_disk(error)
+
+
+@contextlib.contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Ends the process with one line for an error of a bucket or a disk."""
+    try:
+        yield
     except BucketError as error:
         fail(f"{error}. Run the same command again when the bucket answers.", STOPPED)
     except OSError as error:
-        if error.filename is not None and error.errno in _FOR_GOOD:
-            fail(f"{_text(error)}: name another path, or fix the file there or its permissions.")
-        if error.filename is not None or error.errno in _OF_DISKS:
-            _fail_of_disk(error)
-        raise
+        if error.errno not in _OF_DISKS:
+            raise
+        _fail_of_disk(error)
 
 
 def _fail_of_disk(error: OSError) -> NoReturn:
@@ -145,21 +162,6 @@ def interruptible(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _ends_in_one_line() -> Iterator[None]:
-    """Ends the process with one line at Ctrl-C and for an error of a disk, wherever in a command they come."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)
-    except BucketError as error:
-        fail(f"{error}. Run the same command again when the bucket answers.", STOPPED)
-    except OSError as error:
-        if error.errno in _OF_DISKS:
-            _fail_of_disk(error)
-        raise
 
 
 def _flags_text() -> str:
@@ -247,8 +249,10 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
         if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):  # a job in the background ignores it
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            with _ends_in_one_line():
+            with _storage_errors():
                 main(argv[1:])
+        except KeyboardInterrupt:
+            fail("interrupted. The same command starts again from what is saved.", INTERRUPTED)
         finally:
             gc.freeze()  # the end of Python would visit all that JAX imports, for half a second of the processor
 

@@ -75,7 +75,7 @@ if __name__ == "__main__":
     sys.argv = ["--json=-" if argument == "--json" else argument for argument in sys.argv]
     cli.run(
         lambda: main(
-            cli.converted(CONFIG, config_lib.resolve), TOPOLOGY.value, MODEL.value, JSON.value,
+            cli.resolved(CONFIG), TOPOLOGY.value, MODEL.value, JSON.value,
             prompt_tokens=PROMPT.value, response_tokens=RESPONSE.value, draws=DRAWS.value, pass_rates=RATES.value,
         )
     )  # fmt: skip

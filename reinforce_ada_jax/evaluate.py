@@ -138,7 +138,7 @@ if __name__ == "__main__":
 
         with processes.joined(cluster=DISTRIBUTED.value):
             main(
-                cli.converted(CONFIG, config_lib.resolve), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
+                cli.resolved(CONFIG), WORKDIR.value, MODEL.value, BENCHMARKS.value, SAMPLES.value,
                 OUTPUT.value, REGRADE.value, INITIAL.value, dry_run=DRY_RUN.value,
             )  # fmt: skip
 

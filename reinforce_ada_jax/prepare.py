@@ -19,7 +19,6 @@ import pathlib
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.files import buckets, local_copy
 
@@ -64,7 +63,7 @@ if __name__ == "__main__":
 
         with processes.joined(cluster=DISTRIBUTED.value):
             main(
-                cli.converted(CONFIG, config_lib.resolve), INPUT.value, buckets.named(OUTPUT.value),
+                cli.resolved(CONFIG), INPUT.value, buckets.named(OUTPUT.value),
                 (LEAST.value, MOST.value), COUNT.value, DRY_RUN.value,
             )  # fmt: skip
 

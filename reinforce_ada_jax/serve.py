@@ -132,15 +132,11 @@ def main(settings: ServerSettings) -> None:
 
 def define_flags() -> None:
     """Defines a flag for each of the settings."""
-    define = {
-        str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float, bool: flags.DEFINE_boolean
-    }  # fmt: skip
     for field in dataclasses.fields(ServerSettings):
         if field.name == "model":
             flags.DEFINE_multi_string("model", None, field.metadata["text"], required=True)
-            continue
-        required = field.default is dataclasses.MISSING
-        define[field.type](field.name, None if required else field.default, field.metadata["text"], required=required)
+        else:
+            cli.DEFINE[field.type](field.name, field.default, field.metadata["text"])
 
 
 def settings_from_flags() -> ServerSettings:

@@ -28,28 +28,13 @@ from reinforce_ada_jax.analysis.studies import STRATEGIES, STUDIES
 from reinforce_ada_jax.config import CollectionConfig, defaults, resolve
 from reinforce_ada_jax.config.paths import check_local, check_output
 
-# Settings of the `collection` section that decide what is drawn and kept, by the type of their flag.
-SETTINGS = {
-    flags.DEFINE_integer: (
-        "group_size",
-        "samples_per_round",
-        "max_rounds",
-        "k_pos",
-        "k_neg",
-        "min_draws",
-        "max_draws",
-        "objective_k",
-    ),
-    flags.DEFINE_float: (
-        "budget",
-        "retry_probability",
-        "objective_alpha",
-        "objective_epsilon",
-        "control_variate_constant",
-    ),
-    flags.DEFINE_string: ("objective", "correction", "control_variate", "baseline", "keep", "allocation"),
-    flags.DEFINE_bool: ("normalize_by_std", "penalize_all_wrong"),
-}
+# Settings of the `collection` section that decide what is drawn and kept; each is a flag.
+SETTINGS = (
+    "group_size", "samples_per_round", "max_rounds", "k_pos", "k_neg", "min_draws", "max_draws", "budget",
+    "retry_probability", "objective", "objective_alpha", "objective_k", "objective_epsilon", "correction",
+    "control_variate", "control_variate_constant", "baseline", "keep", "allocation", "normalize_by_std",
+    "penalize_all_wrong",
+)  # fmt: skip
 
 
 def get_config() -> ConfigDict:
@@ -68,10 +53,9 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     flags.DEFINE_enum("study", None, [*STUDIES], "Run this study instead of the table.", flag_values=values)
     flags.DEFINE_integer("tokens_per_response", None, "Mean length of a response.", 1, flag_values=values)
     flags.DEFINE_integer("seed", 0, "Seed of --study=learning.", flag_values=values)
-    texts = {field.name: field.metadata["text"] for field in dataclasses.fields(CollectionConfig)}
-    for define, names in SETTINGS.items():
-        for name in names:
-            define(name, None, texts[name], flag_values=values)
+    for field in dataclasses.fields(CollectionConfig):
+        if field.name in SETTINGS:
+            cli.DEFINE[field.type](field.name, None, field.metadata["text"], flag_values=values)
     return values
 
 
@@ -81,7 +65,7 @@ def read_inputs(options: flags.FlagValues) -> Inputs:
     Raises:
       ValueError: a strategy, a pass rate or the prompt file breaks a rule.
     """
-    given = {name: options[name].value for names in SETTINGS.values() for name in names}
+    given = {name: options[name].value for name in SETTINGS}
     section = resolve(options.config).collection
     section = dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
     if options.output is not None:

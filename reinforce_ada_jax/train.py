@@ -164,7 +164,7 @@ if __name__ == "__main__":
         from reinforce_ada_jax.distributed import processes
 
         with processes.joined(cluster=DISTRIBUTED.value):
-            config, workdir = cli.converted(CONFIG, config_lib.resolve), pathlib.Path(WORKDIR.value)
+            config, workdir = cli.resolved(CONFIG), pathlib.Path(WORKDIR.value)
             if DRY_RUN.value:
                 dry_run(config, workdir)
             else:

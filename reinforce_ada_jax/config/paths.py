@@ -10,36 +10,31 @@ from reinforce_ada_jax.files import buckets
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
-def check_local(name: str, path: object) -> None:
+def check_local(name: str, path: object, *, others: str = "") -> None:
     """Raises ValueError if `path` is a URL.
 
     Args:
       name: the flag or the setting, for the message.
       path: text, or a pathlib.Path.
+      others: what can be named as well, for the message.
     """
     if _URL.match(str(path)):
         url = _URL.sub(r"\1://", str(path))
         raise ValueError(
-            f"{name} is {url!r}, and only folders and files of this machine can be read and "
-            "written. Copy it, or mount the bucket (gcsfuse), and name the path here."
+            f"{name} is {url!r}, and only folders and files of this machine{others} can be read and written. Copy it, "
+            "or mount the bucket (gcsfuse), and name the path here."
         )
 
 
 def check_input(name: str, path: object) -> None:
     """Raises ValueError if `path` is a URL, other than one of a bucket of Google Cloud that can be used.
 
-    Args:
-      name: the flag or the setting, for the message.
-      path: text, or a pathlib.Path.
+    Arguments are those of `check_local`.
     """
     if buckets.is_bucket(path):
         buckets.check(name, path)
-    elif _URL.match(str(path)):
-        url = _URL.sub(r"\1://", str(path))
-        raise ValueError(
-            f"{name} is {url!r}, and only folders and files of this machine and buckets of Google Cloud (gs://) can be "
-            "read and written. Copy it, and name the path here."
-        )
+    else:
+        check_local(name, path, others=" and buckets of Google Cloud (gs://)")
 
 
 def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:

@@ -1,13 +1,12 @@
 """Settings that a resumed run may change, and the comparison with the run that a work directory holds."""
 
-import dataclasses
 import hashlib
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reinforce_ada_jax.config.defaults import flatten, resolve
+from reinforce_ada_jax.config.defaults import flatten, resolve, to_json
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.config.settings import Config
 from reinforce_ada_jax.files import buckets
@@ -28,24 +27,25 @@ GRADED_BY = (
 )
 
 
-def _is_resumable(key: str) -> bool:
-    return bool({key, key.split(".", maxsplit=1)[0]} & {*RESUMABLE})
+def _is_among(key: str, names: Sequence[str]) -> bool:
+    """Returns True if `names` has the setting `key` or its section."""
+    return any(f"{key}.".startswith(f"{name}.") for name in names)
 
 
 def identity_hash(config: Config) -> str:
     """Returns a hash of the settings that a resume must find unchanged."""
-    settings = flatten(json.loads(json.dumps(dataclasses.asdict(config))))
-    fixed = {key: value for key, value in settings.items() if not _is_resumable(key)}
+    settings = flatten(json.loads(to_json(config)))
+    fixed = {key: value for key, value in settings.items() if not _is_among(key, RESUMABLE)}
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(config: Config, saved: Mapping[str, Any]) -> dict[str, str]:
     """Returns "key: saved -> now" by key, for the settings that make `config` another run than `saved` describes."""
-    now, then = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), flatten(saved)
+    now, then = flatten(json.loads(to_json(config))), flatten(saved)
     return {
         key: f"{key}: {then.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(now.keys() | then.keys())
-        if not _is_resumable(key) and now.get(key, KeyError) != then.get(key, KeyError)
+        if not _is_among(key, RESUMABLE) and now.get(key, KeyError) != then.get(key, KeyError)
     }
 
 
@@ -92,24 +92,23 @@ def shortened(lines: Sequence[str]) -> str:
 def check_workdir(config: Config, workdir: pathlib.Path) -> None:
     """Raises ValueError when `workdir` can't be written, or holds a run of another configuration."""
     check_output("--workdir", workdir, folder=True)
-    different, named = _of_saved_run(config, workdir), buckets.origin(workdir)
-    if different:
-        raise ValueError(
-            f"{named} holds a run of another configuration (saved -> now):\n{shortened([*different.values()])}\n"
-            "Resume it with its own values, or choose another --workdir. docs/concepts/resume.md lists what may change."
-        )
+    _refuse(
+        workdir, [*_of_saved_run(config, workdir).values()],
+        "Resume it with its own values, or choose another --workdir. docs/concepts/resume.md lists what may change.",
+    )  # fmt: skip
 
 
 def check_evaluated(config: Config, workdir: pathlib.Path, keys: tuple[str, ...]) -> None:
     """Raises ValueError when `config` differs from that of the run in `workdir` in one of `keys`."""
-    different = [
-        line
-        for key, line in _of_saved_run(config, workdir).items()
-        if any(f"{key}.".startswith(f"{prefix}.") for prefix in keys)
-    ]
+    _refuse(
+        workdir, [line for key, line in _of_saved_run(config, workdir).items() if _is_among(key, keys)],
+        "Its figures would be another policy's or another task's. Evaluate it with its own --config and values.",
+    )  # fmt: skip
+
+
+def _refuse(workdir: pathlib.Path, different: Sequence[str], remedy: str) -> None:
     if different:
-        named = buckets.origin(workdir)
         raise ValueError(
-            f"{named} holds a run of another configuration (saved -> now):\n{shortened(different)}\n"
-            "Its figures would be another policy's or another task's. Evaluate it with its own --config and values."
+            f"{buckets.origin(workdir)} holds a run of another configuration (saved -> now):\n{shortened(different)}\n"
+            f"{remedy}"
         )

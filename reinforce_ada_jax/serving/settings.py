@@ -90,9 +90,7 @@ class ServerSettings:
         else:
             self._check_http()
         check_input("--compilation_cache", self.compilation_cache)
-        for field in dataclasses.fields(self):
-            if field.metadata["allowed"] is not None:
-                field.metadata["allowed"].check(f"--{field.name}", getattr(self, field.name))
+        values.check_values(self, "--")
         if self.api != "openai" and (self.replicas, self.tensor) != (1, 1):
             raise ValueError(f"--api={self.api} runs on one device: --replicas and --tensor are for --api=openai.")
         if self.greedy and self.temperature not in (0, 1):

@@ -5,7 +5,7 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import accelerator, models
+from reinforce_ada_jax.benchmarks import accelerator, models, options
 
 SIZES = accelerator.Sizes(
     dtype="bfloat16", slots=2, window=4, page_size=4, prefill_tokens=8, requests=3, prompt_tokens=6, response_tokens=5,
@@ -65,7 +65,7 @@ def test_implementations_of_attention_are_compared(monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_runs_all_parts():
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     sizes = {name: value for name, value in vars(SIZES).items() if name != "dtype"}
     values(["benchmark", "--shape=16x1", *(f"--{name}={value}" for name, value in sizes.items())])
     found = benchmark.measured("accelerator", values)

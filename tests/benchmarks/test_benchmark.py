@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import engines, models, rollout, workloads
+from reinforce_ada_jax.benchmarks import engines, models, options, rollout, workloads
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
@@ -67,14 +67,14 @@ def workload(tmp_path, model):
 
 def parsed(*arguments: str) -> flags.FlagValues:
     """The flags of a command."""
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     values(["benchmark", *arguments])
     return values
 
 
 def run(*arguments: str) -> dict:
     """The numbers of a command such as `rollout --slots=4`."""
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     name, *_ = values(["benchmark", *arguments])[1:]
     return benchmark.measured(name, values)
 
@@ -84,7 +84,7 @@ def change(file, **changes):
 
 
 def test_rollout(tmp_path, model, workload, capsys):
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     out = tmp_path / "out.json"
     flag = [f"--model={model[0]}", f"--workload={workload}", "--slots=2", "--window=4", "--page_size=4", "--repeat=2"]
     arguments = values(["benchmark", "rollout", *flag, f"--json={out}"])

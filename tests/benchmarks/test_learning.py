@@ -7,7 +7,7 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import learning
+from reinforce_ada_jax.benchmarks import learning, options
 from reinforce_ada_jax.reporting.history import Accuracy, History
 
 
@@ -61,7 +61,7 @@ def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
         lambda task, entry, seed, workdir, updates, rate: trained.append((entry.name, seed, updates, rate, workdir)),
     )
     monkeypatch.setattr(learning, "load", lambda workdir: HISTORIES["balance"][0])
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     values(
         [
             "benchmark",
@@ -82,7 +82,7 @@ def test_every_run_is_trained_and_drawn(tmp_path, monkeypatch):
 
 
 def test_an_unknown_algorithm(capsys):
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     values(["benchmark", "--algorithms=ppo"])
     with pytest.raises(SystemExit, match="2"):
         benchmark.measured("learning", values)

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import models, update, workloads
+from reinforce_ada_jax.benchmarks import models, options, update, workloads
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
 from reinforce_ada_jax.policy import huggingface, transformer
 
@@ -36,7 +36,7 @@ for line in sys.stdin:
 
 def run(*arguments: str) -> dict:
     """The numbers of a command such as `update --rows=4`."""
-    values = benchmark.define_flags(flags.FlagValues())
+    values = options.define_flags(flags.FlagValues())
     name, *_ = values(["benchmark", *arguments])[1:]
     return benchmark.measured(name, values)
 
