@@ -52,26 +52,27 @@ class App:
 
     def asgi(self) -> Starlette:
         """Returns the application."""
+        service, asked = self.service, self._asked
         post = {
             "client/config": self.client_config,
             "client/dynamic_config": self.dynamic_config,
-            "create_session": self.create_session,
-            "session_heartbeat": self.heartbeat,
+            "create_session": asked(types.CreateSessionRequest, service.create_session),
+            "session_heartbeat": asked(types.SessionHeartbeatRequest, lambda it: service.heartbeat(it.session_id)),
             "sessions/{session}/finish": self.finish_session,
             "create_model": self.create_model,
-            "get_info": self.get_info,
+            "get_info": asked(types.GetInfoRequest, lambda it: service.get_info(it.model_id)),
             "forward_backward": self.forward_backward,
             "optim_step": self.of_model("optim_step"),
             "save_weights": self.of_model("save_weights"),
             "save_weights_for_sampler": self.of_model("save_weights_for_sampler"),
             "save_weights_external": self.of_model("save_weights_external"),
             "load_weights": self.load_weights,
-            "create_sampling_session": self.create_sampling_session,
-            "asample": self.sample,
+            "create_sampling_session": asked(types.CreateSamplingSessionRequest, service.create_sampler),
+            "asample": asked(types.SampleRequest, service.sample),
             "retrieve_future": self.retrieve_future,
-            "cancel_future": self.cancel_future,
+            "cancel_future": asked(types.FutureRetrieveRequest, lambda it: service.cancel(it.request_id)),
             "telemetry": self.telemetry,
-            "weights_info": self.weights_info,
+            "weights_info": asked(_WeightsInfoRequest, lambda it: service.weights_info(it.tinker_path)),
         }
         get = {
             "healthz": self.health,
@@ -89,16 +90,17 @@ class App:
             for method, handlers in (("POST", post), ("GET", get), ("DELETE", delete))
             for path, handler in handlers.items()
         ]
-        files = Route("/files/{run}/{name}/{file}", self.file, methods=["GET"])  # the address has its own key
+        # The address has a key of its own.
+        files = Route("/files/{run}/{name}/{file}", self._guarded(self.file, needs_key=False), methods=["GET"])
         absent = Route("/{path:path}", self._guarded(self.absent), methods=["GET", "POST", "PUT", "DELETE"])
         return Starlette(routes=[*routes, files, absent])
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def _guarded(self, handler: Handler, needs_key: bool = True) -> Handler:
         """Answers what a handler refuses, and what comes without the key."""
 
         async def guarded(request: Request) -> Response:
             self._loop = asyncio.get_running_loop()
-            if not has_key(request.headers.get("x-api-key", ""), self._key):
+            if needs_key and not has_key(request.headers.get("x-api-key", ""), self._key):
                 return _error(401, "the API key is not that of this server (--api_key).")
             try:
                 return await handler(request)
@@ -112,6 +114,15 @@ class App:
     async def _body(self, request: Request) -> bytes:
         return await read_body(request, self.service.settings.request_mib)
 
+    def _asked(self, kind: type[pydantic.BaseModel], answer: Callable[[Any], pydantic.BaseModel | None]) -> Handler:
+        """Returns the handler of requests that the service answers at once."""
+
+        async def handle(request: Request) -> Response:
+            found = answer(protocol.parse(kind, await self._body(request)))
+            return JSONResponse({} if found is None else found.model_dump(mode="json", exclude_none=True))
+
+        return handle
+
     # ---- configuration and sessions ------------------------------------------------------------------------------
 
     async def absent(self, request: Request) -> Response:
@@ -120,7 +131,7 @@ class App:
 
     async def health(self, _: Request) -> Response:
         """Says that the server is there."""
-        return _answer(types.HealthResponse(status="ok"))
+        return JSONResponse({"status": "ok"})
 
     async def client_config(self, _: Request) -> Response:
         """Tells the client which variants of the interface it may use."""
@@ -138,16 +149,6 @@ class App:
             {"model_name": name, "max_context_length": base.max_tokens, "trainable": True, "sampleable": True}
             for name, base in self.service.bases.items()
         ]})  # fmt: skip
-
-    async def create_session(self, request: Request) -> Response:
-        """Begins a session."""
-        asked = protocol.parse(types.CreateSessionRequest, await self._body(request))
-        return _answer(self.service.create_session(asked))
-
-    async def heartbeat(self, request: Request) -> Response:
-        """Keeps a session."""
-        asked = protocol.parse(types.SessionHeartbeatRequest, await self._body(request))
-        return _answer(self.service.heartbeat(asked.session_id))
 
     async def finish_session(self, request: Request) -> Response:
         """Ends a session."""
@@ -169,18 +170,10 @@ class App:
         self.service.base(asked.base_model)
         return _future(self.service.create(asked.session_id, asked.model_seq_id, "create_model", body))
 
-    async def get_info(self, request: Request) -> Response:
-        """Says what a model is."""
-        asked = protocol.parse(types.GetInfoRequest, await self._body(request))
-        return _answer(self.service.get_info(asked.model_id))
-
     async def forward_backward(self, request: Request) -> Response:
         """Sums gradients, or computes log-probabilities alone."""
         body = await self._body(request)
-        try:
-            message = protocol.pb2.ForwardBackwardRequest.FromString(body)
-        except protocol.DecodeError as error:
-            raise ValueError(f"the request is no ForwardBackwardRequest ({error!s:.200}).") from error
+        message = protocol.parse_loss_message(body)
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
     def of_model(self, kind: str) -> Handler:
@@ -206,25 +199,10 @@ class App:
 
     # ---- sampling and futures ------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: Request) -> Response:
-        """Makes a sampler."""
-        asked = protocol.parse(types.CreateSamplingSessionRequest, await self._body(request))
-        return _answer(self.service.create_sampler(asked))
-
     async def sampler(self, request: Request) -> Response:
         """Says what a sampler is."""
         row = self.service.sampler(request.path_params["sampler"])
         return JSONResponse({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
-
-    async def sample(self, request: Request) -> Response:
-        """Asks for samples."""
-        return _answer(self.service.sample(protocol.parse(types.SampleRequest, await self._body(request))))
-
-    async def cancel_future(self, request: Request) -> Response:
-        """Ends a request for samples."""
-        asked = protocol.parse(types.FutureRetrieveRequest, await self._body(request))
-        self.service.cancel(asked.request_id)
-        return JSONResponse({})
 
     async def retrieve_future(self, request: Request) -> Response:
         """Answers with a result as soon as it is there, or asks the client to try again."""
@@ -260,18 +238,10 @@ class App:
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    async def weights_info(self, request: Request) -> Response:
-        """Says what a checkpoint is."""
-        asked = protocol.parse(_WeightsInfoRequest, await self._body(request))
-        return _answer(self.service.weights_info(asked.tinker_path))
-
-    def _list(self, request: Request, rows: list[CheckpointRow]) -> Response:
-        shown, cursor = _page(request, rows)
-        return JSONResponse({"checkpoints": [_checkpoint(row) for row in shown], "cursor": cursor})
-
     async def all_checkpoints(self, request: Request) -> Response:
         """Lists the checkpoints of all models."""
-        return self._list(request, self.service.store.checkpoints())
+        shown, cursor = _page(request, self.service.store.checkpoints())
+        return JSONResponse({"checkpoints": [_checkpoint(row) for row in shown], "cursor": cursor})
 
     async def checkpoints(self, request: Request) -> Response:
         """Lists the checkpoints of a model."""
@@ -323,22 +293,16 @@ class App:
         run, name, file = (request.path_params[part] for part in ("run", "name", "file"))
         expires, key = request.query_params.get("expires", ""), request.query_params.get("key", "")
         if not hmac.compare_digest(key.encode(), self._signature(run, name, file, expires).encode()):
-            return _error(403, "the address is not one that this server signed.")
+            raise Refusal(403, "the address is not one that this server signed.")
         if time.time() > int(expires):
-            return _error(403, "the address has expired: ask for a new one.")
-        try:
-            self.service.checkpoint(f"{SCHEME}{run}/external_weights/{name}")
-        except Refusal as refusal:
-            return _error(refusal.status, str(refusal))
-        return FileResponse(self.service.folder(f"{SCHEME}{run}/external_weights/{name}") / file)
+            raise Refusal(403, "the address has expired: ask for a new one.")
+        path = f"{SCHEME}{run}/external_weights/{name}"
+        self.service.checkpoint(path)
+        return FileResponse(self.service.folder(path) / file)
 
 
 def _error(status: int, why: str) -> Response:
     return JSONResponse({"detail": why}, status_code=status)
-
-
-def _answer(value: pydantic.BaseModel) -> Response:
-    return JSONResponse(value.model_dump(mode="json", exclude_none=True))
 
 
 def _future(request_id: str) -> Response:

@@ -20,7 +20,7 @@ from tinker.types.weights_info_response import WeightsInfoResponse
 from reinforce_ada_jax.learning.adapter_learner import LOSSES, Clip, LossRow
 from reinforce_ada_jax.serving.sampler import Sampled
 
-__all__ = ["DecodeError", "WeightsInfoResponse", "pb2", "types"]
+__all__ = ["WeightsInfoResponse", "types"]
 JSON, PROTO = "application/json", "application/x-protobuf"
 USER, SERVER = "user", "server"
 # What each loss reads beside the targets.
@@ -56,16 +56,21 @@ class LossRequest:
     forward_only: bool
 
 
+def parse_loss_message(body: bytes) -> pb2.ForwardBackwardRequest:
+    """Returns a `forward_backward` request; ValueError if the body is none."""
+    try:
+        return pb2.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise ValueError(f"the request is no ForwardBackwardRequest ({error!s:.200}).") from error
+
+
 def parse_loss_request(body: bytes, vocab_size: int, max_tokens: int) -> LossRequest:
     """Returns the content of a `forward_backward` request.
 
     Raises:
       ValueError: the request is none, or asks for something that is not there.
     """
-    try:
-        message = pb2.ForwardBackwardRequest.FromString(body)
-    except DecodeError as error:
-        raise ValueError(f"the request is no ForwardBackwardRequest ({error!s:.200}).") from error
+    message = parse_loss_message(body)
     if message.loss_fn not in LOSSES:
         raise ValueError(f"loss_fn is {message.loss_fn!r:.80}; this server has {', '.join(LOSSES)}.")
     rows = [_row(datum, message.loss_fn, index) for index, datum in enumerate(message.data)]

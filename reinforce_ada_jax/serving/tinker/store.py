@@ -10,9 +10,9 @@ import pathlib
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from reinforce_ada_jax.serving.tinker.protocol import Result
 
@@ -55,7 +55,7 @@ class ModelRow:
     session: str
     base: str
     rank: int
-    targets: tuple[str, ...]
+    targets: Sequence[str]
     metadata: dict[str, Any]
     next_seq: int
     state_seq: int
@@ -97,6 +97,9 @@ class RequestRow:
     seq: int
     kind: str
     body: bytes
+
+
+Row = TypeVar("Row", ModelRow, SamplerRow, CheckpointRow, RequestRow)
 
 
 class Store:
@@ -143,13 +146,14 @@ class Store:
                 raise
             self._db.execute("COMMIT")
 
-    def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
-        with self._lock:
-            return self._db.execute(statement, values)
-
-    def _all(self, statement: str, *values: Any) -> list[sqlite3.Row]:
+    def _run(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
             return self._db.execute(statement, values).fetchall()
+
+    def _insert(self, table: str, row: Any, conflict: str = "ABORT") -> None:
+        values = [json.dumps(value) if isinstance(value, tuple | dict) else value for value in vars(row).values()]
+        places = ", ".join("?" * len(values))
+        self._run(f"INSERT OR {conflict} INTO {table} VALUES ({places})", *values)
 
     # ---- sessions ------------------------------------------------------------------------------------------------
 
@@ -159,7 +163,7 @@ class Store:
 
     def sessions(self) -> dict[str, str | None]:
         """Returns every session, with the reason for which it ended or None."""
-        return {row["id"]: row["ended"] for row in self._all("SELECT * FROM sessions")}
+        return {row["id"]: row["ended"] for row in self._run("SELECT * FROM sessions")}
 
     def end_session(self, session: str, why: str, answer: Result) -> list[str]:
         """Ends a session, its models and its samplers; returns the requests that waited, which get this answer.
@@ -167,7 +171,7 @@ class Store:
         Some could never run: those after one that the client could not send any more.
         """
         with self.transaction():
-            waiting = self._all(
+            waiting = self._run(
                 "SELECT r.id FROM requests r JOIN models m ON m.id = r.model "
                 "WHERE m.session = ? AND r.content_type IS NULL",
                 session,
@@ -186,19 +190,11 @@ class Store:
 
     def add_model(self, model: ModelRow) -> None:
         """Adds a model."""
-        self._run(
-            "INSERT INTO models VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", model.id, model.session, model.base, model.rank,
-            json.dumps(model.targets), json.dumps(model.metadata), model.next_seq, model.state_seq, model.created,
-            model.ended,
-        )  # fmt: skip
+        self._insert("models", model)
 
     def models(self) -> list[ModelRow]:
         """Returns all models, the ended ones too."""
-        rows = [dict(row) for row in self._all("SELECT * FROM models ORDER BY created")]
-        return [
-            ModelRow(**row | {"targets": tuple(json.loads(row["targets"])), "metadata": json.loads(row["metadata"])})
-            for row in rows
-        ]
+        return [_record(ModelRow, row) for row in self._run("SELECT * FROM models ORDER BY created")]
 
     def set_state(self, model: str, seq: int) -> None:
         """Names the request after which the model's stored state is."""
@@ -215,25 +211,25 @@ class Store:
 
     def num_waiting(self) -> int:
         """Returns the number of requests without a result."""
-        return self._all("SELECT COUNT(*) AS n FROM requests WHERE result IS NULL AND content_type IS NULL")[0]["n"]
+        return self._run("SELECT COUNT(*) AS n FROM requests WHERE result IS NULL AND content_type IS NULL")[0]["n"]
 
     def next_request(self) -> RequestRow | None:
         """Returns the oldest request whose predecessors of the same model have their results."""
-        found = self._all(
+        found = self._run(
             "SELECT r.* FROM requests r LEFT JOIN models m ON m.id = r.model "
             "WHERE r.result IS NULL AND r.content_type IS NULL AND r.seq <= COALESCE(m.next_seq, 0) "
             "ORDER BY r.number LIMIT 1"
         )
-        return _request(found[0]) if found else None
+        return _record(RequestRow, found[0]) if found else None
 
     def done_since(self, model: str, state_seq: int, kind: str) -> list[RequestRow]:
         """Returns the requests of a kind that ran after a model's stored state was made, in order."""
-        rows = self._all(
+        rows = self._run(
             "SELECT * FROM requests WHERE model = ? AND seq > ? AND kind = ? AND content_type IS NOT NULL "
             "AND body IS NOT NULL ORDER BY seq",
             model, state_seq, kind,
         )  # fmt: skip
-        return [_request(row) for row in rows]
+        return [_record(RequestRow, row) for row in rows]
 
     def finish(self, request: RequestRow, result: Result, *, replayed: bool) -> None:
         """Stores a result, unless there is one, and lets the model's next request run.
@@ -261,7 +257,7 @@ class Store:
 
     def result(self, request_id: str) -> tuple[bool, Result | None]:
         """Returns (the request is known and its result not removed, its result or None while it waits)."""
-        rows = self._all("SELECT content_type, result FROM requests WHERE id = ?", request_id)
+        rows = self._run("SELECT content_type, result FROM requests WHERE id = ?", request_id)
         if not rows or (rows[0]["content_type"] is not None and rows[0]["result"] is None):
             return False, None
         if rows[0]["result"] is None:
@@ -273,32 +269,33 @@ class Store:
 
     def add_sampler(self, sampler: SamplerRow) -> None:
         """Adds a sampling session, unless it is there."""
-        self._run("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?)", *dataclasses.astuple(sampler))
+        self._insert("samplers", sampler, "IGNORE")
 
     def sampler(self, sampler_id: str) -> SamplerRow | None:
         """Returns a sampling session."""
-        rows = self._all("SELECT * FROM samplers WHERE id = ?", sampler_id)
-        return SamplerRow(**dict(rows[0])) if rows else None
+        rows = self._run("SELECT * FROM samplers WHERE id = ?", sampler_id)
+        return _record(SamplerRow, rows[0]) if rows else None
 
     def add_checkpoint(self, checkpoint: CheckpointRow) -> None:
         """Adds a checkpoint, in place of one of the same path."""
-        values = list(dataclasses.astuple(checkpoint))
-        values[6] = json.dumps(checkpoint.metadata)
-        self._run("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *values)
+        self._insert("checkpoints", checkpoint, "REPLACE")
 
     def checkpoints(self) -> list[CheckpointRow]:
         """Returns all checkpoints, by time."""
-        rows = [dict(row) for row in self._all("SELECT * FROM checkpoints ORDER BY created")]
-        return [CheckpointRow(**row | {"metadata": json.loads(row["metadata"])}) for row in rows]
+        return [_record(CheckpointRow, row) for row in self._run("SELECT * FROM checkpoints ORDER BY created")]
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
         """Returns the checkpoint of a path."""
-        return next((each for each in self.checkpoints() if each.path == path), None)
+        rows = self._run("SELECT * FROM checkpoints WHERE path = ?", path)
+        return _record(CheckpointRow, rows[0]) if rows else None
 
     def remove_checkpoint(self, path: str) -> None:
         """Forgets a checkpoint."""
         self._run("DELETE FROM checkpoints WHERE path = ?", path)
 
 
-def _request(row: sqlite3.Row) -> RequestRow:
-    return RequestRow(row["number"], row["id"], row["model"], row["seq"], row["kind"], row["body"])
+def _record(kind: type[Row], row: sqlite3.Row) -> Row:
+    """Returns a row of a table, whose lists and mappings are JSON."""
+    values = {field.name: row[field.name] for field in dataclasses.fields(kind)}
+    parsed = {name: json.loads(values[name]) for name in ("targets", "metadata") if values.get(name) is not None}
+    return kind(**values | parsed)
