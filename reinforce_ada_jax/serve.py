@@ -20,9 +20,10 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SamplingConfig
-from reinforce_ada_jax.serving.settings import ServerSettings, check_address
+from reinforce_ada_jax.serving.settings import ServerSettings, bind
 
 if TYPE_CHECKING:
+    from reinforce_ada_jax.policy.transformer import Params
     from reinforce_ada_jax.training.components import Components
 
 
@@ -48,11 +49,15 @@ def build(settings: ServerSettings) -> "Components":
     return components_lib.build(config, components_lib.model_folder(settings.model))
 
 
+def _weights(components: "Components", settings: ServerSettings) -> "Params":
+    from reinforce_ada_jax.policy import huggingface
+
+    return huggingface.load(components.folder, components.mesh, settings.dtype)[1]
+
+
 def serve_http(settings: ServerSettings) -> None:
     """Checks what needs no weights, then serves over HTTP."""
-    from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.program_cache import keep_programs
-    from reinforce_ada_jax.policy import huggingface
 
     with cli.user_input():
         settings.check()
@@ -67,13 +72,11 @@ def serve_http(settings: ServerSettings) -> None:
             raise ValueError(
                 f"--api={settings.api} needs more packages ({error}): pip install 'reinforce_ada_jax[{settings.api}]'."
             ) from error
-        if processes.is_writer():
-            check_address(settings.host, settings.port)
         keep_programs(settings.compilation_cache)
         served = []
         for name, folder in settings.model_folders().items():
             components = build(dataclasses.replace(settings, model=folder))
-            load = functools.partial(huggingface.load, components.folder, components.mesh, settings.dtype)
+            load = functools.partial(_weights, components, settings)
             served.append(Served(
                 name, components.folder, components.tokenizer, components.engine, load,
                 # A name of its own is one that clients know the tokenizer by.
@@ -107,7 +110,6 @@ def main(settings: ServerSettings) -> None:
         serve_http(settings)
         return
     from reinforce_ada_jax.distributed.program_cache import keep_programs
-    from reinforce_ada_jax.policy import huggingface
     from reinforce_ada_jax.serving import jetstream
 
     with cli.user_input():
@@ -120,14 +122,13 @@ def main(settings: ServerSettings) -> None:
         from reinforce_ada_jax.serving import server
         from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
 
-        check_address(settings.host, settings.port)
+        bind(settings.host, settings.port).close()  # gRPC says in ten lines that it can't
         keep_programs(settings.compilation_cache)
         components = build(settings)
         engine = JetStreamEngine(components.engine, components.tokenizer, settings.sampling)
     # Until the server listens to signals itself: an end without a stack trace, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    folder, mesh = components.folder, components.mesh
-    asyncio.run(server.serve(settings, folder, engine, lambda: huggingface.load(folder, mesh, settings.dtype)[1]))
+    asyncio.run(server.serve(settings, components.folder, engine, functools.partial(_weights, components, settings)))
 
 
 def define_flags() -> None:

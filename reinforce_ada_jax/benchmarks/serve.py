@@ -29,7 +29,7 @@ from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
-from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.training.components import ASSETS
 
 CLIENT = pathlib.Path(__file__).parent / "baselines" / "tinker_client.py"
@@ -56,9 +56,9 @@ def server(
     engine = Engine(architecture, options, mesh=mesh_lib.make_mesh())
     # Nothing is encoded or decoded: any tokenizer will do.
     folder = ASSETS / "cipher"
-    model = http_lib.Served(MODEL, folder, Tokenizer.load(folder), engine, lambda: (architecture, params))
+    model = http_lib.Served(MODEL, folder, Tokenizer.load(folder), engine, lambda: params)
     service, worker = start_worker(settings, [model])
-    listener, http = http_lib.listen(settings), http_lib.http_server(settings, App(service).asgi())
+    listener, http = bind(settings.host, settings.port), http_lib.http_server(settings, App(service).asgi())
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     worker.start()
     thread.start()

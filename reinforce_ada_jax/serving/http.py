@@ -1,19 +1,18 @@
-"""Parts that the HTTP servers share: models to serve, their socket, keys, bodies of bounded size, refusals."""
+"""Parts that the HTTP servers share: models to serve, keys, bodies of bounded size, refusals."""
 
 import asyncio
 import contextlib
 import dataclasses
 import hmac
 import pathlib
-import socket
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving.settings import ServerSettings
 
@@ -28,13 +27,13 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:
-    """A model to serve; `load` reads (architecture, weights), `tokenizer_id` tells clients where its tokenizer is."""
+    """A model to serve; `load` reads its weights, `tokenizer_id` tells clients where its tokenizer is."""
 
     name: str
     folder: pathlib.Path
     tokenizer: Tokenizer
     engine: Engine
-    load: Callable[[], tuple[Any, Any]]
+    load: Callable[[], Params]
     tokenizer_id: str | None = None
 
 
@@ -64,15 +63,6 @@ async def read_body(request: Request, request_mib: int, within_s: float | None =
     except TimeoutError:
         raise Refusal(408, f"the request did not arrive within {within_s:g} s (--request_s).") from None
     return b"".join(parts)
-
-
-def listen(settings: ServerSettings) -> socket.socket:
-    """Returns a socket that listens where the settings say."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((settings.host, settings.port))
-    return listener
 
 
 def http_server(settings: ServerSettings, application: Starlette) -> uvicorn.Server:

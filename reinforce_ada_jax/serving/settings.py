@@ -149,17 +149,24 @@ class ServerSettings:
         return f"[{self.host}]" if ":" in self.host else self.host
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises ValueError if nothing can listen there: gRPC reports it in ten lines, after the weights are read."""
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket with this address.
+
+    Raises:
+      ValueError: nothing can listen there.
+    """
+    found = None
     try:
-        family, kind, _, _, address = next(
-            iter(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
+        family, kind, _, _, address = min(  # IPv4 where there is a choice
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         )
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
+        found = socket.socket(family, kind)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
     except OSError as error:
+        if found is not None:
+            found.close()
         raise ValueError(
             f"cannot listen on {host}, port {port} ({error.strerror}): choose another --host or --port."
         ) from error
+    return found

@@ -85,7 +85,7 @@ class FailingSampler(Sampler):
 def served():
     engine = mock.Mock(spec=Engine, options=OPTIONS, spans_processes=False)
     engine.architecture = types.SimpleNamespace(vocab_size=9)
-    return Served("m", pathlib.Path("m"), of_bytes(), engine, lambda: (None, None))
+    return Served("m", pathlib.Path("m"), of_bytes(), engine, dict)
 
 
 @pytest.mark.parametrize("stream", [False, True])

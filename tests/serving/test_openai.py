@@ -23,7 +23,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http as http_lib
 from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.server import Worker
-from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.training.components import ASSETS
 from tests.forked import Forked
 from tests.running import environment
@@ -49,7 +49,7 @@ def models(folder):
     endless = Engine(engine.architecture, dataclasses.replace(engine.options, stop_ids=(-1,)), mesh=engine.mesh)
 
     def load():
-        return huggingface.load(components.folder, components.mesh, "float32")
+        return huggingface.load(components.folder, components.mesh, "float32")[1]
 
     return [
         http_lib.Served("cipher", folder, tokenizer, engine, load),
@@ -63,7 +63,7 @@ def running(settings, served, worker=None):
     app = App(settings, served, threading.Event() if worker is None else worker.wake)
     if worker is not None:
         app.set_ready(worker.backends)
-    listener = http_lib.listen(settings)
+    listener = bind(settings.host, settings.port)
     server = http_lib.http_server(settings, app.asgi())
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()

@@ -26,7 +26,7 @@ from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving import server as server_lib
 from reinforce_ada_jax.serving import servicer as servicer_lib
 from reinforce_ada_jax.serving.jetstream_engine import JetStreamEngine
-from reinforce_ada_jax.serving.settings import ServerSettings, check_address
+from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from tests import forked
@@ -511,8 +511,8 @@ def test_a_public_address_is_called_that():
     assert ServerSettings("m", host="::1").address == "[::1]"
 
 
-def test_check_address_lets_a_free_port_through():
+def test_bind_lets_a_free_port_through():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    check_address("127.0.0.1", port)
+    bind("127.0.0.1", port).close()

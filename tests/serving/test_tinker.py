@@ -26,7 +26,7 @@ from reinforce_ada_jax import serve  # noqa: E402
 from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: E402
 from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
 from reinforce_ada_jax.serving import http as http_lib  # noqa: E402
-from reinforce_ada_jax.serving.settings import ServerSettings  # noqa: E402
+from reinforce_ada_jax.serving.settings import ServerSettings, bind  # noqa: E402
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker.app import App  # noqa: E402
@@ -59,7 +59,7 @@ def served(settings):
     components = serve.build(dataclasses.replace(settings, model="package:cipher"))
     return http_lib.Served(
         "cipher", components.folder, components.tokenizer, components.engine,
-        lambda: huggingface.load(components.folder, components.mesh, "float32"), tokenizer_id=str(components.folder),
+        lambda: huggingface.load(components.folder, components.mesh, "float32")[1], tokenizer_id=str(components.folder),
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def served(settings):
 def running(settings, started=None):
     """(address, service, worker) of a server in this process; `started` has the parts of an earlier one."""
     service, worker = started or server_lib.start_worker(settings, [served(settings)])
-    listener = http_lib.listen(settings)
+    listener = bind(settings.host, settings.port)
     http = http_lib.http_server(settings, App(service).asgi())
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     worker.start()

@@ -1,7 +1,6 @@
 """The OpenAI-compatible server from start to end: it listens, loads, compiles, and serves until a signal."""
 
 import asyncio
-import functools
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ import uvicorn
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.learning.scoring import Scorer
-from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.serving import hosts, http
 from reinforce_ada_jax.serving.hosts import SharedEngine
 from reinforce_ada_jax.serving.http import Served
@@ -22,7 +20,7 @@ from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.call import Backend
 from reinforce_ada_jax.serving.openai.scoring import ScoreQueue
 from reinforce_ada_jax.serving.sampler import Sampler, Weights
-from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.settings import ServerSettings, bind
 
 IDLE_S = 1.0
 
@@ -34,11 +32,7 @@ def make_backend(served: Served, wake: threading.Event, number: int = 0) -> Back
     """
     engine = served.engine
     shared = SharedEngine(engine, number) if engine.spans_processes else None
-
-    def weights() -> Params:
-        return served.load()[1]
-
-    params = engine.decode_weights(weights()) if shared is None else shared.load(weights)
+    params = engine.decode_weights(served.load()) if shared is None else shared.load(served.load)
     sampler = Sampler(shared or engine, Weights(params))
     sampler.warm_up()
     scorer = Scorer(engine.architecture, engine.mesh, engine.dtype)
@@ -98,7 +92,7 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
     """
     started, loop, loaded = time.monotonic(), asyncio.get_running_loop(), asyncio.Event()
     with cli.user_input():
-        listener = http.listen(settings)
+        listener = bind(settings.host, settings.port)
     print(http.summary(settings, models, listener.getsockname()[1]), flush=True)
     wake = threading.Event()
     app = App(settings, models, wake)
@@ -135,11 +129,7 @@ def follow(models: Sequence[Served]) -> None:
     """Runs the windows of process 0 in another process, until that ends; a signal here ends it as well."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: processes.ask_to_stop())
-
-    def weights(served: Served) -> Params:
-        return served.load()[1]
-
-    hosts.follow([each.engine for each in models], [functools.partial(weights, each) for each in models])
+    hosts.follow([each.engine for each in models], [each.load for each in models])
 
 
 def run(settings: ServerSettings, models: Sequence[Served]) -> None:

@@ -15,7 +15,7 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http
 from reinforce_ada_jax.serving.http import Served
 from reinforce_ada_jax.serving.sampler import Sampler
-from reinforce_ada_jax.serving.settings import ServerSettings
+from reinforce_ada_jax.serving.settings import ServerSettings, bind
 from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank
 from reinforce_ada_jax.serving.tinker.app import App
 from reinforce_ada_jax.serving.tinker.service import ALPHA, MAX_STOPS, Base, Service
@@ -30,23 +30,12 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     if len(options.stop_ids) > MAX_STOPS:
         raise ValueError(f"{served.folder} names {len(options.stop_ids)} end tokens; there may be {MAX_STOPS}.")
     stop_ids = options.stop_ids + (NO_TOKEN,) * (MAX_STOPS - len(options.stop_ids))
-    architecture, params = served.load()
-    mesh = served.engine.mesh
-    options = dataclasses.replace(options, stop_ids=stop_ids)
-    size = Lora(settings.max_rank, ALPHA, tuple(TARGETS))
-    engine = Engine(architecture, options, mesh=mesh)
-    bank = AdapterBank(engine, params, size, settings.adapters)
-    return Base(
-        name=served.name,
-        folder=served.folder,
-        architecture=architecture,
-        tokenizer=served.tokenizer,
-        options=options,
-        learner=AdapterLearner(architecture, params, mesh, jnp.dtype(settings.dtype)),
-        bank=bank,
-        sampler=Sampler(engine, bank),
-        tokenizer_id=served.tokenizer_id,
-    )
+    params, architecture, mesh = served.load(), served.engine.architecture, served.engine.mesh
+    engine = Engine(architecture, dataclasses.replace(options, stop_ids=stop_ids), mesh=mesh)
+    bank = AdapterBank(engine, params, Lora(settings.max_rank, ALPHA, tuple(TARGETS)), settings.adapters)
+    learner = AdapterLearner(architecture, params, mesh, jnp.dtype(settings.dtype))
+    parts = vars(dataclasses.replace(served, engine=engine))
+    return Base(**parts, learner=learner, bank=bank, sampler=Sampler(engine, bank))
 
 
 def start_worker(settings: ServerSettings, models: list[Served]) -> tuple[Service, Worker]:
@@ -68,7 +57,7 @@ def run(settings: ServerSettings, models: list[Served]) -> None:
     """Serves until SIGINT or SIGTERM."""
     started = time.monotonic()
     with cli.user_input():
-        listener = http.listen(settings)
+        listener = bind(settings.host, settings.port)
         print(http.summary(settings, models, listener.getsockname()[1]), flush=True)
         service, worker = start_worker(settings, models)
     worker.start()

@@ -17,12 +17,11 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float, Int32
 
-from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, LossRow
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
-from reinforce_ada_jax.serving.http import Refusal
+from reinforce_ada_jax.serving.http import Refusal, Served
 from reinforce_ada_jax.serving.sampler import Sampled, SampleJob, Sampler
 from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.serving.text_stops import TextStops
@@ -41,19 +40,23 @@ SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Base:
-    """A model that is served: `tokenizer_id` tells clients where its tokenizer is, if the name does not."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Base(Served):
+    """A served model that clients train adapters of, and sample."""
 
-    name: str
-    folder: pathlib.Path
-    architecture: Architecture
-    tokenizer: Tokenizer
-    options: EngineOptions
     learner: AdapterLearner
     bank: AdapterBank
     sampler: Sampler
-    tokenizer_id: str | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        """Architecture of the model."""
+        return self.engine.architecture
+
+    @property
+    def options(self) -> EngineOptions:
+        """Options of the engine that samples."""
+        return self.engine.options
 
     @property
     def max_tokens(self) -> int:
@@ -232,7 +235,7 @@ class Service:
         # Saved again under the same path, a checkpoint is another one.
         adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
         tokens = protocol.prompt_tokens(request.prompt)
-        check_sample_request(base, request, len(tokens), int(tokens.min(initial=0)), int(tokens.max(initial=0)))
+        check_sample_request(base, request, tokens)
         texts = (asked.stop,) if isinstance(asked.stop, str) else tuple(x for x in asked.stop or () if type(x) is str)
         stop_ids = base.tokenizer.stop_ids
         if asked.stop is not None and not texts:
@@ -369,9 +372,9 @@ ABSENT = {
 }  # fmt: skip
 
 
-def check_sample_request(base: Base, request: types.SampleRequest, length: int, lowest: int, highest: int) -> None:
-    """Raises ValueError where the engine cannot answer a request for samples."""
-    options, asked = base.options, request.sampling_params
+def check_sample_request(base: Base, request: types.SampleRequest, tokens: Int32[np.ndarray, " T"]) -> None:
+    """Raises ValueError where the engine cannot answer a request for samples; `tokens` are those of its prompt."""
+    options, asked, length = base.options, request.sampling_params, len(tokens)
     absent = [name for name, nothing in ABSENT.items() if getattr(request, name) != nothing]
     if absent:
         raise ValueError(f"{', '.join(absent)}: this server does not compute it.")
@@ -380,7 +383,7 @@ def check_sample_request(base: Base, request: types.SampleRequest, length: int, 
             f"the prompt has {length:,} tokens, this server takes 1 to {options.max_prompt_tokens:,}: send a shorter "
             "one, or start the server with a larger --max_prompt_tokens."
         )
-    if lowest < 0 or highest >= base.architecture.vocab_size:
+    if tokens.min() < 0 or tokens.max() >= base.architecture.vocab_size:
         raise ValueError(
             f"the prompt has token ids outside of the vocabulary, 0 to {base.architecture.vocab_size - 1:,}."
         )
