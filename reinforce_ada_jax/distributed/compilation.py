@@ -32,6 +32,15 @@ def abstract(arrays: Any) -> Any:
     return jax.tree.map(shape, arrays)
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """Returns shapes and dtypes with their shardings; one sharding may be that of a whole subtree."""
+
+    def sharded(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(sharded, shapes, jax.tree.broadcast(shardings, shapes))
+
+
 class EarlyCompilation(contextlib.AbstractContextManager["EarlyCompilation"]):
     """Programs that are compiled, in the order in which they are added, before they are called.
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.distributed.compilation import Lower
+from reinforce_ada_jax.distributed.compilation import Lower, with_shardings
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
@@ -39,7 +39,6 @@ from reinforce_ada_jax.learning.update import (
     LearnerState,
     Update,
     Version,
-    abstract_outputs,
     loop_bounds,
     micro_batch,
     num_live,
@@ -255,7 +254,8 @@ class Learner:
         """Returns the programs of `score`, lowered on demand for abstract arguments; "score" has the loop."""
         if self.scoring_programs(batch) == 1:
             return {"score": lambda: self._score_all.lower(params, batch)}
-        layers, scored, _ = abstract_outputs(self._scores_begun, self._scores_shardings, params, batch)
+        begun = jax.eval_shape(self._scores_begun, params, batch)
+        layers, scored, _ = with_shardings(begun, self._scores_shardings)
         return {
             "begin scores": lambda: self._begin_scores.lower(params, batch),
             "score": lambda: self._score_some.lower(scored, params, layers, batch, np.int32(0)),

@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from reinforce_ada_jax.distributed.compilation import Lower
+from reinforce_ada_jax.distributed.compilation import Lower, with_shardings
 from reinforce_ada_jax.learning import layer_gather
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
@@ -112,16 +112,6 @@ def loop_bounds(batch: Batch, first: Int[Array, ""] | None, count: int) -> tuple
     """Returns (begin, end) of the micro-batches of one program: `count` from `first` on, or all for None."""
     live = num_live(batch)
     return (0, live) if first is None else (first, jnp.minimum(first + count, live))
-
-
-def abstract_outputs(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
-    """Returns shapes of the outputs of a function, with shardings; those of a whole subtree may be one."""
-
-    def abstract(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    shapes = jax.eval_shape(function, *args)
-    return jax.tree.map(abstract, shapes, jax.tree.broadcast(shardings, shapes))
 
 
 def run_chain(
@@ -259,7 +249,8 @@ class Update:
         version = np.int32(0)
         if not self.is_chain(batch):
             return {"update": lambda: self._whole.lower(state, batch, base, version)}
-        layers, sums, _ = abstract_outputs(self._begun, self._begun_shardings, state.params, batch)
+        begun = jax.eval_shape(self._begun, state.params, batch)
+        layers, sums, _ = with_shardings(begun, self._begun_shardings)
         return {
             "begin update": lambda: self._begin.lower(state.params, batch),
             "update": lambda: self._accumulate.lower(sums, state.params, layers, batch, base, version, np.int32(0)),

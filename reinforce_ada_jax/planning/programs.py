@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,9 @@ from jax.sharding import Mesh
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.distributed.compilation import with_shardings
 from reinforce_ada_jax.learning import layer_gather, value_head
-from reinforce_ada_jax.learning.batch import Batch, make_batch
+from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.planning import collectives, latency, roofline
@@ -30,6 +30,7 @@ from reinforce_ada_jax.policy.transformer import Params, init, param_shardings, 
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.state import abstract_state
+from reinforce_ada_jax.training.updates import abstract_batch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,10 +145,6 @@ class AbstractRun:
         )
 
 
-def _with_shardings(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-
-
 def abstract_run(config: Config, architecture: Architecture, options: EngineOptions, mesh: Mesh) -> AbstractRun:
     """Returns the run's components on a mesh whose devices need not exist."""
     learner = Learner(architecture, config, mesh)
@@ -155,8 +152,8 @@ def abstract_run(config: Config, architecture: Architecture, options: EngineOpti
         config=config,
         engine=Engine(architecture, options, mesh=mesh),
         learner=learner,
-        state=_with_shardings(*abstract_state(config, learner)),
-        batch=_abstract_batch(config, learner),
+        state=abstract_state(config, learner),
+        batch=abstract_batch(config, strategies.build(config.collection), learner),
         base=None if learner.lora is None else _abstract_base(config, learner),
     )
 
@@ -164,31 +161,7 @@ def abstract_run(config: Config, architecture: Architecture, options: EngineOpti
 def _abstract_base(config: Config, learner: Learner) -> Params:
     """The frozen weights under adapters, as `components.load_params` places them."""
     make = functools.partial(init, learner.architecture, dtype=jnp.dtype(config.model.compute_dtype))
-    return _with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(learner.architecture, learner.mesh))
-
-
-def _abstract_batch(config: Config, learner: Learner) -> Batch:
-    """A minibatch as `Learner.put` places it, with as many rows as `Updates.batch_rows` pads it to."""
-    max_kept = strategies.build(config.collection).max_kept
-    kept = config.collection.group_size if max_kept is None else max_kept
-    micro_batches = -(-config.learning.prompts_per_update * kept // learner.micro_rows)
-    micro = make_batch(
-        [],
-        max_prompt_tokens=config.data.max_prompt_tokens,
-        max_response_tokens=config.sampling.max_response_tokens,
-        num_rows=learner.micro_rows,
-        per_row=config.learning.responses_per_row,
-    )
-    if config.learning.kl_coefficient:
-        micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
-    if scores_in_update(config):
-        micro = dataclasses.replace(micro, old_logprobs=None)
-
-    def abstract(x):
-        sharding = mesh_lib.sharding(learner.mesh, (None, "rows", *[None] * (x.ndim - 1)))
-        return jax.ShapeDtypeStruct((micro_batches, *x.shape), x.dtype, sharding=sharding)
-
-    return jax.tree.map(abstract, micro)
+    return with_shardings(jax.eval_shape(make, jax.random.key(0)), param_shardings(learner.architecture, learner.mesh))
 
 
 # ---- its programs ------------------------------------------------------------------------------------------------

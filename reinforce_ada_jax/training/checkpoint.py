@@ -306,18 +306,13 @@ class Checkpoints:
         """
         return records.read(self.folder, iteration)
 
-    def restore(
-        self, iteration: int, shapes: LearnerState, shardings: LearnerState
-    ) -> tuple[LearnerState, dict[str, Any]]:
-        """Returns arrays (sharded as `shardings`) and record of an iteration.
+    def restore(self, iteration: int, target: LearnerState) -> tuple[LearnerState, dict[str, Any]]:
+        """Returns arrays, with the shapes, dtypes and shardings of `target`, and record of an iteration.
 
         Raises:
           DamagedError: a part of it can't be read, or is not what was saved.
         """
         record = self.record(iteration)
-        target = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
-        )
         return self._restore_arrays(iteration, "learner", target, record["fingerprints"]), record
 
     def restore_params(self, iteration: int, target: Params, only: str = "") -> Params:
@@ -386,8 +381,7 @@ class Checkpoints:
 
     def restore_newest(
         self,
-        shapes: LearnerState,
-        shardings: LearnerState,
+        target: LearnerState,
         accept: Callable[[dict[str, Any]], None],
         say: Callable[[str], None],
         sampler: Params | None = None,
@@ -395,7 +389,8 @@ class Checkpoints:
         """Returns the newest undamaged learner's state, record and `restore_sampler`, or None without a checkpoint.
 
         Damaged ones are moved away, and `say` gets a warning; `accept` refuses a record by raising ValueError.
-        `sampler` is the target of `restore_sampler`; None: nothing is drawn from other weights than the learner's.
+        `target` is that of `restore`, `sampler` that of `restore_sampler`; None: nothing is drawn from other weights
+        than the learner's.
 
         Raises:
           ValueError: all are damaged; or not all processes see the same folder.
@@ -406,7 +401,7 @@ class Checkpoints:
         for iteration in reversed(iterations):
             try:
                 accept(self.record(iteration))
-                learner, record = self.restore(iteration, shapes, shardings)
+                learner, record = self.restore(iteration, target)
                 return learner, record, None if sampler is None else self.restore_sampler(iteration, sampler)
             except DamagedError as error:
                 self._move_away(iteration, DAMAGED)

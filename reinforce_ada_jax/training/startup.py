@@ -197,7 +197,7 @@ def begin_or_resume(
     )  # fmt: skip
     stack.callback(checkpoints.close)
     restored = checkpoints.restore_newest(
-        *abstract_state(config, learner),
+        abstract_state(config, learner),
         accept=functools.partial(
             resume.check, trainer.workdir, components.folder, identity, accept_reward=kept.accept_changed_reward
         ),

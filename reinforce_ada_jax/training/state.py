@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import PromptCursor
+from reinforce_ada_jax.distributed.compilation import with_shardings
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import lora
@@ -93,11 +94,11 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
     )
 
 
-def abstract_state(config: Config, learner: Learner) -> tuple[LearnerState, LearnerState]:
-    """Returns shapes and shardings of the learner's state, to restore a checkpoint into."""
+def abstract_state(config: Config, learner: Learner) -> LearnerState:
+    """Returns shapes, dtypes and shardings of the learner's state, to restore a checkpoint into."""
     dtype = jnp.dtype(config.model.parameter_dtype)
     make = functools.partial(init, learner.architecture)
     if learner.lora is not None:
         make = functools.partial(lora.init, learner.architecture, learner.lora)
     params = jax.eval_shape(lambda key: make(key, dtype=dtype), jax.random.key(0))
-    return jax.eval_shape(learner.init, params), learner.shardings(params)
+    return with_shardings(jax.eval_shape(learner.init, params), learner.shardings(params))

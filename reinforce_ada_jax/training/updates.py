@@ -15,6 +15,7 @@ from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Lower, abstract
 from reinforce_ada_jax.distributed.signals import Interrupted
@@ -60,6 +61,42 @@ def examples(group: Group, rows_per_round: float) -> list[Example]:
         Example(pool.prompt.tokens, pool.responses[draw], factor * advantage)
         for draw, advantage in zip(group.kept, group.advantages.tolist(), strict=True)
     ]
+
+
+def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 0) -> int:
+    """Returns the number of rows that a minibatch is padded to: one for the whole run, so nothing recompiles.
+
+    Each response may need a row of its own. Only if a strategy keeps any number of responses it grows, by doubling.
+    Padding costs memory, not time.
+    """
+    if strategy.max_kept is not None:
+        return micro_rows * -(-config.learning.prompts_per_update * strategy.max_kept // micro_rows)
+    size = config.learning.prompts_per_update * config.collection.group_size
+    while size < rows:
+        size *= 2
+    return size
+
+
+def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batch:
+    """Returns a minibatch as the update gets it, without arrays, to lower programs for."""
+    micro = make_batch(
+        [],
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.sampling.max_response_tokens,
+        num_rows=learner.micro_rows,
+        per_row=config.learning.responses_per_row,
+    )
+    if config.learning.kl_coefficient:
+        micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
+    if scores_in_update(config):
+        micro = dataclasses.replace(micro, old_logprobs=None)
+    micro_batches = batch_rows(config, strategy, learner.micro_rows) // learner.micro_rows
+
+    def abstract(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        sharding = mesh_lib.sharding(learner.mesh, (None, "rows", *[None] * (x.ndim - 1)))
+        return jax.ShapeDtypeStruct((micro_batches, *x.shape), x.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, micro)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +163,7 @@ class Updates:
                 kept,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,
                 max_response_tokens=self.config.sampling.max_response_tokens,
-                num_rows=self.batch_rows(len(kept)),
+                num_rows=batch_rows(self.config, self.strategy, self.learner.micro_rows, len(kept)),
                 per_row=self.config.learning.responses_per_row,
                 micro_rows=None if loss_config(self.config).needs_zero_advantages else self.learner.micro_rows,
             )
@@ -150,21 +187,6 @@ class Updates:
             return batch
         return dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch, agree))
 
-    def batch_rows(self, rows: int) -> int:
-        """Returns the number of rows that a minibatch is padded to: one for the whole run, so nothing recompiles.
-
-        Each response may need a row of its own. Only if a strategy keeps any number of responses it grows, by doubling.
-        Padding costs memory, not time.
-        """
-        micro_rows = self.learner.micro_rows
-        if self.strategy.max_kept is not None:
-            most = self.config.learning.prompts_per_update * self.strategy.max_kept
-            return micro_rows * -(-most // micro_rows)
-        size = self.config.learning.prompts_per_update * self.config.collection.group_size
-        while size < rows:
-            size *= 2
-        return size
-
     def programs(
         self, state: LearnerState, policy: Params, base: Params | None, reference: Params | None
     ) -> dict[str, Lower]:
@@ -172,20 +194,11 @@ class Updates:
 
         `state` is that of the learner before the first update; the others are as for `minibatches` and `update`.
         """
-        empty = make_batch(
-            [],
-            max_prompt_tokens=self.config.data.max_prompt_tokens,
-            max_response_tokens=self.config.sampling.max_response_tokens,
-            num_rows=self.batch_rows(0),
-            per_row=self.config.learning.responses_per_row,
-        )
-        in_update = scores_in_update(self.config)
-        old = None if in_update else empty.old_logprobs
-        empty = self.learner.put(dataclasses.replace(empty, old_logprobs=old))
-        scored = empty if reference is None else dataclasses.replace(empty, reference_logprobs=empty.behaviour_logprobs)
-        batch, state, policy, base, scored, reference = abstract((empty, state, policy, base, scored, reference))
+        scored = abstract_batch(self.config, self.strategy, self.learner)
+        batch = dataclasses.replace(scored, reference_logprobs=None)
+        state, policy, base, reference = abstract((state, policy, base, reference))
         programs = self.learner.update.programs(state, scored, base)
-        for name, weights in (("reference", reference), ("policy", None if in_update else policy)):
+        for name, weights in (("reference", reference), ("policy", None if scores_in_update(self.config) else policy)):
             if weights is not None:
                 scores = self.learner.score_programs(weights, batch)
                 programs |= {f"{program} of the {name}": lower for program, lower in scores.items()}

@@ -50,16 +50,15 @@ def learner():
 
 @pytest.fixture(scope="module")
 def state(learner):
-    shapes, shardings = abstract_state(learner[1], learner[0])
     key = jax.random.key(0)
 
-    def make(x, sharding):
+    def make(x):
         nonlocal key
         key, own = jax.random.split(key)
         drawn = jax.random.normal(own, x.shape) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.full(x.shape, 7)
-        return jax.device_put(drawn.astype(x.dtype), sharding)
+        return jax.device_put(drawn.astype(x.dtype), x.sharding)
 
-    return jax.tree.map(make, shapes, shardings)
+    return jax.tree.map(make, abstract_state(learner[1], learner[0]))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,7 @@ def copied(saved, tmp_path):
 def newest(workdir, learner, said, accept=lambda record: None):
     checkpoints = Checkpoints(workdir, keep=3)
     try:
-        found = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), accept, said.append)
+        found = checkpoints.restore_newest(abstract_state(learner[1], learner[0]), accept, said.append)
         return found and found[:2]
     finally:
         checkpoints.close()
@@ -157,13 +156,13 @@ def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner,
     checkpoints.wait()
     if harm is not None:
         harm(largest_file(tmp_path / "checkpoints" / "2" / "sampler"))
-    restored = checkpoints.restore_newest(*shapes, lambda record: None, said.append, target)
+    restored = checkpoints.restore_newest(shapes, lambda record: None, said.append, target)
     assert restored[1]["iteration"] == (2 if harm is None else 1) and len(said) == (harm is not None)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(-x if harm is None else x, y), sampler, restored[2])
     # A state whose next iteration is drawn from its own weights has no others.
     checkpoints.save(3, state, {})
     checkpoints.wait()
-    assert checkpoints.restore_newest(*shapes, lambda record: None, said.append, target)[2] is None
+    assert checkpoints.restore_newest(shapes, lambda record: None, said.append, target)[2] is None
     checkpoints.close()
 
 
@@ -199,7 +198,7 @@ def test_a_foreign_one_is_named_and_left_alone(ours, learner, state, source, num
     shutil.copytree(ours.parent / source, foreign)
     before = {file: file.read_bytes() for file in foreign.rglob("*") if file.is_file()}
     checkpoints, said = Checkpoints(ours, keep=1, run_id=OURS, writes=True), []
-    _, record, _ = checkpoints.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    _, record, _ = checkpoints.restore_newest(abstract_state(learner[1], learner[0]), lambda record: None, said.append)
     assert record["iteration"] == 2
     assert len(said) == 1 and f"checkpoint {number} in" in said[0] and why in said[0]
     # Saves go on below its number (Orbax alone would skip them); it takes no place of those kept.
@@ -397,7 +396,7 @@ def test_the_last_iteration_is_finished_once_it_is_evaluated(tmp_path, opened, s
     save_all(opened(tmp_path, **BEST), state, {2: 0.6})
     after = opened(tmp_path, **BEST)
     assert after.iterations() == [2], "as in a run that was not interrupted"
-    restored, record = after.restore(2, *abstract_state(learner[1], learner[0]))
+    restored, record = after.restore(2, abstract_state(learner[1], learner[0]))
     assert record["pending"] is None and record["evaluation"] == 0.6
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
@@ -427,7 +426,7 @@ def test_a_kill_in_an_amendment_leaves_a_whole_checkpoint(tmp_path, opened, stat
         with pytest.raises(NotSavedError, match="no checkpoint could be written to .*: no space left"):
             checkpoints.save(1, state, {"iteration": 1, "pending": None}, 0.9)
     resumed, said = opened(tmp_path, **BEST), []
-    _, record, _ = resumed.restore_newest(*abstract_state(learner[1], learner[0]), lambda record: None, said.append)
+    _, record, _ = resumed.restore_newest(abstract_state(learner[1], learner[0]), lambda record: None, said.append)
     assert record["pending"] == {} and record["evaluation"] is None and not said
     save_all(resumed, state, {1: 0.9})
     assert resumed.record(1)["evaluation"] == 0.9

@@ -16,7 +16,7 @@ from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
-from reinforce_ada_jax.training.updates import TrainingStopped, Updates, update_means
+from reinforce_ada_jax.training.updates import TrainingStopped, Updates, batch_rows, update_means
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
 
@@ -241,8 +241,12 @@ def test_rows_of_a_batch_are_one_number_or_grow_by_doubling(updates):
     # Two prompts an update. At most 16 responses a prompt need 32 rows; without a limit there are 2 x 4 at first.
     ngu = {"collection.strategy": "ngu", "collection.group_size": 4}
     limited, unlimited = (updates(**ngu | {"collection.max_draws": most})[0] for most in (16, 0))
-    assert [limited.batch_rows(rows) for rows in (0, 9, 32)] == [32, 32, 32]
-    assert [unlimited.batch_rows(rows) for rows in (0, 8, 9, 33)] == [8, 8, 16, 64]
+
+    def found(of, sizes):
+        return [batch_rows(of.config, of.strategy, of.learner.micro_rows, rows) for rows in sizes]
+
+    assert found(limited, (0, 9, 32)) == [32, 32, 32]
+    assert found(unlimited, (0, 8, 9, 33)) == [8, 8, 16, 64]
 
 
 def test_groups_without_kept_responses_make_no_minibatch(updates):
