@@ -65,7 +65,7 @@ class PolicySource:
         """Weights of an iteration, in the precision they are computed with."""
         if self.workdir is None:
             return components_lib.load_params(config, components, config.model.compute_dtype)
-        return trained.read_policy(self.workdir, config, components, iteration, config.model.compute_dtype)[1]
+        return trained.read_policy(self.workdir, config, components, iteration)
 
     def output(self, iteration: int) -> pathlib.Path:
         """Default folder of the stored responses."""

@@ -303,7 +303,7 @@ def run_to_end(run: Run, state: RunState) -> Outcome:
         processes.leave()
     except OSError as error:
         processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
-        newest = max(run.checkpoints.iterations(), default=None)
+        newest = run.checkpoints.latest()
         saved = "No checkpoint was finished yet" if newest is None else f"The last complete checkpoint is {newest}"
         remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
         return Outcome(Ending.STOPPED, f"{error}. Training stopped. {saved}. {remedy}")

@@ -27,29 +27,33 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def _opened(workdir: pathlib.Path, config: Config) -> Iterator["Checkpoints"]:
+def _opened(workdir: pathlib.Path, config: Config, iteration: int | None) -> Iterator[tuple["Checkpoints", int]]:
+    """Gives the checkpoints of a run with the number of one of them, by default the newest."""
+    named = buckets.origin(workdir)
     if not holds_checkpoint(workdir):
-        raise ValueError(f"{buckets.origin(workdir)} holds no checkpoint: train first, or name another --workdir.")
+        raise ValueError(f"{named} holds no checkpoint: train first, or name another --workdir.")
     from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax takes 0.2 s)
 
     checkpoints = Checkpoints(workdir, keep=config.checkpoint.keep, run_id=read_run_id(workdir))
-    for text in checkpoints.warnings():
-        print(f"warning: {text}", file=sys.stderr)
-    try:
-        yield checkpoints
-    finally:
-        checkpoints.close()
+    with contextlib.closing(checkpoints):
+        for text in checkpoints.warnings():
+            print(f"warning: {text}", file=sys.stderr)
+        available = checkpoints.iterations()
+        if not available:
+            raise ValueError(f"{named} holds no finished checkpoint: train on, or name another --workdir.")
+        iteration = available[-1] if iteration is None else iteration
+        if iteration not in available:
+            raise ValueError(
+                f"{named} holds no finished checkpoint of iteration {iteration}; there are "
+                f"{', '.join(map(str, available))}."
+            )
+        yield checkpoints, iteration
 
 
 def newest_iteration(workdir: pathlib.Path, config: Config) -> int:
     """Returns the iteration of the newest finished checkpoint; ValueError if there is none."""
-    with _opened(workdir, config) as checkpoints:
-        newest = checkpoints.latest()
-    if newest is None:
-        raise ValueError(
-            f"{buckets.origin(workdir)} holds no finished checkpoint: train on, or name another --workdir."
-        )
-    return newest
+    with _opened(workdir, config, None) as (_, newest):
+        return newest
 
 
 def read_trained(
@@ -60,7 +64,7 @@ def read_trained(
     Raises:
       ValueError: the work directory has no such checkpoint, or the base of the adapters changed.
     """
-    with _of_iteration(workdir, config, iteration) as (checkpoints, found):
+    with _opened(workdir, config, iteration) as (checkpoints, found):
         return found, checkpoints.restore_params(found, _target(config, components, checkpoints, found))
 
 
@@ -73,7 +77,7 @@ def streamed(
     Raises:
       ValueError: as `read_trained`.
     """
-    with _of_iteration(workdir, config, iteration) as (checkpoints, found):
+    with _opened(workdir, config, iteration) as (checkpoints, found):
         target = _target(config, components, checkpoints, found)
 
         def read(name: str) -> jax.Array:
@@ -82,37 +86,18 @@ def streamed(
         yield found, target, read
 
 
-@contextlib.contextmanager
-def _of_iteration(workdir: pathlib.Path, config: Config, iteration: int | None) -> Iterator[tuple["Checkpoints", int]]:
-    """Gives the checkpoints of a run with the number of one of them, by default the newest."""
-    with _opened(workdir, config) as checkpoints:
-        available = checkpoints.iterations()
-        iteration = checkpoints.latest() if iteration is None else iteration
-        if iteration is None or iteration not in available:
-            raise ValueError(
-                f"{buckets.origin(workdir)} holds no finished checkpoint of iteration {iteration}; there are "
-                f"{', '.join(map(str, available)) or 'none'}."
-            )
-        yield checkpoints, iteration
-
-
 def _target(config: Config, components: Components, checkpoints: "Checkpoints", iteration: int) -> Params:
     """Returns shapes and shardings of what was trained; ValueError if adapters have another base now."""
     learner = Learner(components.architecture, config, components.mesh)
     if learner.lora is not None:
         adapter_files.check_base(components.folder, checkpoints.record(iteration)["base"])
-    shapes, shardings = abstract_state(config, learner)
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes.params, shardings.params
-    )
+    return abstract_state(config, learner).params
 
 
-def read_policy(
-    workdir: pathlib.Path, config: Config, components: Components, iteration: int | None, base_dtype: str
-) -> tuple[int, Params]:
-    """Returns (iteration, weights of the policy): as `read_trained`, adapters over their base, read in `base_dtype`."""
-    iteration, params = read_trained(workdir, config, components, iteration)
-    return iteration, _over_base(config, components, params, base_dtype)
+def read_policy(workdir: pathlib.Path, config: Config, components: Components, iteration: int) -> Params:
+    """Returns the weights of the policy: as `read_trained`, adapters over their base."""
+    params = read_trained(workdir, config, components, iteration)[1]
+    return _over_base(config, components, params, config.model.compute_dtype)
 
 
 def merged(config: Config, components: Components, trained: Params) -> Params:
