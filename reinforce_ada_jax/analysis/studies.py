@@ -17,7 +17,8 @@ from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.learning_curves import average, learn, population
 from reinforce_ada_jax.analysis.tables import Panel, number, rate_panel, rate_table, table, write
-from reinforce_ada_jax.collection import objectives, strategies
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.collection.strategies import StrategyConfig
 from reinforce_ada_jax.config.collection_rules import allocation
 
@@ -95,7 +96,8 @@ def epsilon_effect(
     )
     found, unit = expectations(config, pass_rates), 1.0
     if strategies.build(config).plan is not None:
-        shares = objectives.sample_weight(allocation(config), "log", pass_rates, epsilon=config.objective_epsilon)
+        objective = Objective("log", epsilon=config.objective_epsilon)
+        shares = objective.sample_weight(allocation(config), pass_rates)
         unit = float(np.mean(shares))
     return found.relative_signal * unit, found.variance
 

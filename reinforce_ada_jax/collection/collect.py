@@ -145,18 +145,19 @@ def _rollouts(
 ) -> list[PromptRollouts]:
     """Returns the state of every prompt before the first request."""
     everyone = [*prompts, *upcoming]
-    result = [PromptRollouts(prompt, index, index >= len(prompts)) for index, prompt in enumerate(everyone)]
+    estimates: list[float | None] = [None] * len(everyone)
+    planned: list[int | None] = [None] * len(everyone)
     if strategy.estimates:
-        estimates = np.full(len(everyone), 0.5) if estimate_fn is None else np.asarray(estimate_fn(everyone), float)
-        if estimates.shape != (len(everyone),) or not ((estimates >= 0) & (estimates <= 1)).all():
+        found = np.full(len(everyone), 0.5) if estimate_fn is None else np.asarray(estimate_fn(everyone), float)
+        if found.shape != (len(everyone),) or not ((found >= 0) & (found <= 1)).all():
             raise ValueError(
-                f"estimate_fn must return {len(everyone)} pass rates in [0, 1]; it returned {estimates.shape}, from "
-                f"{estimates.min(initial=np.inf):g} to {estimates.max(initial=-np.inf):g}."
+                f"estimate_fn must return {len(everyone)} pass rates in [0, 1]; it returned {found.shape}, from "
+                f"{found.min(initial=np.inf):g} to {found.max(initial=-np.inf):g}."
             )
-        for rollouts, estimate in zip(result, estimates.tolist(), strict=True):
-            rollouts.estimate = estimate
+        estimates = found.tolist()
         if strategy.plan is not None:
-            planned = strategies.plan_draws(strategy, estimates, [prompt.id for prompt in everyone])
-            for rollouts, draws in zip(result, planned.tolist(), strict=True):
-                rollouts.planned = draws
-    return result
+            planned = strategies.plan_draws(strategy, found, [prompt.id for prompt in everyone]).tolist()
+    return [
+        PromptRollouts(prompt, index, index >= len(prompts), estimates[index], planned[index])
+        for index, prompt in enumerate(everyone)
+    ]

@@ -27,7 +27,8 @@ class Objective:
       name: "identity", "log", "maxrl", "power" or "pass_at_k".
       alpha: exponent of "power".
       k: number of draws of "pass_at_k".
-      epsilon: smallest pass rate that `clipped_weight` is computed at.
+      epsilon: smallest pass rate that `clipped_weight` is computed at; added to those of `sample_weight` and
+        `gradient_weight`.
     """
 
     name: str
@@ -53,6 +54,28 @@ class Objective:
     def clipped_weight(self, pass_rate: float) -> float:
         """Computes w at an observed pass rate, or at epsilon if it is lower."""
         return float(self.weight(max(float(pass_rate), self.epsilon)))
+
+    def sample_weight(self, allocation: str, p: Numbers) -> Numbers:
+        """Computes w_sample, which the number of draws N_x is proportional to under the strategy `estimate`.
+
+        hybrid     sqrt(w(p + epsilon)): draws and advantages pay half each
+        sampling   w(p + epsilon): draws pay everything
+        variance   w(p + epsilon) sqrt((p + epsilon) (1 - p + epsilon)): least variance of the whole gradient for a
+                   fixed budget, because N_x draws leave w(p)^2 p (1 - p) / N_x of it
+
+        Source: arXiv 2510.04996 v3, section 3.1; `variance` is its appendix B.
+        """
+        p = np.asarray(p, np.float64)
+        full = self.weight(p + self.epsilon)
+        if allocation == "hybrid":
+            return np.sqrt(full)
+        if allocation == "sampling":
+            return full
+        return full * np.sqrt((p + self.epsilon) * (1.0 - p + self.epsilon))
+
+    def gradient_weight(self, allocation: str, p: Numbers) -> Numbers:
+        """Computes w_grad = w / w_sample: the factor of advantages that draws did not pay."""
+        return self.weight(np.asarray(p, np.float64) + self.epsilon) / self.sample_weight(allocation, p)
 
     def series(self, length: int) -> Float[np.ndarray, " J"]:
         """Returns c_0, ..., c_{length - 1} of f'(p) = sum_j c_j (1 - p)^j."""
@@ -91,34 +114,3 @@ def weight(objective: str, p: Numbers, *, alpha: float = 0.5, k: int = 1) -> Num
     if objective == "pass_at_k":
         return k * (1.0 - p) ** (k - 1)
     raise ValueError(f"objective is {objective!r}; it must be one of identity, log, maxrl, power, pass_at_k.")
-
-
-def sample_weight(allocation: str, objective: str, p: Numbers, *, alpha: float = 0.5, epsilon: float = 0.0) -> Numbers:
-    """Computes w_sample, which the number of draws N_x is proportional to under the strategy `estimate`.
-
-    hybrid     sqrt(w(p + epsilon)): draws and advantages pay half each
-    sampling   w(p + epsilon): draws pay everything
-    variance   w(p + epsilon) sqrt((p + epsilon) (1 - p + epsilon)): least variance of the whole gradient for a fixed
-               budget, because N_x draws leave w(p)^2 p (1 - p) / N_x of it
-
-    Source: arXiv 2510.04996 v3, section 3.1; `variance` is its appendix B.
-
-    Raises:
-      ValueError: an unknown allocation.
-    """
-    p = np.asarray(p, np.float64)
-    if allocation == "hybrid":
-        return np.sqrt(weight(objective, p + epsilon, alpha=alpha))
-    if allocation == "sampling":
-        return weight(objective, p + epsilon, alpha=alpha)
-    if allocation == "variance":
-        return weight(objective, p + epsilon, alpha=alpha) * np.sqrt((p + epsilon) * (1.0 - p + epsilon))
-    raise ValueError(f"allocation is {allocation!r}; it must be one of hybrid, sampling, variance.")
-
-
-def gradient_weight(
-    allocation: str, objective: str, p: Numbers, *, alpha: float = 0.5, epsilon: float = 0.0
-) -> Numbers:
-    """Computes w_grad = w / w_sample: the factor of advantages that draws did not pay."""
-    full = weight(objective, np.asarray(p, np.float64) + epsilon, alpha=alpha)
-    return full / sample_weight(allocation, objective, p, alpha=alpha, epsilon=epsilon)

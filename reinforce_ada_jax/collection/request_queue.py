@@ -159,8 +159,7 @@ class CollectionQueue:
 
     def _advance_one(self, rollouts: PromptRollouts) -> None:
         iteration = self._iteration + rollouts.prefetch
-        uniform = strategies.uniform_at_address(self._seed, iteration, rollouts.prompt.id, rollouts.rounds)
-        size = strategies.next_round(self._strategy, rollouts.progress(), uniform)
+        size = strategies.next_round(self._strategy, rollouts.progress(), self._seed, iteration)
         if size == 0:
             self._close(rollouts)
             return

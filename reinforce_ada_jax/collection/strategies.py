@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from reinforce_ada_jax import user_code
-from reinforce_ada_jax.collection import corrections, objectives
+from reinforce_ada_jax.collection import corrections
 from reinforce_ada_jax.collection.allocation import allocate
 from reinforce_ada_jax.collection.corrections import CoefficientsFn
 from reinforce_ada_jax.collection.groups import balanced_group
@@ -146,18 +146,21 @@ def plan_draws(strategy: Strategy, estimates: np.ndarray, names: Sequence[str]) 
 
 
 def uniform_at_address(seed: int, iteration: int, prompt_id: str, rounds: int) -> float:
-    """Returns a number in [0, 1) that follows from the address alone, for `next_round` after `rounds` rounds."""
+    """Returns a number in [0, 1) that follows from the address alone."""
     address = f"{seed}/{iteration}/{rounds}/{prompt_id}".encode()
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest()) / 2**64
 
 
-def next_round(strategy: Strategy, progress: PromptProgress, uniform: float) -> int:
+def next_round(strategy: Strategy, progress: PromptProgress, seed: int, iteration: int) -> int:
     """Returns the size of the next round; 0 closes the prompt.
 
-    A round after the first is drawn where `uniform`, in [0, 1), is below the strategy's `continue_probability`.
+    A round after the first is drawn where `uniform_at_address` is below the strategy's `continue_probability`.
     """
     size = round_size(strategy, progress)
-    return 0 if size and progress.rounds and uniform >= strategy.continue_probability(progress) else size
+    if size and progress.rounds:
+        uniform = uniform_at_address(seed, iteration, progress.prompt.id, progress.rounds)
+        return size if uniform < strategy.continue_probability(progress) else 0
+    return size
 
 
 # ---- what strategies are made of -------------------------------------------------------------------------------------
@@ -199,12 +202,13 @@ def grpo(config: CollectionConfig) -> Strategy:
     return fixed(config.group_size)
 
 
-def _sequential(config: CollectionConfig) -> Strategy:
-    """Rounds of M until k_pos responses are correct and k_neg wrong; keeps a balanced group of n.
+def sequential(config: CollectionConfig) -> Strategy:
+    """`positive` and `balance`: rounds of M until k_pos responses are correct and k_neg wrong; a balanced group of n.
 
-    `collection.unmet` decides on prompts that the last round leaves without that, and on one-sided ones: "drop" is the
-    passive filtering of arXiv 2510.04996 v1 (section 2.2), "replace" the dynamic sampling of DAPO, with which v3
-    combines its rules.
+    positive is Ada-Seq-pos, with k_pos = 1 and k_neg = 0; balance is Ada-Seq-balance, with k_pos = n // 2 and
+    k_neg = n - n // 2 (arXiv 2510.04996 v3, section 3.2). `collection.unmet` decides on prompts that the last round
+    leaves without that, and on one-sided ones: "drop" is the passive filtering of arXiv 2510.04996 v1 (section 2.2),
+    "replace" the dynamic sampling of DAPO, with which v3 combines its rules.
     """
     k_pos, k_neg = collection_rules.goals(config)
 
@@ -222,29 +226,18 @@ def _sequential(config: CollectionConfig) -> Strategy:
     )
 
 
-def positive(config: CollectionConfig) -> Strategy:
-    """Ada-Seq-pos: rounds until k_pos = 1 response is correct (arXiv 2510.04996 v3, section 3.2)."""
-    return _sequential(config)
-
-
-def balance(config: CollectionConfig) -> Strategy:
-    """Ada-Seq-balance: rounds until k_pos = n // 2 are correct and k_neg = n - n // 2 wrong (2510.04996, 3.2)."""
-    return _sequential(config)
-
-
 def estimate(config: CollectionConfig) -> Strategy:
     """Ada-Est: one budget is planned over all prompts before the first draw (2510.04996 v3, section 3.1).
 
     N_x is proportional to w_sample at the estimated pass rate; advantages pay w / w_sample at the observed one.
     """
-    terms = (collection_rules.allocation(config), config.objective)
-    settings = {"alpha": config.objective_alpha, "epsilon": config.objective_epsilon}
+    objective, allocation = _objective(config), collection_rules.allocation(config)
     most = collection_rules.max_draws(config)
     assert most is not None  # only ngu may have no limit
 
     def plan(estimates: np.ndarray, names: Sequence[str]) -> np.ndarray:
         total = round(collection_rules.draw_budget(config) * len(names))
-        weights = np.asarray(objectives.sample_weight(*terms, estimates, **settings))
+        weights = np.asarray(objective.sample_weight(allocation, estimates))
         return allocate(weights, total, config.min_draws, most, names)
 
     return Strategy(
@@ -253,7 +246,7 @@ def estimate(config: CollectionConfig) -> Strategy:
         keep=keep_all,
         max_draws=most,
         max_kept=most,
-        weight=lambda pass_rate: float(objectives.gradient_weight(*terms, pass_rate, **settings)),
+        weight=lambda pass_rate: float(objective.gradient_weight(allocation, pass_rate)),
         plan=plan,
     )
 
@@ -308,7 +301,13 @@ def ngu(config: CollectionConfig) -> Strategy:
 
 # ---- from a configuration --------------------------------------------------------------------------------------------
 
-BUILT_IN = {function.__name__: function for function in (grpo, positive, balance, estimate, dapo, ngu)}
+BUILT_IN = {
+    "grpo": grpo, "positive": sequential, "balance": sequential, "estimate": estimate, "dapo": dapo, "ngu": ngu
+}  # fmt: skip
+
+
+def _objective(config: CollectionConfig) -> Objective:
+    return Objective(config.objective, config.objective_alpha, config.objective_k, config.objective_epsilon)
 
 
 def _load_function(reference: str) -> Callable[[CollectionConfig], Any]:
@@ -349,23 +348,6 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         raise ValueError(
             f"collection.strategy is {config.strategy!r}, which returned {strategy!r}; it must return a Strategy."
         )
-    if config.overlap_iterations and strategy.estimates:
-        does = "estimates pass rates" if strategy.plan is None else "plans draws"
-        raise ValueError(
-            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} {does} after "
-            "the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0."
-        )
-    if strategy.extra_batches and strategy.estimates:
-        raise ValueError(
-            f"{config.strategy} estimates pass rates before the first draw, and its extra_batches are "
-            f"{strategy.extra_batches}: prompts that replace others have no estimate in time. Set extra_batches to 0, "
-            "or leave out plan and needs_estimates."
-        )
-    if config.control_variate == "estimate" and (strategy.extra_batches or config.overlap_iterations):
-        raise ValueError(
-            "collection.control_variate is 'estimate', but prompts that replace others or start early have no estimate "
-            "in time: use constant, or no replacements and collection.overlap_iterations = 0."
-        )
     changes: dict[str, Any] = {"normalize_by_std": config.normalize_by_std}
     if config.keep == "group":
         changes |= {"keep": lambda correct: balanced_group(correct, config.group_size), "max_kept": config.group_size}
@@ -373,11 +355,30 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         changes |= {"keep": keep_all, "max_kept": strategy.max_draws}
     if config.baseline:
         changes["baseline"] = config.baseline
-    objective = Objective(config.objective, config.objective_alpha, config.objective_k, config.objective_epsilon)
+    objective = _objective(config)
     correction = corrections.from_settings(config, objective, strategy.max_draws)
     if correction is not None:
         changes |= vars(correction)
     elif config.objective != "identity" and strategy.plan is None:
         # The number of kept responses is fixed, so advantages pay the whole weight.
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
-    return dataclasses.replace(strategy, **changes)
+    strategy = dataclasses.replace(strategy, **changes)
+    _check_estimates(config, strategy)
+    return strategy
+
+
+def _check_estimates(config: CollectionConfig, strategy: Strategy) -> None:
+    """Raises ValueError where prompts would have no estimate in time."""
+    if config.overlap_iterations and strategy.estimates:
+        does = "estimates pass rates" if strategy.plan is None else "plans draws"
+        choice = ", or use the control variate constant" if config.control_variate == "estimate" else ""
+        raise ValueError(
+            f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} {does} after "
+            f"the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0{choice}."
+        )
+    if strategy.extra_batches and strategy.estimates:
+        raise ValueError(
+            f"{config.strategy} estimates pass rates before the first draw, and its extra_batches are "
+            f"{strategy.extra_batches}: prompts that replace others have no estimate in time. Set extra_batches to 0, "
+            "or leave out plan and needs_estimates."
+        )

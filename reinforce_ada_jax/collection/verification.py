@@ -16,7 +16,7 @@ VerifyFn = Callable[[list[tuple[Prompt, Response]]], list[Verdict] | Future[list
 class VerificationQueue:
     """Verifier calls in order. Verdicts are read at once, or later where the verifier returns a future."""
 
-    def __init__(self, verify_fn: VerifyFn, *, deterministic: bool, waiting: Callable[[], None] = lambda: None):
+    def __init__(self, verify_fn: VerifyFn, *, deterministic: bool, waiting: Callable[[], None]):
         """With `deterministic`, futures are read at the sampler's next yield, and not before.
 
         `waiting` is called again and again while verdicts are waited for, and may raise.

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection.objectives import Objective, gradient_weight, sample_weight, weight
+from reinforce_ada_jax.collection.objectives import Objective, weight
 from reinforce_ada_jax.config import values
 
 P = np.array([0.01, 0.25, 0.5, 1.0])
@@ -53,17 +53,16 @@ def test_the_weight_is_the_derivative(objective, alpha):
     ],
 )
 def test_draws_and_advantages_share_the_weight(allocation, draws, advantages):
-    arguments = (allocation, "log", 0.24)
-    np.testing.assert_allclose(sample_weight(*arguments, epsilon=0.01), draws, rtol=1e-15)
-    np.testing.assert_allclose(gradient_weight(*arguments, epsilon=0.01), advantages, rtol=1e-15)
+    objective = Objective("log", epsilon=0.01)
+    np.testing.assert_allclose(objective.sample_weight(allocation, 0.24), draws, rtol=1e-15)
+    np.testing.assert_allclose(objective.gradient_weight(allocation, 0.24), advantages, rtol=1e-15)
 
 
 @pytest.mark.parametrize("allocation", values.ALLOCATIONS)
 @pytest.mark.parametrize("objective", values.OBJECTIVES)
 def test_together_they_pay_all_of_it(allocation, objective):
-    settings = {"alpha": 0.3, "epsilon": 0.05}
-    p = np.linspace(0, 1, 11)
-    paid = sample_weight(allocation, objective, p, **settings) * gradient_weight(allocation, objective, p, **settings)
+    terms, p = Objective(objective, alpha=0.3, epsilon=0.05), np.linspace(0, 1, 11)
+    paid = terms.sample_weight(allocation, p) * terms.gradient_weight(allocation, p)
     np.testing.assert_allclose(paid, weight(objective, p + 0.05, alpha=0.3), rtol=1e-14)
 
 
@@ -79,19 +78,18 @@ def test_variance_allocates_with_the_least_variance(objective, alpha):
         return float(np.sum(np.square(noise) / (budget * shares / shares.sum())))
 
     least = noise.sum() ** 2 / budget
-    assert variance(sample_weight("variance", objective, p, alpha=alpha)) == pytest.approx(least, rel=1e-12)
-    others = [sample_weight(name, objective, p, alpha=alpha) for name in ("hybrid", "sampling")]
+    terms = Objective(objective, alpha)
+    assert variance(terms.sample_weight("variance", p)) == pytest.approx(least, rel=1e-12)
+    others = [terms.sample_weight(name, p) for name in ("hybrid", "sampling")]
     others += [np.sqrt((1 - p) / p)] * (objective != "log")
     assert min(map(variance, others)) > 1.02 * least
 
 
 def test_identity_is_uniform_where_nothing_is_said_of_variance():
     for allocation in ("hybrid", "sampling"):
-        np.testing.assert_array_equal(sample_weight(allocation, "identity", P), np.ones(4))
+        np.testing.assert_array_equal(Objective("identity").sample_weight(allocation, P), np.ones(4))
 
 
-def test_unknown_names():
+def test_an_unknown_name():
     with pytest.raises(ValueError, match="'logit'; it must be one of identity, log, maxrl, power, pass_at_k"):
         weight("logit", 0.5)
-    with pytest.raises(ValueError, match="'even'; it must be one of hybrid, sampling, variance"):
-        sample_weight("even", "log", 0.5)

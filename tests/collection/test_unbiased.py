@@ -96,14 +96,14 @@ def test_the_expected_gradient_is_the_objectives(theta, allocation, objective, a
     policy = Policy(theta)
     strategy = build(baseline=baseline)  # identity: the weight is put in below, at the exact pass rate
     rates = np.array([policy.pass_rate(correct) for correct in CORRECT])
-    settings = {"alpha": alpha, "epsilon": 0.0}
-    paid = objectives.sample_weight(allocation, objective, rates, **settings)
+    terms = objectives.Objective(objective, alpha)
+    paid = terms.sample_weight(allocation, rates)
     shares = fill(paid, 24.0, 0.0, 1000.0)
     level = 24.0 / paid.sum()
     # The pool's mean holds the response itself, which leaves (N - 1)/N of its advantage.
     shrinkage = (draws - 1) / draws if baseline == "pool" else 1.0
     for share, rate, correct in zip(shares, rates, CORRECT, strict=True):
-        weight = float(objectives.gradient_weight(allocation, objective, rate, **settings))
+        weight = float(terms.gradient_weight(allocation, rate))
         actual = share * expected_gradient(policy, correct, draws, strategy, weight)
         exact = float(objectives.weight(objective, rate, alpha=alpha)) * policy.gradient(correct)
         np.testing.assert_allclose(actual, level * shrinkage * exact, rtol=1e-12)
