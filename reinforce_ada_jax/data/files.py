@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
@@ -65,7 +67,12 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
 
 
 def json_values(value: Any) -> Any:
-    """Returns a value of Parquet or `datasets` as JSON has it: dates and decimals as text, bytes and NaN as None."""
+    """Returns a value of Parquet, `datasets` or TFDS as JSON has it: dates and decimals as text, NaN as None.
+
+    Bytes, as which TFDS has texts, are None where they are no text.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): json_values(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -74,7 +81,10 @@ def json_values(value: Any) -> Any:
         return value if value - value == 0 else None
     if value is None or isinstance(value, str | bool | int):
         return value
-    return None if isinstance(value, bytes) else str(value)
+    try:
+        return value.decode() if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError:
+        return None
 
 
 def _parquet_rows(file: pathlib.Path) -> Iterator[Any]:

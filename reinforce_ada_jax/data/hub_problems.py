@@ -46,17 +46,13 @@ def read_hub(source: str, columns: Columns = BY_RULES) -> list[Problem]:
         unless it is named.
       columns: those that the user named.
     """
-    if not source.startswith(PREFIX):
-        return _read(source, source, None, "train", columns)
-    name, *which = source.removeprefix(PREFIX).split(":")
-    if len(which) > 2:
-        raise ValueError(f"{source} has too many parts; it must be hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT.")
+    name, which = source, []
+    if source.startswith(PREFIX):
+        name, *which = source.removeprefix(PREFIX).split(":")
+        if len(which) > 2:
+            raise ValueError(f"{source} has too many parts; it must be hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT.")
     split = which[-1] if which else "train"
     subset = which[0] if len(which) == 2 else None
-    return _read(source, name, subset, split, columns)
-
-
-def _read(source: str, name: str, subset: str | None, split: str, columns: Columns) -> list[Problem]:
     datasets = _datasets(source)
     try:
         rows = _saved(datasets, name, split) if _is_saved(name) else datasets.load_dataset(name, subset, split=split)

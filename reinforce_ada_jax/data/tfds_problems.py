@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from reinforce_ada_jax.data.files import read_file
+from reinforce_ada_jax.data.files import json_values, read_file
 from reinforce_ada_jax.data.problems import LABELS, Problem
 from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
@@ -98,23 +98,6 @@ def _prepared(path: str) -> pathlib.Path | None:
     return None
 
 
-def _plain(value: Any) -> Any:
-    """Returns a value of TFDS as JSON has it: texts are bytes there, numbers and lists numpy's.
-
-    What is no text is None, as NaN is (see `prepare`).
-    """
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    try:
-        return None if value != value else value.decode() if isinstance(value, bytes) else value  # noqa: PLR0124
-    except UnicodeDecodeError:
-        return None
-
-
 def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     """Returns the problems of "tfds:NAME/SPLIT", "tfds:DIR" or "tfds:DIR/SPLIT", in their order.
 
@@ -144,5 +127,4 @@ def read_tfds(source: str, columns: Columns = BY_RULES) -> list[Problem]:
             "with file_format='array_record'."
         )
     rows = builder.as_data_source(split=split)
-    plain = ({name: _plain(value) for name, value in row.items()} for row in rows)
-    return to_problems(enumerate(plain, start=1), source, columns)
+    return to_problems(enumerate(map(json_values, rows), start=1), source, columns)

@@ -148,23 +148,18 @@ class SentencePieceVocabulary:
 
 def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
     """Returns the tokens added to a vocabulary, in the order of their ids, and the ids."""
-    try:
-        return _parse_added_tokens(folder, config)
-    except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{folder}: its added tokens are no table of ids and texts ({error!r:.100}).") from error
-
-
-def _parse_added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
-    if not entries:  # older folders: all of them special
-        added = model_files.read_json(folder / "added_tokens.json") or {}
-        entries = {index: {"content": token, "special": True, "normalized": False} for token, index in added.items()}
-    ids = sorted(entries)
-    tokens = [
-        tokenizers.AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
-        for entry in (entries[index] for index in ids)
-    ]
+    with native_errors(f"{folder}: its added tokens are no table of ids and texts"):
+        entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
+        if not entries:  # older folders: all of them special
+            added = model_files.read_json(folder / "added_tokens.json") or {}
+            special = {"special": True, "normalized": False}
+            entries = {index: {"content": token, **special} for token, index in added.items()}
+        ids = sorted(entries)
+        tokens = [
+            tokenizers.AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})
+            for entry in (entries[index] for index in ids)
+        ]
     return tokens, ids
 
 
