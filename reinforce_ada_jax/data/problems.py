@@ -91,8 +91,3 @@ def json_hash(value: Any) -> str:
 def content_id(problem: str, answer: str) -> str:
     """Returns the id of a problem that has none of its own: a hash of its two texts."""
     return json_hash([problem, answer])
-
-
-def problems_hash(problems: Iterable[tuple[str, str]]) -> str:
-    """Returns a hash of (id, text) pairs, which identifies a set of problems in records and stores."""
-    return json_hash([list(pair) for pair in problems])

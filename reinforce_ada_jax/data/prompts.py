@@ -8,12 +8,13 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int
 
 from reinforce_ada_jax.data import cipher, hub_problems, tfds_problems
 from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.problems import Problem, place
 from reinforce_ada_jax.data.rows import BY_RULES, Columns
-from reinforce_ada_jax.data.templates import Chat
+from reinforce_ada_jax.data.templates import CHAT, Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.types import Prompt
@@ -54,13 +55,27 @@ def load_problems(source: str, columns: Columns = BY_RULES) -> list[Problem]:
     return read_file(source, columns)
 
 
+def to_prompt(problem: Problem, tokens: Int[np.ndarray, " T"]) -> Prompt:
+    """Returns a problem with the tokens of its prompt."""
+    return Prompt(
+        id=problem["id"],
+        problem=problem["problem"],
+        answer=problem["answer"],
+        tokens=tokens,
+        pass_rate=problem.get("pass_rate"),
+        labels=problem.get("labels", {}),
+        messages=tuple(problem.get("prompt", ())),
+        columns=problem.get("columns", {}),
+    )
+
+
 def _characters(problem: Problem) -> int:
     messages = problem.get("prompt")
     return sum(len(message["content"]) for message in messages) if messages else len(problem["problem"])
 
 
 def _tokens(
-    problem: Problem, tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat | None
+    problem: Problem, tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat
 ) -> np.ndarray | None:
     """Returns the tokens of a problem's prompt; None if its text is so long that it need not be tokenised."""
     if _characters(problem) > max(UNCHECKED_CHARACTERS, CHARACTERS_PER_TOKEN * max_prompt_tokens):
@@ -76,7 +91,7 @@ def short_prompts(
     tokenizer: Tokenizer,
     template: str,
     max_prompt_tokens: int,
-    chat: Chat | None = None,
+    chat: Chat = CHAT,
 ) -> tuple[list[Prompt], list[tuple[Problem, int | None]]]:
     """Returns the problems as prompts, made by `Tokenizer.render`, and those that are too long.
 
@@ -89,24 +104,13 @@ def short_prompts(
         tokens = _tokens(problem, tokenizer, template, max_prompt_tokens, chat)
         if tokens is None or len(tokens) > max_prompt_tokens:
             too_long.append((problem, None if tokens is None else len(tokens)))
-            continue
-        prompts.append(
-            Prompt(
-                id=problem["id"],
-                problem=problem["problem"],
-                answer=problem["answer"],
-                tokens=tokens,
-                pass_rate=problem.get("pass_rate"),
-                labels=problem.get("labels", {}),
-                messages=tuple(problem.get("prompt", ())),
-                columns=problem.get("columns", {}),
-            )
-        )
+        else:
+            prompts.append(to_prompt(problem, tokens))
     return prompts, too_long
 
 
 def tokenize(
-    problems: Sequence[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat | None = None
+    problems: Sequence[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int, chat: Chat = CHAT
 ) -> list[Prompt]:
     """Returns the problems as prompts; none is cut or left out.
 
@@ -135,15 +139,6 @@ class PromptCursor:
     seed: int
     epoch: int = 0
     position: int = 0
-
-    def to_json(self) -> dict[str, int]:
-        """Returns the cursor as a JSON object."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, state: dict[str, int]) -> "PromptCursor":
-        """Returns the cursor of a `to_json`."""
-        return cls(**state)
 
 
 def prompts_after(

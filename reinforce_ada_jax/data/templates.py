@@ -32,7 +32,7 @@ _WIDE = re.compile(rf"\d{{{len(str(MAX_SIZE))},}}")
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """System message and instruction around a problem.
+    """System message and instruction around a problem; by default the paper's.
 
     Attributes:
       system: the system message; "" for none.
@@ -53,12 +53,15 @@ class Chat:
         return [*system, {"role": "user", "content": user}]
 
 
+CHAT = Chat()
+
+
 def chat_from_config(config: Config) -> Chat:
     """Returns the `Chat` of `data.system`, `data.instruction` and `data.date`."""
     return Chat(config.data.system, config.data.instruction, datetime.date.fromisoformat(config.data.date))
 
 
-def offer_tools(
+def _offer_tools(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]] | None]:
     """Returns the messages and tools to render, where tools are in the messages if the template knows none.
@@ -265,9 +268,11 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: dict[str, str],
     date: datetime.date = DATE,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Returns the text of a conversation up to the start of the assistant's answer.
+
+    Tools that the template does not know are described in the system message.
 
     Args:
       template: Jinja source.
@@ -279,12 +284,13 @@ def render_chat(
     Raises:
       jinja2.TemplateError: the template refuses the messages, is invalid, fails, or exceeds the sandbox or its limits.
     """
+    messages, offered = _offer_tools(template, messages, tools)
     try:
         environment, compiled = _compile(template, date)
         environment.begin()
         return compiled.render(
             messages=messages,
-            tools=tools,
+            tools=offered,
             documents=None,
             add_generation_prompt=True,
             date_string=date.strftime("%d %b %Y"),

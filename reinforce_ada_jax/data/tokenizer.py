@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from jaxtyping import Int, Int32
 
-from reinforce_ada_jax.data.templates import Chat, offer_tools, read_template, render_chat
+from reinforce_ada_jax.data.templates import CHAT, Chat, read_template, render_chat
 from reinforce_ada_jax.data.vocabularies import (
     SentencePieceVocabulary,
     native_errors,
@@ -141,17 +141,15 @@ class Tokenizer:
                 "template of the model's instruct version there as chat_template.jinja."
             )
         try:
-            offered = offer_tools(self.chat_template, messages or chat.messages(problem), chat.tools)
-            return render_chat(self.chat_template, offered[0], self.special_tokens, chat.date, offered[1])
+            messages = messages or chat.messages(problem)
+            return render_chat(self.chat_template, messages, self.special_tokens, chat.date, chat.tools)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"The chat template of {self.folder} can't render a system and a user message ({error}): copy another "
                 "one there as chat_template.jinja, or set data.template='plain' and prepare the problems' text."
             ) from error
 
-    def render_messages(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+    def render_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the text of a conversation of any roles, and of the tools that the model may call.
 
         Raises:
@@ -162,12 +160,12 @@ class Tokenizer:
         if tools and "tools" not in self.chat_template:
             raise ValueError("the chat template of the model knows no tools: leave them out.")
         try:
-            return render_chat(self.chat_template, messages, self.special_tokens, tools=tools or None)
+            return render_chat(self.chat_template, messages, self.special_tokens, tools=tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of the model refuses these messages ({error!s:.300}).") from error
 
     def render(
-        self, problem: str, template: str, chat: Chat | None = None, messages: list[dict[str, str]] | None = None
+        self, problem: str, template: str, chat: Chat = CHAT, messages: list[dict[str, str]] | None = None
     ) -> Int32[np.ndarray, " T"]:
         """Returns the tokens of the prompt for a problem.
 
@@ -175,7 +173,7 @@ class Tokenizer:
           problem: its text.
           template: "plain": the problem alone; "qwen_math": the paper's system message and instruction in the model's
             chat template; "chat": the messages of `chat` in that template.
-          chat: system message, instruction and date. "chat" needs it; "qwen_math" uses the date only.
+          chat: system message, instruction, date and tools; "qwen_math" uses date and tools only.
           messages: the problem's own messages, rendered in place of those of `template`, which must not be "plain".
         """
         if template not in TEMPLATES:
@@ -188,8 +186,6 @@ class Tokenizer:
                 )
             return self.encode(problem)
         if template == "qwen_math":
-            chat = Chat(date=chat.date, tools=chat.tools) if chat else Chat()
-        if chat is None:
-            raise ValueError("template 'chat' needs a system message and an instruction: pass `chat`.")
+            chat = Chat(date=chat.date, tools=chat.tools)
         # The template writes BOS itself where the model has one; the post-processor would add a second.
         return self.encode(self.render_text(problem, chat, messages), add_special_tokens=False)

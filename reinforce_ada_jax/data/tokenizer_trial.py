@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from reinforce_ada_jax.data import cipher
-from reinforce_ada_jax.data.templates import Chat, read_template
+from reinforce_ada_jax.data.templates import CHAT, Chat, read_template
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.files import model_files
 from reinforce_ada_jax.isolation import child, messages
@@ -46,7 +46,7 @@ def _is_built_in(folder: pathlib.Path) -> bool:
     return read_template(folder, model_files.read_json(folder / "tokenizer_config.json") or {}) is None
 
 
-def check(folder: pathlib.Path, chat: Chat | None = None) -> None:
+def check(folder: pathlib.Path, chat: Chat = CHAT) -> None:
     """Loads the tokenizer of a folder once in a child process, and renders a conversation where there is a template.
 
     Mistakes in the files are left to `Tokenizer`, which says more about them.
@@ -56,7 +56,7 @@ def check(folder: pathlib.Path, chat: Chat | None = None) -> None:
     """
     if not model_files.is_present(folder / "tokenizer_config.json") or _is_built_in(folder):
         return
-    asked = dataclasses.asdict(chat or Chat()) | {"date": (chat or Chat()).date.isoformat()}
+    asked = dataclasses.asdict(chat) | {"date": chat.date.isoformat()}
     arguments = [str(folder), json.dumps(asked), str(MEMORY_BYTES), str(PROCESSOR_S)]
     trial = child.Child(*child.start("reinforce_ada_jax.data.tokenizer_trial", arguments, {}, os.devnull))
     try:

@@ -13,7 +13,7 @@ import jinja2
 import numpy as np
 from jaxtyping import Int32
 
-from reinforce_ada_jax.data.templates import offer_tools, render_chat
+from reinforce_ada_jax.data.templates import render_chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 
 # Letters only: templates may strip spaces, and escape signs.
@@ -51,9 +51,9 @@ class Turns:
         if tokenizer.chat_template is None:
             raise ValueError(f"{tokenizer.folder} has no chat template, and a task of several turns needs one.")
         turn = {"role": "assistant", "content": _PLACEHOLDER}
-        messages, tools = offer_tools(tokenizer.chat_template, [*first, turn, *new], self.tools)
+        messages = [*first, turn, *new]
         try:
-            text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens, self.date, tools)
+            text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens, self.date, self.tools)
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"the chat template of {tokenizer.folder} can't render a conversation with the messages {new!r:.200} "

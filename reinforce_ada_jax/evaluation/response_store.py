@@ -23,7 +23,7 @@ from typing import Any
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.config.resume import shortened
-from reinforce_ada_jax.data.problems import json_hash, problems_hash
+from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import HEADER, finished_lines, read_records, write_atomically
@@ -123,7 +123,7 @@ def _settings_of(config: Config, kind: str) -> dict[str, Any]:
 
 def hash_of_problems(prompts: Iterable[Prompt]) -> str:
     """Returns the hash of ids and texts that identifies the problems in a header."""
-    return problems_hash((prompt.id, prompt.source_text) for prompt in prompts)
+    return json_hash([(prompt.id, prompt.source_text) for prompt in prompts])
 
 
 def of_process(file: pathlib.Path) -> pathlib.Path:

@@ -11,7 +11,7 @@ import numpy as np
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.prompts import to_prompt
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
@@ -41,7 +41,7 @@ from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, summary, trained
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import check_reward, reward_columns, too_many_failed
-from reinforce_ada_jax.types import Prompt, Verdict
+from reinforce_ada_jax.types import Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,13 +205,6 @@ def _check_verdicts(config: Config, verifiers: VerifierPool | EnvironmentPool, r
         cli.fail(message, cli.STOPPED)
 
 
-def _not_tokenised(problem: Problem) -> Prompt:
-    tokens = np.zeros(0, np.int32)
-    pass_rate, labels = problem.get("pass_rate"), problem.get("labels", {})
-    messages, columns = tuple(problem.get("prompt", ())), problem.get("columns", {})
-    return Prompt(problem["id"], problem["problem"], problem["answer"], tokens, pass_rate, labels, messages, columns)
-
-
 def regrade(
     config: Config, source: PolicySource, output: pathlib.Path | None, initial: pathlib.Path | None = None
 ) -> StoredEvaluation:
@@ -224,8 +217,9 @@ def regrade(
             )
         output, graders = output or source.newest_output(), components_lib.benchmark_graders(config)
         sources = evaluator.by_name(config.evaluation.benchmarks)
+        no_tokens = np.zeros(0, np.int32)
         benchmarks = {
-            name: list(map(_not_tokenised, components_lib.load_problems(path, config)))
+            name: [to_prompt(problem, no_tokens) for problem in components_lib.load_problems(path, config)]
             for name, path in sources.items()
         }
         rates = _initial_pass_rates(initial, benchmarks)

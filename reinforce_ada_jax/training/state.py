@@ -71,7 +71,7 @@ class RunState:
 def to_record(state: RunState) -> dict[str, Any]:
     """Returns everything but the arrays, the iteration and the evaluation, which `Checkpoints.save` adds, as JSON."""
     return {
-        "cursor": state.cursor.to_json(),
+        "cursor": dataclasses.asdict(state.cursor),
         "skipped_in_a_row": state.skipped_in_a_row,
         "pending": state.pending,
         "partial_rollouts": partial_to_text(state.partial_rollouts),
@@ -83,7 +83,7 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
     """Returns the state that a checkpoint's arrays and record describe."""
     return RunState(
         learner,
-        PromptCursor.from_json(record["cursor"]),
+        PromptCursor(**record["cursor"]),
         record["iteration"],
         record["skipped_in_a_row"],
         partial_from_text(record["partial_rollouts"]),
