@@ -12,14 +12,11 @@ import types
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import scan_logprobs
 from reinforce_ada_jax.learning.scan_logprobs import Cotangents, HeadConfig
-
-BACKENDS = ("scan", "pallas_tpu")
 
 
 def _passes(backend: str) -> types.ModuleType:
@@ -29,11 +26,6 @@ def _passes(backend: str) -> types.ModuleType:
     from reinforce_ada_jax.learning import pallas_logprobs  # noqa: PLC0415  (importing Pallas takes a fifth of a second)
 
     return pallas_logprobs
-
-
-def default_tile(backend: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
-    """(rows, vocab) whose logits exist at a time."""
-    return _passes(backend).default_tile(hidden_size, dtype) if backend == "pallas_tpu" else scan_logprobs.TILE
 
 
 def token_logprobs(
@@ -56,39 +48,12 @@ def token_logprobs(
 
     Args:
       config: temperature, layout of the head, and how to compute.
-      hidden: states that predict `targets`.
+      hidden: states that predict `targets`; their number is a multiple of data * fsdp.
       head: the output head [D, V], or with `config.tied` the embedding [V, D].
       targets: ids in [0, V). The result of others is finite and without meaning.
-
-    Raises:
-      ValueError: an unknown backend, shapes that don't match, or sizes that the mesh doesn't divide.
     """
-    _check(config, hidden, head, targets)
     logprob, entropy = _token_logprobs(config, hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1))
     return logprob.reshape(targets.shape), entropy.reshape(targets.shape)
-
-
-def _check(config: HeadConfig, hidden: Array, head: Array, targets: Array) -> None:
-    if config.backend not in BACKENDS:
-        raise ValueError(f"backend is {config.backend!r}; it must be one of {', '.join(BACKENDS)}.")
-    if not config.temperature > 0:
-        raise ValueError(f"temperature is {config.temperature}; it must be above 0.")
-    vocab_size, hidden_size = head.shape if config.tied else head.shape[::-1]
-    if hidden_size != hidden.shape[-1] or hidden.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"hidden {hidden.shape}, head {head.shape} and targets {targets.shape} don't match: with tied="
-            f"{config.tied} the head is {'[V, D]' if config.tied else '[D, V]'}, and each hidden state has one target."
-        )
-    if config.mesh is not None:
-        mesh = config.mesh.shape
-        sizes = (
-            (vocab_size, "vocabulary entries", "tensor", mesh["tensor"]),
-            (hidden_size, "hidden dimensions", "fsdp", mesh["fsdp"]),
-            (targets.size, "rows", "data * fsdp", mesh["data"] * mesh["fsdp"]),
-        )
-        for size, what, axes, parts in sizes:
-            if size % parts:
-                raise ValueError(f"{size:,} {what} can't be split over mesh {axes} = {parts}: choose a divisor.")
 
 
 def _specs(config: HeadConfig, gathered: bool) -> tuple[PartitionSpec, PartitionSpec]:

@@ -27,15 +27,6 @@ from reinforce_ada_jax.learning.scan_logprobs import NO_LOGIT, Cotangents, HeadC
 VMEM_BYTES = 56 * 2**20
 
 
-def default_tile(hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
-    """(rows, vocab) of a tile.
-
-    Two blocks of each are in VMEM: with 512 x 512, bfloat16 and a hidden size of 4,096 the kernel of d_hidden takes
-    40 MiB and the logits. Fewer rows mean more traffic: the head is read once for each block of them.
-    """
-    return (512, 512) if hidden_size * jnp.dtype(dtype).itemsize <= 2 * 4096 else (256, 256)
-
-
 def statistics(
     config: HeadConfig, hidden: Float[Array, "M D"], head: Float[Array, "_ _"], targets: Int[Array, " M"]
 ) -> Statistics:

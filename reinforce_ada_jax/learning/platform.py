@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.config import Config, LearningConfig
-from reinforce_ada_jax.learning import fused_logprobs
+from reinforce_ada_jax.learning.scan_logprobs import TILE
 from reinforce_ada_jax.policy import cudnn_attention
 from reinforce_ada_jax.policy.architecture import Architecture
 
@@ -41,7 +41,7 @@ class Platform:
     """Implementations of the learner's programs.
 
     Attributes:
-      head_backend: passes over the vocabulary, a name of `fused_logprobs.BACKENDS`.
+      head_backend: passes over the vocabulary: "scan" or "pallas_tpu".
       head_tile: (rows, vocab) whose logits exist at a time.
       attention: "jnp", "blocks" (`policy.blocked_attention`), "splash" or "cudnn".
       refusal: why the attention of a GPU is not "cudnn".
@@ -79,6 +79,17 @@ def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dt
     )  # fmt: skip
 
 
+def head_tile(name: str, hidden_size: int, dtype: DTypeLike) -> tuple[int, int]:
+    """Returns (rows, vocab) whose logits exist at a time.
+
+    On TPUs two blocks of each are in VMEM: with 512 x 512, bfloat16 and a hidden size of 4,096 the kernel of d_hidden
+    takes 40 MiB and the logits. Fewer rows mean more traffic: the head is read once for each block of them.
+    """
+    if name == "tpu":
+        return (512, 512) if hidden_size * jnp.dtype(dtype).itemsize <= 2 * 4096 else (256, 256)
+    return GPU_TILE if name == "gpu" else TILE
+
+
 def resolve(
     name: str, learning: LearningConfig, *, hidden_size: int, head_dim: int, dtype: DTypeLike, capability: str = ""
 ) -> Platform:
@@ -99,17 +110,14 @@ def resolve(
     refusal = cudnn_attention.refusal(capability, dtype, head_dim, packed=learning.responses_per_row > 1)
     if learning.attention == "cudnn" and refusal:
         raise ValueError(f"learning.attention is 'cudnn', and {refusal}: set it to 'auto'.")
-    head_backend = "pallas_tpu" if on_tpu else "scan"
 
     def chosen(value: str, auto: str) -> str:
         return auto if value == "auto" else value
 
     first_moment_dtype = learning.first_moment_dtype
     return Platform(
-        head_backend=head_backend,
-        head_tile=GPU_TILE
-        if name == "gpu"
-        else fused_logprobs.default_tile(head_backend, hidden_size, jnp.dtype(dtype)),
+        head_backend="pallas_tpu" if on_tpu else "scan",
+        head_tile=head_tile(name, hidden_size, dtype),
         attention=chosen(learning.attention, "splash" if on_tpu else "blocks" if on_cpu or refusal else "cudnn"),
         refusal=refusal if name == "gpu" and learning.attention == "auto" else "",
         max_segments=learning.responses_per_row,

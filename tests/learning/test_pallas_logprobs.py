@@ -129,7 +129,8 @@ os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 from reinforce_ada_jax.distributed import mesh as mesh_lib
-from reinforce_ada_jax.learning.fused_logprobs import default_tile, token_logprobs
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.platform import head_tile
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
 topology, tensor, tied, head_dtype = sys.argv[1:]
 columns, words, tied = 1536, 151_936, tied == "tied"
@@ -142,7 +143,7 @@ axes = ("vocab", "embed") if tied else ("embed", "vocab")
 head = shape((words, columns) if tied else (columns, words), head_dtype, *axes)
 targets = shape((4096,), jnp.int32, "rows")
 def total(hidden, head, targets):
-    tile = default_tile("pallas_tpu", columns, jnp.bfloat16)
+    tile = head_tile("tpu", columns, jnp.bfloat16)
     outputs = token_logprobs(HeadConfig(1.0, tied, mesh, "pallas_tpu", tile), hidden, head, targets)
     return sum(x.sum() for x in outputs)
 program = jax.jit(jax.value_and_grad(total, argnums=(0, 1)), out_shardings=(None, (hidden.sharding, head.sharding)))
