@@ -190,19 +190,10 @@ class Learner:
         return LearnerState(params=params, optimizer=optimizer, updates=updates)
 
     def policy(self, params: Params, base: Params | None) -> Params:
-        """The weights to score with and to decode from: the trained ones, over the frozen base where they are adapters.
-
-        Raises:
-          ValueError: adapters without a base, or a base without adapters.
-        """
-        if self.lora is None and base is None:
+        """The weights to score with and to decode from: `params`, over the frozen base where they are adapters."""
+        if self.lora is None:
             return params
-        if self.lora is None or base is None:
-            rank = 0 if self.lora is None else self.lora.rank
-            raise ValueError(
-                f"lora.rank is {rank}, and the base is {'missing' if base is None else 'given'}: adapters are trained "
-                "over the weights that they adapt, and all weights over none."
-            )
+        assert base is not None
         return lora.adapted(base, params, self.lora)
 
     def put(self, batch: Batch) -> Batch:
@@ -299,17 +290,7 @@ class Learner:
         counts: loss_lib.Counts,
         policy_version: Version | None,
     ):
-        """(loss, (means, gap)) of a micro-batch.
-
-        Raises:
-          ValueError: `learning.kl_coefficient` is not 0, and the batch has no `reference_logprobs`; or see `policy`.
-        """
-        kl_coefficient = self._loss_config.kl_coefficient
-        if kl_coefficient and micro.reference_logprobs is None:
-            raise ValueError(
-                f"learning.kl_coefficient is {kl_coefficient}, but the batch has no reference_logprobs: "
-                "score it with the reference's weights first, or set the coefficient to 0."
-            )
+        """(loss, (means, gap)) of a micro-batch."""
         policy = self.policy(params, base)
         logprobs, entropy = self._logprobs(policy, micro)
         if self._is_invariant:

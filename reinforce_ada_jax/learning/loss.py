@@ -271,7 +271,10 @@ def policy_loss(
       ValueError: a cap without behaviour_logprobs, a KL coefficient without reference_logprobs, or an unknown name.
     """
     if config.kl_coefficient and reference_logprobs is None:
-        raise ValueError(f"kl_coefficient is {config.kl_coefficient}, which needs reference_logprobs.")
+        raise ValueError(
+            f"kl_coefficient is {config.kl_coefficient}, but there are no reference_logprobs: score the batch with the "
+            "reference's weights first, or set the coefficient to 0."
+        )
     num_tokens, num_rows = denominators(mask, segment_one_hot) if counts is None else counts
     terms = policy_terms(
         config, logprobs, old_logprobs, advantages, mask,
@@ -289,8 +292,7 @@ def policy_loss(
     kl = jnp.zeros_like(logprobs)
     if reference_logprobs is not None:
         # Masked before the difference: values under the mask must reach neither the loss nor its slope.
-        here, there = (jnp.where(mask.astype(bool), x, 0.0) for x in (logprobs, reference_logprobs))
-        kl = kl_estimate(here, there, config.kl_kind)
+        kl = kl_estimate(_masked(logprobs, mask), _masked(reference_logprobs, mask), config.kl_kind)
     if config.kl_coefficient:
         loss = loss + config.kl_coefficient * mean(kl)
     entropies, old_minus_new = entropy, terms.old_minus_new

@@ -315,8 +315,8 @@ class Update:
         self,
         state: LearnerState,
         batch: Batch,
-        base: Params | None = None,
-        policy_version: Version | None = None,
+        base: Params | None,
+        policy_version: Version | None,
     ) -> tuple[LearnerState, UpdateMetrics]:
         """Makes an update in one program."""
         layers, zeros, _ = self._begun(state.params, batch)

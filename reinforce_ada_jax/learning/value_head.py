@@ -152,17 +152,11 @@ class ValueHead:
         return np.clip(np.exp(-np.logaddexp(0.0, -log_odds)), MARGIN, 1 - MARGIN)
 
     def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
-        """Fits the head to the pools; returns "estimator/loss" before the fit, or nothing where nothing was drawn.
+        """Fits the head to the pools, whose prompts are among those last estimated.
 
-        Raises:
-          ValueError: a pool of a prompt that is not among those last estimated.
+        Returns:
+          "estimator/loss" before the fit, or nothing where nothing was drawn.
         """
-        unknown = [pool.prompt.id for pool in pools if pool.prompt.id not in self._features]
-        if unknown:
-            raise ValueError(
-                f"{len(unknown)} of {len(pools)} pools are of prompts that were never estimated, {unknown[0]!r} first: "
-                "call estimate with all prompts before they are drawn."
-            )
         if not any(pool.verdicts for pool in pools):
             return {}
         # Padded as the prompts were, so that another number of pools seldom compiles again.
@@ -180,23 +174,10 @@ class ValueHead:
 
     def to_json(self) -> dict[str, Any]:
         """For a checkpoint: head and optimiser; float32 numbers survive the way there and back unchanged."""
-        return {name: [x.tolist() for x in jax.tree.leaves(tree)] for name, tree in self._trees().items()}
+        return {"arrays": [x.tolist() for x in jax.tree.leaves((self._head, self._optimizer))]}
 
     def load_json(self, saved: Mapping[str, Any]) -> None:
-        """Takes back what `to_json` saved.
-
-        Raises:
-          ValueError: it is of a policy of another hidden size.
-        """
-        width, saved_width = len(self._head.weights), len(saved["head"][0])
-        if saved_width != width:
-            raise ValueError(f"the saved value head has {saved_width} weights, the policy's hidden size is {width}.")
-        trees = {}
-        for name, tree in self._trees().items():
-            leaves, structure = jax.tree.flatten(tree)
-            same = [np.asarray(x, leaf.dtype)[()] for x, leaf in zip(saved[name], leaves, strict=True)]
-            trees[name] = jax.tree.unflatten(structure, same)
-        self._head, self._optimizer = trees["head"], trees["optimizer"]
-
-    def _trees(self) -> dict[str, Any]:
-        return {"head": self._head, "optimizer": self._optimizer}
+        """Takes back what `to_json` saved."""
+        own, structure = jax.tree.flatten((self._head, self._optimizer))
+        arrays = [np.asarray(x, array.dtype)[()] for x, array in zip(saved["arrays"], own, strict=True)]
+        self._head, self._optimizer = jax.tree.unflatten(structure, arrays)

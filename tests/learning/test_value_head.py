@@ -122,7 +122,7 @@ def test_the_first_step_by_hand():
     prompt, head = prompts()[1], value_head(learning_rate=0.25, steps=1)
     head.estimate(PARAMS, [prompt])
     np.testing.assert_allclose(head.observe([pool(prompt, 2, 2)])["estimator/loss"], np.log(2), rtol=1e-6)
-    weights, bias = head.to_json()["head"]
+    weights, bias = head.to_json()["arrays"][:2]
     np.testing.assert_allclose(weights, 0.25 * np.sign(hidden(prompt)), rtol=1e-4)
     np.testing.assert_allclose(bias, 0.25, rtol=1e-4)
     # Log odds: rate * mean |h| + rate, whatever the width is.
@@ -151,9 +151,9 @@ def test_the_policy_is_only_read():
     head.observe(pools)
     jax.tree.map(np.testing.assert_array_equal, PARAMS, before)
     # What is trained is a linear map alone: nothing of the policy's size is in it, nor in what is saved.
-    saved = head.to_json()
-    assert [np.size(leaf) for leaf in saved["head"]] == [WIDTH, 1]
-    assert {np.size(leaf) for leaf in saved["optimizer"]} == {WIDTH, 1}
+    weights, bias, *optimizer = head.to_json()["arrays"]
+    assert [np.size(weights), np.size(bias)] == [WIDTH, 1]
+    assert {np.size(leaf) for leaf in optimizer} == {WIDTH, 1}
 
 
 def test_resumed_is_unbroken():
@@ -173,7 +173,7 @@ def test_resumed_is_unbroken():
     assert resumed.to_json() == unbroken.to_json()
     # Without the optimiser's moments it would go another way.
     forgetful = value_head()
-    forgetful.load_json(broken.to_json() | {"optimizer": value_head().to_json()["optimizer"]})
+    forgetful.load_json({"arrays": broken.to_json()["arrays"][:2] + value_head().to_json()["arrays"][2:]})
     forgetful.estimate(PARAMS, prompts(12))
     for _ in range(2):
         forgetful.observe(pools)
@@ -201,7 +201,7 @@ def test_the_order_of_prompts_is_irrelevant():
     head.observe([pools[place] for place in order])
     straight.estimate(PARAMS, prompts(12))
     straight.observe(pools)
-    np.testing.assert_allclose(head.to_json()["head"][0], straight.to_json()["head"][0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(head.to_json()["arrays"][0], straight.to_json()["arrays"][0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"rows": 5}, {"rows": 64}, {"mesh": (2, 2, 2)}], ids=str)
@@ -229,22 +229,13 @@ def test_never_0_and_never_1():
     assert {estimates.min(), estimates.max()} <= {1e-3, 1 - 1e-3}
 
 
-def test_a_prompt_that_was_never_estimated():
+def test_pools_of_some_of_the_prompts():
     head = value_head()
     head.estimate(PARAMS, prompts(4)[:3])
-    with pytest.raises(ValueError, match="1 of 4 pools are of prompts that were never estimated, 'p3' first"):
-        head.observe([pool(prompt, 1, 2) for prompt in prompts(4)])
     # Some of those estimated may have no pool; where there is none at all, nothing is fitted.
     before = head.to_json()
     assert head.observe([]) == {} and head.to_json() == before
     assert head.observe([pool(prompts(4)[1], 1, 2)]).keys() == {"estimator/loss"}
-
-
-def test_a_head_of_another_width_is_refused():
-    saved = value_head().to_json()
-    saved["head"][0] = saved["head"][0][:-1]
-    with pytest.raises(ValueError, match=f"has {WIDTH - 1} weights, the policy's hidden size is {WIDTH}"):
-        value_head().load_json(saved)
 
 
 def test_one_program_each():
