@@ -34,29 +34,20 @@ from reinforce_ada_jax.policy.transformer import Params, merge, nest
 Number = Any  # a float of the host, or a scalar inside a program
 
 
-class Rows(NamedTuple):
-    """Right-padded sequences and what their losses need; factors are 0 in padding.
+class LossRow(NamedTuple):
+    """A sequence and what its loss needs; or B right-padded sequences, with factors of 0 in the padding.
 
     Attributes:
-      tokens: of the sequences.
+      tokens: of the sequence.
       targets: token that each position predicts.
       factors: weight of each token for `cross_entropy`, its advantage for the other losses.
       old_logprobs: log-probabilities under the distribution that the targets were sampled from.
     """
 
-    tokens: Int[Array | np.ndarray, "B T"]
-    targets: Int[Array | np.ndarray, "B T"]
-    factors: Float[Array | np.ndarray, "B T"]
-    old_logprobs: Float[Array | np.ndarray, "B T"]
-
-
-class LossRow(NamedTuple):
-    """One row of `Rows`, without padding."""
-
-    tokens: Int[np.ndarray, " T"]
-    targets: Int[np.ndarray, " T"]
-    factors: Float[np.ndarray, " T"]
-    old_logprobs: Float[np.ndarray, " T"]
+    tokens: Int[Array | np.ndarray, "*B T"]
+    targets: Int[Array | np.ndarray, "*B T"]
+    factors: Float[Array | np.ndarray, "*B T"]
+    old_logprobs: Float[Array | np.ndarray, "*B T"]
 
 
 class Clip(NamedTuple):
@@ -154,9 +145,9 @@ def token_losses(loss: str, logprobs: Float[np.ndarray, " T"], row: LossRow, cli
     return np.asarray(LOSSES[loss](logprobs[None], row.factors[None], row.old_logprobs[None], clip)[0])
 
 
-def padded(sequences: Sequence[LossRow], shape: tuple[int, int]) -> Rows:
+def padded(sequences: Sequence[LossRow], shape: tuple[int, int]) -> LossRow:
     """Returns the sequences as the first rows of a micro-batch."""
-    batch = Rows(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.float32, np.float32)))
+    batch = LossRow(*(np.zeros(shape, kind) for kind in (np.int32, np.int32, np.float32, np.float32)))
     for row, sequence in enumerate(sequences):
         for of_rows, values in zip(batch, sequence, strict=True):
             of_rows[row, : len(values)] = values
@@ -272,21 +263,21 @@ class AdapterLearner:
             )
         return new, float(norm)
 
-    def _micro_batches(self, sequences: Sequence[LossRow]) -> Iterator[tuple[list[int], Rows]]:
+    def _micro_batches(self, sequences: Sequence[LossRow]) -> Iterator[tuple[list[int], LossRow]]:
         """Yields (indices of the sequences, their rows on the devices)."""
         sharding = mesh_lib.sharding(self.mesh, ("rows", None))
         for indices, shape in micro_batches([len(each.tokens) for each in sequences], self.least_rows):
             rows = padded([sequences[index] for index in indices], shape)
-            yield indices, Rows(*(mesh_lib.place(cast(np.ndarray, x), sharding) for x in rows))
+            yield indices, LossRow(*(mesh_lib.place(cast(np.ndarray, x), sharding) for x in rows))
 
-    def _logprobs(self, chosen: Lora, params: Params, base: Params, rows: Rows) -> Terms:
+    def _logprobs(self, chosen: Lora, params: Params, base: Params, rows: LossRow) -> Terms:
         model = merge(self.architecture, lora.adapted(base, params, chosen))
         hidden = self._hidden_states(model, rows.tokens)
         head = model.embedding[...] if self._head.tied else model.head[...]
         return token_logprobs(self._head, hidden, head, cast(Array, rows.targets))[0]
 
     def _accumulate(
-        self, chosen: Lora, params: Params, sums: Params, base: Params, rows: Rows, clip: Clip, *, loss: str
+        self, chosen: Lora, params: Params, sums: Params, base: Params, rows: LossRow, clip: Clip, *, loss: str
     ) -> tuple[Params, tuple[Terms, Terms]]:
         def total(params):
             logprobs = self._logprobs(chosen, params, base, rows)

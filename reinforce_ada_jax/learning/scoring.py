@@ -19,7 +19,6 @@ from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.learner import choose_attention
-from reinforce_ada_jax.learning.micro_batches import micro_batches
 from reinforce_ada_jax.learning.platform import Platform
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, head_logits, hidden_states, merge
@@ -93,21 +92,6 @@ class Scorer:
             Scores(*(_after_first(x[row, : length - 1]) for x in (logprobs, top_ids, top_logprobs)))
             for row, length in enumerate(lengths)
         ]
-
-    def score(self, params: Params, texts: Sequence[Int[np.ndarray, " _"]], temperature: float = 1.0) -> list[Scores]:
-        """Returns the scores of texts, each with at least one token.
-
-        Args:
-          params: weights, plain or with adapters, in any layout.
-          texts: their tokens.
-          temperature: that divides the logits, above 0.
-        """
-        found: dict[int, Scores] = {}
-        for indices, shape in micro_batches([len(text) for text in texts], self.least_rows):
-            chosen = [texts[index] for index in indices]
-            outputs = self.program(params, *self.rows(chosen, [temperature] * len(chosen), shape))
-            found |= zip(indices, self.read(outputs, [len(text) for text in chosen]), strict=True)
-        return [found[index] for index in range(len(texts))]
 
     def _scores(
         self, params: Params, tokens: Int[Array, "B T"], temperatures: Float[Array, " B"]

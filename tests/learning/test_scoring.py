@@ -15,13 +15,19 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
+def score(scorer, params, texts, rows, temperature=1.0):
+    """The scores of texts in one micro-batch of rows with 32 tokens."""
+    placed = scorer.rows(texts, [temperature] * len(texts), (rows, 32))
+    return scorer.read(scorer.program(params, *placed), [len(text) for text in texts])
+
+
 @pytest.mark.parametrize("tile_logits", [scoring.TILE_LOGITS, 4 * 32 * 96 // 8], ids=["whole", "tiles of 4 places"])
 def test_scores_are_those_of_the_logits_that_transformers_recorded(monkeypatch, tile_logits):
     """Texts of different lengths share a micro-batch of 4 rows with 32 tokens, one with a padding row."""
     monkeypatch.setattr(scoring, "TILE_LOGITS", tile_logits)
     architecture, params, recorded = recording.golden("qwen2")
     texts = [recorded["tokens"][0], recorded["tokens"][1][:5], recorded["tokens"][1][:1]]
-    found = Scorer(architecture, mesh_lib.make_mesh(), jnp.float32).score(params, texts, temperature=0.7)
+    found = score(Scorer(architecture, mesh_lib.make_mesh(), jnp.float32), params, texts, rows=4, temperature=0.7)
     for text, logits, scores in zip(texts, (recorded["logits"][row] for row in (0, 1, 1)), found, strict=True):
         length = len(text)
         assert (scores.logprobs.shape, scores.top_ids.shape) == ((length,), (length, 20))
@@ -39,6 +45,7 @@ def test_scores_are_those_of_the_logits_that_transformers_recorded(monkeypatch, 
 def test_a_text_has_the_same_scores_alone_and_among_others():
     architecture, params, recorded = recording.golden("llama")
     scorer, texts = Scorer(architecture, mesh_lib.make_mesh(fsdp=2), jnp.float32), [*recorded["tokens"]]
-    (alone,), together = scorer.score(params, texts[:1]), scorer.score(params, [texts[1][:3], texts[0], texts[1]])
+    (alone,) = score(scorer, params, texts[:1], rows=2)
+    together = score(scorer, params, [texts[1][:3], texts[0], texts[1]], rows=8)
     for ours, theirs in zip(alone, together[1], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
