@@ -211,7 +211,7 @@ class Sampler:
             try:
                 if not self.weights.use(job.adapter, self._adapters_in_use):
                     break
-            except ValueError as error:
+            except Exception as error:  # of this request alone: it must not stay the first one
                 self._waiting.popleft().done(error)
                 continue
             self._waiting.popleft()

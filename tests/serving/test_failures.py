@@ -67,6 +67,23 @@ def test_after_an_error_the_old_state_goes_before_the_new_one_comes():
     assert engine.alive == [0, 0]
 
 
+class LostAdapters(Weights):
+    """Adapters that cannot be read, for a reason that concerns no other request."""
+
+    def use(self, adapter, in_use):
+        raise OSError("no such device")
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_request_alone():
+    """Left in the queue it would fail all requests, at every turn."""
+    engine, found = FailingEngine(), []
+    sampler = Sampler(engine, LostAdapters({}))
+    sampler.submit(SampleJob("", np.array([3], np.int32), 1, SamplingParams(1), (), 0, found.append, "lost"))
+    sampler.turn()
+    assert [str(error) for error in found] == ["no such device"] and not sampler.busy
+    assert engine.alive == [0]
+
+
 class FailingSampler(Sampler):
     """Fails before the request's handler waits."""
 
@@ -118,7 +135,7 @@ def test_a_server_without_its_device_thread_ends(monkeypatch, capsys):
     backend = Backend(Lost(), mock.Mock(spec=ScoreQueue))
     monkeypatch.setattr(server, "make_backend", lambda *_: backend)
     worker = server.Worker([served()], threading.Event())
-    worker.start(lambda: None)
+    worker.start()
     assert ended.wait(30) and codes == [cli.STOPPED]
     worker.stop(30)
     assert "the device is lost" in capsys.readouterr().err
