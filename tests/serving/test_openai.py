@@ -62,7 +62,7 @@ def running(settings, served, worker=None):
     """(client, app) of a server in this process; without a worker it is not ready."""
     app = App(settings, served, threading.Event() if worker is None else worker.wake)
     if worker is not None:
-        app.set_ready(worker.backends)
+        app.set_ready(worker.loaded.result())
     listener = bind(settings.host, settings.port)
     server = http_lib.http_server(settings, app.asgi())
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -82,10 +82,8 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def worker(served):
-    loaded, worker = threading.Event(), Worker(served, threading.Event())
-    worker.start(loaded.set)
-    loaded.wait()
-    assert worker.error is None
+    worker = Worker(served, threading.Event())
+    worker.start()
     yield worker
     worker.stop(10)
 

@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 
 import uvicorn
 
@@ -40,17 +41,19 @@ def make_backend(served: Served, wake: threading.Event, number: int = 0) -> Back
 
 
 class Worker:
-    """The thread that owns the devices: it makes the backends, then runs windows, and micro-batches between them."""
+    """The thread that owns the devices: it makes the backends, then runs windows, and micro-batches between them.
+
+    Attributes:
+      loaded: gets the backend of each model, or what went wrong.
+    """
 
     def __init__(self, models: Sequence[Served], wake: threading.Event):
-        self.backends: dict[str, Backend] = {}
-        self.error: Exception | None = None
+        self.loaded: Future[dict[str, Backend]] = Future()
         self._models, self.wake, self._stopping = models, wake, threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
 
-    def start(self, on_loaded: Callable[[], object]) -> None:
-        """Starts the thread; `on_loaded` is called in it when there are backends, or an error."""
-        self._on_loaded = on_loaded
+    def start(self) -> None:
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self, within_s: float) -> None:
@@ -61,27 +64,28 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            self.backends = {
-                each.name: make_backend(each, self.wake, number) for number, each in enumerate(self._models)
-            }
+            named = {each.name: make_backend(each, self.wake, number) for number, each in enumerate(self._models)}
         except Exception as error:
-            self.error = error
-        self._on_loaded()
+            self.loaded.set_exception(error)
+            return
+        self.loaded.set_result(named)
+        backends = list(named.values())
         with hosts.ending_all():
             while not self._stopping.is_set():
                 self.wake.clear()
-                if not self._turn():
+                if not _turn(backends):
                     self.wake.wait(IDLE_S)
-        for backend in self.backends.values():
+        for backend in backends:
             backend.scoring.close()
 
-    def _turn(self) -> bool:
-        """Runs a window and a micro-batch of each model that has work; returns False if there was none."""
-        busy = [backend.sampler for backend in self.backends.values() if backend.sampler.busy]
-        for sampler in busy:
-            sampler.turn()
-        scored = [backend.scoring.turn() for backend in self.backends.values()]
-        return bool(busy) or any(scored)
+
+def _turn(backends: Sequence[Backend]) -> bool:
+    """Runs a window and a micro-batch of each model that has work; returns False if there was none."""
+    busy = [backend.sampler for backend in backends if backend.sampler.busy]
+    for sampler in busy:
+        sampler.turn()
+    scored = [backend.scoring.turn() for backend in backends]
+    return bool(busy) or any(scored)
 
 
 async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
@@ -90,7 +94,7 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
     Raises:
       Exception: a model could not be loaded.
     """
-    started, loop, loaded = time.monotonic(), asyncio.get_running_loop(), asyncio.Event()
+    started = time.monotonic()
     with cli.user_input():
         listener = bind(settings.host, settings.port)
     print(http.summary(settings, models, listener.getsockname()[1]), flush=True)
@@ -98,17 +102,15 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
     app = App(settings, models, wake)
     server = http.http_server(settings, app.asgi())
     worker = Worker(models, wake)
-    worker.start(lambda: loop.call_soon_threadsafe(loaded.set))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    waiting = asyncio.create_task(loaded.wait())
-    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
-    if not loaded.is_set():
+    worker.start()
+    serving, loaded = asyncio.create_task(server.serve(sockets=[listener])), asyncio.wrap_future(worker.loaded)
+    await asyncio.wait((serving, loaded), return_when=asyncio.FIRST_COMPLETED)
+    if not loaded.done():
         return False
-    if worker.error is not None:
+    if loaded.exception() is not None:
         server.should_exit = True
         await serving
-        raise worker.error
-    app.set_ready(worker.backends)
+    app.set_ready(loaded.result())
     print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
     following = asyncio.create_task(_stop_with_others(server))
     await serving
