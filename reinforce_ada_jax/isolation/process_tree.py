@@ -66,6 +66,14 @@ def adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def wait_for(child: int) -> int:
+    """Collects this process's children until this one has ended, and returns its status; others are adopted ones."""
+    ended = status = 0
+    while ended != child:
+        ended, status = os.waitpid(-1, 0)
+    return status
+
+
 def supervise(descriptor: int) -> None:
     """Returns in a new child process, which is the worker; this process ends as the child ends, and kills its rest.
 
@@ -83,9 +91,7 @@ def supervise(descriptor: int) -> None:
             os._exit(1)
         return
     os.close(descriptor)
-    ended = status = 0
-    while ended != worker:  # others are adopted processes
-        ended, status = os.waitpid(-1, 0)
+    status = wait_for(worker)
     kill_descendants(supervisor)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) in ENDED_FROM_OUTSIDE:
         os.kill(supervisor, os.WTERMSIG(status))

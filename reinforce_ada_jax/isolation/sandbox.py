@@ -100,21 +100,13 @@ def _code(status: int) -> int:
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def _wait_for(child: int) -> int:
-    """Returns the exit code of a child; others are processes that it left behind."""
-    while True:
-        ended, status = os.waitpid(-1, 0)
-        if ended == child:
-            return _code(status)
-
-
 def _fork_and_keep() -> None:
     """Returns in a new child; this process waits for it, and ends with its exit code."""
     child = os.fork()
     if child == 0:
         return
     os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # so that the end of the outputs is seen
-    os._exit(_wait_for(child))
+    os._exit(_code(process_tree.wait_for(child)))
 
 
 def _set_limits(limits: Limits, other_processes: int) -> None:

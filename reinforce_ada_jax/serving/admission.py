@@ -9,12 +9,12 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from reinforce_ada_jax.serving.servicer import Servicer, pb2
+from reinforce_ada_jax.serving.servicer import Servicer, pb2, refuse
 
 
 class Admission:
@@ -46,23 +46,18 @@ class Admission:
             if not self._open[peer]:
                 del self._open[peer]
 
-    async def _end(self, context: grpc.aio.ServicerContext, code: grpc.StatusCode, why: str) -> NoReturn:
-        self._counts.refused += 1
-        await context.abort(code, why)
-        raise AssertionError("abort raises")  # which its annotations do not say
-
     async def decode(self, _: Any, context: grpc.aio.ServicerContext) -> None:
         """Reads the request of a `Decode` call within its time, and hands the call to the servicer."""
         peer = context.peer().rpartition(":")[0]  # without the port
         if refusal := self._refusal(peer):
-            await self._end(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
+            await refuse(self._counts, context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         with self._opened(peer):
             try:
                 async with asyncio.timeout(self._request_s):
                     content = await context.read()
             except TimeoutError:
                 why = f"no request arrived within {self._request_s:g} s of the call."
-                await self._end(context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
+                await refuse(self._counts, context, grpc.StatusCode.DEADLINE_EXCEEDED, why)
             except asyncio.CancelledError:
                 self._counts.hung_up += 1
                 raise
@@ -70,12 +65,8 @@ class Admission:
                 request = pb2.DecodeRequest.FromString(content if isinstance(content, bytes) else b"")  # else EOF
             except DecodeError as error:
                 why = f"the request is no DecodeRequest, or its text is not UTF-8 ({error!s:.200})."
-                await self._end(context, grpc.StatusCode.INVALID_ARGUMENT, why)
+                await refuse(self._counts, context, grpc.StatusCode.INVALID_ARGUMENT, why)
             await self._servicer.Decode(request, context)
-
-    async def health_check(self, _: Any, context: grpc.aio.ServicerContext) -> Any:
-        """Answers at once, however many calls are open; its request has no content."""
-        return await self._servicer.HealthCheck(None, context)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers both methods of JetStream's service."""
@@ -84,7 +75,7 @@ class Admission:
                 self.decode, response_serializer=pb2.DecodeResponse.SerializeToString
             ),
             "HealthCheck": grpc.stream_unary_rpc_method_handler(
-                self.health_check, response_serializer=pb2.HealthCheckResponse.SerializeToString
+                self._servicer.HealthCheck, response_serializer=pb2.HealthCheckResponse.SerializeToString
             ),
         }
         name = pb2.DESCRIPTOR.services_by_name["Orchestrator"].full_name

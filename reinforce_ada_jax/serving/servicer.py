@@ -8,7 +8,7 @@ only the Driver is used here, and an invalid request never reaches it.
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
@@ -90,6 +90,13 @@ def check_supported(request: Any, metadata: Sequence[tuple[str, Any]]) -> None:
             )
 
 
+async def refuse(counts: Counts, context: grpc.aio.ServicerContext, code: grpc.StatusCode, why: str) -> NoReturn:
+    """Ends a call that is not answered, with the reason."""
+    counts.refused += 1
+    await context.abort(code, why)
+    raise AssertionError("abort raises")  # which its annotations do not say
+
+
 class Servicer:
     """`Decode` and `HealthCheck` of JetStream's protocol, for one engine behind one Driver."""
 
@@ -134,15 +141,13 @@ class Servicer:
             self._check_limits(request)
             prompt = await asyncio.to_thread(self._prompt, request)
         except ValueError as error:
-            self.counts.refused += 1
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if self._turns.locked() and self.waiting >= self._max_waiting:
-            self.counts.refused += 1
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            why = (
                 f"{self.waiting} requests are waiting, and more may not: try again later, or start the server with a "
-                "larger --waiting or more --slots.",
+                "larger --waiting or more --slots."
             )
+            await refuse(self.counts, context, grpc.StatusCode.RESOURCE_EXHAUSTED, why)
         self.waiting += 1
         try:
             await self._turns.acquire()
@@ -159,8 +164,7 @@ class Servicer:
             prompt = await self._accept(request, context)
             await self._answer(prompt, request, context)
         except ValueError as error:  # tokens that the tokenizer can't decode
-            self.counts.refused += 1
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await refuse(self.counts, context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
             self.counts.hung_up += 1
             raise
@@ -203,7 +207,7 @@ class Servicer:
         await context.write(pb2.DecodeResponse(stream_content=pb2.DecodeResponse.StreamContent(samples=samples)))
 
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:  # noqa: N802
-        """Reports if the Driver's threads are running."""
+        """Reports if the Driver's threads are running, however many calls are open; its request has no content."""
         del request, context
         return pb2.HealthCheckResponse(is_live=self._driver.live)
 
