@@ -252,7 +252,7 @@ class App:
 
     async def delete_checkpoint(self, request: Request) -> Response:
         """Deletes a checkpoint."""
-        self.service.remove_checkpoint(_path(request))
+        self.service.remove_checkpoint(self.service.checkpoint(_path(request)).path)
         return JSONResponse({})
 
     def _run(self, run: str) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class Service:
 
     def model(self, model_id: str) -> ModelRow:
         """Returns a model that requests may name, ended or not."""
-        found = next((model for model in self.store.models() if model.id == model_id), None)
+        found = self.store.model(model_id)
         if found is None:
             raise Refusal(404, f"model {model_id!r:.160} is unknown: create it first.")
         return found
@@ -349,7 +349,6 @@ class Service:
 
     def remove_checkpoint(self, path: str) -> None:
         """Deletes a checkpoint and its files."""
-        self.checkpoint(path)
         self.store.remove_checkpoint(path)
         shutil.rmtree(self.folder(path), ignore_errors=True)
 

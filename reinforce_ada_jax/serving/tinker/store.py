@@ -196,6 +196,11 @@ class Store:
         """Returns all models, the ended ones too."""
         return [_record(ModelRow, row) for row in self._run("SELECT * FROM models ORDER BY created")]
 
+    def model(self, model_id: str) -> ModelRow | None:
+        """Returns a model, ended or not."""
+        rows = self._run("SELECT * FROM models WHERE id = ?", model_id)
+        return _record(ModelRow, rows[0]) if rows else None
+
     def set_state(self, model: str, seq: int) -> None:
         """Names the request after which the model's stored state is."""
         self._run("UPDATE models SET state_seq = ? WHERE id = ?", seq, model)

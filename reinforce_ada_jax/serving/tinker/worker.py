@@ -130,8 +130,8 @@ class Worker:
 
     def _forget_gradients(self, model_id: str) -> None:
         """Restores a model whose summed gradients a failure may have left half used."""
-        row = next((row for row in self.store.models() if row.id == model_id and row.ended is None), None)
-        if row is not None and self.models.pop(model_id, None) is not None:
+        row = self.store.model(model_id)
+        if row is not None and row.ended is None and self.models.pop(model_id, None) is not None:
             self._restore(row)
 
     def _clean(self) -> None:
@@ -147,8 +147,7 @@ class Worker:
             expired = checkpoint.expires is not None and checkpoint.expires < time.time()
             unused = checkpoint.sampler is not None and checkpoint.sampler.split(":")[0] not in live
             if expired or unused:
-                self.store.remove_checkpoint(checkpoint.path)
-                shutil.rmtree(self.service.folder(checkpoint.path), ignore_errors=True)
+                self.service.remove_checkpoint(checkpoint.path)
 
     # ---- models --------------------------------------------------------------------------------------------------
 
@@ -246,12 +245,9 @@ class Worker:
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    def _loss_request(self, model: Model, request: RequestRow) -> protocol.LossRequest:
-        return protocol.parse_loss_request(request.body, model.base.architecture.vocab_size, model.base.max_tokens)
-
     def _add_gradient(self, model: Model, request: RequestRow) -> Result:
-        asked = self._loss_request(model, request)
-        learner = model.base.learner
+        base, learner = model.base, model.base.learner
+        asked = protocol.parse_loss_request(request.body, base.architecture.vocab_size, base.max_tokens)
         if asked.forward_only:
             logprobs = learner.forward(model.state.params, model.lora, asked.rows)
             losses = [token_losses(asked.loss, *each, asked.clip) for each in zip(logprobs, asked.rows, strict=True)]
