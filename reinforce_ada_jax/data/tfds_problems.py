@@ -1,7 +1,4 @@
-"""Problems prepared with TensorFlow Datasets, and a builder that prepares a problem file. TensorFlow is not needed.
-
-    pip install '.[data]'
-    python -c "from reinforce_ada_jax.data import tfds_problems as t; print(t.prepare('math.jsonl', 'prepared'))"
+"""Problems prepared with TensorFlow Datasets. TensorFlow is not needed.
 
 Only array_record files on disk are read: nothing is downloaded, and no builder of the catalogue is made, which tries
 for minutes without a network. The stock gsm8k is prepared once, where there is a network, by
@@ -14,14 +11,11 @@ import os
 import pathlib
 from typing import Any
 
-import numpy as np
-
-from reinforce_ada_jax.data.files import json_values, read_file
-from reinforce_ada_jax.data.problems import LABELS, Problem
+from reinforce_ada_jax.data.files import json_values
+from reinforce_ada_jax.data.problems import Problem
 from reinforce_ada_jax.data.rows import BY_RULES, Columns, to_problems
 
 PREFIX = "tfds:"
-_VERSION = "1.0.0"
 _INFO = "dataset_info.json"
 
 
@@ -35,46 +29,6 @@ def _tfds(source: str) -> Any:
             "-r requirements-data.txt, or name a JSONL file."
         ) from error
     return tensorflow_datasets
-
-
-def prepare(file: str | pathlib.Path, folder: str | pathlib.Path) -> str:
-    """Prepares a JSONL file of problems as the data set `folder`/problems, in its order; returns "tfds:DIR"."""
-    tfds = _tfds(f"Preparing {file}")
-    problems = read_file(file)
-    if any("prompt" in problem for problem in problems):
-        raise ValueError(f"{file} has rows with messages, which TFDS files don't hold: use the JSONL file itself.")
-    labels = [name for name in LABELS if any(name in problem.get("labels", {}) for problem in problems)]
-    # A feature has a value in every row: an empty label and a NaN mean none.
-    rows = [
-        {key: value for key, value in problem.items() if key not in ("labels", "columns", "origin")}
-        | {name: problem.get("labels", {}).get(name, "") for name in labels}
-        for problem in problems
-    ]
-
-    class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # pyright: ignore  (a class of Any)
-        """Problems of a JSONL file."""
-
-        VERSION = tfds.core.Version(_VERSION)
-
-        def _info(self):
-            text = tfds.features.Text()
-            features = {"id": text, "problem": text, "answer": text, **dict.fromkeys(labels, text)}
-            if any("pass_rate" in row for row in rows):
-                features["pass_rate"] = tfds.features.Scalar(dtype=np.float64)
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
-            )
-
-        def _split_generators(self, dl_manager):
-            return {"train": self._generate_examples()}
-
-        def _generate_examples(self):
-            missing = {"pass_rate": float("nan")} if "pass_rate" in self.info.features else {}
-            yield from enumerate(missing | row for row in rows)
-
-    builder = Problems(data_dir=str(folder), file_format="array_record")
-    builder.download_and_prepare()
-    return f"{PREFIX}{builder.data_dir}"
 
 
 def _data_dir() -> pathlib.Path:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.data import tfds_problems
-from reinforce_ada_jax.data.prompts import PromptCursor, load_problems, next_prompts
-from reinforce_ada_jax.types import Prompt
+from reinforce_ada_jax.data.prompts import load_problems
 
 ROWS = [{"id": f"p{index}", "problem": f"½ of {index}?", "answer": str(index / 2)} for index in range(20)]
 installed = pytest.mark.skipif(
@@ -31,8 +30,31 @@ def write(file, rows):
     return file
 
 
+def prepare(tfds, folder, rows):
+    """Prepares rows that have the same columns; returns their source."""
+    kinds = {str: tfds.features.Text(), float: tfds.features.Scalar(dtype=np.float64)}
+
+    class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        """Problems of a test."""
+
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            features = tfds.features.FeaturesDict({name: kinds[type(value)] for name, value in rows[0].items()})
+            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+        def _split_generators(self, dl_manager):
+            return {"train": iter(enumerate(rows))}
+
+        def _generate_examples(self): ...
+
+    builder = Problems(data_dir=str(folder), file_format="array_record")
+    builder.download_and_prepare()
+    return f"tfds:{builder.data_dir}"
+
+
 def load(source):
-    """The problems of a source without columns and origin, which TFDS files of `prepare` do not keep."""
+    """The problems of a source without columns and origin."""
     return [
         {name: value for name, value in row.items() if name not in ("columns", "origin")}
         for row in load_problems(source)
@@ -46,12 +68,11 @@ def test_without_the_package(monkeypatch):
 
 
 @installed
-def test_a_file_there_and_back(tmp_path, quiet):
-    file = write(tmp_path / "some.jsonl", ROWS)
-    source = tfds_problems.prepare(file, tmp_path / "prepared")
+def test_prepared_rows(tmp_path, quiet):
+    source = prepare(quiet, tmp_path / "prepared", ROWS)
     assert source == f"tfds:{tmp_path}/prepared/problems/1.0.0"
-    # The order is the file's, so a cursor goes through both alike.
-    assert load(source) == load(str(file)) == ROWS
+    # The order is that of the rows, so a cursor goes through them as through a file.
+    assert load(source) == load(str(write(tmp_path / "some.jsonl", ROWS))) == ROWS
     for same in (f"tfds:{tmp_path}/prepared/problems", f"{source}/train", f"tfds:{tmp_path}/prepared/problems/train"):
         assert load(same) == ROWS
     with pytest.raises(ValueError, match="split 'test' is none of train"):
@@ -60,34 +81,13 @@ def test_a_file_there_and_back(tmp_path, quiet):
 
 
 @installed
-def test_the_cursor_resumes(tmp_path, quiet):
-    source = tfds_problems.prepare(write(tmp_path / "some.jsonl", ROWS), tmp_path / "prepared")
-
-    def prompts():
-        return [
-            Prompt(row["id"], row["problem"], row["answer"], np.zeros(1, np.int32)) for row in load_problems(source)
-        ]
-
-    first, cursor = next_prompts(prompts(), PromptCursor(seed=3), 12)
-    unbroken, _ = next_prompts(prompts(), cursor, 8)
-    resumed, _ = next_prompts(prompts(), cursor, 8)
-    assert [prompt.id for prompt in unbroken] == [prompt.id for prompt in resumed]
-    assert sorted(prompt.id for prompt in first + resumed) == sorted(row["id"] for row in ROWS)
-
-
-@installed
-def test_pass_rates(tmp_path, quiet):
-    rows = [ROWS[0] | {"pass_rate": 0.25}, ROWS[1]]
-    assert load(tfds_problems.prepare(write(tmp_path / "some.jsonl", rows), tmp_path / "prepared")) == rows
-
-
-@installed
-def test_labels(tmp_path, quiet):
-    labels = [{"subject": "½"}, {"subject": "x", "level": "5"}, {}]
-    file = write(tmp_path / "some.jsonl", [row | some for row, some in zip(ROWS, labels, strict=False)])
-    problems = load(tfds_problems.prepare(file, tmp_path / "prepared"))
-    assert problems == load(str(file))
-    assert [problem.get("labels", {}) for problem in problems] == labels
+def test_pass_rates_and_labels(tmp_path, quiet):
+    # A feature has a value in every row: an empty label and a NaN mean none.
+    rows = [ROWS[0] | {"pass_rate": 0.25, "level": "5"}, ROWS[1] | {"pass_rate": float("nan"), "level": ""}]
+    assert load(prepare(quiet, tmp_path / "prepared", rows)) == [
+        ROWS[0] | {"pass_rate": 0.25, "labels": {"level": "5"}},
+        ROWS[1],
+    ]
 
 
 def test_columns_that_are_no_single_values_are_read_too(tmp_path, monkeypatch):
@@ -133,6 +133,3 @@ def test_what_is_not_prepared(tmp_path, quiet, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     with pytest.raises(ValueError, match=r"tfds:gsm8k/test: nothing is prepared at gsm8k/test.*TFDS_DATA_DIR"):
         load_problems("tfds:gsm8k/test")
-    file = write(tmp_path / "bad.jsonl", [ROWS[0], ROWS[0]])
-    with pytest.raises(ValueError, match="lines 1 and 2: both have id 'p0'"):
-        tfds_problems.prepare(file, tmp_path / "prepared")

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.data import tfds_problems
 from reinforce_ada_jax.data.problems import content_id, to_row
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import Chat
@@ -135,9 +134,3 @@ def test_another_system_message_is_another_prompt(tmp_path, tokenizer):
 def test_rows_that_are_none(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         load_problems(write(tmp_path / "train.jsonl", [ROWS[0] | changes]))
-
-
-def test_tfds_refuses_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(tfds_problems, "_tfds", lambda source: None)
-    with pytest.raises(ValueError, match="rows with messages.*use the JSONL file itself"):
-        tfds_problems.prepare(write(tmp_path / "train.jsonl", ROWS), tmp_path / "out")
