@@ -3,11 +3,12 @@
 import collections
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
+from reinforce_ada_jax import cli
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import SampleFn, VerifyFn, collect
 from reinforce_ada_jax.collection.trajectories import Trajectories
@@ -15,16 +16,19 @@ from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, Ready
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted, end
+from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses, ResponseStore
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.samples import transcript
+from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.environments import turn_sampling
+from reinforce_ada_jax.training.reward_check import too_many_failed
 from reinforce_ada_jax.training.sharded_collection import draw_everywhere
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
@@ -142,6 +146,16 @@ def fill(
             progress.close()
             end(interrupt, kept)
     progress.reach(done + len(prompts))
+
+
+def check_graded(
+    config: Config, graders: VerifierPool | EnvironmentPool, what: str, drawn: Iterable[GradedResponses], remedy: str
+) -> None:
+    """Ends all processes if too many responses could not be graded; `drawn` counts in process 0 alone."""
+    verdicts = [each.verdict for by_prompt in drawn for responses in by_prompt.values() for each in responses]
+    if message := processes.of_writer(too_many_failed(config, graders, what, verdicts, remedy)):
+        processes.leave()
+        cli.fail(message, cli.STOPPED)
 
 
 def compile_early(engine: Engine, prompts: Sequence[Prompt]) -> tuple[EarlyCompilation, Ready]:

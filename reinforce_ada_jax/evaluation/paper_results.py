@@ -7,6 +7,7 @@ grader is the published one (`differences`, `column`).
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config, collection_rules
@@ -67,23 +68,18 @@ ON_HARD_PROMPTS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """Averages of one run of the paper, in [0, 1], by the names in `PROBLEMS`."""
-
-    name: str
-    averages: dict[str, float]
-
-
-@dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The paper's runs that a run may be compared with.
+    """The paper's run that a run may be compared with.
 
     Attributes:
-      rows: the paper's runs; none where a setting differs.
+      name: `EASY` or `HARD`.
+      averages: of the paper's run, in [0, 1], by the names in `PROBLEMS`; empty where there is none, or a setting
+        differs.
       differences: settings of the run that differ from those of the paper's run of the same model and strategy.
     """
 
-    rows: tuple[Row, ...] = ()
+    name: str = ""
+    averages: Mapping[str, float] = dataclasses.field(default_factory=dict)
     differences: tuple[str, ...] = ()
 
 
@@ -146,7 +142,7 @@ def differences(config: Config, model: str) -> tuple[str, ...]:
 
 
 def comparison(config: Config) -> Comparison:
-    """Returns the paper's runs that a run with this configuration may be compared with; often none."""
+    """Returns the paper's run that a run with this configuration may be compared with; often none."""
     model, collection = components_lib.local_folder(config.model.path).name, config.collection
     key = (model, collection.strategy, collection.group_size)
     if key not in AVERAGES:
@@ -157,13 +153,12 @@ def comparison(config: Config) -> Comparison:
     percents = {EASY: AVERAGES, HARD: ON_HARD_PROMPTS}[name].get(key)
     if percents is None:
         return Comparison()
-    averages = {column: percent / 100 for column, percent in zip(PROBLEMS, percents, strict=True)}
-    return Comparison(rows=(Row(name, averages),))
+    return Comparison(name, {column: percent / 100 for column, percent in zip(PROBLEMS, percents, strict=True)})
 
 
-def comparison_of_run(workdir: pathlib.Path) -> Comparison:
+def comparison_of_run(workdir: pathlib.Path | None) -> Comparison:
     """Returns the `comparison` of the configuration in a run's config.json, if there is one."""
-    config = config_lib.read(workdir)
+    config = None if workdir is None else config_lib.read(workdir)
     return Comparison() if config is None else comparison(config)
 
 

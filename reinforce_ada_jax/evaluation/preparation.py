@@ -45,7 +45,7 @@ from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import summary
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.reward_check import check_reward, reward_columns, too_many_failed
+from reinforce_ada_jax.training.reward_check import check_reward, reward_columns
 from reinforce_ada_jax.types import Prompt, Verdict
 
 # Reference answers that are graded, and then stored, at a time.
@@ -307,20 +307,6 @@ def _write(
         print(warning, file=sys.stderr)
 
 
-def _check_verdicts(
-    config: Config, verifiers: VerifierPool, store: ResponseStore, prompts: Sequence[Prompt], samples: int
-) -> None:
-    """Ends all processes if no response could be graded; process 0 has the store."""
-    message = ""
-    if processes.is_writer():
-        verdicts = [response.verdict for draws in store.complete(prompts, samples).values() for response in draws]
-        remedy = f"Fix it, remove {buckets.origin(store.file)} and its header, and run the same command again."
-        message = too_many_failed(config, verifiers, "the problems", verdicts, remedy)
-    if message := processes.of_writer(message):
-        processes.leave()
-        cli.fail(message, cli.STOPPED)
-
-
 def _drawn(
     config: Config,
     components: Components,
@@ -411,8 +397,9 @@ def prepare(
             return summary.drawing(config, components, policy, sets, *drawn_as, reward=reward)
 
         store = _drawn(config, components, passed, files, verifiers, samples, describe)
-    _check_verdicts(config, verifiers, store, passed, samples)
+    drawn = store.complete(passed, samples) if processes.is_writer() else {}
+    remedy = f"Fix it, remove {buckets.origin(store.file)} and its header, and run the same command again."
+    drawing.check_graded(config, verifiers, "the problems", [drawn], remedy)
     if processes.is_writer():
-        correct = num_correct(store.complete(passed, samples))
-        _write(config, files, problems, correct, counts, band, store)
+        _write(config, files, problems, num_correct(drawn), counts, band, store)
     processes.any_of(False)  # until process 0 has written everything

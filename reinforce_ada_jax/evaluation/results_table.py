@@ -34,11 +34,11 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([row(header), row(rule), *map(row, lines)])
 
 
-def _paper_cell(row: paper_results.Row, name: str | None, problems: int) -> tuple[str, str]:
+def _paper_cell(averages: Mapping[str, float], name: str | None, problems: int) -> tuple[str, str]:
     """Returns (cell, note) of a result of the paper; the note says why it cannot be compared."""
     if name is None:
         return "", ""
-    average, count = row.averages[name], paper_results.PROBLEMS[name]
+    average, count = averages[name], paper_results.PROBLEMS[name]
     if problems == count:
         return f"{average:.3f}", ""
     return f"({average:.3f})", f"({average:.3f}) is over {count:,} problems, here are {problems:,}: not comparable."
@@ -59,10 +59,10 @@ def table(
     samples: int,
     temperature: float,
     max_response_tokens: int,
-    labelled: Mapping[str, Labelled] | None = None,
-    difficulties: Mapping[str, Sequence[Difficulty]] | None = None,
-    paper: paper_results.Comparison | None = None,
-    graders: Mapping[str, str] | None = None,
+    labelled: Mapping[str, Labelled],
+    difficulties: Mapping[str, Sequence[Difficulty]],
+    paper: paper_results.Comparison,
+    graders: Mapping[str, str],
 ) -> str:
     """Returns the tables of an evaluation: scores by benchmark, curves over k, by initial difficulty, by label.
 
@@ -73,51 +73,48 @@ def table(
       max_response_tokens: of the evaluation.
       labelled: `by_label` of each benchmark.
       difficulties: `by_difficulty` of each benchmark; no table where it is empty.
-      paper: the paper's runs to compare with.
+      paper: the paper's run to compare with.
       graders: kind of reward, by benchmark; the paper's results are shown only where it is the paper's.
     """
-    rows = paper.rows if paper else ()
     notes: dict[str, None] = {}
-    columns = {name: paper_results.column(name) for name in results}
+    columns = {name: paper_results.column(name) for name in results if paper.averages}
     for name, column in columns.items():
-        grader = (graders or {}).get(name, "")
-        if rows and column is not None and grader != paper_results.GRADERS[column]:
+        if column is not None and graders[name] != (published := paper_results.GRADERS[column]):
             columns[name] = None
-            notes[f"{name} is graded by {grader!r}, the paper's results by {paper_results.GRADERS[column]!r}."] = None
+            notes[f"{name} is graded by {graders[name]!r}, the paper's results by {published!r}."] = None
 
     def line(
         name: str, problems: int, average: float, error: float, cells: Sequence[str], column: str | None
     ) -> list[str]:
-        papers = [_paper_cell(row, column, problems) for row in rows]
-        notes.update(dict.fromkeys(note for _, note in papers if note))
-        return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *(cell for cell, _ in papers), *cells]
+        published, note = _paper_cell(paper.averages, column, problems)
+        notes.update({note: None} if note else {})
+        papers = [published] if paper.averages else []
+        return [name, f"{problems:,}", f"{average:.3f} ± {error:.3f}", *papers, *cells]
 
     shares = ("truncated_share", "no_answer_share", "failure_share")
-    header = ["benchmark", "problems", f"avg@{samples}", *(row.name for row in rows)]
+    header = ["benchmark", "problems", f"avg@{samples}", *([paper.name] if paper.averages else [])]
     header += [f"pass@{samples}", f"all@{samples}", "truncated", "no answer", "failed", "tokens"]
     lines = []
     for name, result in results.items():
         cells = [f"{result[key]:.3f}" for key in (f"pass_at_{samples}", f"all_correct_at_{samples}", *shares)]
         lines.append(line(name, int(result["problems"]), result["avg"], result["avg_standard_error"],
-                          [*cells, f"{result['tokens_mean']:,.0f}"], columns[name]))  # fmt: skip
+                          [*cells, f"{result['tokens_mean']:,.0f}"], columns.get(name)))  # fmt: skip
     if len(results) > 1:
-        all_four = None not in columns.values() and sorted(filter(None, columns.values())) == sorted(paper_results.SETS)
+        all_four = len(results) == len(paper_results.SETS) and {*columns.values()} == {*paper_results.SETS}
         column = paper_results.WEIGHTED if all_four else None
         lines.append(line(paper_results.WEIGHTED, *weighted(results), [""] * (len(shares) + 3), column))
     sections = [markdown(header, lines)]
-    if rows:
+    if paper.averages:
         note = _settings_note(samples, temperature, max_response_tokens)
         notes.update({note: None} if note else {})
-    if paper and paper.differences:
+    if paper.differences:
         note = "The paper has results of this model and strategy, which this run can't be compared with: "
         notes[f"{note}{'; '.join(paper.differences)}."] = None
     if notes:
         sections.append("\n".join(f"- {note}" for note in notes))
     sections.append(_curves(results, samples))
-    sections += [_by_difficulty(name, found, samples) for name, found in (difficulties or {}).items() if found]
-    sections += [
-        _by_label(name, label, values) for name, labels in (labelled or {}).items() for label, values in labels.items()
-    ]
+    sections += [_by_difficulty(name, found, samples) for name, found in difficulties.items() if found]
+    sections += [_by_label(name, label, values) for name, found in labelled.items() for label, values in found.items()]
     return "\n\n".join(sections)
 
 
@@ -168,6 +165,6 @@ def summarize(evaluation: StoredEvaluation, workdir: pathlib.Path | None) -> tup
         max_response_tokens=evaluation.drawn["max_response_tokens"],
         labelled={name: by_label(evaluation.labels[name], drawn) for name, drawn in evaluation.responses.items()},
         difficulties=difficulties,
-        paper=None if workdir is None else paper_results.comparison_of_run(workdir),
+        paper=paper_results.comparison_of_run(workdir),
         graders=evaluation.graders,
     )

@@ -15,7 +15,6 @@ from reinforce_ada_jax.data.prompts import to_prompt
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.program_cache import keep_programs
-from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.evaluation import drawing, evaluator
 from reinforce_ada_jax.evaluation.evaluator import Benchmarks
 from reinforce_ada_jax.evaluation.response_store import (
@@ -34,14 +33,16 @@ from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.policy import adapter_files, hub_models, huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
-from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, summary, trained
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.reward_check import check_reward, reward_columns, too_many_failed
+from reinforce_ada_jax.training.reward_check import check_reward, reward_columns
 from reinforce_ada_jax.types import Verdict
+
+# What to do about a reward that could not grade the responses.
+_REMEDY = "Fix it, then grade the stored responses again with --regrade."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,19 +191,9 @@ def evaluate(
                 drawing.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
                 stores[name].finish(benchmarks[name])
     result = _result(output, benchmarks, stores, rates) if processes.is_writer() else None
-    _check_verdicts(config, components.graders(verifier_pool), result)
+    responses = {} if result is None else result.responses
+    drawing.check_graded(config, components.graders(verifier_pool), "the evaluation", responses.values(), _REMEDY)
     return result
-
-
-def _check_verdicts(config: Config, verifiers: VerifierPool | EnvironmentPool, result: StoredEvaluation | None) -> None:
-    """Ends all processes if no response could be graded; process 0 has the result."""
-    stored = {} if result is None else result.responses
-    verdicts = [each.verdict for drawn in stored.values() for responses in drawn.values() for each in responses]
-    remedy = "Fix it, then grade the stored responses again with --regrade."
-    message = "" if result is None else too_many_failed(config, verifiers, "the evaluation", verdicts, remedy)
-    if message := processes.of_writer(message):
-        processes.leave()
-        cli.fail(message, cli.STOPPED)
 
 
 def regrade(
@@ -256,5 +247,5 @@ def regrade(
             "same command without --regrade draws them.",
             cli.STOPPED,
         )
-    _check_verdicts(config, verifier_pool, result)
+    drawing.check_graded(config, verifier_pool, "the evaluation", result.responses.values(), _REMEDY)
     return result

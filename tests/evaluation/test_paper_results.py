@@ -52,8 +52,7 @@ ESTIMATE = {"collection.strategy": "estimate", "collection.objective": "log"}
 )
 def test_a_published_run_has_its_row(name, changes, row, math500):
     found = paper_results.comparison(published(name, **changes))
-    assert [(each.name, each.averages["math500"]) for each in found.rows] == [(row, pytest.approx(math500))]
-    assert found.differences == ()
+    assert (found.name, found.averages["math500"], found.differences) == (row, pytest.approx(math500), ())
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_a_published_run_has_its_row(name, changes, row, math500):
 )
 def test_a_setting_that_differs_is_named_in_place_of_a_row(changes, difference):
     found = paper_results.comparison(published(**changes))
-    assert found.rows == ()
+    assert found.averages == {}
     assert any(each.startswith(difference) for each in found.differences), found.differences
 
 

@@ -3,6 +3,12 @@ from reinforce_ada_jax.evaluation.scores import Difficulty, Statistics, statisti
 from tests.evaluation.test_scores import problem
 
 
+def table(results, **settings):
+    """The tables of an evaluation with these settings, of a run that the paper has not."""
+    others = {"temperature": 1.0, "max_response_tokens": 8, "labelled": {}, "difficulties": {}, "graders": {}}
+    return results_table.table(results, **others | {"paper": paper_results.Comparison()} | settings)
+
+
 def test_table():
     results = {
         "heldout": statistics([problem("0100"), problem("1101")]),
@@ -13,9 +19,7 @@ def test_table():
         "heldout": [Difficulty("0", 1, 0.0, 0.25, 0.0), Difficulty("0.5_0.75", 1200, 0.625, 0.5, 0.1)],
         "b": [],
     }
-    shown = results_table.table(
-        results, samples=4, temperature=1.0, max_response_tokens=8, labelled=labelled, difficulties=difficulties
-    )
+    shown = table(results, samples=4, labelled=labelled, difficulties=difficulties)
     assert shown.splitlines() == [
         "| benchmark        | problems |         avg@4 | pass@4 | all@4 | truncated | no answer | failed | tokens |",
         "| ---------------- | -------: | ------------: | -----: | ----: | --------: | --------: | -----: | -----: |",
@@ -51,15 +55,13 @@ def full_size(**problems: int) -> dict[str, Statistics]:
 
 
 def test_paper_results_are_shown_with_what_they_can_be_compared_with():
-    row = paper_results.Row(
-        "paper", dict(zip(paper_results.PROBLEMS, (0.774, 0.365, 0.405, 0.175, 0.476), strict=True))
-    )
+    averages = dict(zip(paper_results.PROBLEMS, (0.774, 0.365, 0.405, 0.175, 0.476), strict=True))
     published = dict.fromkeys(("math500", "olympiadbench", "aime_like", "aime_like_160"), "reference_evaluation")
     published["minerva_math"] = "reference_minerva"
-    settings = {"samples": 2, "temperature": 1.0, "max_response_tokens": 4096, "graders": published}
-    settings["paper"] = paper_results.Comparison(rows=(row,))
+    settings = {"samples": 2, "max_response_tokens": 4096, "graders": published}
+    settings["paper"] = paper_results.Comparison("paper", averages)
     results = full_size(math500=500, minerva_math=272, olympiadbench=675, aime_like_160=160, gsm8k_test=1319)
-    lines = results_table.table(results, **settings).splitlines()
+    lines = table(results, **settings).splitlines()
     cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[4:5]] for line in lines[2:8]}
     assert cells == {
         "math500": ["0.774"],
@@ -75,27 +77,20 @@ def test_paper_results_are_shown_with_what_they_can_be_compared_with():
         "tokens: not comparable."
     ) in lines
     del results["gsm8k_test"]
-    lines = results_table.table(results, **settings).splitlines()
+    lines = table(results, **settings).splitlines()
     assert "| 0.500 ± 0.000 | (0.476) |" in lines[6]
     assert "- (0.476) is over 1,677 problems, here are 1,607: not comparable." in lines
     results = full_size(math500=500, minerva_math=272, olympiadbench=675, aime_like=230)
-    shown = results_table.table(results, **settings)
+    shown = table(results, **settings)
     assert "| 0.476 |" in shown.splitlines()[6] and "is over" not in shown
     # A set that was graded by other rules has no figure beside it, and the average over all four has none.
-    shown = results_table.table(results, **settings | {"graders": published | {"minerva_math": "minerva"}})
+    shown = table(results, **settings | {"graders": published | {"minerva_math": "minerva"}})
     assert "0.365" not in shown and "0.476" not in shown and "0.774" in shown
     assert "- minerva_math is graded by 'minerva', the paper's results by 'reference_minerva'." in shown
 
 
 def test_a_run_with_other_settings_has_no_figures_and_says_why():
     paper = paper_results.Comparison(differences=("collection.objective is 'log', the paper's 'identity'",))
-    shown = results_table.table(
-        full_size(math500=500),
-        samples=2,
-        temperature=1.0,
-        max_response_tokens=8,
-        paper=paper,
-        graders={"math500": "math"},
-    )
+    shown = table(full_size(math500=500), samples=2, paper=paper, graders={"math500": "math"})
     assert "can't be compared with: collection.objective is 'log', the paper's 'identity'." in shown
     assert "graded by" not in shown
