@@ -174,7 +174,7 @@ class AdapterLearner:
         platform = platform_lib.of_mesh(mesh, LearningConfig(responses_per_row=1), architecture, dtype)
         self._head = HeadConfig(
             temperature=1.0, tied=architecture.tied_embedding, mesh=mesh if mesh.size > 1 else None,
-            backend=platform.head_backend, tile=platform.head_tile, interpret=platform.interpret, frozen_head=True,
+            backend=platform.head_backend, tile=platform.head_tile, frozen_head=True,
         )  # fmt: skip
         self._hidden_states = forward_pass(platform, mesh, dtype)
         self._programs_of = functools.cache(self._make_programs)

@@ -184,7 +184,7 @@ class Checkpoints:
                 elif record.get("evaluation") is not None:
                     evaluations[iteration] = float(record["evaluation"])
         both = json.dumps([list(evaluations.items()), list(foreign.items())])
-        evaluations, foreign = json.loads(processes.exchange(both.encode())[0])
+        evaluations, foreign = json.loads(processes.of_writer(both))
         return dict(map(tuple, evaluations)), dict(map(tuple, foreign))
 
     def warnings(self) -> list[str]:
@@ -265,7 +265,7 @@ class Checkpoints:
             saved
         )
         # Process 0 writes the record, so it decides; and all have read the old one when it does.
-        if not processes.exchange(b"changed" if changed else b"")[0]:
+        if not processes.of_writer("changed" if changed else ""):
             return
         if processes.is_writer():
             content = json.dumps(records.with_checksum(record))

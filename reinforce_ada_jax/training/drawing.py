@@ -58,20 +58,16 @@ class Chosen:
 
 def choose_prompts(trainer: Trainer, cursor: PromptCursor) -> Chosen:
     """Returns the prompts that an iteration at `cursor` is made of."""
-    size, strategy = trainer.config.collection.prompts_per_iteration, trainer.strategy
+    size, overlaps = trainer.config.collection.prompts_per_iteration, trainer.config.collection.overlap_iterations
     prompts, after = next_prompts(trainer.prompts, cursor, size)
     ids = {prompt.id for prompt in prompts}
-    upcoming = Prefetch(())
-    extra = strategy.extra_batches * size
-    if trainer.config.collection.overlap_iterations:
-        # The next iteration's prompts are fixed already, so replacements are borrowed from the others that follow, and
-        # come again in their turn. The end of an epoch and the beginning of the next one may share some prompts.
-        following = next_prompts(trainer.prompts, after, size)[0]
-        upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
-        ids |= {prompt.id for prompt in following}
-        borrowed = prompts_after(trainer.prompts, after, extra, ids) if extra else []
-        return Chosen(prompts, after, [(prompt, after) for prompt, _ in borrowed], upcoming)
-    replacements = prompts_after(trainer.prompts, after, extra, ids) if extra else []
+    # The end of an epoch and the beginning of the next one may share some prompts.
+    following = next_prompts(trainer.prompts, after, size)[0] if overlaps else []
+    upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
+    ids |= {prompt.id for prompt in following}
+    replacements = prompts_after(trainer.prompts, after, trainer.strategy.extra_batches * size, ids)
+    if overlaps:  # the next iteration's prompts are fixed already, so replacements are borrowed, and come again
+        replacements = [(prompt, after) for prompt, _ in replacements]
     return Chosen(prompts, after, replacements, upcoming)
 
 

@@ -48,9 +48,5 @@ def recorded(workdir: pathlib.Path, iteration: int) -> str:
     Raises:
       DamagedError: the record can't be read.
     """
-    folder = buckets.checkpoints(workdir)
-    try:
-        numbers = records.read(folder, iteration)["fingerprints"]
-    except KeyError as error:
-        raise records.damaged(folder, iteration, "its record has no fingerprints") from error
+    numbers = records.read(buckets.checkpoints(workdir), iteration)["fingerprints"]
     return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()

@@ -112,14 +112,7 @@ def _keep(trainer: Trainer, state: RunState, drawn: Drawn, progress: Progress) -
 def _hand_over(trainer: Trainer, verifiers: VerifierPool, ahead: DrawAhead[Drawn], after: RunState) -> RunState:
     """Hands the weights over to the sampler, and begins to draw what follows the iteration that is to be learned.
 
-    Args:
-      trainer: of the run.
-      verifiers: running.
-      ahead: nothing is in flight.
-      after: the state after that iteration, with the weights before its updates.
-
-    Returns:
-      `after` with the sampler's weights.
+    `after` is the state after that iteration, with the weights before its updates; it is returned with the sampler's.
     """
     rollouts = trainer.rollouts
     after = dataclasses.replace(after, sampler=rollouts.decode_weights(trainer.policy(after)))

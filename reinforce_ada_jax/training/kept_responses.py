@@ -52,8 +52,8 @@ class KeptResponses:
         self._keeps_broken_off = broken_off
         self._broken_off: dict[int, CollectedShard] = {}
         files = self._folder.glob(f"*{SUFFIX}") if processes.is_writer() and limit_bytes else ()
-        found = json.dumps(sorted(int(file.stem) for file in files if file.stem.isdecimal()))
-        self._found: set[int] = set(json.loads(processes.exchange(found.encode())[0]))
+        found = json.dumps([int(file.stem) for file in files if file.stem.isdecimal()])
+        self._found: set[int] = set(json.loads(processes.of_writer(found)))
 
     def begin(self, iteration: int) -> CollectedShard | None:
         """Returns a record for the responses of a collection that may be broken off; None if they are not kept."""

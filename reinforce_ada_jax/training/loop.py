@@ -152,7 +152,7 @@ def iterations(run: Run, state: RunState) -> Iterator[RunState]:
             yield state
         if state.pending is not None:  # otherwise nothing of the iteration is in the weights
             if run.evaluator and is_due(config.evaluation.every, state.iteration, last):
-                state = state.with_metrics(evaluate(run, run.evaluator, state))
+                state = dataclasses.replace(state, pending={**state.pending, **evaluate(run, run.evaluator, state)})
             state = write_metrics(run, state)
             yield state
         if stop is not None:

@@ -142,7 +142,8 @@ def start(
     checkpoints, identity, state = begin_or_resume(trainer, params, stack, reward)
     shapes = abstract(state.learner)
     fingerprint = compilation.add({"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)})
-    trainer = _compiling_updates(trainer, state, compilation)
+    programs = trainer.updates.programs(state.learner, trainer.policy(state), trainer.base, trainer.reference)
+    ready_to_update = compilation.add(programs)
     evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
     interrupt = stack.enter_context(Interrupt())
     writer = None
@@ -169,17 +170,11 @@ def start(
         workdir, identity, limit_bytes=config.checkpoint.responses_mb * 10**6,
         broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
     )  # fmt: skip
-    trainer = dataclasses.replace(trainer, kept=kept)
+    trainer = dataclasses.replace(trainer, kept=kept, ready_to_update=ready_to_update)
     ahead = DrawAhead[Drawn]()
     iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress, ahead)
     files = (identity, checkpoints, writer, progress, interrupt, compiles, copy, ready_to_sample)
     return Run(config, workdir, trainer, iterate, evaluator, verifiers, ahead, *files), state
-
-
-def _compiling_updates(trainer: Trainer, state: RunState, compilation: EarlyCompilation) -> Trainer:
-    """Returns the trainer, whose updates wait for their programs: these are compiled from now on."""
-    programs = trainer.updates.programs(state.learner, trainer.policy(state), trainer.base, trainer.reference)
-    return dataclasses.replace(trainer, ready_to_update=compilation.add(programs))
 
 
 def begin_or_resume(

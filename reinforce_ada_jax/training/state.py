@@ -63,10 +63,6 @@ class RunState:
         """Bytes of the arrays, in all processes together."""
         return num_bytes((self.learner, self.sampler))
 
-    def with_metrics(self, metrics: Mapping[str, float]) -> "RunState":
-        """Returns the state with more metrics of its iteration pending."""
-        return dataclasses.replace(self, pending={**(self.pending or {}), **metrics})
-
 
 def to_record(state: RunState) -> dict[str, Any]:
     """Returns everything but the arrays, the iteration and the evaluation, which `Checkpoints.save` adds, as JSON."""

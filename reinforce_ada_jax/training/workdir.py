@@ -45,8 +45,7 @@ class WorkdirLock:
         self._descriptor: int | None = None
         self._lease: Lease | None = None
         refused = self._take(workdir.absolute()) if processes.is_writer() else ""
-        refused = processes.exchange(refused.encode())[0].decode()
-        if refused:
+        if refused := processes.of_writer(refused):
             raise ValueError(refused)
 
     def _take(self, workdir: pathlib.Path) -> str:
@@ -110,7 +109,7 @@ def run_id(workdir: pathlib.Path) -> str:
     if processes.is_writer():
         found = records.read_run_id(workdir) or secrets.token_hex(16)
         write_atomically(workdir / records.RUN_ID, found + "\n")
-    return processes.exchange(found.encode())[0].decode()
+    return processes.of_writer(found)
 
 
 def write_started(workdir: pathlib.Path) -> None:
