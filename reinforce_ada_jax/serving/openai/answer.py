@@ -45,54 +45,43 @@ class Answer:
             text, calls = tool_calls.parse_calls(text, self._tools)
         return text, calls, "tool_calls" if calls else choice.finish_reason
 
-    def _top(self, choice: Choice, index: int) -> list[tuple[str, float]] | None:
-        """Returns the most probable tokens in the place of a piece, with their log-probabilities; None: nothing.
+    def _logprob(self, choice: Choice, index: int) -> tuple[float | None, list[tuple[str, float]] | None]:
+        """Returns the log-probability of a piece's token, and the most probable tokens in its place with theirs.
 
-        Without scores it is the token itself: at temperature 0 the sampler draws the most probable one.
+        Both are None for the first token of a prompt. Without scores the most probable token is the piece's own: at
+        temperature 0 the sampler draws it.
         """
-        piece, count = choice.text.pieces[index], self._asked.num_top_logprobs or 0
-        if choice.scores is None:
-            return [(piece.text, piece.logprob)][:count]
-        if choice.scores.top_ids[index, 0] < 0:
-            return None
-        pairs = zip(choice.scores.top_ids[index].tolist(), choice.scores.top_logprobs[index].tolist(), strict=True)
+        piece, scores, count = choice.text.pieces[index], choice.scores, self._asked.num_top_logprobs
+        if scores is None:
+            return piece.logprob, [(piece.text, piece.logprob)][:count]
+        if scores.top_ids[index, 0] < 0:
+            return None, None
+        pairs = zip(scores.top_ids[index, :count].tolist(), scores.top_logprobs[index, :count].tolist(), strict=True)
         tokenizer = self._call.tokenizer
-        return [
+        top = [
             (piece.text if token == piece.token else token_text(tokenizer, token), max(logprob, LEAST_LOGPROB))
-            for token, logprob in list(pairs)[:count]
+            for token, logprob in pairs
         ]
-
-    def _logprob(self, choice: Choice, index: int) -> float | None:
-        """Returns the log-probability of a piece's token; None for the first token of a prompt."""
-        if choice.scores is None:
-            return choice.text.pieces[index].logprob
-        if choice.scores.top_ids[index, 0] < 0:
-            return None
-        return max(float(choice.scores.logprobs[index]), LEAST_LOGPROB)
+        return max(float(scores.logprobs[index]), LEAST_LOGPROB), top
 
     def _logprobs(self, choice: Choice, shown: range) -> dict[str, Any] | None:
         """Returns pieces of the text with their log-probabilities, and with the most probable tokens."""
         if self._asked.num_top_logprobs is None:
             return None
-        pieces = [choice.text.pieces[index] for index in shown]
-        logprobs = [self._logprob(choice, index) for index in shown]
-        tops = [self._top(choice, index) for index in shown]
-        if not self._is_chat:
-            with_top = self._asked.num_top_logprobs > 0
-            return {
-                "tokens": [piece.text for piece in pieces],
-                "token_logprobs": logprobs,
-                "top_logprobs": [
-                    None if top is None else _by_text([*top, (piece.text, logprob)])
-                    for piece, logprob, top in zip(pieces, logprobs, tops, strict=True)
-                ] if with_top else None,
-                "text_offset": [piece.begin for piece in pieces],
-            }  # fmt: skip
-        content = []
-        for piece, logprob, top in zip(pieces, logprobs, tops, strict=True):
-            entry = _chat_token(piece.text, logprob)
-            content.append(entry | {"top_logprobs": [_chat_token(*each) for each in top or ()]})
-        return {"content": content, "refusal": None}
+        rows = [(choice.text.pieces[index], *self._logprob(choice, index)) for index in shown]
+        if self._is_chat:
+            content = [
+                _chat_token(piece.text, logprob) | {"top_logprobs": [_chat_token(*each) for each in top or ()]}
+                for piece, logprob, top in rows
+            ]
+            return {"content": content, "refusal": None}
+        tops = [None if top is None else _by_text([*top, (piece.text, logprob)]) for piece, logprob, top in rows]
+        return {
+            "tokens": [piece.text for piece, _, _ in rows],
+            "token_logprobs": [logprob for _, logprob, _ in rows],
+            "top_logprobs": tops if self._asked.num_top_logprobs > 0 else None,
+            "text_offset": [piece.begin for piece, _, _ in rows],
+        }
 
     async def made(self, make: Callable[[], Made]) -> Made:
         """Returns what `make` returns; where scores make it long, it does not run in the event loop."""
@@ -103,10 +92,10 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """Returns the answer when all responses have ended."""
         choices: list[dict[str, Any]] = []
-        for index, choice in enumerate(self._call.choices):
+        for choice in self._call.choices:
             text, calls, reason = self._end(choice)
             logprobs = self._logprobs(choice, range(len(choice.text.pieces)))
-            row: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
+            row: dict[str, Any] = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
             if self._is_chat:
                 content = None if calls and not text.strip() else text
                 row["message"] = {"role": "assistant", "content": content, "refusal": None}
@@ -122,13 +111,13 @@ class Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Yields the events of a stream; what has not ended is cancelled when the client closes it."""
-        call, growing = self._call, [_Growing(index) for index in range(len(self._call.choices))]
+        call = self._call
         try:
             if self._is_chat:
-                yield _event([self._chunk(each, {"role": "assistant", "content": ""}) for each in growing])
-            while not all(each.ended for each in growing):
+                yield _event([self._chunk(choice, {"role": "assistant", "content": ""}) for choice in call.choices])
+            while not all(choice.is_sent for choice in call.choices):
                 await call.changed()
-                if event := await self.made(lambda: self._next_event(growing)):
+                if event := await self.made(self._next_event):
                     yield event
             if self._asked.includes_usage:
                 yield _event([self._frame(self._kind, []) | {"usage": self._usage()}])
@@ -142,24 +131,23 @@ class Answer:
     def _kind(self) -> str:
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
-    def _next_event(self, growing: Sequence["_Growing"]) -> str:
+    def _next_event(self) -> str:
         """Returns what has not been sent of all responses; "" if there is nothing."""
-        pairs = zip(growing, self._call.choices, strict=True)
-        return _event([chunk for each, choice in pairs if not each.ended for chunk in self._new(each, choice)])
+        return _event([chunk for choice in self._call.choices if not choice.is_sent for chunk in self._new(choice)])
 
     def _chunk(
         self,
-        growing: "_Growing",
+        choice: Choice,
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         reason: str | None = None,
     ) -> dict[str, Any]:
-        row: dict[str, Any] = {"index": growing.index, "logprobs": logprobs, "finish_reason": reason}
+        row: dict[str, Any] = {"index": choice.index, "logprobs": logprobs, "finish_reason": reason}
         row |= {"delta": delta} if self._is_chat else {"text": delta.get("content", "")}
         frame = self._frame(self._kind, [row])
         return frame | {"usage": None} if self._asked.includes_usage else frame
 
-    def _new(self, growing: "_Growing", choice: Choice) -> list[dict[str, Any]]:
+    def _new(self, choice: Choice) -> list[dict[str, Any]]:
         """Returns the chunks of one response that have not been sent; one that is scored is sent as a whole."""
         calls, reason = [], None
         num_pieces = len(choice.text.pieces)
@@ -174,25 +162,18 @@ class Answer:
             text = choice.text.text[:length]
             while num_pieces and not _ends_within(choice.text.pieces[num_pieces - 1], length):
                 num_pieces -= 1
-        chunks, new, shown = [], text[growing.num_chars :], range(growing.num_pieces, num_pieces)
+        chunks, new, shown = [], text[choice.num_sent_chars :], range(choice.num_sent_pieces, num_pieces)
         if new or shown:
-            chunks.append(self._chunk(growing, {"content": new}, self._logprobs(choice, shown) if shown else None))
+            chunks.append(self._chunk(choice, {"content": new}, self._logprobs(choice, shown) if shown else None))
         if calls:
             delta = [{"index": index} | _tool_call(each) for index, each in enumerate(calls)]
-            chunks.append(self._chunk(growing, {"tool_calls": delta}))
-        growing.num_chars += len(new)
-        growing.num_pieces = max(growing.num_pieces, num_pieces)
+            chunks.append(self._chunk(choice, {"tool_calls": delta}))
+        choice.num_sent_chars += len(new)
+        choice.num_sent_pieces = max(choice.num_sent_pieces, num_pieces)
         if reason:
-            growing.ended = True
-            chunks.append(self._chunk(growing, {}, reason=reason))
+            choice.is_sent = True
+            chunks.append(self._chunk(choice, {}, reason=reason))
         return chunks
-
-
-class _Growing:
-    """Amount that a stream has sent of one response."""
-
-    def __init__(self, index: int):
-        self.index, self.num_chars, self.num_pieces, self.ended = index, 0, 0, False
 
 
 def _tool_call(call: tool_calls.Call) -> dict[str, Any]:

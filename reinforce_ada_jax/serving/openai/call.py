@@ -40,20 +40,28 @@ class Choice:
     """One response.
 
     Attributes:
+      index: its number in the answer.
       job: that draws it, and others of its prompt.
       draw: its number in the job.
       text: what there is of it.
       finish_reason: why it ended ("stop", "length"), or "" before it has ended and, if asked for, is scored.
       score_job: that scores it when it has been drawn.
       scores: of each piece of the text.
+      num_sent_chars: of the text, by a stream.
+      num_sent_pieces: of the text, by a stream.
+      is_sent: a stream has sent all of it.
     """
 
+    index: int
     job: SampleJob
     draw: int
     text: ResponseText
     finish_reason: str = ""
     score_job: ScoreJob | None = None
     scores: Scores | None = None
+    num_sent_chars: int = 0
+    num_sent_pieces: int = 0
+    is_sent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +131,13 @@ class Call:
             job = SampleJob(
                 f"{name} {number}", prompt.tokens, terms.num_samples, terms.sampling, stop_ids, terms.seed, self._done
             )
-            first = len(self.choices)
-            job.watch = self._passes_on(first)
+            job.watch = functools.partial(self._grown, len(self.choices))
             self._jobs.append(job)
             for draw in range(terms.num_samples):
                 text = ResponseText(
                     tokenizer, stop_ids, terms.stops, terms.keep_pieces, keep_end=terms.keep_end, prompt=prompt.pieces
                 )
-                self.choices.append(Choice(job, draw, text))
+                self.choices.append(Choice(len(self.choices), job, draw, text))
 
     def submit(self) -> None:
         """Queues the responses; wake the thread of the devices after it."""
@@ -144,11 +151,8 @@ class Call:
 
     # ---- in the thread of the devices ---------------------------------------------------------------------------
 
-    def _passes_on(self, first: int) -> Callable[[int, Sampled, bool], None]:
-        def watch(draw: int, sampled: Sampled, ended: bool) -> None:
-            self._in_loop(self._add, self.choices[first + draw], sampled, ended)
-
-        return watch
+    def _grown(self, first: int, draw: int, sampled: Sampled, ended: bool) -> None:
+        self._in_loop(self._add, self.choices[first + draw], sampled, ended)
 
     def _done(self, found: list[Sampled] | Exception) -> None:
         if isinstance(found, Exception):
