@@ -22,7 +22,7 @@ from reinforce_ada_jax.isolation import child, messages, process_tree
 ADDRESS_SPACE_BYTES = 4 * 2**30
 # The parent kills at the time limit. If the parent is gone, the kernel kills this much later, as in rewards/worker.py.
 ORPHAN_GRACE_S = 5.0
-MAX_TEXT = 8_000  # characters of a failure
+MAX_TEXT, MAX_LINE = 8_000, 500  # characters of a failure, and of one line that says why there is no environment
 MAX_REPLY = messages.MAX_MESSAGE_BYTES - 1_000  # bytes of the messages of a reply
 
 
@@ -103,7 +103,7 @@ def _serve(connection: socket.socket, reference: str, timeout_s: float) -> None:
         tools = schemas_of(environment_class)
     except BaseException as error:
         trace = traceback.format_exc()[-MAX_TEXT:]
-        connection.sendall(messages.to_line({"error": _one_line(error), "trace": trace}))
+        connection.sendall(messages.to_line({"error": _one_line(error)[:MAX_LINE], "trace": trace}))
         return
     connection.sendall(messages.to_line({"ready": True, "tools": tools}))
     worker = Worker(environment_class)

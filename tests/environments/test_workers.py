@@ -152,6 +152,15 @@ def test_what_is_no_environment_is_refused(name, message):
     assert message in str(caught.value)
 
 
+def test_a_long_reason_for_no_start_is_shown(tmp_path):
+    """One that no message has room for would be taken for a crash."""
+    file = tmp_path / "long.py"
+    file.write_text("class Game: ...\nraise ValueError('too long ' * 20_000)")
+    with contextlib.closing(EnvironmentPool(f"{file}:Game", workers=1, timeout_s=5.0)) as pool:
+        with pytest.raises(ValueError, match="ValueError: too long too long"):
+            pool.check()
+
+
 def test_the_file_is_parsed_before_a_process_starts(tmp_path):
     assert loading.file_reference(f"{FILE}:Moody") == f"{FILE}:Moody"
     with pytest.raises(ValueError, match="defines no 'Mody'"):
