@@ -28,6 +28,7 @@ from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
 from reinforce_ada_jax.serving import http as http_lib  # noqa: E402
 from reinforce_ada_jax.serving.settings import ServerSettings, bind  # noqa: E402
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
+from reinforce_ada_jax.serving.tinker import service as service_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker.app import App  # noqa: E402
 from reinforce_ada_jax.training.components import ASSETS  # noqa: E402
@@ -347,6 +348,25 @@ def test_a_silent_session_ends_alone(server, client):
     ):
         lost.forward_backward([datum()], "cross_entropy").result()
     assert training.forward_backward([datum()], "cross_entropy").result().metrics
+
+
+def test_a_session_that_ends_during_a_heartbeat_stays_ended(tmp_path, monkeypatch):
+    """Back among the sessions it would count against their limit, with nothing left of its models."""
+    service = service_lib.Service(settings_for(tmp_path), tmp_path, {})
+    asked = types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    session = service.create_session(asked).session_id
+    check, ending = service._check_session, threading.Thread(target=service.end_session, args=(session, "of a test"))
+
+    def ends_after(checked):
+        check(checked)
+        ending.start()
+        ending.join(0.2)
+
+    monkeypatch.setattr(service, "_check_session", ends_after)
+    service.heartbeat(session)
+    ending.join()
+    assert session not in service.seen
+    service.store.close()
 
 
 def test_gradients_and_results_survive_a_restart(tmp_path, server):

@@ -104,8 +104,9 @@ class Service:
 
     def heartbeat(self, session: str) -> types.SessionHeartbeatResponse:
         """Notes that the client of a session is there."""
-        self._check_session(session)
-        self.seen[session] = time.monotonic()
+        with self.lock:  # it may end meanwhile
+            self._check_session(session)
+            self.seen[session] = time.monotonic()
         return types.SessionHeartbeatResponse()
 
     def _check_session(self, session: str) -> None:
