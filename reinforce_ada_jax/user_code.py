@@ -1,63 +1,46 @@
-"""A user's own Python file, named as "file.py:function": parsed and run.
+"""A user's own Python file, named as "file.py:function": checked and run.
 
 `collection.strategy`, `reward.path` and `environment.path` name such files. They are trusted (docs/security.md). The
 caller checks the function or class itself.
 """
 
-import ast
 import importlib.machinery
 import importlib.util
 import pathlib
+import re
+import symtable
 import sys
 import types
 import warnings
 import zlib
-from collections.abc import Iterable
 
 
-def parse(path: pathlib.Path, setting: str) -> ast.Module:
-    """Returns the file's syntax tree, without running it.
+def check(path: pathlib.Path, setting: str, name: str) -> None:
+    """Checks that a file defines a name, without running the file.
 
     Args:
       path: the file.
       setting: beginning of an error message: "collection.strategy is 'mine.py:triple'".
+      name: of the function or class; any name, if the file imports all names of a module.
 
     Raises:
-      ValueError: the file does not exist, its name doesn't end in .py, or it is not valid Python.
+      ValueError: there is no such file, its name doesn't end in .py, it is not valid Python, or it defines no such
+        name.
     """
     if not path.is_file():
         raise ValueError(f"{setting}, but there is no file {str(path)!r}.")
     if path.suffix != ".py":
         raise ValueError(f"{setting}, but {str(path)!r} is no Python file: its name must end in .py.")
     try:
+        source = importlib.util.decode_source(path.read_bytes())
         with warnings.catch_warnings(action="ignore"):  # `run` shows them
-            tree = ast.parse(path.read_bytes(), filename=str(path))
-            compile(tree, str(path), "exec", dont_inherit=True)  # finds more than parsing: a return outside a function
-    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+            compile(source, str(path), "exec", dont_inherit=True)
+            symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes, or not UTF-8
         raise ValueError(f"{setting}, but {path} is not valid Python: {error}.") from error
-    return tree
-
-
-def bound(statements: Iterable[ast.stmt]) -> Iterable[str]:
-    """Yields the names that a module's statements bind, "*" for an import of everything, without function bodies."""
-    for statement in statements:
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                yield statement.name
-            case ast.Import() | ast.ImportFrom():
-                yield from (alias.asname or alias.name for alias in statement.names)
-            case ast.Assign():
-                names = (each for target in statement.targets for each in ast.walk(target))
-                yield from (each.id for each in names if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr()):
-                yield name
-            case ast.If() | ast.For() | ast.While():
-                yield from bound([*statement.body, *statement.orelse])
-            case ast.With():
-                yield from bound(statement.body)
-            case ast.Try() | ast.TryStar():
-                yield from bound([*statement.body, *statement.orelse, *statement.finalbody])
-                yield from (name for handler in statement.handlers for name in bound(handler.body))
+    defined = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
+    if name not in defined and not re.search(r"import\s*\*", source):
+        raise ValueError(f"{setting}, but {path} defines no {name!r} (it defines {', '.join(defined) or 'nothing'}).")
 
 
 class _WithoutBytecode(importlib.machinery.SourceFileLoader):

@@ -318,11 +318,8 @@ def _load_function(reference: str) -> Callable[[CollectionConfig], Any]:
     """
     path_name, _, name = reference.rpartition(":")
     path, setting = pathlib.Path(path_name), f"collection.strategy is {reference!r}"
-    user_code.parse(path, setting)
-    module = user_code.run(path)
-    if not hasattr(module, name):
-        raise ValueError(f"{setting}, but {path} defines no {name!r}.")
-    if not callable(function := getattr(module, name)):
+    user_code.check(path, setting, name)
+    if not callable(function := getattr(user_code.run(path), name, None)):
         raise ValueError(f"{setting}, which is {function!r}; it must be a function of the collection section.")
     return function
 

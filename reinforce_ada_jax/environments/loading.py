@@ -25,10 +25,8 @@ def file_reference(reference: str) -> str:
     if path_name == VERIFIERS:
         _package(name)
         return reference
-    path, setting = pathlib.Path(path_name).resolve(), f"environment.path is {reference!r}"
-    bound = list(user_code.bound(user_code.parse(path, setting).body))
-    if name not in bound and "*" not in bound:
-        raise ValueError(f"{setting}, but {path} defines no {name!r} (it defines {', '.join(bound) or 'nothing'}).")
+    path = pathlib.Path(path_name).resolve()
+    user_code.check(path, f"environment.path is {reference!r}", name)
     return f"{path}:{name}"
 
 

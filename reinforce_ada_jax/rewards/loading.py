@@ -77,12 +77,7 @@ def file_reference(reference: str) -> str:
         raise ValueError(f"a grade function in a file is named file.py:function, not {reference!r}.")
     path_name, _, function = reference.rpartition(":")
     path = pathlib.Path(path_name).resolve()
-    bound = list(user_code.bound(user_code.parse(path, f"the grade function is {reference!r}").body))
-    if function not in bound and "*" not in bound:
-        found = ", ".join(entry for entry in bound if "." not in entry) or "nothing"
-        raise ValueError(
-            f"the grade function is {reference!r}, but {path} defines no {function!r} (it defines {found})."
-        )
+    user_code.check(path, f"the grade function is {reference!r}", function)
     return f"{path}:{function}"
 
 

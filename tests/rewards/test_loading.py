@@ -92,7 +92,6 @@ except ImportError:
 with contextlib.suppress(ImportError):
     def within(response, answer): ...
 annotated: object = renamed
-declared: object
 first, (second, FORMS["item"]) = renamed, (renamed, 1)
 class Called:
     def method(self): ...
@@ -107,7 +106,7 @@ def test_the_parent_checks_a_file_without_running_it(tmp_path):
     forms = "imported renamed assigned conditional otherwise tried fallback within annotated first second Called outer"
     for name in forms.split():
         assert loading.file_reference(f"{file}:{name}") == f"{file}:{name}"
-    for name in ("inner", "method", "other", "absent", "declared", "FORMS"):
+    for name in ("inner", "method", "other", "absent", "FORMS"):
         with pytest.raises(ValueError, match=rf"defines no '{name}' \(it defines imported, renamed, assigned, "):
             loading.file_reference(f"{file}:{name}")
 
