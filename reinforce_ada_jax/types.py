@@ -228,7 +228,10 @@ class RequestQueue(Protocol):
         ...
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
-        """Returns up to `limit` draws of these prompts that their next verdicts may ask for, for idle slots."""
+        """Returns up to `limit` draws of these prompts that their next verdicts may ask for, for idle slots.
+
+        Prompts of later turns have none.
+        """
         ...
 
     def wait(self) -> bool:

@@ -86,7 +86,7 @@ class CollectionQueue:
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
         if not self._speculative:
             return []
-        prompts = (self._by_id[prompt_id] for prompt_id in prompt_ids)
+        prompts = (self._by_id[prompt_id] for prompt_id in prompt_ids if prompt_id in self._by_id)
         return self._started(speculative_requests(prompts, limit, self._strategy.max_draws))
 
     def _take(self, waiting: list[tuple[int, int, Request]], limit: int) -> list[Request]:

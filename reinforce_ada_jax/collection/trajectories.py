@@ -108,7 +108,7 @@ class Trajectories:
     """
 
     def __init__(
-        self, environment: Environment, *, max_turns: int, max_tokens: int, deterministic: bool, max_begun: int = 2**31
+        self, environment: Environment, *, max_turns: int, max_tokens: int, max_begun: int, deterministic: bool
     ):
         """Makes the queue of a collection's turns.
 
@@ -116,8 +116,8 @@ class Trajectories:
           environment: answers turns.
           max_turns: most turns of the model; a trajectory that needs more has the reward 0.
           max_tokens: most tokens after the prompt, those of the environment included.
-          deterministic: see above.
           max_begun: most trajectories that have begun and not ended, for whose turns the sampler has room.
+          deterministic: see above.
         """
         self._environment, self._max_turns, self._max_tokens = environment, max_turns, max_tokens
         self._max_begun, self._deterministic = max_begun, deterministic
@@ -129,7 +129,6 @@ class Trajectories:
         self._decoding: dict[tuple[str, int], _Trajectory] = {}  # turns at the sampler, by their address
         self._pending: dict[Future[Any], _Trajectory] = {}  # turns at the environment, in order
         self._ready: collections.deque[tuple[Request, _Trajectory]] = collections.deque()  # next turns
-        self._turn_ids: set[str] = set()  # of the prompts of all turns but the first ones
         self._over: list[str] = []  # those whose trajectory has ended
         self._verdicts.clear()
 
@@ -148,18 +147,17 @@ class Trajectories:
             if not self._deterministic:
                 self._hand_over(self._read([future for future in self._pending if future.done()]))
             taken = self._take_ready(limit)
-            room = min(limit - len(taken), self._room)
-            taken += self._begin(self._queue.take(room, wait=wait)) if room > 0 else []
+            if room := min(limit - len(taken), self._room):
+                taken += self._begin(self._queue.take(room, wait=wait))
             if taken or self._decoding or not (wait and self._pending):
                 return taken
             self._wait_for_answer()
 
     def take_prefetch(self, limit: int) -> list[Request]:
-        return self._begin(self._queue.take_prefetch(min(limit, self._room))) if self._room > 0 else []
+        return self._begin(self._queue.take_prefetch(min(limit, self._room)))
 
     def take_speculative(self, limit: int, prompt_ids: Collection[str]) -> list[Request]:
-        prompts = [prompt_id for prompt_id in prompt_ids if prompt_id not in self._turn_ids]
-        return self._begin(self._queue.take_speculative(min(limit, self._room), prompts)) if self._room > 0 else []
+        return self._begin(self._queue.take_speculative(min(limit, self._room), prompt_ids))
 
     def wait(self) -> bool:
         if not self._pending:
@@ -198,7 +196,7 @@ class Trajectories:
     @property
     def _room(self) -> int:
         """Number of trajectories that may begin."""
-        return self._max_begun - len(self._decoding) - len(self._pending) - len(self._ready)
+        return max(0, self._max_begun - len(self._decoding) - len(self._pending) - len(self._ready))
 
     # ---- turns -------------------------------------------------------------------------------------------------------
 
@@ -247,7 +245,6 @@ class Trajectories:
             else:
                 trajectory.tokens.append(found)
                 self._ready.append((trajectory.next_request(self._max_turns), trajectory))
-                self._turn_ids.add(trajectory.turn_id(len(trajectory.turns)))
         return finished
 
     def _end(self, trajectory: _Trajectory, verdict: Verdict, *, truncated: bool = False) -> Response:
