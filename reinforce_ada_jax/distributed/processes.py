@@ -255,13 +255,15 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def member() -> Iterator[None]:
-    """Leaves the run at the end of `initialize` and a run; an error in them ends this process at once.
+def joined(*, cluster: bool) -> Iterator[None]:
+    """Makes the block of a command one process of the run, which leaves at the end; `cluster` as for `initialize`.
 
-    The others notice that the connection ends. JAX's own exit waits for all processes, but those that wait in a program
-    never come there.
+    An error in the block, or while joining, ends this process at once. The others notice that the connection ends.
+    JAX's own exit waits for all processes, but those that wait in a program never come there.
     """
     try:
+        with cli.user_input():
+            initialize(cluster=cluster)
         yield
     except BaseException as error:
         if _watchdog is None or _watchdog.leaving:
@@ -277,15 +279,6 @@ def member() -> Iterator[None]:
         sys.stderr.flush()
         os._exit(code)
     leave()
-
-
-@contextlib.contextmanager
-def joined(*, cluster: bool) -> Iterator[None]:
-    """Makes the block of a command one process of the run: `initialize` as a `member`, who leaves at the end."""
-    with member():  # a process that can't join must end at once, too
-        with cli.user_input():
-            initialize(cluster=cluster)
-        yield
 
 
 def wait_for_news() -> None:

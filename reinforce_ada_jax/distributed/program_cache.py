@@ -28,24 +28,19 @@ ABANDONED_AFTER_S = 3600.0  # no process takes as long to write one file
 _HASH_BYTES, _PARTIAL = 32, ".partial"
 
 
-def default_folder() -> pathlib.Path:
-    """Returns $XDG_CACHE_HOME/reinforce_ada_jax/programs; XDG_CACHE_HOME is ~/.cache where it is not set."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(cache).expanduser() / "reinforce_ada_jax" / "programs"
-
-
 def keep_programs(chosen: str) -> None:
     """Makes this process read programs from a folder, and write there those that it compiles.
 
     A folder that JAX already has (JAX_COMPILATION_CACHE_DIR) stays as it is.
 
     Args:
-      chosen: the folder, which may be one of a bucket; "auto" for `default_folder`, "" for none.
+      chosen: the folder, which may be one of a bucket; "auto" for `buckets.cache_folder`, "" for none.
     """
     if not chosen or jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
     in_bucket = buckets.is_bucket(chosen)
-    folder = (default_folder() if chosen == AUTO or in_bucket else pathlib.Path(chosen).expanduser()) / _machine()
+    local = buckets.cache_folder("programs") if chosen == AUTO or in_bucket else pathlib.Path(chosen).expanduser()
+    folder = local / _machine()
     try:
         # Everyone who can write here runs code in the processes that read it.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -33,10 +34,10 @@ STRANGERS = 128  # connections of strangers that may queue beside those of the o
 NEWS_S = 5  # from a collective that fails to the message that a process is gone; and from one refusal to another
 GREETING_S = 10  # from a connection to the secret, which a process of the run sends at once
 
-# Messages are three bytes: a kind, and a process.
+_MESSAGE = struct.Struct("<cH")  # a kind, and a process
 _JOIN, _LEAVE, _STOP, _GONE, _REFUSE = b"J", b"L", b"S", b"G", b"R"
 _SECRET = 16
-_GREETING = _SECRET + 3  # the secret, and a message
+_GREETING = _SECRET + _MESSAGE.size
 
 
 class UnreachableError(ValueError):
@@ -64,14 +65,6 @@ def _listening(host: str, backlog: int) -> socket.socket:
     if host:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
     return socket.create_server((host, 0), family=family, backlog=backlog)
-
-
-def _numbered(process: int) -> bytes:
-    return bytes([process % 256, process // 256])
-
-
-def _number(data: bytes) -> int:
-    return data[0] + 256 * data[1]
 
 
 def _more(link: socket.socket, data: bytearray) -> bool:
@@ -124,7 +117,7 @@ class Watchdog:
         port, secret = greeting.split()
         try:
             link = _kept_alive(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
-            link.sendall(bytes.fromhex(secret) + _JOIN + _numbered(self.index))
+            link.sendall(bytes.fromhex(secret) + _MESSAGE.pack(_JOIN, self.index))
         except OSError as error:
             raise UnreachableError(
                 f"process {self.index} of {self.count} can't connect with process 0 at {host}, port {port} ({error}). "
@@ -181,9 +174,9 @@ class Watchdog:
 
     def _admit(self, link: socket.socket, data: bytes) -> None:
         """Keeps the connection of a process that sent the secret; closes any other, for example a port scanner's."""
-        if len(data) == _GREETING and hmac.compare_digest(data[:-2], self._secret + _JOIN):
-            process = _number(data[-2:])
-            if 0 < process < self.count and process not in self._links:
+        if len(data) == _GREETING and hmac.compare_digest(data[:_SECRET], self._secret):
+            kind, process = _MESSAGE.unpack(data[_SECRET:])
+            if kind == _JOIN and 0 < process < self.count and process not in self._links:
                 link.setblocking(True)
                 self._links[process] = _kept_alive(link)
                 return
@@ -207,10 +200,10 @@ class Watchdog:
         self.leaving = True
         self._send(_REFUSE, self.index)
 
-    def _send(self, what: bytes, process: int) -> None:
+    def _send(self, kind: bytes, process: int) -> None:
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                link.sendall(what + _numbered(process))
+                link.sendall(_MESSAGE.pack(kind, process))
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -225,27 +218,27 @@ class Watchdog:
     def _receive(self, link: socket.socket, process: int) -> bool:
         """Handles one message; returns False if the connection sends no more."""
         try:
-            message = link.recv(3, socket.MSG_WAITALL)
+            message = link.recv(_MESSAGE.size, socket.MSG_WAITALL)
         except OSError:
             message = b""
-        if len(message) < 3:
+        if len(message) < _MESSAGE.size:
             self._lose(process)
             return False
-        what, about = message[:1], _number(message[1:])
-        if what == _GONE:
+        kind, about = _MESSAGE.unpack(message)
+        if kind == _GONE:
             self._lose(about)
-        if what == _STOP:
+        if kind == _STOP:
             self.asked_to_stop = True
             if self.index == 0:
                 self._send(_STOP, about)
-        if what == _REFUSE and not self.refused:
+        if kind == _REFUSE and not self.refused:
             self.refused = True
             if self.index == 0:
                 self._send(_REFUSE, about)
             timer = threading.Timer(NEWS_S, self._end_refused, [about])
             timer.daemon = True
             timer.start()
-        return what not in (_LEAVE, _REFUSE)
+        return kind not in (_LEAVE, _REFUSE)
 
     def _end_refused(self, process: int) -> None:
         if not self.leaving:

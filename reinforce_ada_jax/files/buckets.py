@@ -142,10 +142,10 @@ def remove(folder: AnyPath) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def cache_folder() -> pathlib.Path:
-    """Returns $XDG_CACHE_HOME/reinforce_ada_jax/buckets; XDG_CACHE_HOME is ~/.cache where it is not set."""
+def cache_folder(name: str) -> pathlib.Path:
+    """Returns $XDG_CACHE_HOME/reinforce_ada_jax/NAME; XDG_CACHE_HOME is ~/.cache where it is not set."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return pathlib.Path(cache).expanduser() / "reinforce_ada_jax" / "buckets"
+    return pathlib.Path(cache).expanduser() / "reinforce_ada_jax" / name
 
 
 def objects(folder: str) -> dict[str, Mapping[str, Any]]:
@@ -180,7 +180,7 @@ def fetch(source: str) -> pathlib.Path:
     versions = "\n".join(f"{name} {about.get('generation')} {about['size']}" for name, about in found.items())
     version = hashlib.sha256(f"{source}\n{versions}".encode()).hexdigest()[:16]
     bucket, name = source.removeprefix("gs://").split("/")[0], source.rpartition("/")[2]
-    home = cache_folder() / bucket / version
+    home = cache_folder("buckets") / bucket / version
     if not home.exists():
         home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home.parent, prefix=".partial-") as partial:

@@ -253,14 +253,11 @@ def test_the_host_of_an_address(address, host):
 # What a run does with the other processes before it does anything else.
 JOIN = """
 import sys
-from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed import processes, watchdog
 if sys.argv[1] == "deaf":  # process 0 names a port at which nothing listens
     real, watchdog.JOIN_S = watchdog.Watchdog.listen, 3
     watchdog.Watchdog.listen = lambda line, host="": "9 " + real(line, host).split()[1]
-with processes.member():
-    with cli.user_input():
-        processes.initialize(cluster=False)
+with processes.joined(cluster=False):
     print(processes.exchange(b"%d" % processes.index()), flush=True)
 """
 

@@ -10,6 +10,7 @@ import pytest
 
 from reinforce_ada_jax.distributed import program_cache
 from reinforce_ada_jax.distributed.program_cache import ProgramBucket, ProgramFolder
+from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.buckets import BucketError
 from tests.bucket_server import Buckets, serving
 from tests.running import ROOT, environment
@@ -53,10 +54,10 @@ def test_second_start_compiles_nothing_and_damage_is_repaired(tmp_path):
 
 def test_default_folder_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
-    assert program_cache.default_folder() == pathlib.Path("/scratch/reinforce_ada_jax/programs")
+    assert buckets.cache_folder("programs") == pathlib.Path("/scratch/reinforce_ada_jax/programs")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert program_cache.default_folder() == pathlib.Path("/home/me/.cache/reinforce_ada_jax/programs")
+    assert buckets.cache_folder("programs") == pathlib.Path("/home/me/.cache/reinforce_ada_jax/programs")
 
 
 def test_folder_that_jax_has_stays(tmp_path):
@@ -195,6 +196,7 @@ NODES = """
 import collections, shutil, sys
 import jax
 from reinforce_ada_jax.distributed import program_cache
+from reinforce_ada_jax.files import buckets
 
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
@@ -203,7 +205,7 @@ for _ in range(2):
     before = events.copy()
     result = float(jax.jit(lambda x: x * x)(3.0))
     print(result, *(events[name] - before[name] for name in ("cache_misses", "cache_hits")))
-    shutil.rmtree(program_cache.default_folder())
+    shutil.rmtree(buckets.cache_folder("programs"))
     jax.config.update("jax_compilation_cache_dir", None)
     jax.clear_caches()
     program_cache.keep_programs("gs://programs/nodes")
