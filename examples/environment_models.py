@@ -22,9 +22,9 @@ from absl import flags
 from word_problems import make_architecture
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.data.templates import DATE, Chat
+from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.data.turns import Turns
+from reinforce_ada_jax.data.turns import following
 from reinforce_ada_jax.environments.episode import Episode, tools_of
 from reinforce_ada_jax.environments.tools import schema
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
@@ -132,18 +132,18 @@ def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
-def example(tokenizer: Tokenizer, turns: Turns, first: list[Row], said: list[tuple[str, list[Row]]]) -> Example:
+def example(tokenizer: Tokenizer, chat: Chat, first: list[Row], said: list[tuple[str, list[Row]]]) -> Example:
     """A conversation as a row for the learner: the environment's tokens are inputs only."""
     stop, segments = tokenizer.stop_ids[0], []
     for text, reply in said:
         segments.append(np.append(tokenizer.encode(text), stop).astype(np.int32))
         if reply:
-            segments.append(turns.following(first, reply, stop))
+            segments.append(following(tokenizer, chat, first, reply, stop))
     segments = segments[: 2 * len(said) - 1]
     tokens = np.concatenate(segments)
     lengths = tuple(map(len, segments)) if len(segments) > 1 else ()
     response = Response("", 0, tokens, np.zeros(len(tokens), np.float32), False, segments=lengths)
-    prompt = tokenizer.render("", "chat", Chat("", "", DATE, turns.tools), messages=first)
+    prompt = tokenizer.render("", "chat", chat, messages=first)
     return Example(prompt, response)
 
 
@@ -176,8 +176,8 @@ def main(name: str, output: pathlib.Path, seed: int) -> None:
         texts = [text for text, _ in answers] + [message["content"] for messages in heard for message in messages]
         write_tokenizer(pathlib.Path(folder), texts)
         tokenizer = Tokenizer.load(folder)
-        turns, architecture = Turns(tokenizer, DATE, tools), make_architecture(tokenizer)
-        examples = [example(tokenizer, turns, first, said) for first, said in drawn]
+        chat, architecture = Chat("", "", tools=tools), make_architecture(tokenizer)
+        examples = [example(tokenizer, chat, first, said) for first, said in drawn]
         params = warm_start.fit(
             architecture, transformer.init(architecture, jax.random.key(seed)), batches(examples, rng),
             updates=task.updates, learning_rate=LEARNING_RATE,

@@ -4,62 +4,49 @@ A model's own tokens are never decoded and encoded again. The template renders t
 the model's turn, and the text behind the placeholder is encoded alone.
 """
 
-import dataclasses
-import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jinja2
 import numpy as np
 from jaxtyping import Int32
 
-from reinforce_ada_jax.data.templates import render_chat
+from reinforce_ada_jax.data.templates import Chat, render_chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 
 # Letters only: templates may strip spaces, and escape signs.
 _PLACEHOLDER = "TURNOFTHEMODEL"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Turns:
-    """Chat template of a model, for what follows its turns.
+def following(
+    tokenizer: Tokenizer,
+    chat: Chat,
+    first: Sequence[Mapping[str, str]],
+    new: Sequence[Mapping[str, str]],
+    stop_id: int,
+) -> Int32[np.ndarray, " T"]:
+    """Returns the tokens between two turns of the model, up to the beginning of the second one.
 
-    Attributes:
+    Args:
       tokenizer: of the model.
-      date: that templates print.
-      tools: descriptions of the tools that the model may call.
+      chat: date and tools that the template gets.
+      first: messages before the first turn.
+      new: messages that answer the turn.
+      stop_id: the token that ended the turn. Where the template ends turns with the same one, it is not repeated.
+
+    Raises:
+      ValueError: there is no template, or it can't render these messages.
     """
-
-    tokenizer: Tokenizer
-    date: datetime.date
-    tools: Sequence[Mapping[str, Any]] = ()
-
-    def following(
-        self, first: Sequence[Mapping[str, str]], new: Sequence[Mapping[str, str]], stop_id: int
-    ) -> Int32[np.ndarray, " T"]:
-        """Returns the tokens between two turns of the model, up to the beginning of the second one.
-
-        Args:
-          first: messages before the first turn.
-          new: messages that answer the turn.
-          stop_id: the token that ended the turn. Where the template ends turns with the same one, it is not repeated.
-
-        Raises:
-          ValueError: there is no template, or it can't render these messages.
-        """
-        tokenizer = self.tokenizer
-        if tokenizer.chat_template is None:
-            raise ValueError(f"{tokenizer.folder} has no chat template, and a task of several turns needs one.")
-        turn = {"role": "assistant", "content": _PLACEHOLDER}
-        messages = [*first, turn, *new]
-        try:
-            text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens, self.date, self.tools)
-        except jinja2.TemplateError as error:
-            raise ValueError(
-                f"the chat template of {tokenizer.folder} can't render a conversation with the messages {new!r:.200} "
-                f"after a turn of the model ({error})."
-            ) from error
-        _, found, rest = text.rpartition(_PLACEHOLDER)
-        if not found:
-            raise ValueError(f"the chat template of {tokenizer.folder} does not render the turns of the model.")
-        return tokenizer.encode(rest.removeprefix(tokenizer.token(stop_id)), add_special_tokens=False)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"{tokenizer.folder} has no chat template, and a task of several turns needs one.")
+    messages = [*first, {"role": "assistant", "content": _PLACEHOLDER}, *new]
+    try:
+        text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens, chat.date, chat.tools)
+    except jinja2.TemplateError as error:
+        raise ValueError(
+            f"the chat template of {tokenizer.folder} can't render a conversation with the messages {new!r:.200} "
+            f"after a turn of the model ({error})."
+        ) from error
+    _, found, rest = text.rpartition(_PLACEHOLDER)
+    if not found:
+        raise ValueError(f"the chat template of {tokenizer.folder} does not render the turns of the model.")
+    return tokenizer.encode(rest.removeprefix(tokenizer.token(stop_id)), add_special_tokens=False)

@@ -15,9 +15,9 @@ from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.collection.verification import VerifyFn
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.problems import Problem, place
-from reinforce_ada_jax.data.templates import chat_from_config
+from reinforce_ada_jax.data.templates import Chat, chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.data.turns import Turns
+from reinforce_ada_jax.data.turns import following
 from reinforce_ada_jax.environments import loading
 from reinforce_ada_jax.environments.workers import CannotStart, EnvironmentPool, Episode, Reply
 from reinforce_ada_jax.rewards.shaping import Shaping
@@ -52,7 +52,7 @@ class Environments:
         self.pool = EnvironmentPool(reference, settings.workers, settings.timeout_s)
         self.pool.check()
         self.tools = self.pool.tools
-        self._turns = Turns(tokenizer, chat_from_config(config).date, self.tools)
+        self._chat = dataclasses.replace(chat_from_config(config), tools=self.tools)
 
     def with_messages(self, problems: Sequence[Problem]) -> list[Problem]:
         """Returns the problems with the first messages of their environments.
@@ -77,7 +77,7 @@ class Environments:
     def trajectories(self, stream: int, max_tokens: int, *, max_begun: int, deterministic: bool) -> Trajectories:
         """Returns the queue of turns of one drawing, whose addresses begin with `stream`."""
         return Trajectories(
-            _Drawing(self._config, self._tokenizer, self._turns, self.pool, stream),
+            _Drawing(self._config, self._tokenizer, self._chat, self.pool, stream),
             max_turns=self._config.environment.max_turns, max_tokens=max_tokens, max_begun=max_begun,
             deterministic=deterministic,
         )  # fmt: skip
@@ -89,7 +89,7 @@ class _Drawing:
 
     config: Config
     tokenizer: Tokenizer
-    turns: Turns
+    chat: Chat
     pool: EnvironmentPool
     stream: int
 
@@ -111,7 +111,8 @@ class _Drawing:
         if answer.reward is not None:
             return Verdict(answer.reward > self.config.reward.positive_threshold, answer.reward)
         try:
-            return self.turns.following(trajectory.episode.first, answer.messages, trajectory.stop_id)
+            first, new = trajectory.episode.first, answer.messages
+            return following(self.tokenizer, self.chat, first, new, trajectory.stop_id)
         except ValueError as error:
             return Verdict(False, 0.0, self.pool.failed("error", str(error)).failure)
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import tokenizers
 
-from reinforce_ada_jax.data.templates import DATE, Chat
+from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.data.turns import Turns
+from reinforce_ada_jax.data.turns import following
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
@@ -45,28 +45,28 @@ def with_template(tokenizer, template):
 
 
 def test_a_turns_tokens_are_what_the_template_puts_after_it(chatml):
-    turns, end = Turns(chatml, DATE), chatml.encode("<|im_end|>")[0]
-    prompt = chatml.render("", "chat", Chat("", ""), messages=FIRST)
+    chat, end = Chat("", ""), chatml.encode("<|im_end|>")[0]
+    prompt = chatml.render("", "chat", chat, messages=FIRST)
     assert text(chatml, prompt) == "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n"
-    between = turns.following(FIRST, HINT, int(end))
+    between = following(chatml, chat, FIRST, HINT, int(end))
     assert text(chatml, between) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     # Prompt, the turn with its stop token, and what follows are the rendered conversation.
     conversation = [*FIRST, {"role": "assistant", "content": "4"}, *HINT]
     whole = text(chatml, prompt) + "4<|im_end|>" + text(chatml, between)
-    assert whole == chatml.render_text("", Chat("", ""), conversation)
+    assert whole == chatml.render_text("", chat, conversation)
 
 
 def test_another_stop_token_stays_before_the_end_of_the_turn(chatml):
     other = int(chatml.encode("<|endoftext|>")[0])
-    assert text(chatml, Turns(chatml, DATE).following(FIRST, HINT, other)).startswith("<|im_end|>\n<|im_start|>user")
+    assert text(chatml, following(chatml, Chat(), FIRST, HINT, other)).startswith("<|im_end|>\n<|im_start|>user")
 
 
 def test_tools_are_the_templates_where_it_knows_them(chatml):
     knowing = with_template(chatml, WITH_TOOLS)
     chat = Chat("", "", tools=[ADD])
     assert knowing.render_text("", chat, FIRST).startswith("[add]<|im_start|>user\n2 + 3")
-    following = Turns(knowing, DATE, [ADD]).following(FIRST, RESULT, 0)
-    assert text(knowing, following) == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    between = following(knowing, chat, FIRST, RESULT, 0)
+    assert text(knowing, between) == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_tools_are_described_in_words_where_the_template_knows_none(chatml):
@@ -76,10 +76,11 @@ def test_tools_are_described_in_words_where_the_template_knows_none(chatml):
         '</tool_call>. The functions are:\n{"name": "add", "description": "Adds.", "parameters": {}}<|im_end|>\n'
         "<|im_start|>user\n2 + 3<|im_end|>\n<|im_start|>assistant\n"
     )
-    alone = chatml.render_text("", Chat("", "", tools=[ADD]), FIRST)
+    chat = Chat("", "", tools=[ADD])
+    alone = chatml.render_text("", chat, FIRST)
     assert alone.startswith("<|im_start|>system\nTo call a function")
-    following = Turns(chatml, DATE, [ADD]).following(FIRST, RESULT, 0)
-    assert "user\n<tool_response>5</tool_response><|im_end|>" in text(chatml, following)
+    between = following(chatml, chat, FIRST, RESULT, 0)
+    assert "user\n<tool_response>5</tool_response><|im_end|>" in text(chatml, between)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +93,4 @@ def test_tools_are_described_in_words_where_the_template_knows_none(chatml):
 )
 def test_templates_without_turns_are_refused(chatml, template, message):
     with pytest.raises(ValueError, match=message):
-        Turns(with_template(chatml, template), DATE).following(FIRST, HINT, 0)
+        following(with_template(chatml, template), Chat(), FIRST, HINT, 0)
