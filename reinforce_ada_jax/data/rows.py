@@ -28,7 +28,6 @@ MAX_ID_LENGTH = 1024
 
 _GSM8K_ANSWER = re.compile(r"(?:\A|\n)####[ \t]*(\S[^\n]*?)\s*\Z")
 _NUMBER = re.compile(r"[-+]?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?%?")
-_BRACE = re.compile(r"[{}]")
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -108,11 +107,12 @@ def _messages(messages: Any, name: str, where: str) -> list[dict[str, str]]:
 
 def _boxed(text: str) -> str | None:
     r"""Returns the content of the last `\boxed{...}` of a solution, or None."""
-    start, depth = text.rfind(r"\boxed{"), 0
-    for brace in _BRACE.finditer(text, max(start, 0)) if start >= 0 else ():
+    _, found, rest = text.rpartition(r"\boxed{")
+    depth = 1
+    for brace in re.finditer("[{}]", rest if found else ""):
         depth += 1 if brace.group() == "{" else -1
         if not depth:
-            return text[start + len(r"\boxed{") : brace.start()].strip()
+            return rest[: brace.start()].strip()
     return None
 
 
@@ -149,7 +149,6 @@ def _numbered(name: str, seen: collections.Counter[str]) -> str:
 
 
 def _own_id(row: Mapping[str, Any], where: str) -> str | None:
-    """Returns the id of a row as text, or None."""
     name = row.get("id")
     if name is None:
         return None

@@ -166,7 +166,6 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
     iterations, start = 0, 0.0
 
     def begin(self) -> None:
-        """Resets the counters of one rendering."""
         self.iterations, self.start = 0, time.monotonic()
 
     def _parse(self, source, name, filename):
@@ -222,8 +221,6 @@ def _bounded(arguments: Sequence[Any], named: dict[str, Any]) -> None:
 
 
 def _with_bounds(function):
-    """Returns a filter that checks its arguments first."""
-
     @functools.wraps(function)
     def bounded(*arguments, **named):
         _bounded(arguments, named)

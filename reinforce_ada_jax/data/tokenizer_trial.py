@@ -114,21 +114,16 @@ def _use(folder: pathlib.Path, chat: Chat) -> None:
         tokenizer.decode(np.arange(first, min(first + _DECODED_TOKENS, tokenizer.vocab_size)))
 
 
-def _problem(folder: pathlib.Path, chat: Chat) -> str:
-    """Returns why the folder can't be used within the limits; "" if it can, or has an ordinary mistake."""
-    try:
-        _use(folder, chat)
-    except BaseException as error:
-        return _reason(error)
-    return ""
-
-
 def main() -> None:
     descriptor, folder, asked, memory_bytes, processor_s = sys.argv[1:]
     child.confine(int(memory_bytes), int(processor_s))
     chat = json.loads(asked)
     chat = Chat(**chat | {"date": datetime.date.fromisoformat(chat["date"])})
-    problem = " ".join(_problem(pathlib.Path(folder), chat).split())
+    problem = ""
+    try:
+        _use(pathlib.Path(folder), chat)
+    except BaseException as error:
+        problem = " ".join(_reason(error).split())
     with socket.socket(fileno=int(descriptor)) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(messages.to_line({"problem": problem}))
 

@@ -314,11 +314,11 @@ def _drawn(
     files: OutputFiles,
     verifiers: VerifierPool,
     samples: int,
-    describe: Callable[[int], str],
+    describe: Callable[[int, int], str],
 ) -> ResponseStore:
     """Returns the store with the responses to the prompts; draws those that it lacks.
 
-    `describe` returns what is printed before, from the number of prompts that lack responses.
+    `describe` returns what is printed before, from the number of prompts and of those that lack responses.
     """
     with cli.user_input():
         fingerprint, stop_ids = adapter_files.fingerprint(components.folder), list(components.tokenizer.stop_ids)
@@ -329,7 +329,7 @@ def _drawn(
         compilation, ready = drawing.compile_early(components.engine, missing)
         params = components_lib.load_params(config, components, config.model.compute_dtype) if missing else None
     if processes.is_writer():
-        print(describe(len(missing)), flush=True)
+        print(describe(len(prompts), len(missing)), flush=True)
     if params is not None:
         done = len(prompts) - len(missing)
         with compilation, writing([store], len(prompts), done, "prompts") as progress:
@@ -375,13 +375,17 @@ def prepare(
         reward = check_reward(config, verifier_pool, prompts[:1])
         if dry_run:
             huggingface.check_weights(components.folder, components.architecture)
-    policy, read = str(components.folder), [description(source, problems)]
+
+    def describe(found: int, missing: int) -> str:
+        policy, read = str(components.folder), [description(source, problems)]
+        sets = {source: (found, missing)}
+        return summary.drawing(
+            config, components, policy, sets, read, samples, config.sampling, files.output, reward=reward
+        )
+
     if dry_run:
-        sets = {source: (len(prompts), len(prompts))}
-        drawn_as = (sets, read, samples, config.sampling, files.output)
-        text = summary.drawing(config, components, policy, *drawn_as, reward=reward)
         if processes.is_writer():
-            print(summary.dry_run(config, text))
+            print(summary.dry_run(config, describe(len(prompts), len(prompts))))
         return
     keep_programs(config.logging.compilation_cache)
     with verifier_pool as verifiers:
@@ -390,12 +394,6 @@ def prepare(
         warning = few_prompts(len(passed), config.collection.prompts_per_iteration)
         if warning and processes.is_writer():
             print(warning, file=sys.stderr)  # no band of pass rates can keep enough
-        drawn_as = (read, samples, config.sampling, files.output)
-
-        def describe(missing: int) -> str:
-            sets = {source: (len(passed), missing)}
-            return summary.drawing(config, components, policy, sets, *drawn_as, reward=reward)
-
         store = _drawn(config, components, passed, files, verifiers, samples, describe)
     drawn = store.complete(passed, samples) if processes.is_writer() else {}
     remedy = f"Fix it, remove {buckets.origin(store.file)} and its header, and run the same command again."

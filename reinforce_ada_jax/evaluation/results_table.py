@@ -119,7 +119,6 @@ def table(
 
 
 def _curves(results: Mapping[str, Statistics], samples: int) -> str:
-    """Returns the table of pass@k and all-correct@k."""
     counts = sizes(samples)
     lines = [
         [f"{name}, {shown}", *(f"{result[f'{key}_at_{k}']:.3f}" for k in counts)]
@@ -130,7 +129,6 @@ def _curves(results: Mapping[str, Statistics], samples: int) -> str:
 
 
 def _by_difficulty(name: str, found: Sequence[Difficulty], samples: int) -> str:
-    """Returns the table of scores by initial pass rate."""
     lines = [
         [
             each.range.replace("_", " to "),

@@ -101,7 +101,6 @@ class _Answers:
         return self._connection
 
     def get(self, key: str) -> str | None:
-        """Returns a stored answer, or None."""
         connection = self._open()
         row = connection and connection.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
         return row[0] if row else None
@@ -115,7 +114,6 @@ class _Answers:
         return self.get(key) or answer
 
     def close(self) -> None:
-        """Closes the file."""
         if self._connection is not None:
             self._connection.close()
 
@@ -130,7 +128,6 @@ class _Endpoint:
         self._client = httpx.Client(headers=headers, follow_redirects=False)  # a redirect could take the key elsewhere
 
     def close(self) -> None:
-        """Closes the connections."""
         self._client.close()
 
     def _without_key(self, text: str) -> str:

@@ -268,55 +268,53 @@ class VerifierPool:
         now = time.monotonic()
         settled = []
         for slot, worker in enumerate(self._workers):
+            item = worker.item
             try:
                 message = worker.inbox.read() if worker.connection in readable else None
-                if message is not None:
-                    settled += self._receive(worker, message)
-                elif now >= worker.deadline:
-                    settled += self._lose(slot, "timeout", self._too_long())
+                if message is None and now < worker.deadline:
+                    continue
+                verdict = self._lose(slot, "timeout") if message is None else self._receive(worker, message)
             except (EOFError, ConnectionError):
-                settled += self._end(slot)
+                verdict = self._end(slot)
             except messages.Malformed:
-                settled += self._lose(slot, "crash", "wrote to the socket of its process")
+                verdict = self._lose(slot, "crash", "wrote to the socket of its process")
+            if item is not None:
+                settled.append((item, verdict))
         return settled
 
-    def _receive(self, worker: WorkerProcess, message: dict[str, Any]) -> list[tuple[int, Verdict | None]]:
-        """Processes a message of `rewards.worker`: ready, an error of its start, or a verdict."""
-        settled: list[tuple[int, Verdict | None]] = []
+    def _receive(self, worker: WorkerProcess, message: dict[str, Any]) -> Verdict | None:
+        """Processes a message of `rewards.worker`: a verdict, ready, or an error of its start."""
+        verdict = None
         if worker.item is not None:
             verdict, failure = protocol.verdict_from_json(message, worker.request)
             self.failure = self.failure or failure
-            settled.append((worker.item, verdict))
         elif worker.ready:  # it was asked nothing
             raise messages.Malformed
         elif error := protocol.start_error(message):
             raise CannotStart(self._references, *error)
         worker.ready, worker.item, worker.deadline = True, None, math.inf
         self._num_failed_starts = self._num_killed_starts = 0
-        return settled
+        return verdict
 
-    def _end(self, slot: int) -> list[tuple[int, Verdict | None]]:
-        """Replaces a worker that ended, and settles its pair."""
+    def _end(self, slot: int) -> Verdict | None:
+        """Replaces a worker that closed its socket; returns the verdict of its pair, None to grade it again."""
         late = time.monotonic() >= self._workers[slot].deadline
         code = self._workers[slot].end()
         if late:
-            return self._lose(slot, "timeout", self._too_long())
+            return self._lose(slot, "timeout")
         how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
         return self._lose(slot, "crash", how, code in KILLED_FROM_OUTSIDE)
 
-    def _too_long(self) -> str:
-        return f"took more than {self._time_limit_s:g} s (reward.time_limit_s)"
-
-    def _lose(self, slot: int, reason: str, why: str, from_outside: bool = False) -> list[tuple[int, Verdict | None]]:
-        """Replaces a worker, and settles its pair."""
+    def _lose(self, slot: int, reason: str, why: str = "", from_outside: bool = False) -> Verdict | None:
+        """Replaces a worker; returns the verdict of its pair, None to grade it again."""
         worker = self._workers[slot]
         worker.kill()
         if not worker.ready:
             self._count_failed_start(from_outside)
         self._replace(slot)
-        if worker.item is None:
-            return []
-        return [(worker.item, None if from_outside else self._failed(reason, why))]
+        if worker.item is None or from_outside:
+            return None
+        return self._failed(reason, why or f"took more than {self._time_limit_s:g} s (reward.time_limit_s)")
 
     def _count_failed_start(self, from_outside: bool) -> None:
         self._num_killed_starts += from_outside
