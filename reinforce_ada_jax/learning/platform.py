@@ -144,19 +144,16 @@ def micro_rows(name: str, config: Config, row_shards: int) -> int:
     return max([size for size in valid if size * row_tokens <= CPU_TOKENS], default=valid[0])
 
 
-def peak_flops(name: str, device_kind: str) -> float:
-    """Returns the peak rate of a device of platform `name`, roughly where it is no TPU."""
-    return TPU_FLOPS.get(device_kind) or OTHER_FLOPS.get(name, OTHER_FLOPS["gpu"])
-
-
-def micro_batches_per_program(setting: int, micro_flops: float, peak: float) -> int:
+def micro_batches_per_program(setting: int, micro_flops: float, name: str, device_kind: str) -> int:
     """Returns the micro-batches of an update that one program computes; between two programs a run can end.
 
     Args:
-      setting: of `learning`; 0: as many as take `PROGRAM_S` at the peak rate.
+      setting: of `learning`; 0: as many as take `PROGRAM_S` at the peak rate, which is rough where there is no TPU.
       micro_flops: of a micro-batch on each device.
-      peak: of a device, per second.
+      name: as for `resolve`.
+      device_kind: of the devices.
     """
+    peak = TPU_FLOPS.get(device_kind) or OTHER_FLOPS.get(name, OTHER_FLOPS["gpu"])
     return setting or max(1, int(PROGRAM_S * peak / micro_flops))
 
 
@@ -164,12 +161,9 @@ def update_program(mesh: Mesh, config: Config, num_parameters: int) -> int:
     """Returns `micro_batches_per_program` for the devices of a mesh, of which all share a micro-batch."""
     device = mesh.devices.flat[0]
     rows = micro_rows(device.platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
-    tokens = rows * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
-    return micro_batches_per_program(
-        config.learning.micro_batches_per_program,
-        6 * num_parameters * tokens / mesh.size,
-        peak_flops(device.platform, device.device_kind),
-    )
+    flops = 6 * num_parameters * rows * (config.data.max_prompt_tokens + config.sampling.max_response_tokens)
+    setting = config.learning.micro_batches_per_program
+    return micro_batches_per_program(setting, flops / mesh.size, device.platform, device.device_kind)
 
 
 def gathers_once(gather_weights: str, copy_bytes: float, device_bytes: float) -> bool:

@@ -166,15 +166,8 @@ class Update:
     ):
         """Makes the programs; nothing is compiled.
 
-        Args:
-          loss_fn: of a micro-batch.
-          optimizer: of the step.
-          mesh: of the learner.
-          param_shardings: of what is trained.
-          gathered_layers: returns the copy of the layers' weights that all micro-batches share; None: there is none.
-          gathered_shardings: those of the copy.
-          gap_limits: those of `logprob_gap.gap_limits`.
-          micro_batches_per_program: most micro-batches of one program.
+        `gathered_layers` returns the copy of the layers' weights that all micro-batches share, with
+        `gathered_shardings`; None: there is none.
         """
         self.micro_batches_per_program = micro_batches_per_program
         self._loss_fn, self._optimizer, self._mesh, self._gap_limits = loss_fn, optimizer, mesh, gap_limits

@@ -111,18 +111,13 @@ def shown(text: str) -> str:
     return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
 
 
-def num_failed(verdicts: Iterable[Verdict]) -> int:
-    """Returns the number of verdicts that say that the grading failed, not the response."""
-    return sum(verdict.reason in FAILURES for verdict in verdicts)
-
-
 def too_many_failed(
     config: Config, graders: VerifierPool | EnvironmentPool, what: str, verdicts: Sequence[Verdict], remedy: str
 ) -> str:
     """Returns the message for too many responses whose grading failed, with the first traceback; else ""."""
     of_environment = bool(config.environment.path)
     section, key = (config.environment, "environment") if of_environment else (config.reward, "reward")
-    failed, total, limit = num_failed(verdicts), len(verdicts), section.max_failed
+    failed, total, limit = sum(verdict.reason in FAILURES for verdict in verdicts), len(verdicts), section.max_failed
     if failed <= limit * total and failed < max(total, 1):
         return ""
     reward = section.path or f"reward.kind={config.reward.kind}"
