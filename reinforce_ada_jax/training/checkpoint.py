@@ -306,14 +306,26 @@ class Checkpoints:
         """
         return records.read(self.folder, iteration)
 
-    def restore(self, iteration: int, target: LearnerState) -> tuple[LearnerState, dict[str, Any]]:
-        """Returns arrays, with the shapes, dtypes and shardings of `target`, and record of an iteration.
+    def restore(
+        self, iteration: int, target: LearnerState, sampler: Params | None = None
+    ) -> tuple[LearnerState, dict[str, Any], Params | None]:
+        """Returns the learner's state of an iteration, its record, and the weights that the next one is drawn from.
+
+        Args:
+          iteration: of the checkpoint.
+          target: shapes, dtypes and shardings of the state.
+          sampler: those of the weights to draw from; None: they are not read. They are None where the checkpoint has no
+            others than the learner's.
 
         Raises:
           DamagedError: a part of it can't be read, or is not what was saved.
         """
         record = self.record(iteration)
-        return self._restore_arrays(iteration, "learner", target, record["fingerprints"]), record
+        learner = self._restore_arrays(iteration, "learner", target, record["fingerprints"])
+        expected = record["sampler_fingerprints"]
+        if sampler is not None:
+            sampler = None if expected is None else self._restore_arrays(iteration, "sampler", sampler, expected)
+        return learner, record, sampler
 
     def restore_params(self, iteration: int, target: Params, only: str = "") -> Params:
         """Returns the learner's weights of an iteration; the optimizer's arrays are not read.
@@ -344,19 +356,6 @@ class Checkpoints:
 
         return self._checked(iteration, read, target, list(expected.values()))
 
-    def restore_sampler(self, iteration: int, target: Params) -> Params | None:
-        """Returns the weights that the iteration after this one is drawn from; None where they are the learner's.
-
-        Args:
-          iteration: of the checkpoint.
-          target: shapes, dtypes and shardings.
-
-        Raises:
-          DamagedError: a part of them can't be read, or is not what was saved.
-        """
-        expected = self.record(iteration)["sampler_fingerprints"]
-        return None if expected is None else self._restore_arrays(iteration, "sampler", target, expected)
-
     def _restore_arrays(self, iteration: int, item: str, target: Any, expected: Sequence[int]) -> Any:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
         return self._checked(iteration, lambda: self._manager.restore(iteration, args=args)[item], target, expected)
@@ -386,11 +385,10 @@ class Checkpoints:
         say: Callable[[str], None],
         sampler: Params | None = None,
     ) -> tuple[LearnerState, dict[str, Any], Params | None] | None:
-        """Returns the newest undamaged learner's state, record and `restore_sampler`, or None without a checkpoint.
+        """Returns what `restore` returns of the newest undamaged checkpoint, or None without a checkpoint.
 
         Damaged ones are moved away, and `say` gets a warning; `accept` refuses a record by raising ValueError.
-        `target` is that of `restore`, `sampler` that of `restore_sampler`; None: nothing is drawn from other weights
-        than the learner's.
+        `target` and `sampler` are those of `restore`.
 
         Raises:
           ValueError: all are damaged; or not all processes see the same folder.
@@ -401,8 +399,7 @@ class Checkpoints:
         for iteration in reversed(iterations):
             try:
                 accept(self.record(iteration))
-                learner, record = self.restore(iteration, target)
-                return learner, record, None if sampler is None else self.restore_sampler(iteration, sampler)
+                return self.restore(iteration, target, sampler)
             except DamagedError as error:
                 self._move_away(iteration, DAMAGED)
                 say(f"{error} It was moved to {self.folder.with_name(DAMAGED)}.")

@@ -27,9 +27,6 @@ from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, Logprob
 from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 
-# Arrays of a batch that the comparison of log-probabilities reads.
-CHECKED = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
-
 
 class TrainingStopped(Exception):
     """The run must not go on as it is; its state can be saved."""
@@ -174,9 +171,7 @@ class Updates:
             minibatches.append(Minibatch(dealt, self._scored(batch, policy, reference, agree)))
         return minibatches
 
-    def _scored(
-        self, batch: Batch, policy: Params, reference: Params | None, agree: Callable[[], None] | None
-    ) -> Batch:
+    def _scored(self, batch: Batch, policy: Params, reference: Params | None, agree: Callable[[], None]) -> Batch:
         """Returns the batch on the devices, with the log-probabilities that the update does not compute itself."""
         if scores_in_update(self.config):
             batch = self.learner.put(dataclasses.replace(batch, old_logprobs=None))
@@ -224,15 +219,14 @@ class Updates:
         if scores_in_update(self.config):
             return list(minibatches), {}
         total, largest, num_tokens, checked = 0.0, 0.0, 0, []
+        names = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
         for minibatch in minibatches:
-            batch = minibatch.batch
-            batch = dataclasses.replace(batch, **{name: processes.fetch(getattr(batch, name)) for name in CHECKED})
-            assert batch.old_logprobs is not None  # scored
-            gaps = np.abs(batch.old_logprobs - batch.behaviour_logprobs)
-            finite = bool(np.isfinite(gaps[batch.response_mask]).all())
+            mask, version, behaviour, old = (processes.fetch(getattr(minibatch.batch, name)) for name in names)
+            gaps = np.abs(old - behaviour)
+            finite = bool(np.isfinite(gaps[mask]).all())
             checked.append(dataclasses.replace(minibatch, finite=finite))
             if finite:
-                fresh = batch.response_mask & (batch.policy_version == iteration - 1)
+                fresh = mask & (version == iteration - 1)
                 total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
                 num_tokens += int(fresh.sum())
         mean = total / max(num_tokens, 1)
@@ -243,37 +237,26 @@ class Updates:
         return checked, _gap_metrics(mean, largest) if compared else {}
 
     def _skip_or_stop(
-        self,
-        minibatch: Minibatch,
-        iteration: int,
-        number: int,
-        where: str,
-        skipped_in_a_row: int,
-        say: Callable[[str], None],
-    ) -> int:
-        """Writes down the data of an update that is not finite; returns `skipped_in_a_row` with this one.
-
-        Raises:
-          TrainingStopped: the configuration forbids to skip it.
-        """
+        self, minibatch: Minibatch, iteration: int, number: int, where: str, in_a_row: int, say: Callable[[str], None]
+    ) -> TrainingStopped | None:
+        """Writes down the data of an update that is not finite; returns why the run must end, or None to skip it."""
         file = self.workdir / "non_finite" / f"{iteration:06d}-{number}.json"
         if processes.is_writer():
             file.parent.mkdir(exist_ok=True)
             text = json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
             write_atomically(file, text)
         message = f"iteration {iteration}, {where} finite. Its data are in {buckets.origin(file)}."
-        skipped_in_a_row += 1
         learning = self.config.learning
         if learning.non_finite == "stop":
-            raise TrainingStopped(
+            return TrainingStopped(
                 f"{message} The update was not applied; learning.non_finite='skip' would go on without it."
             )
-        if skipped_in_a_row > learning.max_skipped:
-            raise TrainingStopped(
-                f"{message} That makes {skipped_in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
+        if in_a_row > learning.max_skipped:
+            return TrainingStopped(
+                f"{message} That makes {in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
             )
         say(f"{message} It is skipped.")
-        return skipped_in_a_row
+        return None
 
     # ---- updates -----------------------------------------------------------------------------------------------------
 
@@ -324,11 +307,10 @@ class Updates:
                     continue
                 what = _not_finite(result)
             where = f"update {number} of {len(minibatches)}: {what} not"
-            try:
-                skipped_in_a_row = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row, say)
-            except TrainingStopped as error:
-                stop = error
+            stop = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row + 1, say)
+            if stop is not None:
                 break
+            skipped_in_a_row += 1
         metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
         return UpdatesDone(state, skipped_in_a_row, metrics, stop)
 
@@ -378,12 +360,7 @@ def gap_too_large(
 ) -> TrainingStopped | None:
     """Returns why the run must end, if engine and learner differ by more than rounding; says so if they differ much.
 
-    Args:
-      config: of the run.
-      mean: absolute difference of the log-probability of a sampled token, on average.
-      largest: absolute difference.
-      iteration: number of the iteration.
-      say: prints a line.
+    `mean` and `largest` are absolute differences of the log-probability of a sampled token.
     """
     limits = gap_limits(config)
     if limits is not None and not limits.hold(mean, largest):

@@ -396,7 +396,7 @@ def test_the_last_iteration_is_finished_once_it_is_evaluated(tmp_path, opened, s
     save_all(opened(tmp_path, **BEST), state, {2: 0.6})
     after = opened(tmp_path, **BEST)
     assert after.iterations() == [2], "as in a run that was not interrupted"
-    restored, record = after.restore(2, abstract_state(learner[1], learner[0]))
+    restored, record, _ = after.restore(2, abstract_state(learner[1], learner[0]))
     assert record["pending"] is None and record["evaluation"] == 0.6
     jax.tree.map(np.testing.assert_array_equal, restored, state)
 
