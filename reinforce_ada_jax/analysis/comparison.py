@@ -9,9 +9,10 @@ from jaxtyping import Float
 
 from reinforce_ada_jax.analysis.enumeration import Expectations, expectations
 from reinforce_ada_jax.analysis.inputs import Inputs
-from reinforce_ada_jax.analysis.tables import Panel, number, rate_panel, rate_table, table, write
+from reinforce_ada_jax.analysis.tables import number, rate_panel, rate_table, table, write
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
+from reinforce_ada_jax.reporting.panels import Panel
 
 TITLES = {
     "draws": "draws", "draws_std": "+-", "rounds": "rounds", "unmet": "unmet", "zero_signal": "zero signal",

@@ -12,11 +12,12 @@ from jaxtyping import Float
 
 from reinforce_ada_jax.analysis.enumeration import Expectations, expectations, planned_draws
 from reinforce_ada_jax.analysis.inputs import Inputs
-from reinforce_ada_jax.analysis.tables import Panel, markdown, rate_panel, rate_table, write
+from reinforce_ada_jax.analysis.tables import markdown, rate_panel, rate_table, write
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.config import CollectionConfig, collection_rules
 from reinforce_ada_jax.config.values import ALLOCATIONS
+from reinforce_ada_jax.reporting.panels import Panel
 
 # Objectives of the study `objectives`, beside those of the strategies that the user names.
 SHOWN = ("identity", "log", "power", "pass_at_k")

@@ -16,11 +16,12 @@ from reinforce_ada_jax.analysis import objective_studies
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.analysis.inputs import Inputs
 from reinforce_ada_jax.analysis.learning_curves import average, learn, population
-from reinforce_ada_jax.analysis.tables import Panel, number, rate_panel, rate_table, table, write
+from reinforce_ada_jax.analysis.tables import number, rate_panel, rate_table, table, write
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.collection.strategies import StrategyConfig
 from reinforce_ada_jax.config.collection_rules import allocation
+from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 GROUP_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 EPSILONS = (0.0, 1e-4, 1e-3, 1e-2, 3e-2, 0.1)
@@ -146,7 +147,7 @@ def learning(inputs: Inputs) -> None:
         (False, LEARNING_RATE, "gradients as they are"),
         (True, LENGTH, "gradients of equal lengths, as Adam makes them"),
     ):
-        rows, lines, by_draw, results = [], {}, {}, {}
+        rows, lines, by_draw, results = [], [], [], {}
         for entry, section in inputs.sections.items():
             curves = [
                 learn(
@@ -158,9 +159,9 @@ def learning(inputs: Inputs) -> None:
             updates, draws, error = average(curves, UPDATES, DRAWS)
             spent = float(np.mean([curve.draws[UPDATES[-1]] for curve in curves])) / UPDATES[-1] / size
             rows.append([entry, *(f"{x:.3f}" for x in (*updates, *draws)), f"{spent:.1f}", f"{error:.3f}"])
-            lines[entry] = np.arange(UPDATES[-1] + 1), curves[0].pass_rate[: UPDATES[-1] + 1]
-            drawn = curves[0].draws <= DRAWS[-1]
-            by_draw[entry] = curves[0].draws[drawn], curves[0].pass_rate[drawn]
+            style, drawn = len(lines), curves[0].draws <= DRAWS[-1]
+            lines.append(Curve(entry, style, np.arange(UPDATES[-1] + 1), curves[0].pass_rate[: UPDATES[-1] + 1]))
+            by_draw.append(Curve(entry, style, curves[0].draws[drawn], curves[0].pass_rate[drawn]))
             results[entry] = {"by_update": updates, "by_draws": draws, "standard_error": error}
         header = [f"{x} up." for x in UPDATES] + [f"{x // 1000}k dr." for x in DRAWS]
         print(f"\nMean pass rate after updates, and after draws; {title}")
@@ -172,8 +173,8 @@ def learning(inputs: Inputs) -> None:
             f"{DRAWS[-1]:,} draws: {first['by_draws']}, {max(ends['by_draws'].values()):.3f}."
         )
         panels += [
-            Panel(f"mean pass rate, {'equal lengths' if equal else 'as they are'}", label, values)
-            for label, values in (("updates", lines), ("draws", by_draw))
+            Panel(f"mean pass rate, {'equal lengths' if equal else 'as they are'}", label, "", drawn)
+            for label, drawn in (("updates", lines), ("draws", by_draw))
         ]
         result[title] = results
     write(inputs.output, "learning", panels, result | {"updates": UPDATES, "draws": DRAWS})

@@ -32,6 +32,7 @@ DARK = {
 }  # fmt: skip
 PANEL_INCHES = (3.9, 3.1)
 LONGEST_NAME, LONGEST_TITLE = 28, 42  # characters
+LEAST = 1e-6  # the lowest value of a logarithmic axis, as a share of the highest
 MOST_NAMED = 6  # lines named where they end; more have a legend
 
 
@@ -43,16 +44,16 @@ def literal(text: str, longest: int = LONGEST_NAME) -> str:
     return shown.replace("$", r"\$")
 
 
-def _finite(curve: Curve) -> Curve:
-    """Returns the curve without its points that are not finite."""
-    kept = np.isfinite(curve.x) & np.isfinite(curve.y)
+def _shown(curve: Curve, panel: Panel) -> Curve:
+    """Returns the curve without its points that are not finite, or that a logarithmic axis lacks."""
+    kept = np.isfinite(curve.x) & np.isfinite(curve.y) & ((curve.y > 0) | (panel.y_scale != "log"))
     error = None if curve.error is None else curve.error[kept]
     band = None if curve.band is None else (curve.band[0][kept], curve.band[1][kept])
     return dataclasses.replace(curve, x=curve.x[kept], y=curve.y[kept], error=error, band=band)
 
 
 def _draw_curves(axis: Axes, panel: Panel, theme: Mapping) -> None:
-    for curve in map(_finite, panel.curves):
+    for curve in (_shown(curve, panel) for curve in panel.curves):
         color = theme["colors"][curve.style % len(theme["colors"])]
         marker, line = MARKERS[curve.style % len(MARKERS)], LINES[curve.style % len(LINES)]
         if curve.band is not None:
@@ -66,6 +67,10 @@ def _draw_curves(axis: Axes, panel: Panel, theme: Mapping) -> None:
     if panel.diagonal:
         axis.plot([0, 1], [0, 1], color=theme["ink"], linewidth=0.8, linestyle=":", zorder=0)
         axis.set(xlim=(0, 1), ylim=(0, 1))
+    axis.set_xscale(panel.x_scale)
+    if panel.y_scale == "log" and axis.dataLim.height > 0:
+        axis.set_yscale("log")  # values that are as good as 0 would leave no room for the others
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], axis.get_ylim()[1] * LEAST))
     if panel.powers:
         ks = sorted({int(k) for curve in panel.curves for k in curve.x})
         axis.set_xscale("log", base=2)
@@ -98,7 +103,7 @@ def _name_lines(axis: Axes, panel: Panel, theme: Mapping) -> None:
     height, near = 11.0, 60.0  # points: height of a line of text, and distance of ends that may overlap
     to_points = 72 / axis.figure.dpi
     ends = []
-    for curve in map(_finite, panel.curves):
+    for curve in (_shown(curve, panel) for curve in panel.curves):
         if len(curve.x) and not curve.faint:
             x, y = axis.transData.transform((curve.x[-1], curve.y[-1])) * to_points
             ends.append((y, x, curve))
@@ -121,7 +126,7 @@ def _finish(axis: Axes, panel: Panel, theme: Mapping) -> None:
     axis.set_xlabel(panel.x_label, color=theme["ink"])
     axis.set_ylabel(panel.y_label, color=theme["ink"])
     axis.set_facecolor(theme["paper"])
-    axis.tick_params(colors=theme["ink"], labelsize=9)
+    axis.tick_params(which="both", colors=theme["ink"], labelsize=9)
     axis.grid(color=theme["grid"], linewidth=0.7)
     axis.set_axisbelow(True)
     for side, spine in axis.spines.items():
@@ -129,7 +134,7 @@ def _finish(axis: Axes, panel: Panel, theme: Mapping) -> None:
         spine.set_color(theme["grid"])
     if panel.limits is not None:
         axis.set_ylim(*panel.limits)
-    if not panel.powers:
+    if panel.x_scale == "linear" and not panel.powers:
         axis.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=panel.counted))
     for side, limits in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
         if limits[1] >= 10_000:
@@ -152,9 +157,9 @@ def _canvas(panels: Sequence[Panel], columns: int, theme: Mapping) -> Figure:
     canvas.draw_without_rendering()  # to find the ends of the lines
     for panel, axis in zip(panels, axes.flat, strict=False):
         named = len({curve.label for curve in panel.curves})
-        if 1 < named <= MOST_NAMED:
+        if 1 < named <= MOST_NAMED and panel.x_scale == "linear":
             _name_lines(axis, panel, theme)
-        elif named > MOST_NAMED:
+        elif named > 1:  # over pass rates, lines often end at one point
             axis.legend(frameon=False, fontsize="x-small", labelcolor=theme["ink"])
     canvas.draw_without_rendering()
     canvas.set_layout_engine("none")  # the layout has room for the names; saving need not compute it again

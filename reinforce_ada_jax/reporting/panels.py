@@ -35,6 +35,8 @@ class Panel:
     curves: Sequence[Curve] = ()
     bars: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
     limits: tuple[float | None, float | None] | None = None  # of the y axis; None for those of the curves
+    x_scale: str = "linear"  # or "logit"
+    y_scale: str = "linear"  # or "log"
     powers: bool = False  # the x axis is logarithmic, base 2
     diagonal: bool = False  # also draws the line y = x
     counted: bool = False  # the ticks of the x axis are whole numbers

@@ -48,8 +48,9 @@ def lines_after(text: str, title: str) -> list[list[str]]:
 
 
 def result(folder, name: str = "simulate") -> dict:
-    """name.json, beside which there are two figures."""
-    assert sorted(file.name for file in folder.iterdir()) == [f"{name}.{suffix}" for suffix in ("json", "png", "svg")]
+    """name.json, beside which there are three figures."""
+    files = [f"{name}-dark.svg", f"{name}.json", f"{name}.png", f"{name}.svg"]
+    assert sorted(file.name for file in folder.iterdir()) == files
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (folder / f"{name}.svg").read_text()
     return json.loads((folder / f"{name}.json").read_text())
