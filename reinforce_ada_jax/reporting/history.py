@@ -72,29 +72,22 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _pass_curves(folder: pathlib.Path, per_iteration: int) -> dict[str, PassCurves]:
-    curves: dict[str, PassCurves] = {}
-    for file in sorted(folder.glob("*.json")):
-        result = read_json(file)
+def _curves(
+    evaluations: Sequence[Metrics], per_iteration: int
+) -> tuple[dict[str, PassCurves], dict[str, DifficultyCurves]]:
+    """Returns the curves of evaluations/ by benchmark: of pass@k, and over initial pass rates."""
+    passes: dict[str, PassCurves] = {}
+    difficulties: dict[str, DifficultyCurves] = {}
+    for result in evaluations:
+        updates = float(result["iteration"] * per_iteration)
         for key, value in result.items():
-            match = re.fullmatch(r"evaluation/(.+)/(pass|all_correct)_at_(\d+)", key)
-            if match:
-                by_updates = curves.setdefault(match[1], {}).setdefault(match[2], {})
-                by_updates.setdefault(float(result["iteration"] * per_iteration), {})[int(match[3])] = value
-    return curves
-
-
-def _difficulties(folder: pathlib.Path, per_iteration: int) -> dict[str, DifficultyCurves]:
-    curves: dict[str, DifficultyCurves] = {}
-    for file in sorted(folder.glob("*.json")):
-        result = read_json(file)
-        for key, value in result.items():
-            match = re.fullmatch(r"evaluation/(.+)/avg_initial_([\d._]+)", key)
-            if match:
-                by_updates = curves.setdefault(match[1], {})
+            if match := re.fullmatch(r"evaluation/(.+)/(pass|all_correct)_at_(\d+)", key):
+                by_updates = passes.setdefault(match[1], {}).setdefault(match[2], {})
+                by_updates.setdefault(updates, {})[int(match[3])] = value
+            elif match := re.fullmatch(r"evaluation/(.+)/avg_initial_([\d._]+)", key):
                 middle = float(np.mean([float(end) for end in match[2].split("_")]))
-                by_updates.setdefault(float(result["iteration"] * per_iteration), {})[middle] = value
-    return curves
+                difficulties.setdefault(match[1], {}).setdefault(updates, {})[middle] = value
+    return passes, difficulties
 
 
 def _accuracies(points: Sequence[tuple[float, float, Metrics]]) -> dict[str, Accuracy]:
@@ -145,8 +138,9 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         if re.fullmatch(r"time/\w+_s", name) and name not in elsewhere
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
-    first = workdir / "evaluations" / f"{0:06d}.json"
-    before = read_json(first) if first.exists() else {}
+    evaluations = [read_json(file) for file in sorted((workdir / "evaluations").glob("*.json"))]
+    before = next((result for result in evaluations if result["iteration"] == 0), {})
+    passes, difficulties = _curves(evaluations, per_iteration)
     return History(
         name=workdir.resolve().name,
         samples=samples,
@@ -155,8 +149,8 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         seconds=seconds,
         metrics=columns,
         evaluations=_accuracies([(0.0, 0.0, before), *zip(updates, tokens, lines, strict=True)]),
-        curves=_pass_curves(workdir / "evaluations", per_iteration),
-        difficulties=_difficulties(workdir / "evaluations", per_iteration),
+        curves=passes,
+        difficulties=difficulties,
         config=config,
         workdir=workdir,
         before=before,
