@@ -8,7 +8,8 @@ noise is a lower bound, because responses with the same verdict have different s
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -40,7 +41,7 @@ class Outcomes:
     round with a correct draw (-1: none; not followed for other strategies), and the correct draws of that round.
 
     A column of `probability` sums to 1 minus the part that was cut. `cut` is the largest such part; 0 for strategies
-    with a limit. `sizes` are those of a prompt's rounds as long as no draw is correct.
+    with a limit.
     """
 
     rounds: Int[np.ndarray, " S"]
@@ -49,7 +50,6 @@ class Outcomes:
     success_round: Int[np.ndarray, " S"]
     success_correct: Int[np.ndarray, " S"]
     probability: Float[np.ndarray, "S P"]
-    sizes: tuple[int, ...]
     cut: float = 0.0
 
 
@@ -95,9 +95,6 @@ class Expectations:
     rows: float
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Expectations) if field.name not in ("pass_rates", "rows"))
-
-
 # ---- final states ----------------------------------------------------------------------------------------------------
 
 
@@ -125,13 +122,12 @@ def outcomes(
     """
     by_size: dict[int, np.ndarray] = {}
     in_flight = {(0, 0, NO_SUCCESS): np.ones(len(pass_rates))}
-    states, probabilities, sizes, rounds, cut = [], [], [], 0, 0.0
+    states, probabilities, rounds, cut = [], [], 0, 0.0
     while in_flight:
         following: dict[tuple[int, int, tuple[int, int]], np.ndarray] = {}
         for (drawn, correct, success), probability in in_flight.items():
             progress = PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate, planned=planned)
             size = strategies.round_size(strategy, progress)
-            sizes += [size] * (correct == 0)
             goes_on = 0.0 if size == 0 else (strategy.continue_probability(progress) if rounds else 1.0)
             if goes_on < 1.0:
                 states.append((rounds, drawn, correct, *success))
@@ -154,7 +150,7 @@ def outcomes(
                     "(max_draws), or a lower probability of another round."
                 )
     rounds_of, drawn_of, correct_of, first_of, hits_of = np.array(states).T
-    return Outcomes(rounds_of, drawn_of, correct_of, first_of, hits_of, np.array(probabilities), tuple(sizes), cut)
+    return Outcomes(rounds_of, drawn_of, correct_of, first_of, hits_of, np.array(probabilities), cut)
 
 
 def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> Int[np.ndarray, " P"] | None:
@@ -168,8 +164,7 @@ def planned_draws(strategy: Strategy, pass_rates: Float[np.ndarray, " P"]) -> In
 # ---- their groups ----------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class GroupTerms:
+class GroupTerms(NamedTuple):
     """Sums over the kept responses of a pool.
 
     Attributes:
@@ -228,18 +223,40 @@ def group_terms(
     )
 
 
-def _terms(strategy: Strategy, ends: Outcomes, estimate: float | None) -> Float[np.ndarray, "6 S"]:
-    """Returns `group_terms` of each final state; each distinct state is computed once."""
-    # Groups know nothing of rounds, except where the rule drops some.
-    looks = strategy.coefficients is not None or strategy.drop_unmet
-    rounds = ends.rounds if looks else np.ones_like(ends.rounds)
-    columns = np.stack([ends.drawn, ends.correct, rounds, ends.success_round, ends.success_correct])
-    distinct, index = np.unique(columns, axis=1, return_inverse=True)
-    found = []
-    for drawn, correct, number, first, hits in distinct.T.tolist():
-        sizes = () if strategy.coefficients is None else ends.sizes[: first + 1 if hits else number]
-        found.append(dataclasses.astuple(group_terms(strategy, drawn, correct, number, (first, hits), estimate, sizes)))
-    return np.array(found, np.float64).reshape(-1, 6).T[:, index.reshape(-1)]
+def sizes_without_success(
+    strategy: Strategy, rounds: int, estimate: float | None = None, planned: int | None = None
+) -> list[int]:
+    """Returns the sizes of the first `rounds` rounds of a prompt, of which at most the last has correct draws."""
+    sizes: list[int] = []
+    while len(sizes) < rounds:
+        progress = PromptProgress(PROMPT, len(sizes), sum(sizes), 0, estimate=estimate, planned=planned)
+        sizes.append(strategies.round_size(strategy, progress))
+    return sizes
+
+
+def terms_by_state(
+    strategy: Strategy, estimate: float | None = None, planned: int | None = None
+) -> Callable[..., GroupTerms]:
+    """Returns `group_terms` as a function of a final state: the numbers of `Outcomes`, in their order.
+
+    What makes no difference to the strategy is left out of the state, and each distinct one is computed once.
+    """
+
+    @functools.cache
+    def distinct(drawn: int, correct: int, rounds: int, success: tuple[int, int]) -> GroupTerms:
+        sizes = []
+        if strategy.coefficients is not None:
+            until = rounds if success == NO_SUCCESS else success[0] + 1
+            sizes = sizes_without_success(strategy, until, estimate, planned)
+        return group_terms(strategy, drawn, correct, rounds, success, estimate, sizes)
+
+    def terms(rounds: int, drawn: int, correct: int, success_round: int, success_correct: int) -> GroupTerms:
+        if strategy.coefficients is not None:
+            return distinct(drawn, correct, rounds, (success_round, success_correct))
+        # Groups know nothing of rounds, except where the rule drops some.
+        return distinct(drawn, correct, rounds if strategy.drop_unmet else 1, NO_SUCCESS)
+
+    return terms
 
 
 def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
@@ -257,11 +274,12 @@ def _block(
     Mean and variance of the sum of A_i (r_i - p), and the mean of the sum of A_i^2.
     """
     ends = outcomes(strategy, pass_rates, estimate, planned)
-    kept_correct, kept_wrong, sum_correct, sum_wrong, squares, zero = _terms(strategy, ends, estimate)
-    final = (
-        PromptProgress(PROMPT, *state, estimate=estimate, planned=planned)
-        for state in zip(ends.rounds.tolist(), ends.drawn.tolist(), ends.correct.tolist(), strict=True)
-    )
+    numbers = ends.rounds, ends.drawn, ends.correct, ends.success_round, ends.success_correct
+    states = np.stack(numbers, axis=1).tolist()
+    terms = terms_by_state(strategy, estimate, planned)
+    found = np.array([terms(*state) for state in states], np.float64)
+    kept_correct, kept_wrong, sum_correct, sum_wrong, squares, zero = found.T
+    final = (PromptProgress(PROMPT, *state[:3], estimate=estimate, planned=planned) for state in states)
     mean = functools.partial(_mean, ends)
     total = sum_correct[:, None] * (1.0 - pass_rates) - sum_wrong[:, None] * pass_rates
     gradient = (total * ends.probability).sum(0)

@@ -7,12 +7,12 @@ off-policy. It shows the effect of the choice and the number of draws, not what 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from reinforce_ada_jax.analysis.enumeration import NO_SUCCESS, PROMPT, group_terms
+from reinforce_ada_jax.analysis.enumeration import NO_SUCCESS, PROMPT, terms_by_state
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.estimators import Ema
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
@@ -39,17 +39,6 @@ def population(size: int, a: float = 0.6, b: float = 1.2) -> Float[np.ndarray, "
     return np.interp((np.arange(size) + 0.5) / size, cumulated / cumulated[-1], p)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class DrawCounts:
-    """Final state of a prompt of each pass rate: the fields of `enumeration.Outcomes`."""
-
-    rounds: Int[np.ndarray, " P"]
-    drawn: Int[np.ndarray, " P"]
-    correct: Int[np.ndarray, " P"]
-    success_round: Int[np.ndarray, " P"]
-    success_correct: Int[np.ndarray, " P"]
-
-
 def draw_counts(
     strategy: Strategy,
     pass_rates: Float[np.ndarray, " P"],
@@ -57,8 +46,12 @@ def draw_counts(
     *,
     estimates: Float[np.ndarray, " P"] | None = None,
     planned: Int[np.ndarray, " P"] | None = None,
-) -> DrawCounts:
-    """Samples the draws of one prompt of each pass rate, hundreds of times as fast as the collection loop."""
+) -> Int[np.ndarray, "P 5"]:
+    """Samples the final state of one prompt of each pass rate, hundreds of times as fast as the collection loop.
+
+    The columns are those of `enumeration.Outcomes`: rounds, draws, correct draws, first round with a correct draw and
+    its correct draws.
+    """
     count = len(pass_rates)
     plans: list[tuple[float | None, int | None]] = [(None, None)] * count
     if estimates is not None:
@@ -86,31 +79,7 @@ def draw_counts(
         correct[in_flight] += hits
         rounds += 1
         num_rounds[in_flight] = rounds
-    return DrawCounts(num_rounds, drawn, correct, success_round, success_correct)
-
-
-def sizes_without_success(strategy: Strategy, rounds: int) -> list[int]:
-    """Returns the sizes of the first `rounds` rounds of a prompt, of which only the last one has a correct draw."""
-    sizes: list[int] = []
-    while len(sizes) < rounds:
-        sizes.append(strategies.round_size(strategy, PromptProgress(PROMPT, len(sizes), sum(sizes), 0)))
-    return sizes
-
-
-def _terms_of(strategy: Strategy) -> Callable[..., tuple[int, int, float, float]]:
-    """Returns a function of a final state: correct and wrong responses kept, and the sums of their advantages."""
-
-    @functools.cache
-    def terms(rounds: int, drawn: int, correct: int, *success: int) -> tuple[int, int, float, float]:
-        sizes: Sequence[int] = ()
-        if strategy.coefficients is None:
-            rounds, success = rounds if strategy.drop_unmet else 1, NO_SUCCESS
-        else:
-            sizes = sizes_without_success(strategy, rounds if success == NO_SUCCESS else success[0] + 1)
-        found = group_terms(strategy, drawn, correct, rounds, (success[0], success[1]), sizes=sizes)
-        return found.kept_correct, found.kept_wrong, found.sum_correct, found.sum_wrong
-
-    return terms
+    return np.stack([num_rounds, drawn, correct, success_round, success_correct], axis=1)
 
 
 def learn(
@@ -152,7 +121,7 @@ def learn(
     ema = Ema(decay=settings.decay, prior_correct=settings.prior_correct, prior_wrong=settings.prior_wrong)
     names = [f"{index:06d}" for index in range(len(pass_rates))]
 
-    terms = _terms_of(strategy)
+    terms = terms_by_state(strategy)
     with np.errstate(divide="ignore"):
         logits = np.log(pass_rates) - np.log1p(-pass_rates)
     spent, means, cursor = [0.0], [float(np.mean(pass_rates))], 0
@@ -166,7 +135,7 @@ def learn(
             estimates = ema.estimate_ids(ids)
             planned = strategies.plan_draws(strategy, estimates, ids)
         counts = draw_counts(strategy, p, rng, estimates=estimates, planned=planned)
-        states = np.stack(list(vars(counts).values()), axis=1).tolist()
+        states = counts.tolist()
         found = np.array([terms(*state) for state in states], np.float64)
         rows = found[:, 0] + found[:, 1]
         # Candidates are drawn in turn until enough are kept; the others were never drawn.
@@ -184,7 +153,7 @@ def learn(
             gradient = gradient / max(np.sqrt(np.square(gradient).sum() / prompts_per_update), 1e-12)
         logits[batch] += learning_rate * gradient
         cursor = (cursor + used) % len(pass_rates)
-        spent.append(spent[-1] + float(counts.drawn[:used].sum()))
+        spent.append(spent[-1] + float(counts[:used, 1].sum()))
         means.append(float(np.mean(1.0 / (1.0 + np.exp(-logits)))))
     return Curve(np.array(spent), np.array(means))
 

@@ -67,7 +67,7 @@ def test_counts_are_those_of_the_exact_distribution(name):
     strategy, rates = strategies.build(settings), np.repeat([0.03, 0.2, 0.7], 4000)
     planned = planned_draws(strategy, rates)
     found = draw_counts(strategy, rates, np.random.default_rng(0), estimates=rates, planned=planned)
-    drawn, correct = found.drawn, found.correct
+    _, drawn, correct, *_ = found.T
     exact = expectations(settings, rates)
     for counts, expected in ((drawn, exact.draws), (correct / drawn, exact.pool_mean)):
         difference = (counts - expected).reshape(3, 4000)
