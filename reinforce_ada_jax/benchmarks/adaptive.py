@@ -15,12 +15,16 @@ from absl import flags
 from reinforce_ada_jax.benchmarks import engines, models, workloads
 from reinforce_ada_jax.benchmarks.inputs import random_weights
 from reinforce_ada_jax.benchmarks.workloads import Workload
+from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, Hosts, SimulatedEngine
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.sharded_collection import split
 from reinforce_ada_jax.types import Pool
+
+# Rounds smaller than a group need a correction (config/collection_rules.py); draws do not depend on it.
+GROUP_SIZE = 4
 
 
 def _summary(rollouts: Rollouts, pools: list[Pool], seconds: float) -> dict[str, Any]:
@@ -150,14 +154,16 @@ def simulate_hosts(
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures, or with --simulate simulates, the workload of the flags."""
-    sizes = workloads.AdaptiveSizes(
-        prompts=options.prompts, scale=options.scale, samples_per_round=options.samples_per_round,
-        max_rounds=options.max_rounds, strategy=options.strategy,
+    small = options.samples_per_round < GROUP_SIZE
+    collection = CollectionConfig(
+        strategy=options.strategy, group_size=GROUP_SIZE, samples_per_round=options.samples_per_round,
+        max_rounds=options.max_rounds, correction="exact" if small else "none",
     )  # fmt: skip
-    small = sizes.samples_per_round < sizes.group_size
     speculative = small if options.speculative is None else options.speculative
     lengths = workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)
-    workload = workloads.adaptive(sizes, lengths, models.smallest().vocab_size, options.seed)
+    workload = workloads.adaptive(
+        collection, options.prompts, lengths, models.smallest().vocab_size, scale=options.scale, seed=options.seed
+    )
     engine_options = engines.engine_options(workload, options)
     if not options.simulate:
         return measure(options, workload, engine_options, speculative=speculative)

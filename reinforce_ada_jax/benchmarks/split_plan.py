@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from absl import flags
 
 from reinforce_ada_jax.benchmarks import adaptive, workloads
-from reinforce_ada_jax.benchmarks.workloads import AdaptiveSizes, Lengths, Workload
+from reinforce_ada_jax.benchmarks.workloads import Lengths, Workload
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.learner import scores_in_update
 from reinforce_ada_jax.planning import collectives
+from reinforce_ada_jax.planning.plan import Statistics, packed_share
 from reinforce_ada_jax.planning.report import engine_options, find_architecture
 from reinforce_ada_jax.planning.roofline import (
     BatchLayout,
@@ -124,15 +125,8 @@ def predict_sizes(
 
     The weights are handed over through one link of each sampler's chip, in the precision of decoding.
     """
-    collection = config.collection
-    sizes = AdaptiveSizes(
-        prompts=collection.prompts_per_iteration, group_size=collection.group_size,
-        samples_per_round=collection.samples_per_round, max_rounds=collection.max_rounds, strategy=collection.strategy,
-    )  # fmt: skip
-    workload = workloads.adaptive(sizes, lengths, vocab_size=1000)
-    row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
-    filled = (MEAN_PROMPT_TOKENS + float(workload.lengths.mean())) / row_tokens
-    filled = max(filled, 1 / config.learning.responses_per_row)
+    workload = workloads.adaptive(config.collection, config.collection.prompts_per_iteration, lengths, vocab_size=1000)
+    filled = packed_share(config, Statistics(MEAN_PROMPT_TOKENS, float(workload.lengths.mean()), draws=0.0))
     hand_over = a.num_parameters * jnp.dtype(options.dtype).itemsize / config.mesh.tensor / chip.link
 
     def times(drawing: int, learning: int) -> Times:

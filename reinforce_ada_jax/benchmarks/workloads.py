@@ -15,12 +15,15 @@ import numpy as np
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.strategies import Strategy
+from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
 
 # Draws response lengths of a shape.
 Lengths = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 # Of the adaptive workload: median, sigma, shortest, longest.
 ADAPTIVE_LENGTHS = "500,0.8,16,2048"
+# a and b of the Beta distribution of the prompts' pass rates.
+PASS_RATES = (0.6, 1.2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,29 +101,6 @@ def load(file: pathlib.Path) -> Workload:
     return Workload(prompts, lengths, correct, strategies.fixed(samples), temperature, reference)
 
 
-@dataclasses.dataclass(frozen=True)
-class AdaptiveSizes:
-    """An iteration of Reinforce-Ada; its fields are those of the configuration.
-
-    Attributes:
-      pass_rates: (a, b) of the Beta distribution of the prompts' pass rates.
-      scale: response lengths are multiplied by this.
-    """
-
-    prompts: int = 512
-    group_size: int = 4
-    samples_per_round: int = 8
-    max_rounds: int = 4
-    pass_rates: tuple[float, float] = (0.6, 1.2)
-    scale: float = 1.0
-    strategy: str = "balance"
-
-    @property
-    def correction(self) -> str:
-        """Rounds smaller than a group need a correction (config/collection_rules.py); draws do not depend on it."""
-        return "exact" if self.samples_per_round < self.group_size else "none"
-
-
 def constant(length: int) -> Lengths:
     """One length for all."""
     return lambda random, shape: np.full(shape, length)
@@ -172,15 +152,24 @@ def synthetic(
     return Workload(_prompts(list(tokens)), drawn, np.zeros(drawn.shape, bool), strategies.fixed(samples))
 
 
-def adaptive(sizes: AdaptiveSizes, lengths: Lengths, vocab_size: int, seed: int = 0) -> Workload:
-    """Rounds that depend on scripted verdicts.
+def adaptive(
+    collection: CollectionConfig,
+    num_prompts: int,
+    lengths: Lengths,
+    vocab_size: int,
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+) -> Workload:
+    """Rounds of a `collection` section that depend on scripted verdicts.
 
-    A prompt's draws have one pass rate, and lengths independent of it; prompts have 8 to 16 random tokens.
+    A prompt's draws have one pass rate, and lengths independent of it, multiplied by `scale`; prompts have 8 to 16
+    random tokens.
     """
     random = np.random.default_rng(seed)
-    shape = sizes.prompts, sizes.samples_per_round * sizes.max_rounds
-    pass_rates = random.beta(*sizes.pass_rates, (sizes.prompts, 1))
-    drawn = _whole(sizes.scale * lengths(random, shape))
+    shape = num_prompts, collection.samples_per_round * collection.max_rounds
+    pass_rates = random.beta(*PASS_RATES, (num_prompts, 1))
+    drawn = _whole(scale * lengths(random, shape))
     correct = random.random(shape) < pass_rates
-    tokens = [random.integers(0, vocab_size, n) for n in random.integers(8, 17, sizes.prompts)]
-    return Workload(_prompts(tokens), drawn, correct, strategies.build(sizes))
+    tokens = [random.integers(0, vocab_size, n) for n in random.integers(8, 17, num_prompts)]
+    return Workload(_prompts(tokens), drawn, correct, strategies.build(collection))
