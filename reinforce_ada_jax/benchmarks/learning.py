@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 from absl import flags
-from jaxtyping import Float
+from scipy.special import stdtrit
 
+from reinforce_ada_jax.analysis.tables import markdown
 from reinforce_ada_jax.reporting import drawing
 from reinforce_ada_jax.reporting.history import History, at_tokens, load
 from reinforce_ada_jax.reporting.panels import Curve, Panel
 
 BENCHMARK = "heldout"
 UPDATES = 100
-# Two-sided 95 % points of Student's distribution, by degrees of freedom; 1.96 beyond.
-STUDENT = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,25 +96,14 @@ ENTRIES = (
 DRAWN = ("exact-log-1e-3", "exact-log-ahead", "grpo-4", "grpo-16", "balance", "maxrl")
 
 
-def train(
-    task: Task,
-    entry: Entry,
-    seed: int,
-    workdir: pathlib.Path,
-    updates: int | None = None,
-    learning_rate: float | None = None,
-) -> None:
+def train(task: Task, entry: Entry, seed: int, workdir: pathlib.Path) -> None:
     """Trains one run to its end on one core; an unfinished one is resumed.
-
-    `updates` and `learning_rate` replace the numbers that the entry or the task has.
 
     Raises:
       RuntimeError: it failed; the message has the end of its output.
     """
-    rate = learning_rate or task.learning_rate or entry.learning_rate
-    updates = updates or (entry.updates if task.learning_rate is None else UPDATES)
-    settings = {"seed": seed, "iterations": updates, "learning.learning_rate": rate, "logging.tensorboard": False}
-    settings |= {"evaluation.every": task.every, "checkpoint.every": updates}
+    settings = {"seed": seed, "iterations": entry.updates, "learning.learning_rate": entry.learning_rate}
+    settings |= {"logging.tensorboard": False, "evaluation.every": task.every, "checkpoint.every": entry.updates}
     settings |= {f"collection.{key}": value for key, value in entry.overrides.items()}
     command = [
         sys.executable, "-m", "reinforce_ada_jax.train", f"--config={task.config}", f"--workdir={workdir}",
@@ -128,13 +116,7 @@ def train(
 
 
 def train_all(
-    task: Task,
-    entries: Sequence[Entry],
-    seeds: Sequence[int],
-    folder: pathlib.Path,
-    jobs: int,
-    updates: int | None = None,
-    learning_rate: float | None = None,
+    task: Task, entries: Sequence[Entry], seeds: Sequence[int], folder: pathlib.Path, jobs: int
 ) -> dict[str, list[History]]:
     """Trains every entry with every seed, `jobs` at a time; returns the histories by name of the entry."""
     runs = [(entry, seed) for seed in seeds for entry in entries]
@@ -142,7 +124,7 @@ def train_all(
     def one(run: tuple[Entry, int]) -> History:
         entry, seed = run
         workdir = folder / f"{entry.name}-{seed}"
-        train(task, entry, seed, workdir, updates, learning_rate)
+        train(task, entry, seed, workdir)
         history = load(workdir)
         average = history.evaluations[BENCHMARK].average[-1]
         print(f"{entry.name}, seed {seed}: {history.tokens[-1]:,.0f} tokens, avg {average:.3f}", flush=True)
@@ -178,10 +160,8 @@ def cost_of(history: History, average: float) -> tuple[float, float, float]:
 
 def interval(values: Sequence[float]) -> list[float]:
     """Returns the mean over seeds, and half of its 95 % interval by Student's distribution; nan for one seed."""
-    freedom = len(values) - 1
-    point = STUDENT[freedom] if freedom < len(STUDENT) else 1.96
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if freedom else math.nan
-    return [float(np.mean(values)), point * error]
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return [float(np.mean(values)), float(stdtrit(len(values) - 1, 0.975)) * error]
 
 
 def summary(task: Task, histories: dict[str, list[History]]) -> dict[str, Any]:
@@ -219,22 +199,17 @@ def table(task: Task, result: dict[str, Any]) -> str:
     def cell(values: list[float] | None, digits: int = 3, otherwise: str = "not reached") -> str:
         return otherwise if values is None else f"{values[0]:,.{digits}f} ± {values[1]:,.{digits}f}"
 
-    head = [
+    header = [
         "",
         *(f"avg@{task.samples} at {budget / 1000:,.0f}k tokens" for budget in task.budgets),
         f"at {UPDATES} updates",
+        "tokens by then",
+        f"tokens to {task.threshold}",
+        f"seconds to {task.threshold}",
+        f"pass@{task.samples} at the end",
+        "entropy at the end",
     ]
-    rows = [
-        [
-            *head,
-            "tokens by then",
-            f"tokens to {task.threshold}",
-            f"seconds to {task.threshold}",
-            f"pass@{task.samples} at the end",
-            "entropy at the end",
-        ]
-    ]
-    rows.append(["---"] * len(rows[0]))
+    rows = []
     for name, numbers in result.items():
         some = f"{numbers['reached_threshold']} of the seeds"
         rows.append([
@@ -244,17 +219,11 @@ def table(task: Task, result: dict[str, Any]) -> str:
             cell(numbers["tokens_to_threshold"], 0, some), cell(numbers["seconds_to_threshold"], 1, some),
             cell(numbers["pass_at_end"]), cell(numbers["entropy_at_end"]),
         ])  # fmt: skip
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _mean_curve(name: str, style: int, x: Float[np.ndarray, " N"], averages: list[np.ndarray]) -> Curve:
-    """Returns the curve of the mean over seeds, with the range from the worst to the best seed shaded."""
-    band = np.min(averages, axis=0), np.max(averages, axis=0)
-    return Curve(name, style, x, np.mean(averages, axis=0), band=band)
+    return markdown(header, rows)
 
 
 def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) -> None:
-    """Draws held-out accuracy against updates, tokens and seconds of training: mean and range over seeds."""
+    """Draws held-out accuracy against updates, tokens and seconds of training: the mean, and the range over seeds."""
     if len(histories) > drawing.MOST_NAMED:
         histories = {name: histories[name] for name in DRAWN if name in histories}
     panels: dict[str, list[Curve]] = {"updates": [], "tokens": [], "seconds": []}
@@ -269,7 +238,8 @@ def figure(task: Task, histories: dict[str, list[History]], file: pathlib.Path) 
         for label, (found, most) in axes.items():
             x = np.linspace(0, min(most, *(float(one[-1]) for one in found)), 21)
             averages = [np.interp(x, one, accuracy.average) for one, accuracy in zip(found, accuracies, strict=True)]
-            panels[label].append(_mean_curve(name, style, x, averages))
+            band = np.min(averages, axis=0), np.max(averages, axis=0)
+            panels[label].append(Curve(name, style, x, np.mean(averages, axis=0), band=band))
     drawn = [Panel(BENCHMARK, label, f"avg@{task.samples}", curves) for label, curves in panels.items()]
     drawing.draw(drawn, file, columns=3)
 
@@ -285,11 +255,16 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not one of {', '.join(known)}.")
     folder = pathlib.Path(options.output)
-    entries = [known[name] for name in options.algorithms or known]
     task = TASKS[options.task]
-    histories = train_all(
-        task, entries, range(options.seeds), folder, options.jobs, options.updates, options.learning_rate
-    )
+    entries = [
+        dataclasses.replace(
+            entry,
+            learning_rate=options.learning_rate or task.learning_rate or entry.learning_rate,
+            updates=options.updates or (entry.updates if task.learning_rate is None else UPDATES),
+        )
+        for entry in (known[name] for name in options.algorithms or known)
+    ]
+    histories = train_all(task, entries, range(options.seeds), folder, options.jobs)
     result = summary(task, histories)
     figure(task, histories, folder / "learning")
     text = table(task, result)
