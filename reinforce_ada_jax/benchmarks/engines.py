@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.benchmarks import models
 from reinforce_ada_jax.benchmarks.inputs import architecture_of
+from reinforce_ada_jax.benchmarks.measuring import machine
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -156,8 +157,6 @@ def describe(architecture: Architecture, options: EngineOptions, replicas: int) 
         "slots", "window", "page_size", "pages", "open_prompts", "attention", "dtype", "kv_dtype", "weight_dtype",
         "drafts",
     )  # fmt: skip
-    device = jax.devices()[0]
-    return {name: getattr(options, name) for name in names} | {
-        "replicas": replicas, "device": device.device_kind, "platform": device.platform, "jax": jax.__version__,
-        "model": models.describe(architecture),
+    return {name: getattr(options, name) for name in names} | machine() | {
+        "replicas": replicas, "model": models.describe(architecture)
     }  # fmt: skip

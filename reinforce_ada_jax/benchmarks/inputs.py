@@ -1,4 +1,4 @@
-"""The models and workloads that the flags of `benchmark` name."""
+"""The configurations, models and workloads that the flags of `benchmark` name."""
 
 import pathlib
 
@@ -6,12 +6,28 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
+from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import models, workloads
 from reinforce_ada_jax.benchmarks.workloads import Lengths
+from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import Params
+
+# Settings of runs that are measured: nothing is reported elsewhere.
+QUIET = {"logging.tensorboard": False, "logging.wandb": "", "logging.trackio": ""}
+
+
+def config_of(options: flags.FlagValues) -> Config:
+    """Returns the configuration --config.
+
+    Raises:
+      ValueError: there is none, or it breaks a rule.
+    """
+    if options.config is None:
+        raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
+    return config_lib.resolve(options.config)
 
 
 def architecture_of(options: flags.FlagValues) -> Architecture:

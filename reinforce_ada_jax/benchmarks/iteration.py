@@ -4,7 +4,6 @@ The iterations are those of training, with clocks around their phases. Random we
 so with them response lengths and verdicts are scripted too; everything else is done, grading included.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +13,7 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,9 +24,9 @@ from absl import flags
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import inputs, models, workloads
-from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
-from reinforce_ada_jax.benchmarks.options import DEFAULT_VARIANTS, VARIANTS
+from reinforce_ada_jax.benchmarks.measuring import in_turns, machine
+from reinforce_ada_jax.benchmarks.options import DEFAULT_VARIANTS, VARIANTS, check_baseline
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.config import Config
@@ -55,7 +54,6 @@ from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Ver
 
 BASELINES = {"trl": pathlib.Path(__file__).parent / "baselines" / "trl_iteration.py"}
 PHASES = ("collect", "score", "update", "checkpoint")
-PASS_RATES = (0.6, 1.2)  # a and b of the scripted Beta distribution
 
 
 # ---- scripted responses ----------------------------------------------------------------------------------------------
@@ -79,7 +77,7 @@ class Script:
 
     def verdict(self, prompt: Prompt, draw: int) -> Verdict:
         """Returns a verdict that is correct at the prompt's pass rate."""
-        pass_rate = self._random("chance", prompt.id).beta(*PASS_RATES)
+        pass_rate = self._random("chance", prompt.id).beta(*workloads.PASS_RATES)
         correct = bool(self._random("verdict", prompt.id, draw).random() < pass_rate)
         return Verdict(correct, float(correct))
 
@@ -92,13 +90,7 @@ class ScriptedRollouts(Rollouts):
         self.script = script
 
     def sampler(
-        self,
-        params: Params | None,
-        *,
-        stream: int,
-        sampling: SamplingParams | Callable[[Request], SamplingParams],
-        prefetch_stream: int | None = None,
-        policy_version: int = 0,
+        self, params: Params | None, *, sampling: SamplingParams | Callable[[Request], SamplingParams], **others: Any
     ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
         """As that of `Rollouts`."""
 
@@ -106,13 +98,7 @@ class ScriptedRollouts(Rollouts):
             configured = sampling if isinstance(sampling, SamplingParams) else sampling(request)
             return dataclasses.replace(configured, max_tokens=self.script.length(request))
 
-        return super().sampler(
-            params,
-            stream=stream,
-            sampling=scripted,
-            prefetch_stream=prefetch_stream,
-            policy_version=policy_version,
-        )
+        return super().sampler(params, sampling=scripted, **others)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,26 +196,32 @@ class ClockedRun:
         self.checkpoints, self.identity, self.state = begin_or_resume(self.trainer, params, stack)
         self.interrupt = stack.enter_context(Interrupt())
         self.ahead = stack.enter_context(DrawAhead[Drawn]())
+        self.progress = Progress(total=1, done=0, quiet=True)
 
     def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
         return self.clock.call("programs", lambda: jax.block_until_ready(program(*arguments)))
 
-    def timed_iteration(self) -> dict[str, float]:
-        """Runs one iteration with a checkpoint; returns its seconds by phase, and counts of its collection.
-
-        In a run a checkpoint is written during the next iteration; here writing is waited for, after the clock.
-        """
-        self.clock.seconds = seconds = {}
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        progress = Progress(total=1, done=0, quiet=True)
-        run = self.trainer, self.verifiers, self.interrupt, progress, self.ahead
+    def next_iteration(self) -> Mapping[str, float]:
+        """Runs one iteration without a checkpoint; returns its metrics."""
+        run = self.trainer, self.verifiers, self.interrupt, self.progress, self.ahead
         state, stop = train_iteration(*run, self.state)
         if stop is not None:
             raise stop
         assert state.pending is not None
-        metrics, self.state = state.pending, dataclasses.replace(state, pending=None)
+        self.state = dataclasses.replace(state, pending=None)
+        return state.pending
+
+    def timed_iteration(self, turn: int) -> dict[str, float]:
+        """Runs one iteration with a checkpoint; returns its seconds by phase, and counts of its collection.
+
+        In a run a checkpoint is written during the next iteration; here writing is waited for, after the clock.
+        """
+        del turn
+        self.clock.seconds = seconds = {}
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        metrics = self.next_iteration()
         record = to_record(self.state) | self.identity
-        self.clock.call("checkpoint", self.checkpoints.save, state.iteration, state.learner, record)
+        self.clock.call("checkpoint", self.checkpoints.save, self.state.iteration, self.state.learner, record)
         total, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
         self.checkpoints.wait()
         written = time.perf_counter() - begin - total
@@ -261,8 +253,12 @@ def begin(
     architecture: Architecture | None,
     stack: contextlib.ExitStack,
 ) -> ClockedRun:
-    """Begins a run in a new work directory; with an architecture, of random weights of that shape."""
+    """Begins a run in a new work directory; with an architecture, of random weights of that shape.
+
+    Nothing is evaluated.
+    """
     workdir.mkdir()
+    config = config_lib.replaced(config, inputs.QUIET | {"evaluation.every": 0})
     verifiers = stack.enter_context(components_lib.verifier_pool(config))
     folder = components_lib.model_folder(config.model.path, config.model.revision)
     if architecture is not None:
@@ -339,12 +335,11 @@ def measure(
     lengths: Lengths,
     architecture: Architecture | None = None,
     against: Baseline | None = None,
-    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measures iterations of each variant in turns; the first of each compiles and is not timed.
 
-    Nothing is evaluated. An architecture gives random weights of that shape, with the configured model's tokenizer, and
-    `lengths` are those of the responses of random weights.
+    An architecture gives random weights of that shape, with the configured model's tokenizer, and `lengths` are those
+    of the responses of random weights.
 
     Returns:
       By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio", "overlap_ratio" and
@@ -357,34 +352,28 @@ def measure(
     unknown = sorted(set(variants) - set(VARIANTS))
     if unknown or not variants:
         raise ValueError(f"--variants has {unknown}; it must name some of {', '.join(VARIANTS)}.")
-    quiet = {"logging.tensorboard": False, "logging.wandb": "", "logging.trackio": "", "evaluation.every": 0}
-    timed: dict[str, list[dict[str, float]]] = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {
             name: begin(
-                config_lib.replaced(config, VARIANTS[name] | quiet), pathlib.Path(folder) / name, lengths, architecture,
-                stack,
+                config_lib.replaced(config, VARIANTS[name]), pathlib.Path(folder) / name, lengths, architecture, stack
             )
             for name in variants
-        }  # fmt: skip
-        iterate: dict[str, Callable[[], dict[str, float]]] = {name: run.timed_iteration for name, run in runs.items()}
+        }
+        iterate = {name: run.timed_iteration for name, run in runs.items()}
         first, described = runs[variants[0]], {}
         trainer = first.trainer
         if against is not None:
             process, described = start_baseline(against, trainer, first.script, 1 + repeat)
             stack.callback(process.close)
-            iterate[against.name] = functools.partial(process.ask, "run")
-        for number in range(1 + repeat):
-            for name, iteration in iterate.items():
-                timed[name].append(iteration())
-                log(f"iteration {number}, {name}: {timed[name][-1]['seconds']:.2f} s")
+            iterate[against.name] = process.run
+        timed = in_turns(iterate, repeat, lambda taken: f"{taken['seconds']:.2f} s")
     result: dict[str, Any] = {
         name: {key: statistics.median(one[key] for one in taken[1:]) for key in taken[0]}
         | {"iterations": repeat, "first_iteration_s": taken[0]["seconds"], "all_seconds": [x["seconds"] for x in taken]}
         for name, taken in timed.items()
     }
-    for name in set(variants) - {"rounds"}:
-        if "rounds" in result:
+    for name in variants:
+        if "rounds" in result and name != "rounds":
             result[f"{name}_ratio"] = result["rounds"]["tokens_per_s"] / result[name]["tokens_per_s"]
     if against is not None:
         ours, theirs = result[variants[0]], result[against.name]
@@ -392,26 +381,19 @@ def measure(
         if ours["tokens"] != theirs["tokens"]:
             raise ValueError(f"{ours['tokens']:,} tokens, and {theirs['tokens']:,} of {against.name}: other work.")
         result |= {f"{key}time_ratio": ours[f"{key}seconds"] / theirs[f"{key}seconds"] for key in ("", "cpu_")}
-    device = jax.devices()[0]
-    return result | {
-        "scripted": isinstance(trainer.rollouts, ScriptedRollouts), "device": device.device_kind,
-        "platform": device.platform, "jax": jax.__version__,
-        "model": models.describe(trainer.components.architecture),
-    }  # fmt: skip
+    scripted, model = isinstance(trainer.rollouts, ScriptedRollouts), models.describe(trainer.components.architecture)
+    return result | machine() | {"scripted": scripted, "model": model}
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures the configuration of the flags."""
-    if options.config is None:
-        raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
-    options_lib.check_baseline(options, BASELINES)
+    check_baseline(options, BASELINES)
     against = options.against and Baseline(options.against, options.against_python, options.micro_batches)
     return measure(
-        config_lib.resolve(options.config),
+        inputs.config_of(options),
         variants=options.variants,
         repeat=options.repeat or 3,
         lengths=workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS),
         architecture=inputs.architecture_of(options) if options.shape or options.model else None,
         against=against,
-        log=options_lib.log,
     )

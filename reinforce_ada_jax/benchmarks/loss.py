@@ -8,6 +8,7 @@ Each is a process of its own, so that memory is its own; repetitions alternate, 
 disturb all alike. The memory of a process is read from Linux.
 """
 
+import contextlib
 import functools
 import pathlib
 import re
@@ -22,16 +23,18 @@ import jax.numpy as jnp
 from absl import flags
 from jaxtyping import Array
 
-from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, resident_bytes, serve
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
+from reinforce_ada_jax.benchmarks.measuring import in_turns
+from reinforce_ada_jax.benchmarks.options import log
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.loss import LossConfig, policy_loss
 from reinforce_ada_jax.learning.scan_logprobs import TILE, HeadConfig
 from reinforce_ada_jax.policy.logprobs import distribution
 
 TEMPERATURE = 1.0
-IMPLEMENTATIONS = ("naive", "chunked", "fused")
+# Positions of a row that "chunked" takes at a time.
+CHUNK = 128
 # Share of the free memory that an implementation may take.
 SAFE_SHARE = 0.9
 
@@ -43,9 +46,9 @@ def _naive(hidden, embedding, targets):
     return jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0], entropy
 
 
-def _chunked(hidden, embedding, targets, *, chunk):
+def _chunked(hidden, embedding, targets):
     rows, length = targets.shape
-    chunk = min(chunk, length)
+    chunk = min(CHUNK, length)
     padding = -length % chunk
 
     def cut(x: Array) -> Array:
@@ -57,13 +60,11 @@ def _chunked(hidden, embedding, targets, *, chunk):
     return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :length] for x in results)
 
 
-def _implementation(name: str, chunk: int) -> Callable[..., tuple[Array, ...]]:
-    """(log-probability, entropy) of each target: a function of hidden states, head and targets."""
-    if name == "naive":
-        return _naive
-    if name == "chunked":
-        return functools.partial(_chunked, chunk=chunk)
-    return functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=TILE))
+# (log-probability, entropy) of each target: functions of hidden states, head and targets.
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, ...]]] = {
+    "naive": _naive, "chunked": _chunked,
+    "fused": functools.partial(token_logprobs, HeadConfig(TEMPERATURE, tied=True, tile=TILE)),
+}  # fmt: skip
 
 
 def _loss(statistics_of, hidden, embedding, targets):
@@ -79,13 +80,12 @@ def _loss(statistics_of, hidden, embedding, targets):
 class LossWorker:
     """One implementation in a process of its own; see baselines/json_worker.py."""
 
-    def __init__(self, name: str, rows: int, length: int, words: int, columns: int, dtype: str, chunk: int):
+    def __init__(self, name: str, rows: int, length: int, words: int, columns: int, dtype: str):
         keys = jax.random.split(jax.random.key(0), 3)
         hidden = jax.random.normal(keys[0], (rows, length, columns), jnp.dtype(dtype))
         embedding = jax.random.normal(keys[1], (words, columns), jnp.dtype(dtype)) / columns**0.5
         targets = jax.random.randint(keys[2], (rows, length), 0, words)
-        statistics_of = _implementation(name, chunk)
-        program = jax.jit(jax.value_and_grad(functools.partial(_loss, statistics_of), argnums=(0, 1)))
+        program = jax.jit(jax.value_and_grad(functools.partial(_loss, IMPLEMENTATIONS[name]), argnums=(0, 1)))
         self.inputs = jax.block_until_ready((hidden, embedding, targets))
         self.program = program.lower(*self.inputs).compile()
 
@@ -121,49 +121,34 @@ def _summary(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def measure(
-    *,
-    rows: int,
-    length: int,
-    words: int,
-    columns: int,
-    dtype: str = "float32",
-    chunk: int = 128,
-    repeat: int = 3,
-    log: Callable[[str], None] = lambda text: None,
+    *, rows: int, length: int, words: int, columns: int, dtype: str = "float32", repeat: int = 3
 ) -> dict[str, Any]:
     """Measures memory and seconds of value and gradients for rows x length tokens; docs/performance.md has the keys.
 
-    `words` and `columns` are the sizes of vocabulary and hidden states, `chunk` the positions that "chunked" takes at a
-    time. An implementation whose temporaries, by the compiler's count, need more memory than the machine has now isn't
-    run: its results are None.
+    `words` and `columns` are the sizes of vocabulary and hidden states. An implementation whose temporaries, by the
+    compiler's count, need more memory than the machine has now isn't run: its results are None.
 
     Raises:
       RuntimeError: a process ended.
     """
-    sizes = dict(rows=rows, length=length, words=words, columns=columns, dtype=dtype, chunk=chunk)
+    sizes = dict(rows=rows, length=length, words=words, columns=columns, dtype=dtype)
     processes: dict[str, JsonSubprocess] = {}
     results: dict[str, dict[str, Any]] = {}
-    runs: dict[str, list[dict[str, float]]] = {}
-    try:
+    with contextlib.ExitStack() as stack:
         for name in IMPLEMENTATIONS:
-            processes[name] = JsonSubprocess(name, [sys.executable, "-m", "reinforce_ada_jax.benchmarks.loss"])
-            planned = processes[name].ask("load", name=name, **sizes)
+            process = JsonSubprocess(name, [sys.executable, "-m", "reinforce_ada_jax.benchmarks.loss"])
+            processes[name] = stack.enter_context(contextlib.closing(process))
+            planned = process.ask("load", name=name, **sizes)
             results[name] = planned | dict.fromkeys(("extra_bytes", "seconds", "cpu_seconds", "all_seconds", "loss"))
             log(f"{name}: the compiler plans {planned['temporary_bytes'] / 1e9:.2f} GB")
+        runs = {}
         for name in IMPLEMENTATIONS:
             if results[name]["temporary_bytes"] < SAFE_SHARE * _free_bytes():
-                runs[name] = []
+                runs[name] = processes[name].run
             else:
                 log(f"{name}: not run, {_free_bytes() / 1e9:.2f} GB are free")
-        for number in range(1 + repeat):
-            for name, taken in runs.items():
-                taken.append(processes[name].ask("run"))
-                log(f"{name}, repetition {number}: {taken[-1]}")
-    finally:
-        for process in processes.values():
-            process.close()
-    for name, taken in runs.items():
-        results[name] |= _summary(taken)
+        for name, taken in in_turns(runs, repeat, str).items():
+            results[name] |= _summary(taken)
     ratios = {}
     for key in ("seconds", "cpu_seconds", "temporary_bytes"):
         fused, naive = results["fused"][key], results["naive"][key]
@@ -175,7 +160,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures the sizes of the flags."""
     return measure(
         rows=options.rows or 16, length=options.row_tokens, words=options.words, columns=options.columns,
-        dtype=options.dtype, repeat=options.repeat or 3, log=options_lib.log,
+        dtype=options.dtype, repeat=options.repeat or 3,
     )  # fmt: skip
 
 

@@ -60,12 +60,21 @@ def check_logprobs(
     if tokens.max() >= architecture.vocab_size:
         raise ValueError(f"{source} has token {tokens.max()}, the model only {architecture.vocab_size} tokens.")
     gap = float(np.abs(logprobs(architecture, params, tokens) - expected).max())
-    if not gap <= LOGPROB_TOLERANCE:
-        raise ValueError(
-            f"the model's log-probabilities differ from those of {source} by up to {gap:.2g}, the limit is "
-            f"{LOGPROB_TOLERANCE:g}: it is another model, and its speed says nothing. Name the right folder as --model."
-        )
+    check_gap("the model's log-probabilities", gap, LOGPROB_TOLERANCE, source)
     return gap
+
+
+def check_gap(what: str, gap: float, limit: float, source: str) -> None:
+    """Checks that two programs compute the same.
+
+    Raises:
+      ValueError: `gap` is above `limit`, or no number.
+    """
+    if not gap <= limit:
+        raise ValueError(
+            f"{what} and those of {source} differ by up to {gap:.2g}, the limit is {limit:g}: it is another model or "
+            "update, and its speed says nothing. Both must compute the same from the folder --model."
+        )
 
 
 def describe(architecture: Architecture) -> dict[str, Any]:

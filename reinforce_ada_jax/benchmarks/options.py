@@ -77,6 +77,13 @@ INTEGERS = {
     "words": (151_936, "Vocabulary size of `loss`."),
     "columns": (256, "Size of the hidden states of `loss`."),
 }
+FLOATS = {  # default, most, text
+    "zero_rows": (None, 1.0, "Share of responses without advantage; `update` is measured with and without them."),
+    "temperature": (None, None, "Sampling temperature of `rollout`; default: the workload's."),
+    "learning_rate": (None, None, "Learning rate of all runs of `learning`; default: those of its table."),
+    "scale": (1.0, None, "Factor of the response lengths of `adaptive`."),
+    "bandwidth": (None, None, "Memory bandwidth in bytes per second, for a simulation of --model."),
+}
 BOOLEANS = {
     "against_plain": "PyTorch takes the minibatch of `update` as one piece, and recomputes nothing.",
     "barrier": "Also measure with the rounds of all prompts in step.",
@@ -101,10 +108,8 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         flags.DEFINE_integer(name, default, text, lower_bound=0 if name in ZERO_ALLOWED else 1, flag_values=values)
     for name, text in BOOLEANS.items():
         flags.DEFINE_bool(name, False, text, flag_values=values)
-    flags.DEFINE_float(
-        "zero_rows", None, "Share of responses without advantage; `update` is measured with and without them.",
-        lower_bound=0.0, upper_bound=1.0, flag_values=values,
-    )  # fmt: skip
+    for name, (default, most, text) in FLOATS.items():
+        flags.DEFINE_float(name, default, text, lower_bound=0.0, upper_bound=most, flag_values=values)
     flags.DEFINE_enum(
         "strategy", "balance", ("balance", "positive"), "Stopping rule of the adaptive workload.", flag_values=values
     )
@@ -112,18 +117,6 @@ def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
         "speculative", None, "Draw in idle slots before verdicts are there; default: if a round is below a group.",
         flag_values=values,
     )  # fmt: skip
-    flags.DEFINE_float(
-        "temperature", None, "Sampling temperature of `rollout`; default: the workload's.", lower_bound=0.0,
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_float(
-        "learning_rate", None, "Learning rate of all runs of `learning`; default: those of its table.", lower_bound=0.0,
-        flag_values=values,
-    )  # fmt: skip
-    flags.DEFINE_float("scale", 1.0, "Factor of the response lengths of `adaptive`.", flag_values=values)
-    flags.DEFINE_float(
-        "bandwidth", None, "Memory bandwidth in bytes per second, for a simulation of --model.", flag_values=values
-    )
     flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
     flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
     flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)

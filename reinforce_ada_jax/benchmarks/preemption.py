@@ -20,6 +20,7 @@ from typing import Any
 from absl import flags
 
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.benchmarks import inputs
 from reinforce_ada_jax.benchmarks.options import log
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed.watchdog import RESTART
@@ -97,40 +98,31 @@ def run_until(command: Sequence[str], phase: str, ended_at: Moment | None) -> St
 
 def measure(config: Config, repeat: int) -> dict[str, Any]:
     """Returns the cost by phase: medians, and all seconds; and the times of starts and checkpoints."""
-    quiet = {"logging.tensorboard": False, "logging.wandb": "", "logging.trackio": ""}
     # Every second iteration is evaluated, and the run does not end by itself.
-    config = config_lib.replaced(config, quiet | {"evaluation.every": 2, "iterations": 10**6})
+    config = config_lib.replaced(config, inputs.QUIET | {"evaluation.every": 2, "iterations": 10**6})
     phases = [phase for phase in PHASES if phase != "evaluating" or config.evaluation.benchmarks]
-    lost: dict[str, list[float]] = {phase: [] for phase in phases}
-    exits: dict[str, list[float]] = {phase: [] for phase in phases}
-    starts: list[float] = []
+    ended: list[Started] = []
     with tempfile.TemporaryDirectory() as folder:
         workdir, file = pathlib.Path(folder) / "run", pathlib.Path(folder) / "config.json"
         file.write_text(config_lib.to_json(config), encoding="utf-8")
         command = [sys.executable, "-m", WORKER, str(file), str(workdir)]
-        before: Moment | None = None
         for phase in [*phases * repeat, phases[0]]:  # the last one shows what the one before it lost
-            started = run_until(command, phase, before)
-            if before is not None:
-                lost[PHASES[before.phase]].append(started.lost_s)
-                starts.append(started.start_s)
-                log(f"{PHASES[before.phase]}: {started.lost_s:.1f} s of work lost")
-            if sum(map(len, exits.values())) < repeat * len(phases):
-                exits[phase].append(started.exit_s)
-                log(f"{phase}: {started.exit_s:.1f} s from the signal to the end")
-            before = started.at
+            started = run_until(command, phase, ended[-1].at if ended else None)
+            log(
+                f"{phase}: {started.lost_s:.1f} s of work done again, {started.exit_s:.1f} s from the signal to the end"
+            )
+            ended.append(started)
         saves = save_times.read(workdir)
-    result: dict[str, Any] = {
-        phase: {
-            "lost_s": statistics.median(lost[phase]),
-            "exit_s": statistics.median(exits[phase]),
-            "all_lost_s": lost[phase],
-            "all_exit_s": exits[phase],
-        }
-        for phase in phases
-    }
+    result: dict[str, Any] = {}
+    for first, phase in enumerate(phases):
+        starts = range(first, repeat * len(phases), len(phases))
+        lost, exits = [ended[number + 1].lost_s for number in starts], [ended[number].exit_s for number in starts]
+        result[phase] = {
+            "lost_s": statistics.median(lost), "exit_s": statistics.median(exits), "all_lost_s": lost,
+            "all_exit_s": exits,
+        }  # fmt: skip
     return result | {
-        "start_s": statistics.median(starts),
+        "start_s": statistics.median(started.start_s for started in ended[1:]),
         "save_s": statistics.median(save.seconds for save in saves),
         "save_bytes": saves[-1].bytes,
     }
@@ -142,6 +134,4 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     Raises:
       ValueError: there is none.
     """
-    if options.config is None:
-        raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
-    return measure(config_lib.resolve(options.config), options.repeat or 3)
+    return measure(inputs.config_of(options), options.repeat or 3)

@@ -4,29 +4,30 @@ Every repetition is checked: a response of another length than prescribed ends t
 doing less.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jaxtyping import Float
 
 from reinforce_ada_jax.benchmarks import adaptive, engines, inputs, models, workloads
-from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
+from reinforce_ada_jax.benchmarks.measuring import in_turns, median_seconds
+from reinforce_ada_jax.benchmarks.options import check_baseline
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.pages import num_pages
-from reinforce_ada_jax.sampling.rollouts import RolloutCounts
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 
@@ -38,34 +39,23 @@ BASELINE_SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Baseline(JsonSubprocess):
-    """Another engine in its own process (baselines/), doing the same work: see its file for the protocol."""
+def start_baseline(options: flags.FlagValues, workload: Workload) -> tuple[JsonSubprocess, dict[str, Any]]:
+    """Starts another engine in its own process (baselines/) for the same work; returns it and its description.
 
-    def __init__(self, name: str, python: str, model: pathlib.Path, workload: Workload, dtype: str):
-        """Starts the process and loads the model there.
-
-        Raises:
-          ValueError: the interpreter doesn't start, or its environment lacks a package.
-        """
-        super().__init__(name, [python, str(BASELINES[name])])
-        longest = int(workload.lengths.max()) + workload.max_prompt_tokens
-        blocks = num_pages(longest, BASELINE_SETTINGS["page_size"]) * BASELINE_SETTINGS["max_requests_per_batch"]
-        # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
-        self.settings = BASELINE_SETTINGS | {"dtype": dtype, "num_blocks": 4 * blocks}
-        self.description = self.load_baseline(
-            model=str(model), lengths=workload.lengths.tolist(),
-            prompts=[prompt.tokens.tolist() for prompt in workload.prompts],
-            temperature=workload.temperature, settings=self.settings,
-        )  # fmt: skip
-
-    def run(self) -> float:
-        """Returns the seconds of the whole workload."""
-        return self.ask("run")["seconds"]
-
-    def logprobs(self, rows: list[np.ndarray]) -> list[Float[np.ndarray, " T"]]:
-        """Returns the log-probabilities of each row's tokens after the first."""
-        answer = self.ask("score", rows=[row.tolist() for row in rows])
-        return [np.array(row, np.float32) for row in answer["logprobs"]]
+    Raises:
+      ValueError: the interpreter doesn't start, or its environment lacks a package.
+    """
+    longest = int(workload.lengths.max()) + workload.max_prompt_tokens
+    blocks = num_pages(longest, BASELINE_SETTINGS["page_size"]) * BASELINE_SETTINGS["max_requests_per_batch"]
+    # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
+    settings = BASELINE_SETTINGS | {"dtype": options.dtype, "num_blocks": 4 * blocks}
+    process = JsonSubprocess(options.against, [options.against_python, str(BASELINES[options.against])])
+    description = process.load_baseline(
+        model=options.model, lengths=workload.lengths.tolist(),
+        prompts=[prompt.tokens.tolist() for prompt in workload.prompts],
+        temperature=workload.temperature, settings=settings,
+    )  # fmt: skip
+    return process, {"settings": settings, **description}
 
 
 def peak_memory_bytes() -> int:
@@ -78,13 +68,7 @@ def copy_bytes_per_s(num_bytes: int) -> float:
     """Returns the bytes that the device reads and writes a second: the median of ten large additions."""
     array = jnp.zeros(num_bytes // 4, jnp.float32)
     add_one = jax.jit(lambda x: x + 1)
-    add_one(array).block_until_ready()
-    seconds = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        add_one(array).block_until_ready()
-        seconds.append(time.perf_counter() - begin)
-    return 2 * num_bytes / statistics.median(seconds)
+    return 2 * num_bytes / median_seconds(lambda: add_one(array), 10)
 
 
 def measure(
@@ -93,52 +77,48 @@ def measure(
     params: Params,
     workload: Workload,
     engine_options: EngineOptions,
-    baseline: Baseline | None,
+    baseline: JsonSubprocess | None,
 ) -> dict[str, Any]:
-    """Warms up, then times the whole workload, in turns with the baseline: other programs disturb both alike."""
-    replicas, repeat, log = options.replicas or 1, options.repeat or 5, options_lib.log
-    compiles = CompileCounter()
+    """Times the whole workload, in turns with the baseline."""
+    replicas, compiles = options.replicas or 1, CompileCounter()
     begin = time.perf_counter()
     rollouts, params = engines.make_rollouts(architecture, params, engine_options, replicas)
-    tokens = engines.check_lengths(engines.draw(rollouts, params, workload), workload)
-    warmup_s = time.perf_counter() - begin
-    log(f"warm-up {warmup_s:.1f} s, {compiles.total} programs")
-    if baseline is not None:
-        log(f"{baseline.name}: warm-up {baseline.run():.1f} s")
-    compile_count, compile_s = compiles.total, compiles.seconds
-    seconds: list[float] = []
-    processor_seconds: list[float] = []
-    baseline_seconds: list[float] = []
-    counts: list[RolloutCounts] = []
-    for index in range(repeat):
+    made_s = time.perf_counter() - begin
+
+    def draw(turn: int) -> dict[str, Any]:
         begin, processor_begin = time.perf_counter(), time.process_time()
-        pools = engines.draw(rollouts, params, workload, stream=index + 1)
-        seconds.append(time.perf_counter() - begin)
-        processor_seconds.append(time.process_time() - processor_begin)
-        counts.append(rollouts.counts)
+        pools = engines.draw(rollouts, params, workload, stream=turn)
+        seconds, processor_seconds = time.perf_counter() - begin, time.process_time() - processor_begin
         engines.check_lengths(pools, workload)
-        line = f"{index + 1}/{repeat}: {tokens / seconds[-1]:,.0f} tokens/s"
-        if baseline is not None:
-            baseline_seconds.append(baseline.run())
-            line += f", {baseline.name} {tokens / baseline_seconds[-1]:,.0f}"
-        log(line)
-    median, last = statistics.median(seconds), counts[-1]
+        return {
+            "seconds": seconds, "processor_seconds": processor_seconds, "counts": rollouts.counts,
+            "programs": compiles.total, "compile_seconds": compiles.seconds,
+        }  # fmt: skip
+
+    tokens = int(workload.lengths.sum())
+    runs: dict[str, Callable[[int], dict[str, Any]]] = {"ours": draw}
+    if baseline is not None:
+        runs[baseline.name] = baseline.run
+    found = in_turns(runs, options.repeat or 5, lambda run: f"{tokens / run['seconds']:,.0f} tokens/s")
+    warmup, *timed = found["ours"]
+    seconds = [run["seconds"] for run in timed]
+    median, last = statistics.median(seconds), rollouts.counts
     result = {
         "useful_tokens": tokens,
         "useful_tokens_per_s": tokens / median,
         "seconds": seconds,
-        "processor_seconds": processor_seconds,
-        "warmup_s": warmup_s,
+        "processor_seconds": [run["processor_seconds"] for run in timed],
+        "warmup_s": made_s + warmup["seconds"],
         "slot_utilisation": last.slot_utilisation,
         "windows": last.windows,
         "prefills": last.prefills,
         "draft_tokens": last.drafted,
         "draft_acceptance": last.accepted / max(last.drafted, 1),
         "dispatches_per_1000_tokens": 1000 * last.dispatches / last.tokens,
-        "host_between_windows_s": statistics.median(count.host_s for count in counts),
-        "compile_count": compile_count,
-        "compile_seconds": compile_s,
-        "recompilations": compiles.total - compile_count,
+        "host_between_windows_s": statistics.median(run["counts"].host_s for run in timed),
+        "compile_count": warmup["programs"],
+        "compile_seconds": warmup["compile_seconds"],
+        "recompilations": compiles.total - warmup["programs"],
         "peak_memory_bytes": peak_memory_bytes(),
     }
     if options.requests:
@@ -147,10 +127,10 @@ def measure(
         needed = engines.decode_bytes(architecture, workload, decode_steps, engine_options)
         result |= {"copy_bytes_per_s": rate, "bandwidth_fraction": needed / median / rate}
     if baseline is not None:
+        baseline_seconds = [run["seconds"] for run in found[baseline.name][1:]]
         baseline_median = statistics.median(baseline_seconds)
         result["against"] = {
             "name": baseline.name, "useful_tokens_per_s": tokens / baseline_median, "seconds": baseline_seconds,
-            "settings": baseline.settings, **baseline.description,
         }  # fmt: skip
         result["ratio"] = baseline_median / median
     return result | engines.describe(architecture, engine_options, replicas)
@@ -171,7 +151,7 @@ def _logprob_gaps(
     architecture: Architecture,
     params: Params,
     workload: Workload,
-    baseline: Baseline | None,
+    baseline: JsonSubprocess | None,
 ) -> dict[str, float]:
     """Largest differences from the workload's log-probabilities, if it was made for this model, and in float32 from
     the baseline's on the first prompts."""
@@ -180,9 +160,10 @@ def _logprob_gaps(
         gaps["workload"] = models.check_logprobs(architecture, params, *workload.reference, "the workload")
     if baseline is not None and options.dtype == "float32":
         rows = [prompt.tokens for prompt in workload.prompts[:4]]
+        scored = baseline.ask("score", rows=[row.tolist() for row in rows])["logprobs"]
         gaps[baseline.name] = max(
-            models.check_logprobs(architecture, params, row, expected, baseline.name)
-            for row, expected in zip(rows, baseline.logprobs(rows), strict=True)
+            models.check_logprobs(architecture, params, row, np.array(expected, np.float32), baseline.name)
+            for row, expected in zip(rows, scored, strict=True)
         )
     return gaps
 
@@ -199,21 +180,20 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         workload = dataclasses.replace(workload, temperature=options.temperature)
     engine_options = engines.engine_options(workload, options)
     engine_options = with_drafts(engine_options, architecture, options.drafts, jax.default_backend())
-    options_lib.check_baseline(options, BASELINES)
+    check_baseline(options, BASELINES)
     folder = inputs.model_folder(options, architecture)
     if folder is None:
         params = inputs.random_weights(options, architecture, options.dtype)
     else:
         params = huggingface.load(folder)[1]  # float32, as references are
-    baseline = None
-    if options.against is not None:
-        model = pathlib.Path(options.model)
-        baseline = Baseline(options.against, options.against_python, model, workload, options.dtype)
-    try:
+    baseline, described = None, {}
+    with contextlib.ExitStack() as stack:
+        if options.against is not None:
+            baseline, described = start_baseline(options, workload)
+            stack.callback(baseline.close)
         gaps = _logprob_gaps(options, architecture, params, workload, baseline)
         params = jax.tree.map(lambda weight: weight.astype(options.dtype), params)
         result = measure(options, architecture, params, workload, engine_options, baseline)
-    finally:
         if baseline is not None:
-            baseline.close()
+            result["against"] |= described
     return result | {"logprob_gap": gaps, "workload": options.workload or "synthetic"}

@@ -12,7 +12,6 @@ import pathlib
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +19,8 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax.benchmarks import engines, inputs, workloads
-from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
+from reinforce_ada_jax.benchmarks.measuring import median_ratio, processor_seconds
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.distributed import mesh as mesh_lib
@@ -80,38 +79,28 @@ def measure(
         waiting=max(256, options.slots),
     )  # fmt: skip
     tokens = int(workload.lengths.sum())
-    seconds: dict[str, list[float]] = {"engine": [], "base": [], "adapter": []}
     client_seconds: list[float] = []
-    with server(settings, architecture, weights, options) as address:
-        client = JsonSubprocess("tinker", [sys.executable, str(CLIENT)])
-        try:
-            described = client.ask(
-                "load", address=address, model=MODEL, rank=RANK, at_once=options.slots,
-                prompts=[prompt.tokens.tolist() for prompt in workload.prompts], lengths=workload.lengths.tolist(),
-            )  # fmt: skip
+    with server(settings, architecture, weights, options) as address, contextlib.ExitStack() as stack:
+        client = stack.enter_context(contextlib.closing(JsonSubprocess("tinker", [sys.executable, str(CLIENT)])))
+        described = client.ask(
+            "load", address=address, model=MODEL, rank=RANK, at_once=options.slots,
+            prompts=[prompt.tokens.tolist() for prompt in workload.prompts], lengths=workload.lengths.tolist(),
+        )  # fmt: skip
 
-            def through_server(adapter: bool) -> None:
-                answer = client.ask("run", adapter=adapter)
-                if answer["lengths"] != workload.lengths.reshape(-1).tolist():
-                    raise RuntimeError("responses of the server have other lengths than prescribed.")
-                client_seconds.append(answer["cpu_seconds"])
+        def through_server(adapter: bool) -> None:
+            answer = client.ask("run", adapter=adapter)
+            if answer["lengths"] != workload.lengths.reshape(-1).tolist():
+                raise RuntimeError("responses of the server have other lengths than prescribed.")
+            client_seconds.append(answer["cpu_seconds"])
 
-            runs: dict[str, Callable[[int], object]] = {
-                "engine": lambda turn: engines.check_lengths(
-                    engines.draw(rollouts, weights, workload, stream=turn), workload
-                ),
-                "base": lambda _: through_server(False),
-                "adapter": lambda _: through_server(True),
-            }
-            for turn in range(repeat + 1):
-                for name, run_once in runs.items():
-                    begin = time.process_time()
-                    run_once(turn)
-                    if turn:  # the first compiles
-                        seconds[name].append(time.process_time() - begin)
-                        options_lib.log(f"{turn}/{repeat}: {name}, {seconds[name][-1]:.2f} processor seconds")
-        finally:
-            client.close()
+        runs: dict[str, Callable[[int], object]] = {
+            "engine": lambda turn: engines.check_lengths(
+                engines.draw(rollouts, weights, workload, stream=turn), workload
+            ),
+            "base": lambda _: through_server(False),
+            "adapter": lambda _: through_server(True),
+        }
+        seconds = processor_seconds(runs, repeat)
     medians = {name: float(np.median(found)) for name, found in seconds.items()}
     requests = workload.lengths.size
     return {
@@ -119,10 +108,7 @@ def measure(
         **{f"{name}_cpu_s": found for name, found in medians.items()},
         **{f"all_{name}_cpu_s": found for name, found in seconds.items()},
         "client_cpu_s": float(np.median(client_seconds[2:])),
-        **{
-            f"{name}_ratio": float(np.median(np.divide(seconds[name], seconds["engine"])))
-            for name in ("base", "adapter")
-        },
+        **{f"{name}_ratio": median_ratio(seconds[name], seconds["engine"]) for name in ("base", "adapter")},
         "base_ms_per_request": 1e3 * (medians["base"] - medians["engine"]) / requests,
         **described,
     }  # fmt: skip

@@ -7,11 +7,11 @@ prompts are the same in each iteration, and so is the work. With `--topology` th
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,13 +19,11 @@ from absl import flags
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.benchmarks import inputs, iteration, models, split_plan
-from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.iteration import ClockedRun
+from reinforce_ada_jax.benchmarks.measuring import in_turns, machine
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.reporting.progress import Progress
-from reinforce_ada_jax.training.iteration import train_iteration
 
 # Iterations of a block: the variants take turns by blocks, and a block ends when nothing is in flight.
 ITERATIONS = 4
@@ -45,21 +43,15 @@ def variants(config: Config) -> dict[str, dict[str, Any]]:
     }
 
 
-def timed_block(run: ClockedRun, iterations: int) -> dict[str, Any]:
-    """Runs iterations, each with one collection and its updates, from idle devices to idle devices.
+def timed_block(run: ClockedRun, iterations: int, turn: int) -> dict[str, Any]:
+    """Runs iterations, 2 in turn 0, each with one collection and its updates, from idle devices to idle devices.
 
     A collection that was drawn ahead belongs to the block that drew it: what the first iteration takes was drawn
     before, and what the last one begins is waited for.
     """
-    progress, all_metrics = Progress(total=1, done=0, quiet=True), []
+    iterations = iterations if turn else 2
     begin = time.perf_counter()
-    for _ in range(iterations):
-        state, stop = train_iteration(run.trainer, run.verifiers, run.interrupt, progress, run.ahead, run.state)
-        if stop is not None:
-            raise stop
-        assert state.pending is not None
-        all_metrics.append(state.pending)
-        run.state = dataclasses.replace(state, pending=None)
+    all_metrics = [run.next_iteration() for _ in range(iterations)]
     run.ahead.wait(lambda text: None)
     seconds = time.perf_counter() - begin
     times = {name: statistics.mean(metrics[key] for metrics in all_metrics) for name, key in TIMES.items()}
@@ -81,7 +73,6 @@ def measure(
     lengths: Lengths,
     architecture: Architecture,
     iterations: int = ITERATIONS,
-    log: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measures blocks of iterations of each variant in turns; the first block of each compiles and is not timed.
 
@@ -94,23 +85,16 @@ def measure(
       ValueError: the configuration can't be run, or there are too few devices.
       RuntimeError: the variants did not do the same work.
     """
-    quiet = dict.fromkeys(("logging.wandb", "logging.trackio"), "")
-    quiet |= {"logging.tensorboard": False, "evaluation.every": 0, "iterations": 10**6}
-    settings = variants(config)
-    timed: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         runs = {}
-        for name, changes in settings.items():
-            changed = config_lib.replaced(config, changes | quiet)
+        for name, changes in variants(config).items():
+            changed = config_lib.replaced(config, changes | {"iterations": 10**6})
             run = iteration.begin(changed, pathlib.Path(folder) / name, lengths, architecture, stack)
             # Every iteration draws the same prompts, whose scripted lengths are the same each time.
             prompts = run.trainer.prompts[: changed.collection.prompts_per_iteration]
             run.trainer = dataclasses.replace(run.trainer, prompts=prompts)
-            runs[name] = run
-        for number in range(1 + repeat):
-            for name, run in runs.items():
-                timed[name].append(timed_block(run, iterations if number else 2))
-                log(f"block {number}, {name}: {_described(timed[name][-1])}")
+            runs[name] = functools.partial(timed_block, run, iterations)
+        timed = in_turns(runs, repeat, _described)
     work = {each for blocks in timed.values() for block in blocks for each in block.pop("work")}
     if len(work) != 1:
         raise RuntimeError(f"the variants did not do the same work: {', '.join(WORK)} were {sorted(work)}.")
@@ -120,20 +104,16 @@ def measure(
         for name, blocks in timed.items()
     }
     speed = {name: result[name]["iterations_per_s"] for name in result}
-    device = jax.devices()[0]
-    return result | {
+    return result | machine() | {
         "ratio": speed["split"] / speed["turns"], "ratio_to_together": speed["split"] / speed["together"],
         **dict(zip(WORK, work.pop(), strict=True)), "iterations": iterations, "blocks": repeat,
-        "devices": len(jax.devices()), "device": device.device_kind, "jax": jax.__version__,
-        "model": models.describe(architecture),
+        "devices": len(jax.devices()), "model": models.describe(architecture),
     }  # fmt: skip
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
     """Measures the configuration of the flags, or predicts the times of a slice."""
-    if options.config is None:
-        raise ValueError("--config is missing: a configuration of train, such as configs/tiny.py.")
-    config = config_lib.resolve(options.config)
+    config = inputs.config_of(options)
     if options.topology:
         return split_plan.predict(config, options)
     return measure(
@@ -141,5 +121,4 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
         repeat=options.repeat or 5,
         lengths=inputs.response_lengths(options, config.sampling.max_response_tokens),
         architecture=models.shaped(options.shape or "128x4"),
-        log=options_lib.log,
     )

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,23 +33,18 @@ runpy.run_module("reinforce_ada_jax." + sys.argv[0], run_name="__main__", alter_
 """
 
 
-def _train(folder: pathlib.Path) -> list[str]:
-    return ["-c", LISTENING, "train", "--config=tiny", f"--workdir={folder}", "--config.iterations=1", "--quiet"]
-
-
-def _evaluate(folder: pathlib.Path) -> list[str]:
-    model, problems = "--model=package:cipher", "--benchmarks=cipher:heldout"
-    return ["-c", LISTENING, "evaluate", "--config=tiny", model, problems, "--samples=1", f"--output={folder}"]
-
-
-def _serve(folder: pathlib.Path) -> list[str]:
-    del folder
-    return ["-m", "reinforce_ada_jax.serve", "--model=package:cipher", "--dtype=float32", "--port=0"]
-
-
-# Arguments of Python, and the beginning of the line that is waited for.
-COMMANDS: dict[str, tuple[Callable[[pathlib.Path], list[str]], str]] = {
-    "train": (_train, SIGN), "evaluate": (_evaluate, SIGN), "serve": (_serve, "ready"),
+# Arguments of Python, FOLDER for that of the results, and the beginning of the line that is waited for.
+COMMANDS = {
+    "train": (
+        ["-c", LISTENING, "train", "--config=tiny", "--workdir=FOLDER", "--config.iterations=1", "--quiet"],
+        SIGN,
+    ),
+    "evaluate": (
+        ["-c", LISTENING, "evaluate", "--config=tiny", "--model=package:cipher", "--benchmarks=cipher:heldout",
+         "--samples=1", "--output=FOLDER"],
+        SIGN,
+    ),
+    "serve": (["-m", "reinforce_ada_jax.serve", "--model=package:cipher", "--dtype=float32", "--port=0"], "ready"),
 }  # fmt: skip
 
 
@@ -83,7 +78,8 @@ def measure(repeat: int) -> dict[str, Any]:
                 own = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
                 own["XDG_CACHE_HOME"] = folder
                 for kind, found in seconds[name].items():
-                    command = [sys.executable, *arguments(pathlib.Path(folder) / kind)]
+                    results = str(pathlib.Path(folder) / kind)
+                    command = [sys.executable, *(argument.replace("FOLDER", results) for argument in arguments)]
                     found.append(seconds_until(sign, command, own))
                     log(f"turn {turn + 1} of {repeat}: {name}, {kind} {found[-1]:.1f} s")
     return {

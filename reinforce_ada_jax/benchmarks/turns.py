@@ -7,7 +7,7 @@ them less than seconds.
 
 import collections
 import dataclasses
-import time
+import functools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from absl import flags
 
 from reinforce_ada_jax.benchmarks import engines, inputs, workloads
-from reinforce_ada_jax.benchmarks import options as options_lib
+from reinforce_ada_jax.benchmarks.measuring import median_ratio, processor_seconds
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import enough_pages
@@ -51,13 +51,13 @@ class FixedTurns:
 
     def __init__(self, prompts: Iterable[Prompt], shape: Shape, *, continues: bool):
         """Makes the requests of first turns; without `continues` the sampler does not know that others follow."""
-        self._shape, self._continues = shape, continues
+        self.shape, self._continues = shape, continues
         self._waiting = collections.deque(self._request(prompt, 0) for prompt in prompts)
         self._in_flight: dict[str, tuple[Request, int]] = {}
         self._closed: list[str] = []
 
     def _request(self, prompt: Prompt, turn: int) -> tuple[Request, int]:
-        is_followed = self._continues and turn + 1 < self._shape.turns
+        is_followed = self._continues and turn + 1 < self.shape.turns
         return Request(prompt, 0, continues=f"{prompt.id}+" if is_followed else ""), turn
 
     def take(self, limit: int, *, wait: bool = True) -> list[Request]:
@@ -87,20 +87,20 @@ class FixedTurns:
             request, turn = self._in_flight.pop(response.prompt_id)
             if not self._continues:
                 self._closed.append(response.prompt_id)  # as that of a prompt that nothing follows
-            if turn + 1 == self._shape.turns:
+            if turn + 1 == self.shape.turns:
                 first = response.prompt_id.rstrip("+")
-                self._closed += [first + "+" * turn for turn in range(self._shape.turns)]
+                self._closed += [first + "+" * turn for turn in range(self.shape.turns)]
             else:
-                answer = np.resize(response.tokens, self._shape.environment)
+                answer = np.resize(response.tokens, self.shape.environment)
                 tokens = np.concatenate([request.prompt.tokens, response.tokens, answer])
                 prompt = dataclasses.replace(request.prompt, id=f"{response.prompt_id}+", tokens=tokens)
                 self._waiting.appendleft(self._request(prompt, turn + 1))
 
 
-def draw(rollouts: Rollouts, params: Params, queue: FixedTurns, shape: Shape, stream: int) -> int:
+def draw(rollouts: Rollouts, params: Params, queue: FixedTurns, stream: int) -> int:
     """Draws all trajectories; returns the number of turns."""
     num_turns = 0
-    sample_fn = rollouts.sampler(params, stream=stream, sampling=SamplingParams(shape.sampled))
+    sample_fn = rollouts.sampler(params, stream=stream, sampling=SamplingParams(queue.shape.sampled))
     for responses in sample_fn(queue):
         num_turns += len(responses)
         queue.receive(responses)
@@ -132,22 +132,19 @@ def measure(
     longer = dataclasses.replace(longer, pages=enough_pages(longer))
     one, several = (engines.make_rollouts(architecture, params, each, 1) for each in (options, longer))
     runs = {ONE_TURN: (one, single, False), TURNS: (several, shape, True), WHOLE: (several, shape, False)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
     counts = {}
-    for number in range(repeat + 1):
-        for name, ((rollouts, weights), drawn, continues) in runs.items():
-            begin = time.process_time()
-            num_turns = draw(rollouts, weights, FixedTurns(prompts, drawn, continues=continues), drawn, stream=number)
-            if num_turns != drawn.turns * len(prompts):
-                raise RuntimeError(f"{num_turns} turns were drawn, {drawn.turns * len(prompts)} are prescribed.")
-            counts[name] = rollouts.counts
-            if number:  # the first compiles
-                seconds[name].append(time.process_time() - begin)
-                options_lib.log(f"{number}/{repeat}: {name}, {seconds[name][-1]:.2f} processor seconds")
-    ratios = {name: float(np.median(np.divide(seconds[name], seconds[ONE_TURN]))) for name in (TURNS, WHOLE)}
+
+    def drawn(name: str, turn: int) -> None:
+        (rollouts, weights), shape, continues = runs[name]
+        num_turns = draw(rollouts, weights, FixedTurns(prompts, shape, continues=continues), turn)
+        if num_turns != shape.turns * len(prompts):
+            raise RuntimeError(f"{num_turns} turns were drawn, {shape.turns * len(prompts)} are prescribed.")
+        counts[name] = rollouts.counts
+
+    seconds = processor_seconds({name: functools.partial(drawn, name) for name in runs}, repeat)
     return {
         "trajectories": len(prompts), "tokens": len(prompts) * shape.tokens, "shape": dataclasses.asdict(shape),
-        **{f"{name}_ratio": ratio for name, ratio in ratios.items()},
+        **{f"{name}_ratio": median_ratio(seconds[name], seconds[ONE_TURN]) for name in (TURNS, WHOLE)},
         **{
             name: {
                 "cpu_s": float(np.median(found)), "all_cpu_s": found, "prefilled_tokens": counts[name].prefilled_tokens,

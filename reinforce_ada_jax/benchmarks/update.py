@@ -7,39 +7,34 @@ speed is compared for one and the same update only.
 
 import contextlib
 import dataclasses
-import operator
 import pathlib
 import statistics
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from absl import flags
 
 from reinforce_ada_jax.benchmarks import inputs, models, workloads
-from reinforce_ada_jax.benchmarks import options as options_lib
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
+from reinforce_ada_jax.benchmarks.measuring import in_turns
+from reinforce_ada_jax.benchmarks.options import check_baseline, log
+from reinforce_ada_jax.benchmarks.update_worker import LEARNING
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.planning import roofline
 from reinforce_ada_jax.policy.architecture import Architecture, to_hf
 
 BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_update.py"}
 BASELINE_SETTINGS = {"attention": "sdpa", "optimizer": "fused", "recompute": True}
-# Of both. At this learning rate, usual for fine-tuning, a few updates change a loss by less than its rounding.
-LEARNING = dict(
-    learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
-    dual_clip=10.0, temperature=1.0,
-)  # fmt: skip
 # Noise between the old policy's log-probabilities and this one's: enough that some ratios are clipped.
 OLD_NOISE = 0.2
-LOGPROB_TOLERANCE, TOLERANCE = 1e-4, 1e-5
+TOLERANCE = 1e-5
 # Updates whose losses are compared: before the first one, after it, after the second.
 COMPARED = 3
 # The process that computes no responses without advantage, with --zero_rows.
 LEFT_OUT = "left_out"
 HOST_UPDATES = 30
-# Peak of dense products in bfloat16, operations per second, by the beginning of a device's name.
+# By the beginning of a device's name.
 PEAK_FLOPS = {
     "NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100": 312e12, "TPU v4": 275e12, "TPU v5 lite": 197e12,
     "TPU v5p": 459e12, "TPU v5": 459e12, "TPU v6 lite": 918e12,
@@ -117,9 +112,9 @@ def _learner(
     architecture: Architecture,
     sizes: Sizes,
     *,
-    per_row: int,
-    devices: int,
-    threads: int,
+    per_row: int = 1,
+    devices: int = 1,
+    threads: int = 0,
 ) -> tuple[JsonSubprocess, dict[str, Any]]:
     """Starts our process and loads the learner; returns it and its description."""
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -129,19 +124,9 @@ def _learner(
     process = JsonSubprocess(name, command, **environment, **_threads(threads))
     description = process.ask(
         "load", model=None if model is None else str(model), architecture=to_hf(architecture, "float32"),
-        learning=LEARNING, per_row=per_row, devices=devices, **dataclasses.asdict(sizes),
+        per_row=per_row, devices=devices, **dataclasses.asdict(sizes),
     )  # fmt: skip
     return process, description
-
-
-def _logprob_gap(ours: list[list[float]], theirs: list[list[float]], name: str, dtype: str) -> float:
-    gap = max(float(np.abs(np.subtract(*pair)).max()) for pair in zip(ours, theirs, strict=True))
-    if dtype == "float32" and not gap <= LOGPROB_TOLERANCE:
-        raise ValueError(
-            f"our log-probabilities and those of {name} differ by up to {gap:.2g}, the limit is {LOGPROB_TOLERANCE:g}: "
-            "it is another model, and its speed says nothing."
-        )
-    return gap
 
 
 def _gaps(ours: list[dict[str, float]], theirs: list[dict[str, float]], name: str, dtype: str) -> dict[str, float]:
@@ -153,11 +138,8 @@ def _gaps(ours: list[dict[str, float]], theirs: list[dict[str, float]], name: st
 
     gaps = {"loss": gap_of("loss", COMPARED), "grad_norm": gap_of("grad_norm", 1)}
     for what, gap in gaps.items():
-        if dtype == "float32" and not gap <= TOLERANCE:
-            raise ValueError(
-                f"{what} differs from that of {name} by {gap:.2g} of it, the limit is {TOLERANCE:g}: it is another "
-                "update, and its speed says nothing."
-            )
+        if dtype == "float32":
+            models.check_gap(f"our values of {what}", gap, TOLERANCE, name)
     return gaps
 
 
@@ -167,11 +149,16 @@ def necessary_flops(architecture: Architecture, examples: list[dict[str, Any]]) 
     return sum(length * roofline.necessary_flops_per_token(architecture, length) for length in lengths)
 
 
+def published_peak(device: str) -> float | None:
+    """Returns the peak of dense products in bfloat16, operations per second, of a device in `PEAK_FLOPS`."""
+    return next((peak for kind, peak in PEAK_FLOPS.items() if device.startswith(kind)), None)
+
+
 def _summary(runs: list[dict[str, float]], tokens: int, flops: float | int, device: str) -> dict[str, Any]:
     """Medians of the timed updates; the first one, which compiles, is left out."""
     timed = runs[1:]
     seconds = statistics.median(run["seconds"] for run in timed)
-    peak = next((peak for kind, peak in PEAK_FLOPS.items() if device.startswith(kind)), None)
+    peak = published_peak(device)
     result = {
         "seconds_per_update": seconds,
         "tokens_per_s": tokens / seconds,
@@ -204,31 +191,18 @@ def host_time(layers: int) -> dict[str, Any]:
     architecture = dataclasses.replace(models.smallest(), num_layers=layers)
     sizes = Sizes(rows=8, prompt_tokens=8, response_tokens=8, micro_batches=2)
     examples = make_examples(sizes, workloads.constant(8), architecture.vocab_size)
-    process, _ = _learner("ours", None, architecture, sizes, per_row=1, devices=1, threads=0)
-    try:
+    process, _ = _learner("ours", None, architecture, sizes)
+    with contextlib.closing(process):
         process.ask("begin", examples=examples)
-        runs = [process.ask("run") for _ in range(1 + HOST_UPDATES)][1:]
-    finally:
-        process.close()
+        runs = [process.run(number) for number in range(1 + HOST_UPDATES)][1:]
     result = {"layers": layers, "updates": HOST_UPDATES, **_host(runs)}
     result["whole_update_s"] = statistics.median(run["seconds"] for run in runs)
-    options_lib.log(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
+    log(f"host: {1000 * result['host_s']:.2f} ms an update at {layers} layers")
     return result
 
 
-def _in_turns(processes: Mapping[str, JsonSubprocess], updates: int) -> dict[str, list[dict[str, float]]]:
-    """Runs a number of updates of each process, alternating."""
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
-    for number in range(updates):
-        for name, process in processes.items():
-            runs[name].append(process.ask("run"))
-        line = ", ".join(f"{name} {taken[-1]['seconds']:.2f} s" for name, taken in runs.items())
-        options_lib.log(f"update {number}{' (not timed)' if number == 0 else ''}: {line}")
-    return runs
-
-
 def _start(
-    options: flags.FlagValues, architecture: Architecture, sizes: Sizes, ending: contextlib.ExitStack
+    options: flags.FlagValues, architecture: Architecture, sizes: Sizes, stack: contextlib.ExitStack
 ) -> tuple[dict[str, JsonSubprocess], dict[str, dict[str, Any]]]:
     """Starts our processes and the baseline's; returns them and their descriptions by name."""
     processes, described = {}, {}
@@ -242,20 +216,17 @@ def _start(
         processes[name], described[name] = _learner(
             name, model, architecture, sizes, per_row=per_row, devices=options.replicas or 1, threads=threads
         )
-        ending.callback(processes[name].close)
+        stack.callback(processes[name].close)
     if against is not None:
         command = [options.against_python, str(BASELINES[against])]
         processes[against] = JsonSubprocess(against, command, **_threads(threads))
-        ending.callback(processes[against].close)
-        described[against] = processes[against].load_baseline(
+        stack.callback(processes[against].close)
+        settings = BASELINE_SETTINGS | {"recompute": not options.against_plain}
+        described[against] = settings | processes[against].load_baseline(
             model=str(model), dtype=sizes.dtype, micro_batches=1 if options.against_plain else sizes.micro_batches,
-            learning=LEARNING, settings=_baseline_settings(options),
+            learning=LEARNING, settings=settings,
         )  # fmt: skip
     return processes, described
-
-
-def _baseline_settings(options: flags.FlagValues) -> dict[str, Any]:
-    return BASELINE_SETTINGS | {"recompute": not options.against_plain}
 
 
 def run(options: flags.FlagValues) -> dict[str, Any]:
@@ -266,7 +237,7 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
       RuntimeError: a process ended.
     """
     architecture, against = inputs.architecture_of(options), options.against
-    options_lib.check_baseline(options, BASELINES)
+    check_baseline(options, BASELINES)
     sizes = Sizes(
         rows=options.rows or 64,
         prompt_tokens=options.prompt_tokens or 64,
@@ -282,17 +253,22 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     if options.zero_rows is not None:
         examples = without_advantages(examples, options.zero_rows, sizes.seed)
     gaps = {}
-    with contextlib.ExitStack() as ending:
-        processes, described = _start(options, architecture, sizes, ending)
+    with contextlib.ExitStack() as stack:
+        processes, described = _start(options, architecture, sizes, stack)
         scored = processes["ours"].ask("score", examples=examples)["logprobs"]
         if against is not None:
             theirs = processes[against].ask("score", examples=examples)["logprobs"]
-            gaps["logprob"] = _logprob_gap(scored, theirs, against, sizes.dtype)
+            pairs = zip(scored, theirs, strict=True)
+            gaps["logprob"] = max(float(np.abs(np.subtract(*pair)).max()) for pair in pairs)
+            if sizes.dtype == "float32":
+                models.check_gap("our log-probabilities", gaps["logprob"], models.LOGPROB_TOLERANCE, against)
         examples = _with_old_logprobs(examples, scored, sizes.seed)
         for name, process in processes.items():
             how = {"leave_out": True} if name == LEFT_OUT else {}
             described[name] |= process.ask("begin", examples=examples, **how)
-        runs = _in_turns(processes, 1 + max(options.repeat or 5, COMPARED - 1))
+        updates = {name: process.run for name, process in processes.items()}
+        repeat = max(options.repeat or 5, COMPARED - 1)
+        runs = in_turns(updates, repeat, lambda update: f"{update['seconds']:.2f} s")
     tokens = sum(len(example["prompt"]) + len(example["response"]) for example in examples)
     flops = necessary_flops(architecture, examples)
     found = {
@@ -307,10 +283,9 @@ def run(options: flags.FlagValues) -> dict[str, Any]:
     if LEFT_OUT in found:
         left_out_gaps = _gaps(runs[LEFT_OUT], runs["ours"], "all rows", sizes.dtype)
         result[LEFT_OUT] = found[LEFT_OUT] | {"zero_rows": options.zero_rows, "gaps": left_out_gaps}
-        times = (found[name]["seconds_per_update"] for name in (LEFT_OUT, "ours"))
-        result["left_out_time_ratio"] = operator.truediv(*times)
+        result["left_out_time_ratio"] = found[LEFT_OUT]["seconds_per_update"] / found["ours"]["seconds_per_update"]
     if against is not None:
-        result["against"] = {"name": against, **_baseline_settings(options), **found[against]}
+        result["against"] = {"name": against, **found[against]}
         result["gaps"] = gaps | _gaps(runs["ours"], runs[against], against, sizes.dtype)
         keys = {"time": "seconds_per_update", "cpu_time": "cpu_seconds_per_update", "memory": "extra_bytes"}
         result |= {f"{what}_ratio": found["ours"][key] / found[against][key] for what, key in keys.items()}

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, resident_bytes, serve
-from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig, SamplingConfig
+from reinforce_ada_jax.benchmarks.measuring import machine
+from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner
@@ -26,6 +27,12 @@ from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.types import Response
 
+# Of baselines too. At this learning rate, usual for fine-tuning, a few updates change a loss by less than its rounding.
+LEARNING: dict[str, Any] = dict(
+    learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
+    dual_clip=10.0,
+)  # fmt: skip
+
 
 def memory_bytes(*, peak: bool) -> int:
     """Returns the memory in use: the first device's where it keeps a count, else this process's."""
@@ -33,26 +40,6 @@ def memory_bytes(*, peak: bool) -> int:
     if statistics is None:
         return resident_bytes("VmHWM" if peak else "VmRSS")
     return statistics["peak_bytes_in_use" if peak else "bytes_in_use"]
-
-
-def _config(
-    dtype: str, rows: int, micro_batches: int, per_row: int, learning: dict[str, Any], devices: int, seed: int
-) -> Config:
-    optimizer_and_loss = {key: value for key, value in learning.items() if key != "temperature"}
-    return Config(
-        seed=seed,
-        model=ModelConfig(compute_dtype=dtype),
-        collection=CollectionConfig(group_size=1),
-        sampling=SamplingConfig(temperature=learning["temperature"]),
-        learning=LearningConfig(
-            prompts_per_update=rows,
-            micro_batches=micro_batches,
-            responses_per_row=per_row,
-            warmup_updates=1,
-            **optimizer_and_loss,
-        ),
-        mesh=MeshConfig(data=devices),
-    )
 
 
 class UpdateWorker:
@@ -69,14 +56,22 @@ class UpdateWorker:
         per_row: int,
         prompt_tokens: int,
         response_tokens: int,
-        learning: dict[str, Any],
         devices: int,
         seed: int,
     ):
         self.rows, self.per_row = rows, per_row
         self.limits = dict(max_prompt_tokens=prompt_tokens, max_response_tokens=response_tokens)
         mesh = mesh_lib.make_mesh(data=devices)
-        config = _config(dtype, rows, micro_batches, per_row, learning, devices, seed)
+        config = Config(
+            seed=seed,
+            model=ModelConfig(compute_dtype=dtype),
+            collection=CollectionConfig(group_size=1),
+            learning=LearningConfig(
+                prompts_per_update=rows, micro_batches=micro_batches, responses_per_row=per_row, warmup_updates=1,
+                **LEARNING,
+            ),
+            mesh=MeshConfig(data=devices),
+        )  # fmt: skip
         self.learner = Learner(from_hf(architecture), config, mesh)
         if model is None:
             params = transformer.init(self.learner.architecture, jax.random.key(seed), mesh)
@@ -90,11 +85,7 @@ class UpdateWorker:
 
     def describe(self) -> dict[str, Any]:
         """The machine, and the learner's choices."""
-        device = jax.devices()[0]
-        return {
-            "jax": jax.__version__,
-            "device": device.device_kind,
-            "platform": device.platform,
+        return machine() | {
             "devices": self.learner.mesh.size,
             "attention": self.learner.platform.attention,
             "micro_rows": self.learner.micro_rows,
@@ -106,7 +97,7 @@ class UpdateWorker:
             tokens = np.array(one["response"], np.int32)
             logprobs = np.array(one.get("old_logprobs", np.zeros(len(tokens))), np.float32)
             response = Response(str(number), 0, tokens, logprobs, truncated=False, policy_version=0)
-            return Example(np.array(one["prompt"], np.int32), response, one.get("advantage", 0.0))
+            return Example(np.array(one["prompt"], np.int32), response, one["advantage"])
 
         made = [example(number, one) for number, one in enumerate(examples)]
         micro_rows = self.learner.micro_rows if leave_out else None

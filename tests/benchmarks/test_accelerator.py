@@ -2,15 +2,17 @@
 
 import jax
 import pytest
-from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import accelerator, models, options
+from reinforce_ada_jax.benchmarks import accelerator, models
+from tests.benchmarks.test_benchmark import parsed
 
-SIZES = accelerator.Sizes(
-    dtype="bfloat16", slots=2, window=4, page_size=4, prefill_tokens=8, requests=3, prompt_tokens=6, response_tokens=5,
-    rows=4, micro_batches=2, copy_mb=1, repeat=1, seed=0,
+SIZES = dict(
+    slots=2, window=4, page_size=4, prefill_tokens=8, requests=3, prompt_tokens=6, response_tokens=5, rows=4,
+    micro_batches=2, copy_mb=1, repeat=1, seed=0,
 )  # fmt: skip
+FLAGS = [f"--{name}={value}" for name, value in SIZES.items()]
+OPTIONS = parsed("accelerator", "--dtype=bfloat16", *FLAGS)
 ARCHITECTURE = models.smallest()
 
 
@@ -32,23 +34,23 @@ def test_without_ceilings_the_other_parts_are_still_reported():
 
 
 def test_a_part_that_fails_or_does_not_end_is_reported(capfd):
-    failed = accelerator.measured("nothing", ARCHITECTURE, SIZES, 300.0)
+    failed = accelerator.measured("nothing", OPTIONS, 300.0)
     assert failed == {"nothing": {"failed": "exit code 1; its messages are above"}}
     assert "KeyError: 'nothing'" in capfd.readouterr().err
-    late = accelerator.measured("ceilings", ARCHITECTURE, SIZES, 0.01)
+    late = accelerator.measured("ceilings", OPTIONS, 0.01)
     assert late == {"ceilings": {"failed": "not finished after 0 s"}}
 
 
 def test_the_hand_over_and_the_loss_count_what_they_must_do():
-    hand_over = accelerator.hand_over(ARCHITECTURE, SIZES)["hand_over"]
+    hand_over = accelerator.hand_over(ARCHITECTURE, OPTIONS)["hand_over"]
     assert hand_over["bytes"] == 6 * ARCHITECTURE.num_parameters and hand_over["seconds"] > 0
-    loss = accelerator.head_loss(ARCHITECTURE, SIZES)["loss"]
+    loss = accelerator.head_loss(ARCHITECTURE, OPTIONS)["loss"]
     assert loss["tokens"] == 2 * 5 and loss["flops"] == 6 * 32 * 16 * 10 and loss["head_backend"] == "scan"
 
 
 def test_implementations_of_attention_are_compared(monkeypatch):
     with jax.numpy_dtype_promotion("standard"):  # jax's own attention mixes dtypes in its gradient
-        found = accelerator.attention(ARCHITECTURE, SIZES)["attention"]
+        found = accelerator.attention(ARCHITECTURE, OPTIONS)["attention"]
     a = ARCHITECTURE
     # Rows of a sequence of 6 tokens and one of 5.
     assert found["flops"] == 7 * a.num_heads * a.head_dim * 4 * (36 + 25)
@@ -59,16 +61,13 @@ def test_implementations_of_attention_are_compared(monkeypatch):
         raise NotImplementedError("no kernel\nfor this")
 
     monkeypatch.setattr(accelerator, "choose_attention", refuse)
-    failed = accelerator.attention(ARCHITECTURE, SIZES)["attention"]
+    failed = accelerator.attention(ARCHITECTURE, OPTIONS)["attention"]
     assert failed["blocks"] == {"failed": "no kernel"} and "seconds" not in failed
 
 
 @pytest.mark.slow
 def test_the_command_runs_all_parts():
-    values = options.define_flags(flags.FlagValues())
-    sizes = {name: value for name, value in vars(SIZES).items() if name != "dtype"}
-    values(["benchmark", "--shape=16x1", *(f"--{name}={value}" for name, value in sizes.items())])
-    found = benchmark.measured("accelerator", values)
+    found = benchmark.measured("accelerator", parsed("accelerator", "--shape=16x1", *FLAGS))
     assert found["ceilings"]["platform"] == "cpu" and found["sizes"]["dtype"] == "bfloat16"
     assert found["prefill"]["tokens"] == 3 * 5  # the last token of a prompt starts its response
     assert found["decode"]["tokens"] == 3 * 5 and found["decode"]["steps"] >= 8

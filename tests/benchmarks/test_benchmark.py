@@ -101,7 +101,7 @@ def test_rollout(tmp_path, model, workload, capsys):
     assert result["model"]["num_parameters"] == ARCHITECTURE.num_parameters
     assert {"warmup_s", "host_between_windows_s", "attention", "device"} <= result.keys()
     shown = capsys.readouterr()
-    assert "useful_tokens_per_s" in shown.out and "2/2: " in shown.err
+    assert "useful_tokens_per_s" in shown.out and "2/2 ours: " in shown.err
     # The simulation of the same flags has the same schedule.
     simulated = run("rollout", "--simulate", *flag[1:])
     assert simulated["slot_utilisation"] == result["slot_utilisation"]
@@ -114,7 +114,7 @@ def test_another_model_is_refused(model, workload, capsys):
     change(workload, reference=reference)
     with pytest.raises(SystemExit, match="2"):
         run("rollout", f"--model={model[0]}", f"--workload={workload}")
-    assert "differ from those of the workload by up to 0.0002" in capsys.readouterr().err
+    assert "the model's log-probabilities and those of the workload differ by up to 0.0002" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_against_a_baseline(model, workload, fake, capsys):
     scores.write_text(json.dumps([[-1.0] * 2, [-1.0] * 5, [-1.0]]))
     with pytest.raises(SystemExit, match="2"):
         run("rollout", *flag, *against)
-    assert "differ from those of fake" in capsys.readouterr().err
+    assert "log-probabilities and those of fake differ by" in capsys.readouterr().err
 
 
 def test_a_baseline_that_cannot_start(model, workload, fake, capsys):

@@ -16,10 +16,9 @@ LENGTHS = workloads.constant(4)
 
 
 @pytest.mark.slow  # it compiles the programs of three runs
-def test_a_split_and_taking_turns_do_the_same_work():
-    architecture, said = models.shaped("16x1"), []
+def test_a_split_and_taking_turns_do_the_same_work(capsys):
     config = tiny(**SMALL)
-    found = split.measure(config, repeat=1, lengths=LENGTHS, architecture=architecture, iterations=1, log=said.append)
+    found = split.measure(config, repeat=1, lengths=LENGTHS, architecture=models.shaped("16x1"), iterations=1)
     for name in ("split", "turns", "together"):
         one = found[name]
         assert one["iterations_per_s"] == pytest.approx(1 / one["seconds"]) and len(one["all_seconds"]) == 1
@@ -28,7 +27,8 @@ def test_a_split_and_taking_turns_do_the_same_work():
     # 4 prompts of one or two rounds of 4 draws, 4 tokens each; two updates.
     assert 16 <= found["collection/responses"] <= 32 and found["update/count"] == 2
     assert found["split"]["tokens"] == pytest.approx(4 * found["collection/responses"], rel=0.03)
-    assert len(said) == 6 and said[0].startswith("block 0, split: ")
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 6 and said[0].startswith("0/1 split: ")
 
 
 def test_the_parts_of_an_iteration_add_up():

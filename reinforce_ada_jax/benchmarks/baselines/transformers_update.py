@@ -95,7 +95,7 @@ class Baseline:
             hidden = self.model.model(input_ids=micro["tokens"], use_cache=False).last_hidden_state
             at = micro["at"][..., None].expand(-1, -1, hidden.shape[-1])
             logits = self.model.lm_head(hidden.gather(1, at))
-        logits = logits.flatten(0, 1).float() / self.learning["temperature"]
+        logits = logits.flatten(0, 1).float()
         return -functional.cross_entropy(logits, micro["targets"].flatten(), reduction="none").view_as(micro["at"])
 
     def _micro_batches(self, batch: dict[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
