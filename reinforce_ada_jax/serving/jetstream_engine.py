@@ -22,10 +22,9 @@ _api = jetstream.engine_api()
 class JetStreamEngine(_api.Engine):
     """JetStream's methods, over one engine."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams | None = None):
-        """`sampling`: how all responses are drawn; at temperature 1 and up to the engine's length by default."""
-        self.engine, self.tokenizer = engine, tokenizer
-        self.sampling = sampling or SamplingParams(engine.options.max_response_tokens)
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams):
+        """`sampling`: how all responses are drawn."""
+        self.engine, self.tokenizer, self.sampling = engine, tokenizer, sampling
         self._num_draws = 0
 
     def init_decode_state(self) -> DecodeState:

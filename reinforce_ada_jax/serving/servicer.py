@@ -44,15 +44,19 @@ class Counts:
 
 
 class _Channel:
-    """Return channel of a request, from the Driver's threads to the event loop."""
+    """Return channel of a request, from the Driver's threads to the event loop.
+
+    Attributes:
+      results: tokens of decode steps; then None, when the Driver has closed the channel.
+    """
 
     def __init__(self, on_close: Callable[[], None]):
         self._loop, self._on_close = asyncio.get_running_loop(), on_close
-        self._results: asyncio.Queue[list[int] | None] = asyncio.Queue()
+        self.results: asyncio.Queue[list[int] | None] = asyncio.Queue()
 
     def add_result(self, samples: Sequence[Any]) -> None:
         """Called by the Driver with the tokens of one decode step, one sample."""
-        self._loop.call_soon_threadsafe(self._results.put_nowait, samples[0].token_ids)
+        self._loop.call_soon_threadsafe(self.results.put_nowait, samples[0].token_ids)
 
     def close(self) -> None:
         """Called by the Driver when the slot is free again."""
@@ -60,11 +64,7 @@ class _Channel:
 
     def _close(self) -> None:
         self._on_close()
-        self._results.put_nowait(None)
-
-    async def get(self) -> list[int] | None:
-        """Returns the tokens of the next decode step; None when the Driver has closed the channel."""
-        return await self._results.get()
+        self.results.put_nowait(None)
 
 
 def message_bytes(max_prompt_tokens: int) -> int:
@@ -188,7 +188,7 @@ class Servicer:
         text = TextStream(self._tokenizer) if request.WhichOneof("content") == "text_content" else None
         count = 0
         try:
-            while count < request.max_tokens and (token_ids := await channel.get()) is not None:
+            while count < request.max_tokens and (token_ids := await channel.results.get()) is not None:
                 if token_ids:  # a stop token is none
                     count += len(token_ids)
                     self.counts.tokens += len(token_ids)

@@ -63,26 +63,29 @@ class App:
         """Returns the application."""
         routes = [
             Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self._guarded(self.metrics_page, needs_models=False), methods=["GET"]),
-            Route("/v1/models", self._guarded(self.list_models, needs_models=False), methods=["GET"]),
-            Route("/v1/models/{name:path}", self._guarded(self.describe_model, needs_models=False), methods=["GET"]),
+            Route("/metrics", self._guarded(self.metrics_page), methods=["GET"]),
+            Route("/v1/models", self._guarded(self.list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self.describe_model), methods=["GET"]),
             Route("/v1/completions", self._guarded(self.completions, "completions"), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat_completions, "chat"), methods=["POST"]),
         ]
-        handlers: Any = {404: self._guarded(self._unknown, needs_models=False), 405: _wrong_method}
+        handlers: Any = {404: self._guarded(self._unknown), 405: _wrong_method}
         return Starlette(routes=routes, exception_handlers={
             status: _without_exception(handler) for status, handler in handlers.items()
         })  # fmt: skip
 
-    def _guarded(self, handler: Handler, endpoint: str = "", needs_models: bool = True) -> Handler:
-        """Answers what a handler refuses, what comes without the key, and what comes too early."""
+    def _guarded(self, handler: Handler, endpoint: str = "") -> Handler:
+        """Answers what a handler refuses, and what comes without the key.
+
+        Requests of an `endpoint` need the models, and are counted.
+        """
 
         async def answer(request: Request) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
             if self.settings.api_key and (scheme.lower() != "bearer" or not has_key(given, self.settings.api_key)):
                 return protocol.error_response(Refusal(401, "the API key is not that of this server (--api_key)."))
             try:
-                if needs_models and not self._backends:
+                if endpoint and not self._backends:
                     raise Refusal(503, "the server reads weights and compiles: try again in some seconds.")
                 return await handler(request)
             except ClientDisconnect:

@@ -126,13 +126,11 @@ class Call:
         self._begun, self._changed = time.monotonic(), asyncio.Event()
         stop_ids = backend.sampler.engine.options.stop_ids
         self.choices: list[Choice] = []
-        self._jobs: list[SampleJob] = []
         for number, prompt in enumerate(prompts):
             job = SampleJob(
                 f"{name} {number}", prompt.tokens, terms.num_samples, terms.sampling, stop_ids, terms.seed, self._done
             )
             job.watch = functools.partial(self._grown, len(self.choices))
-            self._jobs.append(job)
             for draw in range(terms.num_samples):
                 text = ResponseText(
                     tokenizer, stop_ids, terms.stops, terms.keep_pieces, keep_end=terms.keep_end, prompt=prompt.pieces
@@ -142,7 +140,7 @@ class Call:
     def submit(self) -> None:
         """Queues the responses; wake the thread of the devices after it."""
         if self.terms.draws:
-            for job in self._jobs:
+            for job in dict.fromkeys(choice.job for choice in self.choices):
                 self._backend.sampler.submit(job)
         else:
             for choice in self.choices:

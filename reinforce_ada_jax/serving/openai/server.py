@@ -26,7 +26,7 @@ from reinforce_ada_jax.serving.settings import ServerSettings, bind
 IDLE_S = 1.0
 
 
-def make_backend(served: Served, wake: threading.Event, number: int = 0) -> Backend:
+def make_backend(served: Served, wake: threading.Event, number: int) -> Backend:
     """Reads the weights of a model, and compiles what sampling runs; what scores texts is compiled when it is asked.
 
     `number` is that of the model.
