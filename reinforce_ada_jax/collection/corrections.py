@@ -19,10 +19,10 @@ their weights relative to each other are exact. It depends on outcomes, as the t
 an update does too: updates are smaller while most rounds fail.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -171,17 +171,8 @@ def maxrl(*, penalize_all_wrong: bool) -> CoefficientsFn:
 # ---- from a configuration --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Correction:
-    """Fields of a `Strategy` that a correction sets."""
-
-    coefficients: CoefficientsFn
-    max_kept: int | None
-    needs_estimates: bool = False
-
-
-def from_settings(config: CollectionConfig, objective: Objective, max_draws: int | None) -> Correction | None:
-    """Returns the correction that the settings ask for; None where advantages are as published.
+def from_settings(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
+    """Returns the fields of a `Strategy` that a correction sets; none where advantages are as published.
 
     Args:
       config: the `collection` section.
@@ -194,11 +185,11 @@ def from_settings(config: CollectionConfig, objective: Objective, max_draws: int
     if kind == "stratified":
         return _stratified(config, objective, max_draws)
     if config.objective == "maxrl":
-        return Correction(maxrl(penalize_all_wrong=config.penalize_all_wrong), max_draws)
-    return None
+        return {"coefficients": maxrl(penalize_all_wrong=config.penalize_all_wrong), "max_kept": max_draws}
+    return {}
 
 
-def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None) -> Correction:
+def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
     """Returns the correction `exact`; `keep` = "group" limits a prompt's correct rows to n."""
     control_variates = {
         "none": None,
@@ -216,16 +207,18 @@ def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None
         control_variate=control_variates[config.control_variate],
         continue_probability=config.retry_probability if config.strategy == "ngu" else 1.0,
     )
-    return Correction(coefficients, most, needs_estimates=config.control_variate == "estimate")
+    return {
+        "coefficients": coefficients, "max_kept": most, "needs_estimates": config.control_variate == "estimate"
+    }  # fmt: skip
 
 
-def _stratified(config: CollectionConfig, objective: Objective, max_draws: int | None) -> Correction:
+def _stratified(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
     """Returns the correction `stratified` of the strategy's own rows: a balanced group of n or less, or the pool."""
     if config.keep == "pool" or (config.strategy in ("grpo", "ngu") and not config.keep):
-        return Correction(stratified(objective, lambda correct: np.arange(len(correct))), max_draws)
-    group_size = config.group_size
+        return {"coefficients": stratified(objective, lambda correct: np.arange(len(correct))), "max_kept": max_draws}
+    size = config.group_size
 
     def keep(correct: np.ndarray) -> np.ndarray:
-        return balanced_group(correct, min(group_size, len(correct)))
+        return balanced_group(correct, min(size, len(correct)))
 
-    return Correction(stratified(objective, keep), group_size)
+    return {"coefficients": stratified(objective, keep), "max_kept": size}

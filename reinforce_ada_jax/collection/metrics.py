@@ -122,10 +122,7 @@ def reward_means(pools: Sequence[Pool]) -> dict[str, float]:
 
 
 def collection_metrics(
-    groups: Sequence[Group],
-    group_size: int,
-    num_prompts: int | None = None,
-    thresholds: tuple[int, int] | None = None,
+    groups: Sequence[Group], group_size: int, num_prompts: int, thresholds: tuple[int, int]
 ) -> dict[str, float | int]:
     """Computes the metrics of one iteration's collection.
 
@@ -140,8 +137,8 @@ def collection_metrics(
     Args:
       groups: one for each prompt of the iteration, at least one; replacements last.
       group_size: n.
-      num_prompts: number of prompts before any outcome was known, which `reward/first_round` covers. None: all.
-      thresholds: (k_pos, k_neg) of `sampling_dynamics`. None: those of a balanced group, (n // 2, n - n // 2).
+      num_prompts: number of prompts before any outcome was known, which `reward/first_round` covers.
+      thresholds: (k_pos, k_neg) of `sampling_dynamics`.
 
     Returns:
       The keys above, `sampling_dynamics`, `reward_means`, and `collection/verdict_<reason>`, counts of verdicts with a
@@ -170,7 +167,7 @@ def collection_metrics(
         "collection/weight_clipped_share": float(np.mean([group.weight_clipped for group in groups])),
         "collection/unmet_share": float(np.mean([not pool.met for pool in pools])),
         "collection/truncated_share": float(np.mean([response.truncated for response in responses])),
-        **sampling_dynamics(groups, group_size, len(first), thresholds or (group_size // 2, -(-group_size // 2))),
+        **sampling_dynamics(groups, group_size, num_prompts, thresholds),
         "collection/verifier_failures": sum(reasons[reason] for reason in FAILURES),
         **_names_of_trl(pools),
         **reward_means(pools),

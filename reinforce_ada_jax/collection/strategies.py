@@ -354,8 +354,8 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         changes["baseline"] = config.baseline
     objective = _objective(config)
     correction = corrections.from_settings(config, objective, strategy.max_draws)
-    if correction is not None:
-        changes |= vars(correction)
+    if correction:
+        changes |= correction
     elif config.objective != "identity" and strategy.plan is None:
         # The number of kept responses is fixed, so advantages pay the whole weight.
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}

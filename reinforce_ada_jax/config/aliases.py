@@ -27,21 +27,27 @@ class Alias:
     note: str = ""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def known_values(self) -> str:
+        """Their values and ours, as text."""
+        return ", ".join(f"{theirs} as {ours}" for theirs, ours in self.values.items())
+
 
 _BATCH = "Set learning.prompts_per_update: prompts of one update on all devices, not responses of one device."
 _UPDATES = "It counts updates. Set {}, in iterations of collection.prompts_per_iteration prompts."
+_GROUP = "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time."
+_NEVER_CUT = "A longer prompt is an error, never cut."
+_DEVIATION = "The deviation is that of all responses drawn for the prompt."
+_EPOCHS = "Set iterations; a pass over the prompts has no special place."
 _YES_NO = {"True": "True", "true": "True", "False": "False", "false": "False"}
 _CLIP = ("learning.clip_low", "learning.clip_high")
 
 ALIASES = {
     # ---- TRL and tunix
-    "num_generations": Alias(
-        "TRL, tunix", ("collection.group_size",),
-        "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time.",
-    ),
+    "num_generations": Alias("TRL, tunix", ("collection.group_size",), _GROUP),
     "max_completion_length": Alias("TRL", ("sampling.max_response_tokens",)),
     "max_tokens_to_generate": Alias("tunix", ("sampling.max_response_tokens",)),
-    "max_prompt_length": Alias("TRL, tunix", ("data.max_prompt_tokens",), "A longer prompt is an error, never cut."),
+    "max_prompt_length": Alias("TRL, tunix", ("data.max_prompt_tokens",), _NEVER_CUT),
     "temperature": Alias("TRL, tunix", ("sampling.temperature",)),
     "beta": Alias("TRL, tunix", ("learning.kl_coefficient",)),
     "epsilon": Alias("TRL, tunix", _CLIP, "Both bounds; epsilon_high sets the upper one alone."),
@@ -56,8 +62,7 @@ ALIASES = {
     ),
     "importance_sampling_level": Alias("TRL", ("learning.ratio",)),
     "scale_rewards": Alias(
-        "TRL", ("collection.normalize_by_std",), "The deviation is that of all responses drawn for the prompt.",
-        _YES_NO | {"group": "True", "none": "False"},
+        "TRL", ("collection.normalize_by_std",), _DEVIATION, _YES_NO | {"group": "True", "none": "False"}
     ),
     "learning_rate": Alias("TRL", ("learning.learning_rate",), "Constant after the warm-up, without decay."),
     "warmup_steps": Alias("TRL", ("learning.warmup_updates",)),
@@ -69,7 +74,7 @@ ALIASES = {
     "lora_r": Alias("TRL", ("lora.rank",)),
     "lora_alpha": Alias("TRL", ("lora.alpha",)),
     "max_steps": Alias("TRL, tunix", (), _UPDATES.format("iterations")),
-    "num_train_epochs": Alias("TRL", (), "Set iterations; a pass over the prompts has no special place."),
+    "num_train_epochs": Alias("TRL", (), _EPOCHS),
     "num_iterations": Alias("TRL, tunix", (), "Each minibatch is used for one update: leave it out."),
     "per_device_train_batch_size": Alias("TRL", (), _BATCH),
     "gradient_accumulation_steps": Alias("TRL", (), f"{_BATCH} learning.micro_batches computes it in parts."),
@@ -78,13 +83,10 @@ ALIASES = {
     "output_dir": Alias("TRL", (), "Use the flag --workdir."),
     "reward_funcs": Alias("TRL", (), "Set reward.path to file.py:function."),
     # ---- verl, without its prefix actor_rollout_ref.
-    "rollout.n": Alias(
-        "verl", ("collection.group_size",),
-        "Responses of a prompt in the update. balance, positive and estimate draw samples_per_round at a time.",
-    ),
+    "rollout.n": Alias("verl", ("collection.group_size",), _GROUP),
     "rollout.temperature": Alias("verl", ("sampling.temperature",)),
     "data.train_files": Alias("verl", ("data.prompts",)),
-    "data.max_prompt_length": Alias("verl", ("data.max_prompt_tokens",), "A longer prompt is an error, never cut."),
+    "data.max_prompt_length": Alias("verl", ("data.max_prompt_tokens",), _NEVER_CUT),
     "data.max_response_length": Alias("verl", ("sampling.max_response_tokens",)),
     "data.train_batch_size": Alias("verl", ("collection.prompts_per_iteration",)),
     "actor.ppo_mini_batch_size": Alias("verl", ("learning.prompts_per_update",)),
@@ -102,14 +104,11 @@ ALIASES = {
     "actor.optim.lr": Alias("verl", ("learning.learning_rate",)),
     "model.lora_rank": Alias("verl", ("lora.rank",)),
     "model.lora_alpha": Alias("verl", ("lora.alpha",)),
-    "algorithm.norm_adv_by_std_in_grpo": Alias(
-        "verl", ("collection.normalize_by_std",), "The deviation is that of all responses drawn for the prompt.",
-        _YES_NO,
-    ),
+    "algorithm.norm_adv_by_std_in_grpo": Alias("verl", ("collection.normalize_by_std",), _DEVIATION, _YES_NO),
     "trainer.total_training_steps": Alias("verl", ("iterations",)),
     "trainer.save_freq": Alias("verl", ("checkpoint.every",), "0 instead of -1: only at the end."),
     "trainer.test_freq": Alias("verl", ("evaluation.every",), "0 instead of -1: none."),
-    "trainer.total_epochs": Alias("verl", (), "Set iterations; a pass over the prompts has no special place."),
+    "trainer.total_epochs": Alias("verl", (), _EPOCHS),
 }  # fmt: skip
 
 
@@ -125,8 +124,8 @@ def hint(name: str) -> str:
         return ""
     if not alias.keys:
         return f"{name} of {alias.libraries} has no counterpart. {alias.note}"
-    values = ", ".join(f"{theirs} as {ours}" for theirs, ours in alias.values.items())
-    return f"{name} of {alias.libraries} is {' and '.join(alias.keys)} here{f' ({values})' if values else ''}."
+    values = f" ({alias.known_values})" if alias.values else ""
+    return f"{name} of {alias.libraries} is {' and '.join(alias.keys)} here{values}."
 
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -161,12 +160,11 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _value(name: str, value: str, alias: Alias) -> str:
-    if not alias.values:
-        return value
-    if value not in alias.values:
-        known = ", ".join(f"{theirs} as {ours}" for theirs, ours in alias.values.items())
-        raise ValueError(f"--config.{name}={value} has no counterpart. Known are {known}; or set {alias.keys[0]}.")
-    return alias.values[value]
+    if alias.values and value not in alias.values:
+        raise ValueError(
+            f"--config.{name}={value} has no counterpart. Known are {alias.known_values}; or set {alias.keys[0]}."
+        )
+    return alias.values.get(value, value)
 
 
 def table() -> str:

@@ -46,7 +46,7 @@ class ModelConfig:
     numerics: str = setting(
         "fast", '"invariant": log-probabilities of sampler and learner have the same bits, for any slots, pages, '
         "windows and packing; float32 on one CPU device, and slower (docs/concepts/weights.md).",
-        one_of(values.NUMERICS), rule="invariant_numerics_are_possible",
+        one_of(("fast", "invariant")), rule="invariant_numerics_are_possible",
     )  # fmt: skip
 
 
@@ -208,7 +208,7 @@ class CollectionConfig:
     )  # fmt: skip
     unmet: str = setting(
         "keep", 'Prompts whose rule is not met, or whose responses are all alike: "keep" them, "drop" them, or '
-        '"replace" them by new prompts.', one_of(values.UNMET), rule="unmet_has_a_rule",
+        '"replace" them by new prompts.', one_of(("keep", "drop", "replace")), rule="unmet_has_a_rule",
     )  # fmt: skip
     max_extra_batches: int = setting(
         3, 'dapo, ngu, unmet "replace": most replacements of dropped prompts, in multiples of prompts_per_iteration.',
@@ -224,11 +224,12 @@ class CollectionConfig:
     )  # fmt: skip
     keep: str = setting(
         "", '"group": a balanced group of n; "pool": every response; empty: the choice of the strategy.',
-        empty_or_one_of(values.KEEPS), rule="keep_fits_the_strategy",
+        empty_or_one_of(("group", "pool")), rule="keep_fits_the_strategy",
     )  # fmt: skip
     baseline: str = setting(
         "", 'Subtracted from rewards: the mean of the "group" or the "pool", that of the others ("leave_one_out"), or '
-        '"anchored" (docs/algorithms.md); empty: the choice of the strategy.', empty_or_one_of(values.BASELINES),
+        '"anchored" (docs/algorithms.md); empty: the choice of the strategy.',
+        empty_or_one_of(("group", "pool", "leave_one_out", "anchored")),
     )  # fmt: skip
     normalize_by_std: bool = setting(False, "Divide advantages by the standard deviation of the pool.")
     objective: str = setting(
@@ -248,7 +249,7 @@ class CollectionConfig:
     control_variate: str = setting(
         "none", 'exact: b, which is subtracted from the weight of each draw of the first round: "none", 0; "constant", '
         'a number; "estimate", from the pass rate that is estimated before drawing.',
-        one_of(values.CONTROL_VARIATES), rule="correction_fits",
+        one_of(("none", "constant", "estimate")), rule="correction_fits",
     )  # fmt: skip
     control_variate_constant: float = setting(0.03, 'b of the control variate "constant".', values.FINITE)
     penalize_all_wrong: bool = setting(

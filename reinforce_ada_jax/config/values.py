@@ -9,13 +9,9 @@ from typing import Any
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 ALLOCATIONS = ("hybrid", "sampling", "variance")
-CONTROL_VARIATES = ("none", "constant", "estimate")
 CORRECTIONS = ("none", "stratified", "exact")
-BASELINES = ("group", "pool", "leave_one_out", "anchored")
 DTYPES = ("float32", "bfloat16")
 DECODE_DTYPES = ("model", "int8")
-KEEPS = ("group", "pool")
-NUMERICS = ("fast", "invariant")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
 REWARDS = (
     "cipher",
@@ -28,7 +24,6 @@ REWARDS = (
     "code",
     "judge",
 )
-UNMET = ("keep", "drop", "replace")
 # The data sets that the paper evaluates (hf:weqweasdas/NAME) are graded by its rules, files by ours.
 DEFAULT_GRADERS = (
     "minerva_math=minerva",

@@ -22,6 +22,12 @@ def make_group(prompt_id, rewards, advantages, *, rounds, met, lengths, truncate
     return Group(pool, np.arange(len(advantages)), np.array(advantages))
 
 
+def measured(groups, group_size, num_prompts=None, thresholds=None):
+    """Metrics of groups without replacements, with the thresholds of a balanced group."""
+    half = group_size // 2
+    return collection_metrics(groups, group_size, num_prompts or len(groups), thresholds or (half, group_size - half))
+
+
 def test_by_hand():
     groups = [
         # Never solved: 6 draws in 3 rounds.
@@ -34,7 +40,7 @@ def test_by_hand():
         # One draw only: fewer than n.
         make_group("c", [1.0], [1.0], rounds=1, met=True, lengths=[4], reasons=["too_long"]),
     ]  # fmt: skip
-    assert collection_metrics(groups, group_size=2) == {
+    assert measured(groups, group_size=2) == {
         # The first two draws: means 0, 0 and 1 (c has one). Pool means 0, 1/2, 1 would give 1/2.
         "reward/first_round": pytest.approx(1 / 3),
         "reward/first_round_correct": pytest.approx(1 / 3),
@@ -96,7 +102,7 @@ def test_replacements_are_counted_and_kept_out_of_the_first_round():
         make_group("kept", [1.0, 0.0], [0.5, -0.5], rounds=1, met=True, lengths=[1, 1]),
         make_group("replacement", [1.0, 0.8], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]),
     ]
-    metrics = collection_metrics(groups, group_size=2, num_prompts=2)
+    metrics = measured(groups, group_size=2, num_prompts=2)
     # A replacement is there because another failed: with it the pass rate of the data would be 1/2, not 1/4.
     assert metrics["reward/first_round"] == metrics["reward/first_round_correct"] == 0.25
     assert metrics["collection/replacements"] == 1
@@ -110,7 +116,7 @@ def test_tokens_of_an_environment_are_not_counted():
     logprobs = np.array([-1, 0, 0, 0, -3], np.float32)
     response = Response("p", 0, np.zeros(5, np.int32), logprobs, False, segments=(1, 3, 1))
     pool = Pool(Prompt("p", "", "", np.zeros(1, np.int32)), (response,), (Verdict(True, 1.0),), 1, True)
-    metrics = collection_metrics([Group(pool, np.zeros(0, int), np.zeros(0))], group_size=1)
+    metrics = measured([Group(pool, np.zeros(0, int), np.zeros(0))], group_size=1)
     assert metrics["collection/tokens"] == metrics["completions/mean_length"] == 2
     assert metrics["collection/entropy"] == 2  # (1 + 3) / 2; over all tokens 4 / 5
 
@@ -139,7 +145,7 @@ def first_round_of_all_sequences(sizes, group_size, met) -> float:
     pools = collect(prompts, sample, verify, strategy)
     assert {pool.round_sizes for pool in pools} == {sizes[:rounds] for rounds in range(1, len(sizes) + 1)}
     groups = [Group(pool, np.zeros(0, int), np.zeros(0)) for pool in pools]
-    return collection_metrics(groups, group_size)["reward/first_round"]
+    return measured(groups, group_size)["reward/first_round"]
 
 
 @pytest.mark.parametrize(
@@ -160,22 +166,22 @@ def test_first_round_is_the_first_n_draws_where_the_round_has_more():
     # A first round of 5, n = 4, then one more draw: its fifth draw is no part of the mean, its fourth is.
     group = make_group("a", [1.0, 0.0, 0.0, 1.0, 1.0, 1.0], [], rounds=2, met=True, lengths=[1] * 6)
     unequal = Group(dataclasses.replace(group.pool, round_sizes=(5, 1)), group.kept, np.zeros(0))
-    assert collection_metrics([unequal], group_size=4)["reward/first_round"] == 0.5
+    assert measured([unequal], group_size=4)["reward/first_round"] == 0.5
     # A pool that does not name its rounds has equal ones: 3 and 3.
-    assert collection_metrics([group], group_size=4)["reward/first_round"] == pytest.approx(1 / 3)
+    assert measured([group], group_size=4)["reward/first_round"] == pytest.approx(1 / 3)
 
 
 def test_outcome_and_reward_are_two_things():
     # A penalty took half of a right answer's reward: the pass rate does not see it.
     pool = make_group("long", [1.0, 0.5], [0.1, -0.1], rounds=1, met=True, lengths=[1, 1]).pool
     right = Pool(pool.prompt, pool.responses, (Verdict(True, 1.0), Verdict(True, 0.5)), 1, True)
-    metrics = collection_metrics([Group(right, np.arange(2), np.array([0.1, -0.1]))], group_size=2)
+    metrics = measured([Group(right, np.arange(2), np.array([0.1, -0.1]))], group_size=2)
     assert (metrics["reward/first_round"], metrics["reward/first_round_correct"]) == (0.75, 1.0)
 
 
 def test_extra_samples_are_negative_where_fewer_are_drawn():
     groups = [make_group(name, [0.0] * 2, [], rounds=1, met=True, lengths=[1] * 2) for name in "ab"]
-    assert collection_metrics(groups, group_size=4)["collection/extra_samples"] == -4
+    assert measured(groups, group_size=4)["collection/extra_samples"] == -4
 
 
 def test_shares_below_the_thresholds_at_the_end():
@@ -183,23 +189,19 @@ def test_shares_below_the_thresholds_at_the_end():
     groups = [make_group(name, row, [], rounds=2, met=name == "a", lengths=[1] * 4) for name, row in rewards.items()]
     found = {
         thresholds: tuple(
-            collection_metrics(groups, 4, thresholds=thresholds)[f"collection/below_k_{side}_share"]
-            for side in ("pos", "neg")
+            measured(groups, 4, thresholds=thresholds)[f"collection/below_k_{side}_share"] for side in ("pos", "neg")
         )
-        for thresholds in ((3, 1), (1, 0), None, (4, 4))
+        for thresholds in ((3, 1), (1, 0), (2, 2), (4, 4))
     }
-    # Correct 3, 1, 2, 0 of 4. None: 2 and 2.
-    assert found == {(3, 1): (0.75, 0.0), (1, 0): (0.25, 0.0), None: (0.5, 0.25), (4, 4): (1.0, 0.75)}
-    # The thresholds of an odd group: 1 correct and 2 wrong of three.
-    assert collection_metrics(groups, 3)["collection/below_k_pos_share"] == 0.25
-    assert collection_metrics(groups, 3)["collection/below_k_neg_share"] == 0.25
+    # Correct 3, 1, 2, 0 of 4.
+    assert found == {(3, 1): (0.75, 0.0), (1, 0): (0.25, 0.0), (2, 2): (0.5, 0.25), (4, 4): (1.0, 0.75)}
 
 
 def test_thresholds_met_within_rounds_of_different_sizes():
     # Rounds of 1, 3 and 2: correct draws 0, 3 and 5.
     group = make_group("a", [1.0, 0.0, 0.0, 1.0, 0.0, 1.0], [], rounds=3, met=True, lengths=[1] * 6)
     pool = dataclasses.replace(group.pool, round_sizes=(1, 3, 2))
-    metrics = collection_metrics([dataclasses.replace(group, pool=pool)], 4, thresholds=(2, 3))
+    metrics = measured([dataclasses.replace(group, pool=pool)], 4, thresholds=(2, 3))
     assert [metrics[f"collection/met_k_pos_round_{number}"] for number in (1, 2, 3)] == [0, 1, 1]
     # The rule was met at the end, with the third wrong one.
     assert [metrics[f"collection/met_round_{number}"] for number in (1, 2, 3)] == [0, 0, 1]
@@ -217,7 +219,7 @@ def test_unmet_prompts_by_the_side_they_lack():
         make_group(name, rewards, [], rounds=1, met=met, lengths=[1] * len(rewards))
         for name, (rewards, met) in wanted.items()
     ]
-    metrics = collection_metrics(groups, group_size=2)
+    metrics = measured(groups, group_size=2)
     assert metrics["collection/unmet_share"] == pytest.approx(0.8)
     assert metrics["collection/unmet_no_correct_share"] == pytest.approx(0.2)
     assert metrics["collection/unmet_no_wrong_share"] == pytest.approx(0.4)
@@ -226,16 +228,16 @@ def test_unmet_prompts_by_the_side_they_lack():
 def test_rounds_without_a_limit_do_not_make_keys_without_a_limit():
     group = make_group("hard", [0.0] * 50, [], rounds=50, met=False, lengths=[1] * 50)
     for name in ("active", "met", "met_k_pos"):
-        rounds = [key for key in collection_metrics([group], group_size=2) if f"/{name}_round" in key]
+        rounds = [key for key in measured([group], group_size=2) if f"/{name}_round" in key]
         assert rounds == [f"collection/{name}_round_{number}" for number in range(1, MAX_ROUND_METRICS + 1)]
 
 
 def test_the_length_penalty_of_right_answers():
     group = make_group("a", [1.0, 0.0, 1.0], [0.0] * 3, rounds=1, met=True, lengths=[1] * 3)
-    assert "reward/penalty" not in collection_metrics([group], group_size=2)
+    assert "reward/penalty" not in measured([group], group_size=2)
     first, wrong, last = group.pool.verdicts
     verdicts = dataclasses.replace(first, penalty=0.5), wrong, last
-    metrics = collection_metrics(
+    metrics = measured(
         [dataclasses.replace(group, pool=dataclasses.replace(group.pool, verdicts=verdicts))], group_size=2
     )
     # Over the two right answers, one of them within the limit; the first two rewards stay 1 and 0.
