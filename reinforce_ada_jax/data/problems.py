@@ -86,8 +86,3 @@ def description(source: str, problems: Sequence[Problem]) -> str:
 def json_hash(value: Any) -> str:
     """Returns 16 hexadecimal digits of a hash of `value` as JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
-
-
-def content_id(problem: str, answer: str) -> str:
-    """Returns the id of a problem that has none of its own: a hash of its two texts."""
-    return json_hash([problem, answer])

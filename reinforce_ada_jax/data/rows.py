@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reinforce_ada_jax.data.problems import LABELS, Origin, Problem, content_id
+from reinforce_ada_jax.data.problems import LABELS, Origin, Problem, json_hash
 
 # The first column that a row has is used; a list of messages in `prompt` precedes them all. tunix has a rendered prompt
 # in `prompts` beside the question; OpenAI's files have `messages`.
@@ -188,7 +188,7 @@ def to_problem(
     if name is None:
         index, asked = _get(row, "extra_info.index"), text if messages is None else json.dumps(messages)
         indexed = isinstance(index, str | int) and len(str(index)) <= MAX_ID_LENGTH
-        name = _numbered(str(index) if indexed else content_id(asked, answer), seen)
+        name = _numbered(str(index) if indexed else json_hash([asked, answer]), seen)
     elif not unique_ids:
         name = _numbered(name, seen)
     problem = Problem(id=name, problem=text, answer=answer, columns=dict(row))

@@ -105,7 +105,7 @@ class Tokenizer:
         special_tokens = _special_tokens(config, vocabulary)
         return cls(
             folder=folder,
-            vocab_size=1 + max(vocabulary.get_vocab(with_added_tokens=True).values()),
+            vocab_size=1 + max(vocabulary.get_vocab().values()),
             stop_ids=_stop_ids(folder, vocabulary, special_tokens),
             special_tokens=special_tokens,
             chat_template=read_template(folder, config),
@@ -128,7 +128,7 @@ class Tokenizer:
     def decode(self, tokens: Int[np.ndarray, " T"]) -> str:
         """Returns the text of tokens without special tokens; ids beyond the vocabulary have no text."""
         with native_errors(f"the tokenizer of {self.folder} can't decode {len(tokens)} tokens"):
-            return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+            return self._tokenizer.decode([int(token) for token in tokens])
 
     def render_text(self, problem: str, chat: Chat, messages: list[dict[str, str]] | None = None) -> str:
         """Returns the text of a prompt in the model's chat template, with special tokens as text.

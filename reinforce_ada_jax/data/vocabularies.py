@@ -117,12 +117,12 @@ class SentencePieceVocabulary:
         ids += model.encode(text[position:])
         return Encoding([*self._before, *ids, *self._after] if add_special_tokens else ids)
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids: U+FFFD for an incomplete character, nothing for ids beyond the vocabulary."""
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids: U+FFFD for an incomplete character, nothing for special or unknown ids."""
         text: list[str] = []
         model, pieces = self._model, []
         for index in ids:
-            if skip_special_tokens and index in self._special:
+            if index in self._special:
                 continue
             if index in self._content:
                 text += [model.decode(pieces), self._content[index]]
@@ -141,9 +141,9 @@ class SentencePieceVocabulary:
             return self._content[index]
         return self._model.id_to_piece(index) if index < len(self._model) else None
 
-    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+    def get_vocab(self) -> dict[str, int]:
         """Returns the ids by token."""
-        return self._pieces | self._added if with_added_tokens else dict(self._pieces)
+        return self._pieces | self._added
 
 
 def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
@@ -311,12 +311,9 @@ def _tiktoken(folder: pathlib.Path, config: dict[str, Any]) -> tokenizers.Tokeni
 
 def vocabulary_file(folder: pathlib.Path) -> pathlib.Path:
     """Returns the first of tokenizer.json, vocab.json (with merges.txt) and tokenizer.model; ValueError for none."""
-    if model_files.is_present(folder / "tokenizer.json"):
-        return folder / "tokenizer.json"
-    if model_files.is_present(folder / "vocab.json") and model_files.is_present(folder / "merges.txt"):
-        return folder / "vocab.json"
-    if model_files.is_present(folder / "tokenizer.model"):
-        return folder / "tokenizer.model"
+    for names in (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",)):
+        if all(model_files.is_present(folder / name) for name in names):
+            return folder / names[0]
     raise ValueError(
         f"{folder / 'tokenizer.json'} is missing: it has the vocabulary and the rules that split text into tokens. "
         "Name a Hugging Face folder that has it, or vocab.json with merges.txt, or tokenizer.model."

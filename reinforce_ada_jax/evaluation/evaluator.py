@@ -55,6 +55,11 @@ def load_benchmarks(components: Components, config: Config, report: Callable[[st
     return {name: components.prompts(source, config, report) for name, source in sources.items()}
 
 
+def known_pass_rates(prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Returns the pass rates before training that the source has, by id."""
+    return {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
+
+
 def make_evaluator_fn(config: Config, workdir: pathlib.Path, components: Components) -> EvaluatorFn | None:
     """Returns the function that makes the evaluator of a training run; None without benchmarks."""
     benchmarks = load_benchmarks(components, config)
@@ -128,8 +133,8 @@ class Evaluator:
 
             drawn = draw(prompts, verify_fn=verify[name], samples=evaluation.samples, on_progress=on_progress)
             verdicts += [response.verdict for responses in drawn.values() for response in responses]
-            initial = {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
-            results[name] = statistics(drawn.values()) | difficulty_statistics(by_difficulty(initial, drawn))
+            difficulties = by_difficulty(known_pass_rates(prompts), drawn)
+            results[name] = statistics(drawn.values()) | difficulty_statistics(difficulties)
         remedy = reward_check.training_remedy(self.config)
         what = f"the evaluation after iteration {iteration}"
         if message := reward_check.too_many_failed(self.config, graders, what, verdicts, remedy):

@@ -248,11 +248,6 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def prompt_line(problem: Problem, pass_rate: float) -> str:
-    """Returns the line of a chosen problem, which `load_problems` reads again with its pass rate."""
-    return json.dumps(to_row(problem) | {"pass_rate": pass_rate}, ensure_ascii=False) + "\n"
-
-
 def _write(
     config: Config,
     files: OutputFiles,
@@ -269,7 +264,9 @@ def _write(
     drawn = store.header["drawn"]
     samples, source = drawn["samples"], config.data.prompts
     rates = {name: number / samples for name, number in correct.items()}
-    chosen = [problem for problem in problems if rates.get(problem["id"], -1.0) in band]
+    chosen: list[Problem] = [
+        {**problem, "pass_rate": rates[problem["id"]]} for problem in problems if rates.get(problem["id"], -1.0) in band
+    ]
     counts = counts | {
         "pass_rate_too_low": sum(rate <= band.least for rate in rates.values()),
         "pass_rate_too_high": sum(rate > band.most for rate in rates.values()),
@@ -285,7 +282,7 @@ def _write(
         )
     file = pathlib.Path(source)
     content = file.read_bytes() if file.is_file() else json.dumps(list(map(to_row, problems))).encode()
-    text = "".join(prompt_line(problem, rates[problem["id"]]) for problem in chosen)
+    text = "".join(json.dumps(to_row(problem), ensure_ascii=False) + "\n" for problem in chosen)
     manifest = {
         "input": {"source": source, "sha256": _sha256(content)},
         "output": {"file": files.output.name, "sha256": _sha256(text.encode())},

@@ -13,8 +13,8 @@ from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedRe
 
 # A label with more values than this, or with one value only, has no table.
 MOST_LABEL_VALUES = 16
-# Ends of the ranges of initial pass rates in `by_difficulty`, between 0 and 1, which are ranges of their own.
-DIFFICULTY_EDGES = (0.25, 0.5, 0.75)
+# Ends of the ranges of initial pass rates in `by_difficulty`; 0 and 1 are ranges of their own.
+DIFFICULTY_EDGES = (0, 0.25, 0.5, 0.75, 1)
 
 Statistics = dict[str, int | float]
 # {label: {its value: (problems, avg)}} of one benchmark.
@@ -95,10 +95,8 @@ def by_difficulty(initial: Mapping[str, float], drawn: GradedResponses) -> list[
     rates = np.array([initial[name] for name in names])
     shares = np.array([np.mean([response.verdict.correct for response in drawn[name]]) for name in names])
     # 0: a rate of 0; 1, 2, ...: the ranges; the last: a rate of 1.
-    index = np.where(
-        rates == 0, 0, np.where(rates == 1, len(DIFFICULTY_EDGES) + 2, 1 + np.searchsorted(DIFFICULTY_EDGES, rates))
-    )
-    ends = [f"{edge:g}" for edge in (0, *DIFFICULTY_EDGES, 1)]
+    index = np.searchsorted(DIFFICULTY_EDGES, rates) + (rates == 1)
+    ends = [f"{edge:g}" for edge in DIFFICULTY_EDGES]
     ranges = ["0", *(f"{low}_{high}" for low, high in itertools.pairwise(ends)), "1"]
     return [
         Difficulty(name, int(of.sum()), float(rates[of].mean()), float(shares[of].mean()), _standard_error(shares[of]))

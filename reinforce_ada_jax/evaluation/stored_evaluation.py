@@ -103,10 +103,7 @@ def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> 
     """Returns initial pass rates by benchmark and id: of the evaluation in `folder`, or those of the problems."""
     if folder is not None:
         return {name: pass_rates(folder / f"{name}.jsonl", prompts) for name, prompts in benchmarks.items()}
-    return {
-        name: {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
-        for name, prompts in benchmarks.items()
-    }
+    return {name: evaluator.known_pass_rates(prompts) for name, prompts in benchmarks.items()}
 
 
 def _result(

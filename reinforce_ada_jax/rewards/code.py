@@ -22,8 +22,6 @@ from reinforce_ada_jax.types import Verdict
 
 _FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "py", "python", "python3")
-# Reasons of a response that the grading itself did not fail on.
-NO_CODE, EXCEPTION = "no_code", "exception"
 _SIDES = pathlib.Path(code_sides.__file__).read_text(encoding="utf-8")
 _SPARE_S = 0.5  # for the start and the end of a sandbox
 
@@ -51,7 +49,7 @@ def same_output(written: str, expected: str) -> bool:
 
 
 def _reason(outcome: Outcome) -> str:
-    return f"{outcome.limit}_limit" if outcome.limit else EXCEPTION if outcome.code else ""
+    return f"{outcome.limit}_limit" if outcome.limit else "exception" if outcome.code else ""
 
 
 def _run_program(program: bytes, test: InputOutput, limits: Limits) -> tuple[bool, str]:
@@ -97,7 +95,7 @@ def grader(*, time_limit_s: float, max_tests: int, limits: Mapping[str, Any]) ->
         tests = read_tests(columns)[: max_tests or None]
         program = program_of(response)
         if program is None:
-            return Verdict(False, 0.0, NO_CODE)
+            return Verdict(False, 0.0, "no_code")
         text = program.encode(errors="replace")
         passed, first_reason = 0, ""
         for test in tests:

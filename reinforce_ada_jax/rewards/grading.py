@@ -13,8 +13,6 @@ from reinforce_ada_jax.rewards import dialects
 from reinforce_ada_jax.rewards.dialects import Columns, InvalidReward, RewardFn
 from reinforce_ada_jax.types import Verdict
 
-# The reason of a response to which no function applies.
-NOT_APPLICABLE = "not_applicable"
 # Grades one response: (response, answer, columns) -> the verdict, and why the grading failed, or "".
 Grader = Callable[[str, str, Columns], tuple[Verdict, str]]
 _MAX_LINE = 600
@@ -23,7 +21,7 @@ _MAX_LINE = 600
 def _verdict(reward: dialects.Reward) -> Verdict:
     """Returns a verdict unchanged; for a number the verdict with that reward, correct from 1 on."""
     if reward is None:
-        return Verdict(False, 0.0, NOT_APPLICABLE)
+        return Verdict(False, 0.0, "not_applicable")
     return reward if isinstance(reward, Verdict) else Verdict(reward >= 1.0, reward)
 
 

@@ -86,11 +86,6 @@ def split(path: str) -> list[str]:
     return [reference.strip() for reference in path.split(",") if reference.strip()]
 
 
-def function_name(reference: str) -> str:
-    """Returns the name of the function: that of its reward in the metrics."""
-    return reference.rpartition(":")[2]
-
-
 def files_hash(path: str) -> str:
     """Returns a hash of the files in `reward.path`, "" for none: a function that was edited is another one."""
     texts = [pathlib.Path(reference.rpartition(":")[0]).read_bytes() for reference in split(path)]

@@ -54,7 +54,7 @@ def _entry(grade_fn: GradeFn | Made | str, weights: Sequence[float]) -> dict[str
     if not isinstance(grade_fn, str):
         return {"references": [loading.function_reference(grade_fn)], "names": [], "weights": []}
     references = [loading.file_reference(each) for each in loading.split(grade_fn) or [grade_fn]]
-    names = [loading.function_name(each) for each in references]
+    names = [each.rpartition(":")[2] for each in references]
     if len(set(names)) < len(names):
         raise ValueError(
             f"{grade_fn!r} names two functions {max(names, key=names.count)!r}: give each a name of its own."

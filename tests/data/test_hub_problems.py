@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from reinforce_ada_jax.data.problems import content_id
+from reinforce_ada_jax.data.problems import json_hash
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.data.rows import to_problems
 
@@ -66,9 +66,9 @@ def test_the_real_package_on_a_folder(tmp_path, monkeypatch):
 
 def test_ids_are_made_of_the_text():
     # sha256 of '["1+1?", "2"]', as any JSON program writes it.
-    assert content_id("1+1?", "2") == "82831a5898978c02"
+    assert json_hash(["1+1?", "2"]) == "82831a5898978c02"
     ids = [problem["id"] for problem in from_columns(ROWS, "set")]
-    assert ids == [content_id("1+1?", "2"), content_id("2+2?", "4")]
+    assert ids == [json_hash(["1+1?", "2"]), json_hash(["2+2?", "4"])]
     # They don't change when rows come in another order, or more of them; a row that occurs twice gets two ids.
     assert [problem["id"] for problem in from_columns([ROWS[1], *ROWS], "set")] == [ids[1], ids[0], f"{ids[1]}-2"]
 

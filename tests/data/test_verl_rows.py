@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.data.problems import content_id, to_row
+from reinforce_ada_jax.data.problems import json_hash, to_row
 from reinforce_ada_jax.data.prompts import load_problems, tokenize
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def test_ids(tmp_path):
         row("r", "1", None),
         row("s", "1", 0) | {"id": "x"},
     ]
-    content = content_id(json.dumps(rows[2]["prompt"]), "1")
+    content = json_hash([json.dumps(rows[2]["prompt"]), "1"])
     problems = load_problems(write(tmp_path / "train.jsonl", rows))
     assert [problem["id"] for problem in problems] == ["5", "5-2", content, f"{content}-2", "x"]
 

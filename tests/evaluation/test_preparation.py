@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.data.problems import Problem
+from reinforce_ada_jax.data.problems import Problem, to_row
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import preparation
 from reinforce_ada_jax.evaluation.preparation import Band
@@ -82,7 +82,7 @@ def test_references_are_verified_in_a_box_or_as_they_are():
 def test_a_line_keeps_labels_and_messages(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "é?"}]
     problem: Problem = {"id": "a", "problem": "é?", "answer": "1", "labels": {"level": "2"}, "prompt": messages}
-    (tmp_path / "chosen.jsonl").write_text(preparation.prompt_line(problem, 0.25))
+    (tmp_path / "chosen.jsonl").write_text(json.dumps(to_row({**problem, "pass_rate": 0.25})))
     (again,) = load_problems(str(tmp_path / "chosen.jsonl"))
     assert again.pop("columns")["level"] == "2" and again.pop("origin")
     assert again == problem | {"pass_rate": 0.25}
@@ -92,7 +92,7 @@ def test_a_line_keeps_the_columns_of_its_row(tmp_path):
     row = {"question": "1+1?", "answer": "It is two.\n#### 2", "data_source": "made/up", "extra_info": {"split": "a"}}
     (tmp_path / "some.jsonl").write_text(json.dumps(row))
     (problem,) = load_problems(str(tmp_path / "some.jsonl"))
-    (tmp_path / "chosen.jsonl").write_text(preparation.prompt_line(problem, 0.25))
+    (tmp_path / "chosen.jsonl").write_text(json.dumps(to_row({**problem, "pass_rate": 0.25})))
     (again,) = load_problems(str(tmp_path / "chosen.jsonl"))
     assert (again["id"], again["problem"], again["answer"]) == (problem["id"], "1+1?", "2")
     # A reward reads the same columns before and after `prepare`.
