@@ -24,7 +24,6 @@ from reinforce_ada_jax.reporting.samples import transcript
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.environments import turn_sampling
@@ -177,12 +176,10 @@ def from_policy(
     `settings` is the section with temperature, top_k, top_p and the length limit; `stream` the first word of the
     addresses of all samples.
     """
-    limit, engine = settings.max_response_tokens, rollouts.engine
-    sampling = SamplingParams(limit, settings.temperature, top_k=settings.top_k, top_p=settings.top_p)
-    turns = components.trajectories(config, stream, limit)
+    engine, turns = rollouts.engine, components.trajectories(config, stream, settings.max_response_tokens)
     return functools.partial(
         draw,
-        sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, sampling, turns)),
+        sample_fn=rollouts.sampler(params, stream=stream, sampling=turn_sampling(config, settings, turns)),
         slots=engine.options.slots * engine.replicas * processes.count(),
         deterministic=components_lib.deterministic(config),
         decode=components.tokenizer.decode,

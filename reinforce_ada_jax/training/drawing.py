@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from reinforce_ada_jax.collection.advantages import Group, make_group
-from reinforce_ada_jax.collection.collect import EstimateFn, SampleFn, collect
+from reinforce_ada_jax.collection.collect import EstimateFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
 from reinforce_ada_jax.collection.serialization import CollectedShard
-from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.config import collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
@@ -22,7 +21,6 @@ from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Reshard
-from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import sharded_collection
@@ -147,9 +145,15 @@ def _collected(
       Interrupted: `report` raised it, here or in another process; `trainer.kept` has what was drawn, where it keeps it.
     """
     config, rollouts, begin = trainer.config, trainer.rollouts, time.monotonic()
-    max_tokens = config.sampling.max_response_tokens
-    turns = trainer.components.trajectories(config, stream(source.iteration), max_tokens)
-    sample_fn, shaping = _sample_fn(trainer, source, turns), components_lib.shaping(config)
+    turns = trainer.components.trajectories(config, stream(source.iteration), config.sampling.max_response_tokens)
+    sample_fn = rollouts.sampler(
+        source.weights,
+        stream=stream(source.iteration),
+        sampling=turn_sampling(config, config.sampling, turns),
+        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap_iterations else None,
+        policy_version=source.policy_version,
+    )
+    shaping = components_lib.shaping(config)
     verify_fn = trainer.components.verify_fn(verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
 
     def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
@@ -234,24 +238,6 @@ def _collection_metrics(
         "memory/reshard_bytes": reshard.bytes,
         "time/host_between_windows_s": counts["host_s"] / processes.count(),
     }
-
-
-def _sample_fn(trainer: Trainer, source: Source, turns: Trajectories | None) -> SampleFn:
-    """Returns the function that draws responses, or their turns."""
-    config = trainer.config
-    sampling = SamplingParams(
-        config.sampling.max_response_tokens,
-        config.sampling.temperature,
-        top_k=config.sampling.top_k,
-        top_p=config.sampling.top_p,
-    )
-    return trainer.rollouts.sampler(
-        source.weights,
-        stream=stream(source.iteration),
-        sampling=turn_sampling(config, sampling, turns),
-        prefetch_stream=stream(source.iteration + 1) if config.collection.overlap_iterations else None,
-        policy_version=source.policy_version,
-    )
 
 
 def _estimate_fn(trainer: Trainer, source: Source) -> EstimateFn | None:

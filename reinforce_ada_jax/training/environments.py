@@ -13,7 +13,7 @@ import numpy as np
 
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.collection.verification import VerifyFn
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig
 from reinforce_ada_jax.data.problems import Problem, place
 from reinforce_ada_jax.data.templates import Chat, chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
@@ -127,9 +127,10 @@ def _given(prompt_id: str, problem: str, answer: str, columns: Mapping[str, Any]
 
 
 def turn_sampling(
-    config: Config, sampling: SamplingParams, turns: Trajectories | None
+    config: Config, section: SamplingConfig | EvaluationConfig, turns: Trajectories | None
 ) -> SamplingParams | Callable[[Request], SamplingParams]:
     """Returns the sampling of responses, or of turns, which may fill what their trajectory leaves."""
+    sampling = SamplingParams(section.max_response_tokens, section.temperature, section.top_k, section.top_p)
     if turns is None:
         return sampling
     longest = config.environment.max_turn_tokens or sampling.max_tokens

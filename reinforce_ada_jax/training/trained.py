@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.files import buckets
@@ -17,7 +16,7 @@ from reinforce_ada_jax.policy import adapter_files, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params, flatten, param_shardings
 from reinforce_ada_jax.reporting.writers import read_metrics
-from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.components import Components, load_params
 from reinforce_ada_jax.training.records import holds_checkpoint, read_run_id
 from reinforce_ada_jax.training.state import RunState, abstract_state
 from reinforce_ada_jax.training.trainer import Trainer
@@ -112,8 +111,7 @@ def _over_base(config: Config, components: Components, trained: Params, base_dty
     adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
     if adapters is None:
         return trained
-    base = huggingface.load(components.folder, components.mesh, jnp.dtype(base_dtype))[1]
-    return lora.adapted(base, trained, adapters)
+    return lora.adapted(load_params(config, components, base_dtype), trained, adapters)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
