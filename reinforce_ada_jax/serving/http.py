@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving.settings import ServerSettings
+
+HUNG_UP = 499  # nobody reads this status; it is counted
 
 
 class Refusal(Exception):
@@ -46,7 +48,7 @@ async def read_body(request: Request, request_mib: int, within_s: float | None =
     """Reads a body up to the limit.
 
     Raises:
-      Refusal: it is compressed, too large, or not complete in time.
+      Refusal: it is compressed, too large, or not complete in time, or the client has hung up.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "this server takes bodies without compression.")
@@ -60,6 +62,8 @@ async def read_body(request: Request, request_mib: int, within_s: float | None =
                     if size > most:
                         raise Refusal(413, f"the request is larger than {most:,} bytes (--request_mib).")
                     parts.append(part)
+    except ClientDisconnect:
+        raise Refusal(HUNG_UP, "the client has hung up.") from None
     except TimeoutError:
         raise Refusal(408, f"the request did not arrive within {within_s:g} s (--request_s).") from None
     return b"".join(parts)

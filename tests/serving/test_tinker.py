@@ -369,6 +369,21 @@ def test_a_session_that_ends_during_a_heartbeat_stays_ended(tmp_path, monkeypatc
     service.store.close()
 
 
+def test_a_client_that_hangs_up_while_it_sends_is_no_error(tmp_path):
+    service, sent = service_lib.Service(settings_for(tmp_path), tmp_path, {}), []
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/api/v1/telemetry", "headers": [], "query_string": b""}
+    asyncio.run(App(service).asgi()(scope, receive, send))
+    assert sent[0]["status"] == 499
+    service.store.close()
+
+
 def test_gradients_and_results_survive_a_restart(tmp_path, server):
     """The same calls to one server, and to one that starts again between any two, end with the same bits."""
     weights = []

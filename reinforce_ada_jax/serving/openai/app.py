@@ -13,12 +13,12 @@ import prometheus_client
 from jaxtyping import Int
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serving.http import Refusal, Served, has_key, read_body
+from reinforce_ada_jax.serving.http import HUNG_UP, Refusal, Served, has_key, read_body
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
 from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
@@ -29,7 +29,6 @@ from reinforce_ada_jax.serving.settings import ServerSettings
 
 # The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
 BYTES_PER_TOKEN = 64
-HUNG_UP = 499  # nobody reads this status; it is counted
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[Request], Awaitable[Response]]
 Prompts = list[PromptText]
@@ -88,8 +87,6 @@ class App:
                 if endpoint and not self._backends:
                     raise Refusal(503, "the server reads weights and compiles: try again in some seconds.")
                 return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=HUNG_UP)
             except Refusal as refusal:
                 return protocol.error_response(refusal)
             except Exception as error:
