@@ -64,22 +64,18 @@ def schemas_of(environment: Any) -> list[Any]:
     return [tools_lib.schema(tool) for tool in tools_of(environment).values()] if own is None else list(own)
 
 
-def make(environment_class: type, address: Sequence[int]) -> Any:
-    """Returns a new environment, with the generator of its address if it takes one."""
-    takes_rng = "rng" in inspect.signature(environment_class).parameters
-    return environment_class(rng=np.random.default_rng(list(address))) if takes_rng else environment_class()
-
-
 class Episode:
     """Environment of one trajectory, and the conversation so far."""
 
     def __init__(self, environment_class: type, problem: Mapping[str, Any], address: Sequence[int]):
-        """Makes the environment and resets it.
+        """Makes the environment, with the generator of its address if it takes one, and resets it.
 
         Raises:
           Invalid: `reset` did not return messages.
         """
-        self._environment = make(environment_class, address)
+        takes_rng = "rng" in inspect.signature(environment_class).parameters
+        rng = {"rng": np.random.default_rng(list(address))} if takes_rng else {}
+        self._environment: Any = environment_class(**rng)
         self.messages = messages_of(self._environment.reset(dict(problem)), "reset")
 
     def answer(self, text: str) -> list[Message] | float:

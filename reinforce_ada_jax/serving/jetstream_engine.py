@@ -1,4 +1,7 @@
-"""An engine under JetStream's interface: the orchestrator owns the slots, and returns to the host after every token."""
+"""An engine and its tokenizer under JetStream's interfaces.
+
+The orchestrator owns the slots, and returns to the host after every token.
+"""
 
 from typing import Any
 
@@ -12,14 +15,52 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.prompt_lengths import buckets
 from reinforce_ada_jax.sampling.state import DecodeState, Prefix, SamplingParams
 from reinforce_ada_jax.serving import jetstream
-from reinforce_ada_jax.serving.tokenizer import ServedTokenizer
 
 # Responses served draw from a stream of their own, numbered as they come.
 SERVED_STREAM = 2**32 - 1
-_api = jetstream.engine_api()
+_engine_api, _tokenizer_api = jetstream.engine_api(), jetstream.tokenizer_api()
 
 
-class JetStreamEngine(_api.Engine):
+class ServedTokenizer(_tokenizer_api.Tokenizer):
+    """JetStream's interface to a tokenizer. Text is encoded as it is: a chat template is the client's."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, s: str, *, max_prefill_length: int, **_) -> tuple[np.ndarray, int]:
+        """Returns int32[bucket] ids, padded with 0 to a power of two, and their number."""
+        tokens = self._tokenizer.encode(s)
+        bucket = min(max_prefill_length, 1 << max(4, (len(tokens) - 1).bit_length()))
+        padded = np.zeros(bucket, np.int32)
+        padded[: len(tokens)] = tokens[:bucket]
+        return padded, len(tokens)
+
+    def decode(self, token_ids: list[int], **_) -> str:
+        """Returns the text of the ids without special tokens."""
+        return self._tokenizer.decode(np.asarray(token_ids, np.int32))
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """All ids that end a response."""
+        return set(self._tokenizer.stop_ids)
+
+    @property
+    def eos_id(self) -> int:
+        """One of the stop ids; JetStream looks at `stop_tokens`."""
+        return self._tokenizer.stop_ids[0]
+
+    @property
+    def pad_id(self) -> int:
+        """Not used: lengths are explicit."""
+        return 0
+
+    @property
+    def bos_id(self) -> int:
+        """No token: JetStream puts this before every token request, and the engine removes it again."""
+        return jetstream.NO_TOKEN
+
+
+class JetStreamEngine(_engine_api.Engine):
     """JetStream's methods, over one engine."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams):
@@ -55,7 +96,7 @@ class JetStreamEngine(_api.Engine):
     def generate(self, params: Params, decode_state: DecodeState) -> tuple[DecodeState, Any]:
         """Decodes one token in every active slot; returns them as JetStream's ResultTokens."""
         state, result = self.engine.decode_token(params, decode_state)
-        tokens = _api.ResultTokens(
+        tokens = _engine_api.ResultTokens(
             data=result, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
         )
         return state, tokens
