@@ -278,9 +278,7 @@ def run_test(connection):
 
 def run_program(connection):
     """Runs the program's text, then serves its names."""
-    namespace = {"__name__": "solution"}
     sys.modules["solution"] = types.ModuleType("solution")
-    sys.modules["solution"].__dict__.update(namespace)
     namespace = sys.modules["solution"].__dict__
     with open("program.py", encoding="utf-8") as file:
         text = file.read()
