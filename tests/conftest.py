@@ -1,5 +1,6 @@
 """The test process: eight CPU devices, decided before jax is imported, no silent promotion, and Ctrl-C."""
 
+import atexit
 import gc
 import os
 import pathlib
@@ -64,3 +65,4 @@ def pytest_runtest_setup() -> None:
 def pytest_unconfigure() -> None:
     forked.close()
     compiling.close_programs()
+    atexit.unregister(jax._src.api.clean_up)  # clears all caches, for seconds, where the process ends anyway
