@@ -7,7 +7,7 @@ import threading
 import time
 
 # Tests spend their time compiling tiny programs. Without optimisation, and with XLA's older emitters of loops in place
-# of those that go through MLIR, that takes a sixth of the time. One module of LLVM instead of 32 saves a fifth of the rest.
+# of those that go through MLIR, that takes a sixth of the time. One module of LLVM instead of 32 saves a fifth of it.
 QUICKLY = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
