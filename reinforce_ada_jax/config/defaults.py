@@ -17,13 +17,13 @@ from reinforce_ada_jax.config.settings import Config
 _hints = functools.cache(typing.get_type_hints)
 
 
-def _type_of(owner: type, field: dataclasses.Field) -> tuple[type, bool]:
+def _type_of(owner: type, field: dataclasses.Field) -> tuple[Any, bool]:
     """The type of a setting, and whether it may be None."""
     hint = _hints(owner)[field.name]
     if isinstance(hint, types.UnionType):
         (kind,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
         return kind, True
-    return typing.get_origin(hint) or hint, False
+    return hint, False
 
 
 def settings(owner: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
@@ -38,7 +38,7 @@ def settings(owner: type = Config, prefix: str = "") -> Iterator[tuple[str, data
 def defaults() -> ConfigDict:
     """Returns a locked ConfigDict of every setting at its default, for config files and flags to edit."""
 
-    def section(owner: type) -> ConfigDict:
+    def section(owner: Any) -> ConfigDict:
         result = ConfigDict()
         for field in dataclasses.fields(owner):
             kind, optional = _type_of(owner, field)
@@ -51,13 +51,21 @@ def defaults() -> ConfigDict:
     return section(Config).lock()
 
 
-# A text is a sequence too, of letters.
-_ACCEPTED: dict[type, Any] = {int: numbers.Integral, float: numbers.Real, tuple: (tuple, list)}
+_ACCEPTED: dict[type, Any] = {int: numbers.Integral, float: numbers.Real}
 
 
 def _check_type(key: str, value: Any, accepted: Any, name: str) -> None:
     if not isinstance(value, accepted):
         raise ValueError(f"{key} is {value!r:.80}, of the type {type(value).__name__}; its type must be {name}.")
+
+
+def _converted(key: str, value: Any, kind: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        _check_type(key, value, (tuple, list), "tuple")  # a text is a sequence too, of letters
+        each = typing.get_args(kind)[0]
+        return tuple(_converted(f"{key}[{index}]", entry, each) for index, entry in enumerate(value))
+    _check_type(key, value, _ACCEPTED.get(kind, kind), kind.__name__)
+    return kind(value)
 
 
 def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -67,7 +75,7 @@ def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
       ValueError: an unknown key, or a value of another type.
     """
 
-    def section(owner: type, given: Mapping[str, Any], prefix: str) -> Any:
+    def section(owner: Any, given: Mapping[str, Any], prefix: str) -> Any:
         known = {field.name: field for field in dataclasses.fields(owner)}
         unknown = sorted(given.keys() - known.keys())
         if unknown:
@@ -81,8 +89,7 @@ def resolve(config: ConfigDict | Mapping[str, Any]) -> Config:
             elif optional and value is None:
                 values[name] = None
             else:
-                _check_type(prefix + name, value, _ACCEPTED.get(kind, kind), kind.__name__)
-                values[name] = kind(value)
+                values[name] = _converted(prefix + name, value, kind)
         return owner(**values)
 
     return section(Config, config.to_dict() if isinstance(config, ConfigDict) else config, "")
@@ -92,11 +99,8 @@ def replaced(config: Config, changes: Mapping[str, Any]) -> Config:
     """Returns `config` with some settings changed: replaced(config, {"seed": 1, "mesh.data": 2})."""
     tree = dataclasses.asdict(config)
     for key, value in changes.items():
-        *path, name = key.split(".")
-        section = tree[path[0]] if path else tree
-        if name not in section:
-            raise ValueError(f"unknown configuration key {key}.")
-        section[name] = value
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
     return resolve(tree)
 
 

@@ -109,7 +109,7 @@ ENVIRONMENT = Allowed(
     "have the form file.py:Class or verifiers:NAME, or be empty",
     lambda value: not value or bool(re.fullmatch(r".+\.py:[^\W\d]\w*|verifiers:[\w./@-]+", value)),
 )
-FINITE_NUMBERS = Allowed("be finite numbers", lambda entries: all(_is_finite_number(entry) for entry in entries))
+FINITE_NUMBERS = Allowed("be finite numbers", lambda entries: all(map(math.isfinite, entries)))
 WANDB_PROJECT = Allowed(
     f"have at most {WANDB_LONGEST} characters and none of {' '.join(WANDB_FORBIDDEN)}",
     lambda value: len(value) <= WANDB_LONGEST and not set(value) & set(WANDB_FORBIDDEN),
@@ -122,10 +122,6 @@ TARGETS = Allowed(
     f"name one or more of {', '.join((ALL_LINEAR, *PROJECTIONS))}",
     lambda value: bool(value) and all(target in (ALL_LINEAR, *PROJECTIONS) for target in value),
 )
-
-
-def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_date(text: str) -> bool:

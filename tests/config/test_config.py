@@ -476,12 +476,16 @@ def test_an_unknown_key_is_an_error():
             config_lib.from_json(json.dumps(tree))
     with pytest.raises(ValueError, match=r"unknown configuration key reward\.scale"):
         config_lib.replaced(Config(), {"reward.scale": 2})
+    with pytest.raises(ValueError, match="unknown configuration key rewards"):
+        config_lib.replaced(Config(), {"rewards.workers": 2})
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
         ({"evaluation": {"benchmarks": "a.jsonl"}}, "benchmarks is 'a.jsonl', of the type str; its type must be tuple"),
+        ({"evaluation": {"benchmarks": ("a.jsonl", 5)}}, r"benchmarks\[1\] is 5, .*its type must be str"),
+        ({"reward": {"weights": [1, "a"]}}, r"reward.weights\[1\] is 'a', .*its type must be float"),
         ({"seed": "3"}, "seed is '3', of the type str; its type must be int"),
         ({"seed": 3.0}, "seed is 3.0, of the type float; its type must be int"),
         ({"seed": None}, "seed is None"),
