@@ -143,7 +143,7 @@ class Pool:
       rounds: rounds drawn.
       met: the strategy's stopping rule was met (False: the round limit ended the prompt).
       estimate: pass rate expected before drawing, where the strategy plans; else None.
-      round_sizes: draws of each round, in order; empty: all rounds have the same size.
+      round_sizes: draws of each round, in order; if none are given, all rounds have the same size.
       discarded: sampled tokens of each speculative draw that was not needed; such draws have no verdict.
     """
 
@@ -155,6 +155,10 @@ class Pool:
     estimate: float | None = None
     round_sizes: tuple[int, ...] = ()
     discarded: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not self.round_sizes and self.rounds:
+            object.__setattr__(self, "round_sizes", (len(self.verdicts) // self.rounds,) * self.rounds)
 
     @property
     def rewards(self) -> Float[np.ndarray, " N"]:
@@ -170,11 +174,6 @@ class Pool:
     def penalties(self) -> Float[np.ndarray, " N"]:
         """Length penalties in draw order, float64."""
         return np.array([verdict.penalty for verdict in self.verdicts], np.float64)
-
-    @property
-    def first_round_size(self) -> int:
-        """Draws of the first round: their number follows from no outcome."""
-        return self.round_sizes[0] if self.round_sizes else len(self.verdicts) // max(self.rounds, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

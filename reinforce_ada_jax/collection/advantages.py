@@ -14,6 +14,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from reinforce_ada_jax.collection.corrections import relative_rewards
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.types import Pool
 
@@ -181,8 +182,7 @@ def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
     kept = keep_draws(strategy, pool.correct)
     kept = kept[_usable(pool, strategy, ages)[kept]]
     if strategy.drop_unmet and kept.size:
-        rewards = pool.rewards - pool.rewards[0]  # equal rewards then have exactly their value as mean
-        differences = rewards[kept] - rewards.mean()
+        differences = relative_rewards(pool)[kept]
         if not (pool.met and (differences > 0).any() and (differences < 0).any()):
             return kept[:0]
     return kept

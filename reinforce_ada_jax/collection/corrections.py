@@ -36,7 +36,7 @@ Coefficients = tuple[Int[np.ndarray, " n"], Float[np.ndarray, " n"]]
 CoefficientsFn = Callable[[Pool, Bool[np.ndarray, " N"]], Coefficients]
 
 
-def _relative_rewards(pool: Pool) -> Float[np.ndarray, " N"]:
+def relative_rewards(pool: Pool) -> Float[np.ndarray, " N"]:
     """Returns rewards minus their mean: exactly 0 where all are equal, a pool of one included."""
     rewards = pool.rewards
     relative = rewards - rewards[0]
@@ -62,7 +62,7 @@ def stratified(objective: Objective, keep: Callable[[np.ndarray], np.ndarray]) -
         strata = np.where(correct, correct.sum(), (~correct).sum())[kept]
         num_rows = np.where(correct[kept], correct[kept].sum(), (~correct[kept]).sum())
         weight = float(objective.clipped_weight(correct.mean()))
-        return kept, weight * _relative_rewards(pool)[kept] / len(correct) * strata / num_rows
+        return kept, weight * relative_rewards(pool)[kept] / len(correct) * strata / num_rows
 
     return coefficients
 
@@ -127,15 +127,15 @@ def exact(
         coefficient = np.zeros(len(pool.responses))
         hits = np.flatnonzero(pool.correct)
         if hits.size:
-            sizes = pool.round_sizes or (pool.first_round_size,) * pool.rounds
-            ends = np.cumsum(sizes)
+            ends = np.cumsum(pool.round_sizes)
             number = int(np.searchsorted(ends, hits[0], side="right"))
             hits = hits[hits < ends[number]]
-            share = weight(sizes[number], int(ends[number]) - sizes[number], len(hits)) / continue_probability**number
+            size = pool.round_sizes[number]
+            share = weight(size, int(ends[number]) - size, len(hits)) / continue_probability**number
             rows = hits[:max_rows]
             coefficient[rows] = share / len(rows) * pool.rewards[rows]
         if control_variate is not None:
-            size = pool.first_round_size
+            size = pool.round_sizes[0]
             coefficient[:size] -= control_variate(_estimate(pool), size)
         kept = np.flatnonzero((coefficient != 0.0) & usable)
         return kept, coefficient[kept]
@@ -159,7 +159,7 @@ def maxrl(*, penalize_all_wrong: bool) -> CoefficientsFn:
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
         pass_rate = pool.correct.mean()
         if pass_rate:
-            coefficient = _relative_rewards(pool) / (pass_rate * len(usable))
+            coefficient = relative_rewards(pool) / (pass_rate * len(usable))
         else:
             coefficient = np.full(len(usable), -1.0 / len(usable) if penalize_all_wrong else 0.0)
         kept = np.flatnonzero(usable)

@@ -17,8 +17,7 @@ MAX_ROUND_METRICS = 32
 
 def _correct_within(pool: Pool, rounds: int) -> int:
     """Returns the number of correct responses in the first rounds of a pool."""
-    sizes = pool.round_sizes or (pool.first_round_size,) * pool.rounds
-    return int(pool.correct[: sum(sizes[:rounds])].sum())
+    return int(pool.correct[: sum(pool.round_sizes[:rounds])].sum())
 
 
 def sampling_dynamics(
@@ -148,7 +147,7 @@ def collection_metrics(
     """
     pools = [group.pool for group in groups]
     first = pools[:num_prompts]
-    first_draws = [min(group_size, pool.first_round_size) for pool in first]
+    first_draws = [min(group_size, pool.round_sizes[0]) for pool in first]
     responses = [response for pool in pools for response in pool.responses]
     penalties = [verdict.penalty for pool in pools for verdict in pool.verdicts if verdict.correct]
     reasons = collections.Counter(verdict.reason for pool in pools for verdict in pool.verdicts if verdict.reason)

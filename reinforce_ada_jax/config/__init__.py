@@ -2,7 +2,7 @@
 
 from reinforce_ada_jax.config.config_files import packaged
 from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
-from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, RESUMABLE, check_evaluated, check_workdir, read
+from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, check_evaluated, check_workdir, read
 from reinforce_ada_jax.config.rules import (
     check,
     check_strategy,
@@ -33,7 +33,7 @@ from reinforce_ada_jax.config.settings import (
 )
 
 __all__ = [
-    "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "RESUMABLE", "SYSTEM", "CheckpointConfig", "CollectionConfig",
+    "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CollectionConfig",
     "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig",
     "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check",
     "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json", "least_pages",

@@ -118,17 +118,14 @@ def kinds(config: Config) -> set[str]:
 
 def own_code_has_workers(config: Config) -> None:
     """A reward of your own, and the kinds code and judge, run in worker processes only."""
-    reward = config.reward
-    for kind in kinds(config) & {"code", "judge"} if not reward.workers else ():
-        raise ValueError(
-            f"reward.workers is 0, and reward.kind or evaluation.graders is {kind!r}: it grades in processes only, "
-            "which can be limited and replaced. Use at least 1."
-        )
-    if reward.path and not reward.workers:
-        raise ValueError(
-            f"reward.workers is 0, and reward.path {reward.path!r}: code that isn't ours is run in grading processes "
-            "only, which can be limited and replaced. Use at least 1."
-        )
+    reward, limited = config.reward, sorted(kinds(config) & {"code", "judge"})
+    if reward.workers or not (reward.path or limited):
+        return
+    what = f"reward.path is {reward.path!r}" if reward.path else f"reward.kind or evaluation.graders is {limited[0]!r}"
+    raise ValueError(
+        f"reward.workers is 0, and {what}: it is run in grading processes only, which can be limited and replaced. Use "
+        "at least 1."
+    )
 
 
 def a_test_fits_the_grading(config: Config) -> None:
