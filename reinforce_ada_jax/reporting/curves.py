@@ -5,6 +5,7 @@ without panels is not drawn; `Figure.missing` says so.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -141,22 +142,25 @@ def signal(histories: Sequence[History]) -> Figure:
     return builder.figure("signal", "Signal and entropy", caption)
 
 
-def _active(history: History, part: slice, num_rounds: int) -> Float[np.ndarray, " R"] | None:
-    """Computes the share of prompts that drew each round, over the iterations in `part`; no key means no prompt."""
+def _active(part: slice, num_rounds: int, index: int, run: History) -> list[Curve]:
+    """Returns the share of prompts that drew each round, over the iterations in `part`; no key means no prompt."""
     counts = [
-        np.nansum(history.metrics.get(f"collection/active_round_{number}", np.zeros(1))[part])
+        np.nansum(run.metrics.get(f"collection/active_round_{number}", np.zeros(1))[part])
         for number in range(1, num_rounds + 1)
     ]
-    return np.array(counts) / counts[0] if counts and counts[0] else None
+    rounds = np.arange(1.0, num_rounds + 1)
+    return [Curve(run.name, index, rounds, np.array(counts) / counts[0])] if counts and counts[0] else []
 
 
-def _met_within(history: History, prefix: str, num_rounds: int) -> Float[np.ndarray, " I"] | None:
-    """Computes the share of prompts that `collection/<prefix>_round_<k>` counts for some rounds, by iteration."""
-    keys = [f"collection/{prefix}_round_{number}" for number in range(1, num_rounds + 1)]
-    found = [history.metrics[key] for key in keys if key in history.metrics]
-    prompts = _column(history, "collection/active_round_1")
+def _met_early(prefix: str, index: int, run: History) -> list[Curve]:
+    """Returns the share of prompts that `collection/<prefix>_round_<k>` counts for the first rounds, by iteration."""
+    keys = [f"collection/{prefix}_round_{number}" for number in range(1, ROUNDS_TO_MEET + 1)]
+    found = [run.metrics[key] for key in keys if key in run.metrics]
+    prompts = _column(run, "collection/active_round_1")
+    if not found or prompts is None:
+        return []
     # An iteration whose prompts drew fewer rounds lacks the last keys: the count of its last round stands for them.
-    return np.fmax.reduce(found) / prompts if found and prompts is not None else None
+    return [Curve(run.name, index, run.updates, smooth(np.fmax.reduce(found) / prompts, SMOOTHED))]
 
 
 def sampling(histories: Sequence[History]) -> Figure:
@@ -175,24 +179,14 @@ def sampling(histories: Sequence[History]) -> Figure:
     builder.add(panel, draws, "collection/draws_*")
     num_rounds = max(sum(key.startswith("collection/active_round_") for key in run.metrics) for run in histories)
     for title, part in (("early", EARLY), ("late", LATE)):
-
-        def active(index: int, run: History, part=part) -> list[Curve]:
-            shares = _active(run, part, num_rounds)
-            return [] if shares is None else [Curve(run.name, index, np.arange(1.0, len(shares) + 1), shares)]
-
         name = f"Prompts that draw a round, {title}"
         panel = Panel(name, "round", "share of prompts", limits=(0.0, 1.05), counted=True)
-        builder.add(panel, active, "collection/active_round_1")
+        builder.add(panel, functools.partial(_active, part, num_rounds), "collection/active_round_1")
 
     for what, prefix in (("k_pos correct", "met_k_pos"), ("Rule met", "met")):
-
-        def met(index: int, run: History, prefix=prefix) -> list[Curve]:
-            shares = _met_within(run, prefix, ROUNDS_TO_MEET)
-            return [] if shares is None else [Curve(run.name, index, run.updates, smooth(shares, SMOOTHED))]
-
         name = f"{what} within two rounds"
         panel = Panel(name, UPDATES, "share of prompts", limits=(0.0, 1.05), counted=True)
-        builder.add(panel, met, f"collection/{prefix}_round_1")
+        builder.add(panel, functools.partial(_met_early, prefix), f"collection/{prefix}_round_1")
     builder.metric("Extra samples", "collection/extra_samples", "responses beyond GRPO's", lowest=None)
     for side, word in (("pos", "correct"), ("neg", "wrong")):
         name = f"Fewer than k_{side} {word} at the end"
@@ -206,10 +200,9 @@ def sampling(histories: Sequence[History]) -> Figure:
     return builder.figure("sampling", "Sampling dynamics", caption)
 
 
-def _first_and_last(
-    index: int, run: History, by_updates: dict[float, dict[int, float]] | dict[float, dict[float, float]]
-) -> list[Curve]:
-    """Returns the curves {x: y} of the first and of the last evaluation, by updates; the first one is faint."""
+def _first_and_last(benchmark: str, kind: str, index: int, run: History) -> list[Curve]:
+    """Returns the curves of a kind of the first and of the last evaluation; the first one is faint."""
+    by_updates = run.curves.get(benchmark, {}).get(kind, {})
     curves = []
     for updates in sorted({min(by_updates), max(by_updates)}) if by_updates else ():
         x, y = np.array(sorted(by_updates[updates].items()), float).T
@@ -217,23 +210,23 @@ def _first_and_last(
     return curves
 
 
+def _benchmarks(histories: Sequence[History], *kinds: str) -> list[str]:
+    """Returns the benchmarks of which a run has curves of these kinds."""
+    found = [(name, curves) for history in histories for name, curves in history.curves.items()]
+    return list(dict.fromkeys(name for name, curves in found if not curves.keys().isdisjoint(kinds)))
+
+
 def pass_at_k(histories: Sequence[History]) -> Figure:
     """Returns pass@k and all-correct@k before and after training."""
     builder = _Builder(histories)
-    benchmarks = list(dict.fromkeys(name for history in histories for name in history.curves))
-    for benchmark in benchmarks:
-        for kind, title, label in (
-            ("pass", "at least one right", "pass@k"),
-            ("all_correct", "all right", "all-correct@k"),
-        ):
-
-            def curves(index: int, run: History, benchmark=benchmark, kind=kind) -> list[Curve]:
-                return _first_and_last(index, run, run.curves.get(benchmark, {}).get(kind, {}))
-
+    kinds = {"pass": ("at least one right", "pass@k"), "all_correct": ("all right", "all-correct@k")}
+    for benchmark in _benchmarks(histories, *kinds):
+        for kind, (title, label) in kinds.items():
             name = f"{benchmark}: {title} of k"
             panel = Panel(name, "k, samples for a problem", label, limits=(0.0, 1.04), powers=True)
-            builder.add(panel, curves, f"{kind}_at_<k> in evaluations/")
-    if not benchmarks:
+            curves_fn = functools.partial(_first_and_last, benchmark, kind)
+            builder.add(panel, curves_fn, f"{kind}_at_<k> in evaluations/")
+    if not builder.panels:
         builder.missing.append("Nothing is drawn: no run was evaluated.")
     caption = (
         "The probability that at least one of k samples is right, and that all k are, estimated without bias from the "
@@ -245,16 +238,12 @@ def pass_at_k(histories: Sequence[History]) -> Figure:
 def difficulty(histories: Sequence[History]) -> Figure:
     """Returns accuracy by initial pass rate, in the first and in the last evaluation."""
     builder = _Builder(histories)
-    benchmarks = list(dict.fromkeys(name for history in histories for name in history.difficulties))
-    for benchmark in benchmarks:
-
-        def curves(index: int, run: History, benchmark=benchmark) -> list[Curve]:
-            return _first_and_last(index, run, run.difficulties.get(benchmark, {}))
-
+    for benchmark in _benchmarks(histories, "initial"):
         name = f"{benchmark}: accuracy by initial difficulty"
         panel = Panel(name, "initial pass rate", "accuracy", limits=(0.0, 1.04), diagonal=True)
-        builder.add(panel, curves, "avg_initial_<range> in evaluations/")
-    if not benchmarks:
+        curves_fn = functools.partial(_first_and_last, benchmark, "initial")
+        builder.add(panel, curves_fn, "avg_initial_<range> in evaluations/")
+    if not builder.panels:
         builder.missing.append(
             "Nothing is drawn: no evaluation knows initial pass rates (evaluate --initial, or pass_rate in the file)."
         )

@@ -20,10 +20,9 @@ NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
 CONFIG = "config.json"
 STARTED = "started.json"  # date, commit and device of the newest start of a run
-# {"pass" or "all_correct": {updates: {k: value}}} of one benchmark.
-PassCurves = dict[str, dict[float, dict[int, float]]]
-# {updates: {middle of a range of initial pass rates: accuracy of its problems}} of one benchmark.
-DifficultyCurves = dict[float, dict[float, float]]
+# {"pass", "all_correct" or "initial": {updates: {x: value}}} of one benchmark. x is k; of "initial" it is the middle of
+# a range of initial pass rates, and the value the accuracy of its problems.
+EvaluationCurves = dict[str, dict[float, dict[float, float]]]
 
 
 class Accuracy(NamedTuple):
@@ -46,11 +45,9 @@ class History:
     seconds: Float[np.ndarray, " I"]  # spent by then on collecting and updating
     metrics: dict[str, Float[np.ndarray, " I"]]  # by key of metrics.jsonl; NaN where an iteration lacks the key
     evaluations: dict[str, Accuracy]  # by benchmark; begins before the first iteration if that was evaluated
-    curves: dict[str, PassCurves]  # by benchmark, from evaluations/
+    curves: dict[str, EvaluationCurves]  # by benchmark, from evaluations/
     config: dict[str, Any]  # config.json
     workdir: pathlib.Path
-    # By benchmark, from evaluations/.
-    difficulties: dict[str, DifficultyCurves] = dataclasses.field(default_factory=dict)
     before: Metrics = dataclasses.field(default_factory=dict)  # evaluation before the first iteration; {}: none
     started: dict[str, Any] = dataclasses.field(default_factory=dict)  # started.json: date, commit, device; {}: none
 
@@ -72,22 +69,16 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _curves(
-    evaluations: Sequence[Metrics], per_iteration: int
-) -> tuple[dict[str, PassCurves], dict[str, DifficultyCurves]]:
-    """Returns the curves of evaluations/ by benchmark: of pass@k, and over initial pass rates."""
-    passes: dict[str, PassCurves] = {}
-    difficulties: dict[str, DifficultyCurves] = {}
+def _curves(evaluations: Sequence[Metrics], per_iteration: int) -> dict[str, EvaluationCurves]:
+    curves: dict[str, EvaluationCurves] = {}
     for result in evaluations:
-        updates = float(result["iteration"] * per_iteration)
         for key, value in result.items():
-            if match := re.fullmatch(r"evaluation/(.+)/(pass|all_correct)_at_(\d+)", key):
-                by_updates = passes.setdefault(match[1], {}).setdefault(match[2], {})
-                by_updates.setdefault(updates, {})[int(match[3])] = value
-            elif match := re.fullmatch(r"evaluation/(.+)/avg_initial_([\d._]+)", key):
-                middle = float(np.mean([float(end) for end in match[2].split("_")]))
-                difficulties.setdefault(match[1], {}).setdefault(updates, {})[middle] = value
-    return passes, difficulties
+            match = re.fullmatch(r"evaluation/(.+)/(?:(pass|all_correct)_at|avg_(initial))_([\d._]+)", key)
+            if match:
+                x = float(np.mean([float(end) for end in match[4].split("_")]))
+                by_updates = curves.setdefault(match[1], {}).setdefault(match[2] or match[3], {})
+                by_updates.setdefault(float(result["iteration"] * per_iteration), {})[x] = value
+    return curves
 
 
 def _accuracies(points: Sequence[tuple[float, float, Metrics]]) -> dict[str, Accuracy]:
@@ -139,8 +130,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
     ]
     seconds = np.cumsum(np.sum(spent, axis=0)) if spent else np.full(len(lines), np.nan)
     evaluations = [read_json(file) for file in sorted((workdir / "evaluations").glob("*.json"))]
-    before = next((result for result in evaluations if result["iteration"] == 0), {})
-    passes, difficulties = _curves(evaluations, per_iteration)
+    before = next((result for result in evaluations if result.get("iteration") == 0), {})
     return History(
         name=workdir.resolve().name,
         samples=samples,
@@ -149,8 +139,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         seconds=seconds,
         metrics=columns,
         evaluations=_accuracies([(0.0, 0.0, before), *zip(updates, tokens, lines, strict=True)]),
-        curves=passes,
-        difficulties=difficulties,
+        curves=_curves(evaluations, per_iteration),
         config=config,
         workdir=workdir,
         before=before,

@@ -122,7 +122,7 @@ def test_accuracy_by_initial_difficulty(tmp_path):
         keys |= {"evaluation/math500/problems_initial_0": 9, "evaluation/math500/tokens_mean": 5}
         (workdir / "evaluations" / f"{iteration:06d}.json").write_text(json.dumps({"iteration": iteration} | keys))
     found = history_lib.load(workdir)
-    assert found.difficulties["math500"][4.0] == {0.0: pytest.approx(0.15), 0.375: pytest.approx(0.475), 1.0: 0.8}
+    assert found.curves["math500"]["initial"][4.0] == {0.0: pytest.approx(0.15), 0.375: pytest.approx(0.475), 1.0: 0.8}
     made = curves.difficulty([history(tmp_path / "other"), found])
     (panel,) = made.panels
     assert panel.diagonal and [curve.label for curve in panel.curves] == ["run", "run"]
