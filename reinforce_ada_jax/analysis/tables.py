@@ -21,19 +21,20 @@ def number(x: float) -> str:
     return f"{x:.4f}" if abs(x) >= 1e-4 or x == 0 else f"{x:.1e}"
 
 
+def _aligned(*rows: Sequence[str]) -> list[list[str]]:
+    """Returns the cells of a table, each as wide as its column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in rows]
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns lines of right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in (header, *rows)]
-    return "\n".join("  ".join(line) for line in lines)
+    return "\n".join(map("  ".join, _aligned(header, *rows)))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns the lines of `table` as a Markdown table."""
-    cells = [*header], ["---:"] * len(header), *rows
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [[f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)] for row in cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(row)} |" for row in _aligned(header, ["---:"] * len(header), *rows))
 
 
 def rate_table(pass_rates: Float[np.ndarray, " P"], columns: Mapping[str, Float[np.ndarray, " P"]]) -> str:

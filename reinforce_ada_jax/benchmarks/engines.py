@@ -104,7 +104,7 @@ def draw(
 
     sample_fn = rollouts.sampler(params, stream=stream, sampling=sampling)
     return collect(
-        workload.prompts, sample_fn, workload.verify_fn(), workload.strategy, barrier=barrier, speculative=speculative,
+        workload.prompts, sample_fn, workload.verify, workload.strategy, barrier=barrier, speculative=speculative,
         on_progress=on_progress,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Measuring of benchmarks: calls that take turns, medians, and the machine."""
+"""Measuring of benchmarks: calls that take turns, medians, memory, and the machine."""
 
 import functools
 import statistics
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from reinforce_ada_jax.benchmarks.baselines.json_worker import resident_bytes
 from reinforce_ada_jax.benchmarks.options import log
 
 T = TypeVar("T")
@@ -59,3 +60,11 @@ def machine() -> dict[str, str]:
     """Returns the device and the version of JAX, for a report."""
     device = jax.devices()[0]
     return {"device": device.device_kind, "platform": device.platform, "jax": jax.__version__}
+
+
+def memory_bytes(*, peak: bool) -> int:
+    """Returns the memory in use: the first device's where it keeps a count, else this process's."""
+    statistics = jax.devices()[0].memory_stats()
+    if statistics is None:
+        return resident_bytes("VmHWM" if peak else "VmRSS")
+    return statistics["peak_bytes_in_use" if peak else "bytes_in_use"]

@@ -7,7 +7,6 @@ doing less.
 import contextlib
 import dataclasses
 import pathlib
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from absl import flags
 
 from reinforce_ada_jax.benchmarks import adaptive, engines, inputs, models, workloads
 from reinforce_ada_jax.benchmarks.json_subprocess import JsonSubprocess
-from reinforce_ada_jax.benchmarks.measuring import in_turns, median_seconds
+from reinforce_ada_jax.benchmarks.measuring import in_turns, median_seconds, memory_bytes
 from reinforce_ada_jax.benchmarks.options import check_baseline
 from reinforce_ada_jax.benchmarks.workloads import Workload
 from reinforce_ada_jax.policy import huggingface
@@ -56,12 +55,6 @@ def start_baseline(options: flags.FlagValues, workload: Workload) -> tuple[JsonS
         temperature=workload.temperature, settings=settings,
     )  # fmt: skip
     return process, {"settings": settings, **description}
-
-
-def peak_memory_bytes() -> int:
-    """Returns the peak of the first device where it keeps count, else of this process."""
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
 def copy_bytes_per_s(num_bytes: int) -> float:
@@ -119,7 +112,7 @@ def measure(
         "compile_count": warmup["programs"],
         "compile_seconds": warmup["compile_seconds"],
         "recompilations": compiles.total - warmup["programs"],
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": memory_bytes(peak=True),
     }
     if options.requests:
         decode_steps = last.slot_steps // (engine_options.slots * replicas)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, resident_bytes, serve
-from reinforce_ada_jax.benchmarks.measuring import machine
+from reinforce_ada_jax.benchmarks.baselines.json_worker import reset_peak, serve
+from reinforce_ada_jax.benchmarks.measuring import machine, memory_bytes
 from reinforce_ada_jax.config import CollectionConfig, Config, LearningConfig, MeshConfig, ModelConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
@@ -32,14 +32,6 @@ LEARNING: dict[str, Any] = dict(
     learning_rate=1e-5, b1=0.9, b2=0.999, epsilon=1e-8, weight_decay=0.0, clip_norm=1.0, clip_low=0.2, clip_high=0.28,
     dual_clip=10.0,
 )  # fmt: skip
-
-
-def memory_bytes(*, peak: bool) -> int:
-    """Returns the memory in use: the first device's where it keeps a count, else this process's."""
-    statistics = jax.devices()[0].memory_stats()
-    if statistics is None:
-        return resident_bytes("VmHWM" if peak else "VmRSS")
-    return statistics["peak_bytes_in_use" if peak else "bytes_in_use"]
 
 
 class UpdateWorker:

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 import numpy as np
 
 from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict
@@ -55,16 +54,12 @@ class Workload:
         """The same by (prompt id, draw), for a simulation."""
         return {(str(index), draw): int(length) for (index, draw), length in np.ndenumerate(self.lengths)}
 
-    def verify_fn(self) -> VerifyFn:
-        """The scripted verdicts, which a collection reads one window later, as those of verifier processes."""
-
-        def verify(pairs: list[tuple[Prompt, Response]]) -> Future[list[Verdict]]:
-            scripted = [bool(self.correct[int(prompt.id), response.draw]) for prompt, response in pairs]
-            verdicts = Future()
-            verdicts.set_result([Verdict(correct, float(correct)) for correct in scripted])
-            return verdicts
-
-        return verify
+    def verify(self, pairs: list[tuple[Prompt, Response]]) -> Future[list[Verdict]]:
+        """Returns the scripted verdicts, which a collection reads one window later, as those of verifier processes."""
+        correct = [bool(self.correct[int(prompt.id), response.draw]) for prompt, response in pairs]
+        verdicts = Future()
+        verdicts.set_result([Verdict(each, float(each)) for each in correct])
+        return verdicts
 
     @property
     def max_prompt_tokens(self) -> int:
