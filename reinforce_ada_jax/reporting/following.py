@@ -82,7 +82,7 @@ class FollowedRun:
 
     def _run(self, begin: int) -> dict[str, Any]:
         if self.history is not None:
-            return page.run_data(self.name, self.workdir, self.history, begin)
+            return page.run_data(self.history, begin)
         run = self.unread()  # no iteration is finished: how many there will be, and on what devices
         if (self.workdir / CONFIG).exists():
             run["iterations"] = read_json(self.workdir / CONFIG).get("iterations")

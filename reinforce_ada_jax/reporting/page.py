@@ -21,7 +21,7 @@ import numpy as np
 from reinforce_ada_jax.config import flatten
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
-from reinforce_ada_jax.reporting.comparison import Comparison
+from reinforce_ada_jax.reporting.comparison import ComparedRun, Comparison
 from reinforce_ada_jax.reporting.curves import BUDGETS, EVALUATING, Figure
 from reinforce_ada_jax.reporting.history import History
 from reinforce_ada_jax.reporting.panels import DARK_COLORS, LIGHT_COLORS, Curve, Panel
@@ -90,9 +90,9 @@ def seconds_left(history: History) -> float | None:
     return mean * max(iterations - int(history.metrics["iteration"][-1]), 0)
 
 
-def run_data(name: str, workdir: pathlib.Path, history: History, begin: int = 0) -> dict[str, Any]:
+def run_data(history: History, begin: int = 0) -> dict[str, Any]:
     """Returns a run as the page's program reads it, its metrics from row `begin` on."""
-    run: dict[str, Any] = {"name": name, "workdir": buckets.origin(workdir), "begin": begin}
+    run: dict[str, Any] = {"name": history.name, "workdir": buckets.origin(history.workdir), "begin": begin}
     iterations = history.config.get("iterations")
     run |= {"iterations": iterations if isinstance(iterations, int) else None, "left": _number(seconds_left(history))}
     if begin == 0:
@@ -137,16 +137,12 @@ def figure_data(figures: Sequence[Figure], runs: Sequence[int]) -> list[dict[str
 
 def comparison_data(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
     """Returns the tables of the summary."""
-    return [
-        {
-            "benchmark": found.benchmark, "title": found.title, "updates": list(found.updates),
-            "costNames": list(found.cost_names), "sentence": found.sentence,
-            "runs": [{"name": run.name, "costs": list(run.costs),
-                      "averages": {at: list(map(_number, pair)) for at, pair in run.averages.items()}}
-                     for run in found.runs],
-        }
-        for found in comparisons
-    ]  # fmt: skip
+
+    def row(run: ComparedRun) -> dict[str, Any]:
+        averages = {at: list(map(_number, pair)) for at, pair in run.averages.items()}
+        return {**run._asdict(), "averages": averages}
+
+    return [{**vars(found), "runs": list(map(row, found.runs))} for found in comparisons]
 
 
 # ---- responses -------------------------------------------------------------------------------------------------------
@@ -176,7 +172,7 @@ def data(
     """Returns all that a page in a file shows; `sampled` are the responses of each run."""
     return {
         "live": False,
-        "runs": [run_data(history.name, history.workdir, history) for history in histories],
+        "runs": [run_data(history) for history in histories],
         "comparisons": comparison_data(comparisons),
         "figures": figure_data(figures, range(len(histories))),
         "responses": response_data(sampled),

@@ -216,7 +216,7 @@ class Page {
         this.named(this.names.indexOf(run.name)),
         ...moments.map((at, index) => this.average(run.averages[at], best[index])), ...run.costs,
       ]);
-      const header = [found.title, ...moments.map((at) => `${many(at)} updates`), ...found.costNames];
+      const header = [found.title, ...moments.map((at) => `${many(at)} updates`), ...found.cost_names];
       wide.append(this.fill(element("table"), header, lines, "numbers"));
       box.append(wide);
       if (found.sentence) box.append(element("p", "", found.sentence));
