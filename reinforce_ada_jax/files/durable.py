@@ -35,14 +35,19 @@ def write_atomically(file: AnyPath, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-    folder = os.open(file.parent, os.O_RDONLY)
+    sync_names(file.parent)
+
+
+def sync_names(folder: pathlib.Path) -> None:
+    """Makes the names of a folder's files survive the loss of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name
+        os.fsync(descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some mounted buckets can't
             raise
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def finished_lines(file: pathlib.Path) -> Iterator[bytes]:

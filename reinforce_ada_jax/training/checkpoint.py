@@ -307,7 +307,11 @@ class Checkpoints:
         return records.read(self.folder, iteration)
 
     def restore(
-        self, iteration: int, target: LearnerState, sampler: Params | None = None
+        self,
+        iteration: int,
+        target: LearnerState,
+        sampler: Params | None = None,
+        accept: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> tuple[LearnerState, dict[str, Any], Params | None]:
         """Returns the learner's state of an iteration, its record, and the weights that the next one is drawn from.
 
@@ -316,11 +320,13 @@ class Checkpoints:
           target: shapes, dtypes and shardings of the state.
           sampler: those of the weights to draw from; None: they are not read. They are None where the checkpoint has no
             others than the learner's.
+          accept: refuses a record by raising ValueError, before arrays are read.
 
         Raises:
-          DamagedError: a part of it can't be read, or is not what was saved.
+          DamagedError: a part of it can't be read, by any process, or is not what was saved.
         """
-        record = self.record(iteration)
+        record = self._record_of_all(iteration)
+        accept(record)
         learner = self._restore_arrays(iteration, "learner", target, record["fingerprints"])
         expected = record["sampler_fingerprints"]
         if sampler is not None:
@@ -356,6 +362,16 @@ class Checkpoints:
 
         return self._checked(iteration, read, target, list(expected.values()))
 
+    def _record_of_all(self, iteration: int) -> dict[str, Any]:
+        """Returns the record of an iteration; DamagedError, in every process, if one of them can't read it."""
+        try:
+            record, broken = self.record(iteration), None
+        except DamagedError as error:
+            record, broken = {}, error
+        if processes.any_of(broken is not None):
+            raise broken or damaged(self.folder, iteration, "another process can't read its record")
+        return record
+
     def _restore_arrays(self, iteration: int, item: str, target: Any, expected: Sequence[int]) -> Any:
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(target)})
         return self._checked(iteration, lambda: self._manager.restore(iteration, args=args)[item], target, expected)
@@ -387,8 +403,7 @@ class Checkpoints:
     ) -> tuple[LearnerState, dict[str, Any], Params | None] | None:
         """Returns what `restore` returns of the newest undamaged checkpoint, or None without a checkpoint.
 
-        Damaged ones are moved away, and `say` gets a warning; `accept` refuses a record by raising ValueError.
-        `target` and `sampler` are those of `restore`.
+        Damaged ones are moved away, and `say` gets a warning. `target`, `sampler` and `accept` are those of `restore`.
 
         Raises:
           ValueError: all are damaged; or not all processes see the same folder.
@@ -398,8 +413,7 @@ class Checkpoints:
         iterations = self._iterations_of_all()
         for iteration in reversed(iterations):
             try:
-                accept(self.record(iteration))
-                return self.restore(iteration, target, sampler)
+                return self.restore(iteration, target, sampler, accept)
             except DamagedError as error:
                 self._move_away(iteration, DAMAGED)
                 say(f"{error} It was moved to {self.folder.with_name(DAMAGED)}.")

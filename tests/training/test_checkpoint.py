@@ -145,6 +145,17 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(copied, learner, stat
     checkpoints.close()
 
 
+def test_a_record_that_one_process_alone_cannot_read_is_damaged_for_all(copied, learner, state, monkeypatch):
+    # This process reads all records; another one can't read the first that it tries.
+    of_others = iter([True])
+    monkeypatch.setattr(checkpoint.processes, "any_of", lambda flag: flag or next(of_others, False))
+    said = []
+    restored, record = newest(copied, learner, said)
+    assert record["iteration"] == 2
+    assert len(said) == 1 and "iteration 3 in" in said[0] and "another process can't read its record" in said[0]
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
 @pytest.mark.parametrize("harm", [None, truncate, lambda file: flip(file, 0.5)], ids=["none", "cut", "bit"])
 def test_weights_of_the_sampler_are_restored_or_found_damaged(tmp_path, learner, state, harm):
     sampler = {"weights": jnp.arange(4096.0), "int8": quantize(jnp.arange(12.0).reshape(3, 4), (0,))}

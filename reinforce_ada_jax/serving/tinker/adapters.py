@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from reinforce_ada_jax.files import durable
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner, AdapterState
 from reinforce_ada_jax.policy import adapter_files, lora
 from reinforce_ada_jax.policy.lora import Lora
@@ -34,7 +35,9 @@ def save(
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+    durable.sync_names(partial)
     partial.rename(folder)
+    durable.sync_names(folder.parent)
 
 
 def load_params(folder: pathlib.Path, learner: AdapterLearner) -> tuple[Lora, Params]:
