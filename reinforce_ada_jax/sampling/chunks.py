@@ -9,21 +9,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.policy.transformer import Decoder, run
-from reinforce_ada_jax.sampling.page_writes import Pools, write_tokens
+from reinforce_ada_jax.sampling.page_writes import write_tokens
 from reinforce_ada_jax.sampling.paged_attention import (
     Pages,
+    Pools,
     choose_rowwise,
     numbers,
     pad_head_dim,
     paged_attention,
 )
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
-from reinforce_ada_jax.sampling.state import Prompts
+from reinforce_ada_jax.sampling.state import EngineOptions, Prompts
 
 # Cached tokens that all queries of a chunk meet at a time.
 TOKENS_AT_A_TIME = 256
@@ -45,14 +45,9 @@ class VisiblePages(NamedTuple):
     num_pages: Int[Array, ""]
 
 
-def missing_tokens(prompts: Prompts) -> Int[Array, " R"]:
-    """Returns the tokens of each prompt that are still to be prefilled."""
-    return prompts.length - 1 - prompts.cached
-
-
 def next_chunk(prompts: Prompts, num_tokens: int) -> tuple[Chunk, Int[Array, " R"]]:
     """Returns the next tokens to prefill, in the order in which prompts were opened, and `cached` after them."""
-    missing = missing_tokens(prompts)
+    missing = prompts.missing
     order = jnp.argsort(jnp.where(missing > 0, prompts.number, jnp.iinfo(jnp.int32).max))
     end = jnp.cumsum(missing[order])
     begin, place = end - missing[order], jnp.arange(num_tokens)
@@ -148,27 +143,23 @@ def prefill_chunk(
     prompt_tokens: Int[Array, "R max_prompt"],
     pools: Pools,
     adapters: Int[Array, " R"],
-    num_tokens: int,
-    pages_per_layer: int,
-    *,
-    dtype: DTypeLike,
-    backend: str,
-    mesh: Mesh | None = None,
+    options: EngineOptions,
+    mesh: Mesh,
 ) -> tuple[Pools, Int[Array, " R"]]:
-    """Prefills up to `num_tokens` tokens of prompts into the pages of keys and of values.
+    """Prefills up to `options.prefill_tokens` tokens of prompts into the pages of keys and of values.
 
     Returns:
       These pages, and `Prompts.cached` after it.
     """
-    chunk, cached = next_chunk(prompts, num_tokens)
-    page_size, table = pools[0].shape[2], prompts.table[chunk.row]
+    chunk, cached = next_chunk(prompts, options.prefill_tokens)
+    backend, page_size, table = options.attention, options.page_size, prompts.table[chunk.row]
     page = jnp.take_along_axis(table, (chunk.position // page_size)[:, None], axis=1)[:, 0]
     page = jnp.where(chunk.wanted, page, NULL)
     lengths = jnp.where(chunk.wanted, chunk.position + 1, 0)
-    visible = visible_pages(table, lengths, page_size, pages_per_layer)
+    visible = visible_pages(table, lengths, page_size, options.pages)
 
     def attend(query, key, value, layer_index, pools):
-        first = layer_index * pages_per_layer
+        first = layer_index * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, chunk.position % page_size, mesh)
         if backend == "invariant":  # as in decoding
             mixed = paged_attention(query[:, 0], *pools, lengths, first + table, backend=backend)
@@ -178,5 +169,5 @@ def prefill_chunk(
 
     tokens, positions = prompt_tokens[chunk.row, chunk.position][:, None], chunk.position[:, None]
     rowwise, adapter = choose_rowwise(backend, chunk.wanted), jnp.where(chunk.wanted, adapters[chunk.row], -1)
-    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter, rowwise=rowwise)
+    _, pools, _ = run(model, tokens, positions, attend, pools, dtype=options.dtype, adapter=adapter, rowwise=rowwise)
     return pools, cached

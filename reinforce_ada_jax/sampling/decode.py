@@ -25,9 +25,9 @@ from reinforce_ada_jax.sampling import drafts as drafts_lib
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling import token as token_lib
-from reinforce_ada_jax.sampling.chunks import missing_tokens, prefill_chunk
-from reinforce_ada_jax.sampling.page_writes import Pools, copy_pages, fill_pages, write_tokens
-from reinforce_ada_jax.sampling.paged_attention import choose_rowwise, paged_attention
+from reinforce_ada_jax.sampling.chunks import prefill_chunk
+from reinforce_ada_jax.sampling.page_writes import copy_pages, fill_pages, write_tokens
+from reinforce_ada_jax.sampling.paged_attention import Pools, choose_rowwise, paged_attention
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -35,7 +35,6 @@ from reinforce_ada_jax.sampling.state import (
     TRUNCATED,
     DecodeState,
     EngineOptions,
-    NewTokens,
     Occupancy,
     Outputs,
     Prefix,
@@ -58,18 +57,6 @@ def prefill(model: Decoder, tokens: Int[Array, "B T"], length: Int[Array, " B"],
     _, _, (keys, values) = run(model, tokens, positions, attend, dtype=dtype)
     last = jnp.take_along_axis(tokens, jnp.maximum(length - 1, 0)[:, None], axis=1)[:, 0]
     return Prefix(keys=keys, values=values, length=length, last_token=last)
-
-
-def _pools(state: DecodeState) -> Pools:
-    return state.key_pages, state.value_pages
-
-
-def _with_pools(state: DecodeState, pools: Pools) -> DecodeState:
-    return state.replace(key_pages=pools[0], value_pages=pools[1])
-
-
-def _page_size(state: DecodeState) -> int:
-    return state.key_pages.shape[2]
 
 
 def _change(
@@ -100,19 +87,20 @@ def insert(
     slot: Int[Array, ""],
     address: UInt32[Array, " 4"],
     sampling: Sampling,
-    mesh: Mesh | None = None,
+    *,
+    options: EngineOptions,
+    mesh: Mesh,
 ) -> DecodeState:
     """Starts one response in a given slot with pages of its own, whatever the slot held before.
 
     The caller keeps count of pages: this is the way of an orchestrator that owns the slots, one prompt for each. The
     response goes to the output row of the slot's number.
     """
-    num_slots, width = state.slots.table.shape
-    here = jnp.arange(num_slots) == slot
+    here = jnp.arange(options.slots) == slot
     state = release_slots(state, here)
     length = prefix.length[0]
-    used = num_pages(length + sampling.max_tokens, _page_size(state))
-    pool, table = pages_lib.allocate(state.pool, used[None], width)
+    used = num_pages(length + sampling.max_tokens, options.page_size)
+    pool, table = pages_lib.allocate(state.pool, used[None], options.table_width)
     old = state.slots
     slots = Slots(
         active=old.active | here,
@@ -128,21 +116,14 @@ def insert(
         shared=jnp.where(here, 0, old.shared),
         used=jnp.where(here, used, old.used),
     )
-    return _with_pools(state.replace(pool=pool, slots=slots), fill_pages(_pools(state), prefix, table, mesh))
+    return state.replace(pool=pool, slots=slots, pools=fill_pages(state.pools, prefix, table, mesh))
 
 
-def refill(
-    state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"], mesh: Mesh | None = None
+def _refill(
+    state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"], options: EngineOptions, mesh: Mesh
 ) -> DecodeState:
-    """Starts requests from the head of the queue in idle slots, in order, as many as are admissible.
-
-    Args:
-      state: of the engine.
-      reserve: pages that stay free.
-      expected: pages that draws are expected to need (`admission.expected_pages`).
-      mesh: where heads are split over `tensor`.
-    """
-    before, page_size = state.slots.active, _page_size(state)
+    """Starts requests from the head of the queue in idle slots, as `slots.start` does."""
+    before, page_size = state.slots.active, options.page_size
     wanted = (state.queue.head < state.queue.end) & ~jnp.all(before)
 
     def start(small, _):
@@ -151,13 +132,14 @@ def refill(
 
     nothing = jnp.zeros_like(state.slots.shared)
     state, (source, target, count) = _change(state, wanted, start, (nothing, nothing, jnp.int32(0)))
-    pages_per_layer = state.pool.stack.shape[0]
-    return _with_pools(state, copy_pages(_pools(state), pages_per_layer, source, target, count, mesh))
+    return state.replace(pools=copy_pages(state.pools, options.pages, source, target, count, mesh))
 
 
-def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""]) -> DecodeState:
+def _take_pages(
+    state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""], options: EngineOptions
+) -> DecodeState:
     """Gives each slot the page of its next token, where wanted; evicts slots if fewer are free beyond `floor`."""
-    needs_page = slots_lib.needs_page(state.slots, _page_size(state))
+    needs_page = slots_lib.needs_page(state.slots, options.page_size)
 
     def evict(small, redone, start, length):
         before = small.slots
@@ -173,32 +155,24 @@ def take_pages(state: DecodeState, floor: Int[Array, ""], wanted: Bool[Array, ""
         small, *other = jax.lax.cond(short, evict, lambda *unchanged: unchanged, small, *other)
         return slots_lib.grow(small, needs_page & small.slots.active), tuple(other)
 
-    outputs = state.outputs
-    other = state.redone, outputs.start, outputs.length
+    outputs, counts = state.outputs, state.counts
+    other = counts.redone, outputs.start, outputs.length
     state, (redone, start, length) = _change(state, wanted & jnp.any(needs_page), change, other)
-    return state.replace(redone=redone, outputs=outputs.replace(start=start, length=length))
+    return state.replace(counts=counts.replace(redone=redone), outputs=outputs.replace(start=start, length=length))
 
 
 def _forward(
-    model: Decoder,
-    slots: Slots,
-    pools: Pools,
-    pages_per_layer: int,
-    adapters: Int[Array, " R"],
-    *,
-    dtype: DTypeLike,
-    backend: str,
-    mesh: Mesh | None,
+    model: Decoder, slots: Slots, pools: Pools, adapters: Int[Array, " R"], options: EngineOptions, mesh: Mesh
 ) -> tuple[Pools, Float[Array, "S V"]]:
     """Computes log-probabilities of the next token of some slots; keys and values of the last one go into the pools."""
-    page_size = pools[0].shape[2]
+    page_size, backend = options.page_size, options.attention
     page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
     page = jnp.where(slots.active, page, NULL)
     lengths = jnp.where(slots.active, slots.position + 1, 0)
     attention = functools.partial(paged_attention, backend=backend, mesh=mesh)
 
     def attend(query, key, value, layer_index, pools):
-        first = layer_index * pages_per_layer
+        first = layer_index * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
         mixed = attention(query[:, 0], *pools, lengths, first + slots.table)
         return mixed[:, None], pools, None
@@ -209,66 +183,78 @@ def _forward(
     def next_logprobs(hidden, temperature):
         return token_lib.next_logprobs(head_logits(model, hidden)[:, 0], temperature)
 
-    hidden, pools, _ = run(model, tokens, positions, attend, pools, dtype=dtype, adapter=adapter, rowwise=rowwise)
+    hidden, pools, _ = run(
+        model, tokens, positions, attend, pools, dtype=options.dtype, adapter=adapter, rowwise=rowwise
+    )
     return pools, rowwise(next_logprobs, hidden, slots.sampling.temperature)
 
 
 def _append_tokens(
     state: DecodeState,
-    logprobs: Float[Array, "S V"],
-    width: Int[Array, ""] | int,
-    at_a_time: int,
-    mesh: Mesh | None,
+    logprobs: Float[Array, "rows V"],
+    decoding: Bool[Array, ""] | bool,
+    num_rows: Int[Array, ""] | int,
+    options: EngineOptions,
+    mesh: Mesh,
+    drafted: drafts_lib.Rows | None = None,
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
-    """Samples a token for every active slot, into its output row; also returns which responses ended with it.
+    """Samples a token for every active slot, and behind each right guess, into its output row.
 
-    The active slots are among the first `width`, whose log-probabilities are given; 0 changes nothing.
+    Args:
+      state: of the engine.
+      logprobs: of each slot, or of each row of `drafted`.
+      decoding: False changes nothing.
+      num_rows: the active rows are among the first of this number.
+      options: of the engine.
+      mesh: of the engine.
+      drafted: rows with guesses to verify.
+
+    Returns:
+      The state, and which responses ended.
     """
-    slots, outputs = state.slots, state.outputs
-    active = slots.active & (width > 0)
-    tokens, logprobs = token_lib.sample(logprobs, slots.key, slots.count, slots.sampling, width, at_a_time, mesh)
+    slots, outputs, rows = state.slots, state.outputs, state.slots if drafted is None else drafted.slots
+    # On accelerators all at a time: loops cost more there than the width of a step.
+    at_a_time = token_lib.ROWS if options.attention in {"jnp", "invariant"} else len(logprobs)
+    drawn = token_lib.sample(logprobs, rows.key, rows.count, rows.sampling, num_rows, at_a_time, mesh)
+    row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
+    tokens, logprobs = (x[:, None] if row_of is None else x[row_of] for x in drawn)
+    is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[slots.prompt_row][:, None], axis=-1)
+    active, right = slots.active & decoding, jnp.zeros_like(slots.count)
+    if drafted is not None:
+        state, right = drafts_lib.verify(state, drafted, tokens, is_stop, active)
 
-    count = slots.count + 1
-    stopped = active & jnp.any(tokens[:, None] == state.terms.stop_ids[slots.prompt_row], axis=1)
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    kept = active[:, None] & (place <= right[:, None])
+    count, at = slots.count + 1 + right, slots.count[:, None] + place
+    stopped = jnp.any(kept & is_stop, axis=1)
     ended = stopped | (active & (count >= slots.sampling.max_tokens))
-    row = jnp.where(active, slots.output_row, outputs.length.shape[0])
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
+    row = jnp.where(kept, slots.output_row[:, None], outputs.length.shape[0])
     outputs = outputs.replace(
-        tokens=outputs.tokens.at[row, slots.count].set(tokens, mode="drop"),
-        logprobs=outputs.logprobs.at[row, slots.count].set(logprobs, mode="drop"),
-        length=outputs.length.at[row].set(count, mode="drop"),
-        status=outputs.status.at[row].set(status, mode="drop"),
+        tokens=outputs.tokens.at[row, at].set(tokens, mode="drop"),
+        logprobs=outputs.logprobs.at[row, at].set(logprobs, mode="drop"),
+        length=outputs.length.at[row[:, 0]].set(count, mode="drop"),
+        status=outputs.status.at[row[:, 0]].set(status, mode="drop"),
     )
+    last = jnp.sum(jnp.where(place == right[:, None], tokens, 0), axis=1, dtype=jnp.int32)
     slots = slots.replace(
-        token=jnp.where(active, tokens, slots.token),
-        position=jnp.where(active, slots.position + 1, slots.position),
+        token=jnp.where(active, last, slots.token),
+        position=jnp.where(active, slots.position + 1 + right, slots.position),
         count=jnp.where(active, count, slots.count),
     )
-    state = state.replace(
-        slots=slots,
-        outputs=outputs,
-        busy=state.busy + jnp.sum(active, dtype=jnp.int32),
-        decode_steps=state.decode_steps + jnp.asarray(width > 0, jnp.int32),
+    counts = state.counts.replace(
+        busy=state.counts.busy + jnp.sum(active, dtype=jnp.int32),
+        decode_steps=state.counts.decode_steps + jnp.asarray(decoding, jnp.int32),
     )
-    return state, ended
+    return state.replace(slots=slots, outputs=outputs, counts=counts), ended
 
 
 def decode_token(
-    model: Decoder, state: DecodeState, *, dtype: DTypeLike, backend: str, mesh: Mesh | None = None
+    model: Decoder, state: DecodeState, *, options: EngineOptions, mesh: Mesh
 ) -> tuple[DecodeState, Bool[Array, " S"]]:
     """Decodes one token in every active slot, into its output row; also returns which responses ended with it."""
-    num_slots, pools = state.slots.active.shape[0], _pools(state)
-    pages_per_layer, adapters = state.pool.stack.shape[0], state.terms.adapter
-    pools, logprobs = _forward(
-        model, state.slots, pools, pages_per_layer, adapters, dtype=dtype, backend=backend, mesh=mesh
-    )
-    state = _with_pools(state, pools)
-    return _append_tokens(state, logprobs, num_slots, _at_a_time(num_slots, backend), mesh)
-
-
-def _at_a_time(num_slots: int, backend: str) -> int:
-    """Returns for how many slots to sample at a time: on accelerators all, whose loops cost more than their width."""
-    return token_lib.ROWS if backend in {"jnp", "invariant"} else num_slots
+    pools, logprobs = _forward(model, state.slots, state.pools, state.terms.adapter, options, mesh)
+    return _append_tokens(state.replace(pools=pools), logprobs, True, options.slots, options, mesh)
 
 
 def _active_first(slots: Slots) -> Slots:
@@ -276,44 +262,27 @@ def _active_first(slots: Slots) -> Slots:
     return jax.tree.map(lambda x: x[order], slots)
 
 
-def _begin_window(state: DecodeState, inputs: WindowInputs, keep_drafts: bool) -> DecodeState:
+def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptions) -> DecodeState:
     """Closes and opens prompts, cancels and queues requests, and clears what the last window counted and finished."""
-    state = slots_lib.close_prompts(state, inputs.closing, _page_size(state))
-    state = slots_lib.open_prompts(state, inputs.opened, _page_size(state))
+    state = slots_lib.close_prompts(state, inputs.closing, options.page_size)
+    state = slots_lib.open_prompts(state, inputs.opened, options.page_size)
     prompt_tokens = state.prompt_tokens.at[inputs.opened.row].set(inputs.opened.tokens, mode="drop")
     state = state.replace(prompt_tokens=prompt_tokens)
     state = slots_lib.enqueue(slots_lib.cancel(state, inputs.cancelled), inputs, state.seed)
     if state.drafts is not None:
-        state = state.replace(drafts=drafts_lib.begin_window(state.drafts, inputs.opened, keep_drafts))
-    outputs, size, zero = state.outputs, state.outputs.length.shape[0], jnp.int32(0)
+        state = state.replace(drafts=drafts_lib.begin_window(state.drafts, inputs.opened, options.keep_drafts))
+    outputs, size = state.outputs, options.output_rows
     new = jnp.where(jnp.arange(size) < inputs.count, inputs.output_row, size)
     length = outputs.length.at[new].set(0, mode="drop")
     outputs = outputs.replace(start=length, length=length, status=jnp.full_like(outputs.status, RUNNING))
-    return state.replace(outputs=outputs, busy=zero, decode_steps=zero, redone=zero)
-
-
-def _queue_is_empty(state: DecodeState) -> Bool[Array, ""]:
-    return state.queue.head >= state.queue.end
-
-
-def _choose_work(state: DecodeState, window: int) -> tuple[Bool[Array, ""], Bool[Array, ""], Bool[Array, ""]]:
-    """Returns whether a window goes on, prefills and decodes (`decode_window`)."""
-    num_slots, queue, missing = state.slots.active.shape[0], state.queue, missing_tokens(state.prompts)
-    active, finished = jnp.sum(state.slots.active), jnp.sum(state.outputs.status != RUNNING)
-    many_idle = num_slots - active >= max(1, num_slots // 4)
-    starved = _queue_is_empty(state) & many_idle & (finished >= max(1, num_slots // 8))
-    prefilling = jnp.any(missing > 0)
-    go_on = (state.decode_steps < window) & ((active > 0) | prefilling) & ~starved
-    next_row = queue.prompt_row[queue.head % queue.prompt_row.shape[0]]
-    held_up = many_idle & ~_queue_is_empty(state) & (missing[next_row] > 0)
-    return go_on, go_on & prefilling, go_on & (active > 0) & ~held_up
+    return state.replace(outputs=outputs, counts=jax.tree.map(jnp.zeros_like, state.counts))
 
 
 def _choose_width(state: DecodeState, widths: tuple[int, ...]) -> Int[Array, ""]:
     """Returns all slots; in the tail, with nothing left to refill from, ever fewer, the active ones among them."""
     active, width = jnp.sum(state.slots.active), jnp.int32(widths[0])
     for narrower in widths[1:]:
-        width = jnp.where(_queue_is_empty(state) & (active <= narrower), narrower, width)
+        width = jnp.where((state.queue.head >= state.queue.end) & (active <= narrower), narrower, width)
     return width
 
 
@@ -323,9 +292,7 @@ def decode_window(
     inputs: WindowInputs,
     *,
     options: EngineOptions,
-    dtype: DTypeLike,
-    backend: str,
-    mesh: Mesh | None = None,
+    mesh: Mesh,
 ) -> tuple[DecodeState, WindowOutputs]:
     """Takes up to `options.window` decode steps of all slots, which are refilled from the queue as they become free.
 
@@ -337,12 +304,8 @@ def decode_window(
     responses ended as an eighth of the slots: the host then has new requests sooner. With the queue empty and few slots
     active (`options.widths`), only these are computed.
     """
-    num_slots, pages_per_layer = state.slots.active.shape[0], state.pool.stack.shape[0]
-    widths, step_sizes = options.widths, draft_choice.step_sizes(options)
-    forward = functools.partial(
-        _forward, pages_per_layer=pages_per_layer, adapters=state.terms.adapter, dtype=dtype, backend=backend, mesh=mesh
-    )
-    state = _begin_window(state, inputs, options.keep_drafts)
+    widths, step_sizes, adapters = options.widths, draft_choice.step_sizes(options), state.terms.adapter
+    state = _begin_window(state, inputs, options)
     # Prompts about to be opened count on `reserve` pages, or on as many as are free by now.
     floor = jnp.minimum(inputs.reserve, state.pool.available)
     expected = admission.expected_pages(inputs.survivors)
@@ -351,59 +314,53 @@ def decode_window(
         """Computes the first `num_rows` rows; a slice that the index moves keeps all of it inside of the loop."""
         pools, logprobs = carry
         first = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index * num_rows, num_rows), rows)
-        pools, new = forward(model, first, pools)
+        pools, new = _forward(model, first, pools, adapters, options, mesh)
         return pools, jax.lax.dynamic_update_slice_in_dim(logprobs, new, index * num_rows, axis=0)
 
     def prefill(_, carry, prompts, prompt_tokens):
         pools, cached = carry
-        prompts = prompts.replace(cached=cached)
-        arrays, sizes = (prompts, prompt_tokens, pools, state.terms.adapter), (options.prefill_tokens, pages_per_layer)
-        return prefill_chunk(model, *arrays, *sizes, dtype=dtype, backend=backend, mesh=mesh)
+        return prefill_chunk(model, prompts.replace(cached=cached), prompt_tokens, pools, adapters, options, mesh)
 
     def decode_step(carry):
         state, logprobs, last_width, _ = carry
-        state = refill(state, inputs.reserve, expected, mesh)
-        go_on, prefilling, decoding = _choose_work(state, options.window)
-        state = take_pages(state, floor, decoding)
+        state = _refill(state, inputs.reserve, expected, options, mesh)
+        num_ended = jnp.sum(state.outputs.status != RUNNING)
+        go_on, prefilling, decoding = slots_lib.choose_work(state, state.counts.decode_steps, num_ended, options.window)
+        state = _take_pages(state, floor, decoding, options)
         width = jnp.where(go_on, _choose_width(state, widths), widths[-1])
         slots = jax.lax.cond(width < last_width, _active_first, lambda slots: slots, state.slots)
         # Loops of one iteration, or none: conditionals would copy all pages.
         one_chunk = functools.partial(prefill, prompts=state.prompts, prompt_tokens=state.prompt_tokens)
-        pools, cached = _pools(state), state.prompts.cached
-        pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (pools, cached))
-        drafted, num_rows = None, width
+        cached = state.prompts.cached
+        pools, cached = jax.lax.fori_loop(0, prefilling.astype(jnp.int32), one_chunk, (state.pools, cached))
+        drafted, rows, size, num_rows = None, slots, width, width
         if state.drafts is not None:
             drafted = drafts_lib.draft_rows(state.replace(slots=slots), options)
-            num_rows = drafted.size
+            rows, size, num_rows = drafted.slots, drafted.size, jnp.sum(drafted.slots.active, dtype=jnp.int32)
         computed = pools, logprobs
         for each in reversed(step_sizes):
-            one_pass = functools.partial(compute_logprobs, num_rows=each, rows=drafted.slots if drafted else slots)
-            computed = jax.lax.fori_loop(0, (decoding & (num_rows == each)).astype(jnp.int32), one_pass, computed)
+            one_pass = functools.partial(compute_logprobs, num_rows=each, rows=rows)
+            computed = jax.lax.fori_loop(0, (decoding & (size == each)).astype(jnp.int32), one_pass, computed)
         pools, logprobs = computed
-        state = _with_pools(state.replace(slots=slots, prompts=state.prompts.replace(cached=cached)), pools)
-        at_a_time = _at_a_time(len(logprobs), backend)
-        if drafted:
-            state, ended = drafts_lib.append_tokens(state, drafted, logprobs, decoding, at_a_time, mesh)
-        else:
-            state, ended = _append_tokens(state, logprobs, jnp.where(decoding, width, 0), at_a_time, mesh)
+        state = state.replace(slots=slots, prompts=state.prompts.replace(cached=cached), pools=pools)
+        num_rows = jnp.where(decoding, num_rows, 0)
+        state, ended = _append_tokens(state, logprobs, decoding, num_rows, options, mesh, drafted)
         return _end_responses(state, ended, inputs.park_reserve), logprobs, width, go_on
 
     # The last iteration refills and decodes nothing. So refilling, the choice of a width and all that does not depend
     # on it exist once in the program: compiling takes longer than anything else at a start.
     logprobs = jnp.zeros((step_sizes[-1], model.architecture.vocab_size), jnp.float32)
     state = jax.lax.while_loop(
-        lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(num_slots), jnp.bool(True))
+        lambda carry: carry[-1], decode_step, (state, logprobs, jnp.int32(options.slots), jnp.bool(True))
     )[0]
     return state, _window_outputs(state, options.most_new_tokens)
 
 
-def _new_tokens(outputs: Outputs, most: int) -> NewTokens:
+def _new_tokens(outputs: Outputs, most: int) -> Outputs:
     """Returns the tokens from `start` on, of which no row has more than `most`."""
     place = outputs.start[:, None] + jnp.arange(most)[None]
     tokens, logprobs = (jnp.take_along_axis(x, place, axis=1, mode="clip") for x in (outputs.tokens, outputs.logprobs))
-    return NewTokens(
-        tokens=tokens, logprobs=logprobs, start=outputs.start, length=outputs.length, status=outputs.status
-    )
+    return outputs.replace(tokens=tokens, logprobs=logprobs)
 
 
 def _window_outputs(state: DecodeState, most_new_tokens: int) -> WindowOutputs:
@@ -412,8 +369,5 @@ def _window_outputs(state: DecodeState, most_new_tokens: int) -> WindowOutputs:
         waiting=state.queue.end - state.queue.head,
         free_pages=state.pool.available,
         prompt_length=state.prompts.length,
-        busy=state.busy,
-        decode_steps=state.decode_steps,
-        redone=state.redone,
-        drafts=drafts_lib.counts(state.drafts),
+        counts=state.counts,
     )

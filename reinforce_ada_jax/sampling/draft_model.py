@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from reinforce_ada_jax.sampling import draft_choice, drafts
-from reinforce_ada_jax.sampling.state import DraftCounts, EngineOptions, Prompts, Slots
+from reinforce_ada_jax.sampling.state import EngineOptions, Prompts, Slots
 
 
 class DraftModel:
@@ -27,13 +27,10 @@ class DraftModel:
         if not self._options.keep_drafts:
             self._texts[self._row[row]] = drafts.NONE
 
-    def take_counts(self) -> DraftCounts | None:
-        """Returns the counts since the last call; None if the engine guesses nothing."""
-        verified, accepted = self._counts.copy()
-        self._counts[:] = 0
-        return (
-            DraftCounts(verified=np.asarray(verified), accepted=np.asarray(accepted)) if self._options.drafts else None
-        )
+    def take_counts(self) -> dict[str, np.ndarray]:
+        """Returns the counts since the last call; none if the engine guesses nothing."""
+        (verified, accepted), self._counts = self._counts, np.zeros(2, np.int32)
+        return dict(verified=np.asarray(verified), accepted=np.asarray(accepted)) if self._options.drafts else {}
 
     def step(
         self, slots: Slots, prompts: Prompts, responses: Mapping[int, tuple[np.ndarray, bool]]

@@ -15,23 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from reinforce_ada_jax.sampling import draft_choice
-from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import ArrayLike
-from reinforce_ada_jax.sampling.state import (
-    RUNNING,
-    STOPPED,
-    TRUNCATED,
-    DecodeState,
-    DraftCounts,
-    Drafts,
-    EngineOptions,
-    OpenedPrompts,
-    Slots,
-)
+from reinforce_ada_jax.sampling.state import DecodeState, Drafts, EngineOptions, OpenedPrompts, Slots
 
 # No token; also in the table, where nothing was written.
 NONE = -1
@@ -52,7 +40,7 @@ def text_rows(
 
 def begin_window(drafts: Drafts, opened: OpenedPrompts, keep: bool) -> Drafts:
     """Finds the texts of prompts that are opened; unless `keep`, what they hold from earlier is cleared."""
-    num_texts, open_prompts, zero = drafts.text.shape[0], drafts.row.shape[0], jnp.int32(0)
+    num_texts, open_prompts = drafts.text.shape[0], drafts.row.shape[0]
     row, text = text_rows(opened.tokens, opened.length, num_texts), drafts.text
     if not keep:
         text = text.at[jnp.where(opened.row < open_prompts, row, num_texts)].set(NONE, mode="drop")
@@ -60,8 +48,6 @@ def begin_window(drafts: Drafts, opened: OpenedPrompts, keep: bool) -> Drafts:
         text=text,
         row=drafts.row.at[opened.row].set(row, mode="drop"),
         counts=drafts.counts.at[opened.row].set(0, mode="drop"),
-        verified=zero,
-        accepted=zero,
     )
 
 
@@ -163,11 +149,6 @@ def num_compared(
     return xp.stack([xp.minimum(right + 1, xp.sum(compared, axis=1, dtype=xp.int32)), right], axis=1)
 
 
-def _drafts(state: DecodeState) -> Drafts:
-    assert state.drafts is not None, "the engine guesses nothing"
-    return state.drafts
-
-
 class Rows(NamedTuple):
     """Rows of one forward pass: each active slot's next token, and behind it the guesses to verify.
 
@@ -185,20 +166,11 @@ class Rows(NamedTuple):
     chosen: Bool[Array, "S drafts"]
     size: Int[Array, ""]
 
-    @property
-    def num_rows(self) -> Int[Array, ""]:
-        """Active rows."""
-        return jnp.sum(self.slots.active, dtype=jnp.int32)
-
-
-def counts(drafts: Drafts | None) -> DraftCounts | None:
-    """Returns the counts of a window."""
-    return None if drafts is None else DraftCounts(verified=drafts.verified, accepted=drafts.accepted)
-
 
 def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:
     """Guesses, and puts what is verified into rows."""
-    slots, drafts, sizes = state.slots, _drafts(state), draft_choice.step_sizes(options)
+    slots, drafts, sizes = state.slots, state.drafts, draft_choice.step_sizes(options)
+    assert drafts is not None
     most_rows = sizes[-1]
     chance = draft_choice.chances(drafts.counts[slots.prompt_row], options.drafts)
 
@@ -227,64 +199,29 @@ def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:
     return Rows(rows, index, guessed, chosen, size)
 
 
-def append_tokens(
+def verify(
     state: DecodeState,
     rows: Rows,
-    logprobs: Float[Array, "rows V"],
-    decoding: Bool[Array, ""],
-    at_a_time: int,
-    mesh: Mesh | None,
-) -> tuple[DecodeState, Bool[Array, " S"]]:
-    """Samples a token for every row, and appends those that follow right guesses.
-
-    Returns:
-      The state, and which responses ended.
-    """
-    slots, outputs, drafts, per_row = state.slots, state.outputs, _drafts(state), rows.slots
-    active, most_rows = slots.active & decoding, logprobs.shape[0]
-    num_rows = jnp.where(decoding, rows.num_rows, 0)
-    drawn = token_lib.sample(logprobs, per_row.key, per_row.count, per_row.sampling, num_rows, at_a_time, mesh)
-    tokens, logprobs = (x[jnp.minimum(rows.row_of, most_rows - 1)] for x in drawn)
-
-    is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[slots.prompt_row][:, None], axis=-1)
+    tokens: Int[Array, "S inputs"],
+    is_stop: Bool[Array, "S inputs"],
+    active: Bool[Array, " S"],
+) -> tuple[DecodeState, Int[Array, " S"]]:
+    """Compares guesses with the tokens drawn; returns the state with these in the texts, and each slot's right ones."""
+    slots, drafts, counts = state.slots, state.drafts, state.counts
+    assert drafts is not None
     right = accepted(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (place <= right[:, None])
-    count = slots.count + 1 + right
-    stopped = jnp.any(kept & is_stop, axis=1)
-    ended = stopped | (active & (count >= slots.sampling.max_tokens))
-    row = jnp.where(active, slots.output_row, outputs.length.shape[0])
-    rows_kept = jnp.where(kept, slots.output_row[:, None], outputs.length.shape[0])
-    at = slots.count[:, None] + place
-    status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
-    outputs = outputs.replace(
-        tokens=outputs.tokens.at[rows_kept, at].set(tokens, mode="drop"),
-        logprobs=outputs.logprobs.at[rows_kept, at].set(logprobs, mode="drop"),
-        length=outputs.length.at[row].set(count, mode="drop"),
-        status=outputs.status.at[row].set(status, mode="drop"),
-    )
     # Of responses that write into the same place the last slot stays: it may be wrong, and only costs time.
     text_row = jnp.where(kept, drafts.row[slots.prompt_row][:, None], drafts.text.shape[0])
-    num_accepted = jnp.sum(jnp.where(active, right, 0), dtype=jnp.int32)
     compared = num_compared(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     compared = jnp.where(active[:, None], compared, 0)
     drafts = drafts.replace(
-        text=drafts.text.at[text_row, at].set(tokens, mode="drop"),
+        text=drafts.text.at[text_row, slots.count[:, None] + place].set(tokens, mode="drop"),
         counts=draft_choice.recent(drafts.counts.at[slots.prompt_row].add(compared)),
-        verified=drafts.verified + jnp.sum(active[:, None] & rows.chosen, dtype=jnp.int32),
-        accepted=drafts.accepted + num_accepted,
     )
-    last = jnp.take_along_axis(tokens, right[:, None], axis=1)[:, 0]
-    slots = slots.replace(
-        token=jnp.where(active, last, slots.token),
-        position=jnp.where(active, slots.position + 1 + right, slots.position),
-        count=jnp.where(active, count, slots.count),
+    counts = counts.replace(
+        verified=counts.verified + jnp.sum(active[:, None] & rows.chosen, dtype=jnp.int32),
+        accepted=counts.accepted + jnp.sum(jnp.where(active, right, 0), dtype=jnp.int32),
     )
-    state = state.replace(
-        slots=slots,
-        outputs=outputs,
-        drafts=drafts,
-        busy=state.busy + jnp.sum(active, dtype=jnp.int32),
-        decode_steps=state.decode_steps + decoding.astype(jnp.int32),
-    )
-    return state, ended
+    return state.replace(drafts=drafts, counts=counts), right

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.distributed.mesh import on_own_part
 from reinforce_ada_jax.policy.quantization import Quantized, quantize
-from reinforce_ada_jax.sampling.paged_attention import Pages, pad_head_dim
+from reinforce_ada_jax.sampling.paged_attention import Pages, Pools, pad_head_dim
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import Prefix
 
-Pools = tuple[Pages, Pages]  # pages of keys, pages of values
 WHOLE, BY_HEAD = PartitionSpec(), PartitionSpec("tensor")
 
 

@@ -20,6 +20,7 @@ from reinforce_ada_jax.policy.transformer import Rowwise, all_rows
 from reinforce_ada_jax.sampling.pages import num_pages
 
 Pages = Float[Array, "K pages page_size padded_H"] | Quantized
+Pools = tuple[Pages, Pages]  # pages of keys, pages of values
 BACKENDS = ("jnp", "invariant", "pallas_tpu", "pallas_gpu")
 FOR_PLATFORM = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 # Keys and values that the jnp backend reads at a time: they stay in a core's own cache (L2 of 1 or 2 MiB).

@@ -78,14 +78,11 @@ class Programs:
 
 def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, cast_shardings: Params) -> Programs:
     """Returns the programs of an engine on `mesh`; the shardings of cast weights may be on other devices."""
-    dtype, replicas = jnp.dtype(options.dtype), num_replicas(mesh)
-    decoding: Any = dict(dtype=dtype, backend=options.attention, mesh=mesh)  # keyword arguments
-    own = by_replica(mesh)
+    replicas, own = num_replicas(mesh), by_replica(mesh)
     by_kv_head = NamedSharding(mesh, PartitionSpec(*own.spec, "tensor"))
     new_state = functools.partial(empty_state, options, architecture)
     layout = jax.tree.map(lambda _: own, jax.eval_shape(new_state))
-    key_pages, value_pages = (jax.tree.map(lambda _: by_kv_head, x) for x in (layout.key_pages, layout.value_pages))
-    layout = layout.replace(key_pages=key_pages, value_pages=value_pages)
+    layout = layout.replace(pools=jax.tree.map(lambda _: by_kv_head, layout.pools))
     # The old state is donated: nobody reads it again, and the pages are updated in place. The layout is named at every
     # exit: a state that came back laid out otherwise would compile everything once more.
     jit_program = functools.partial(jax.jit, donate_argnums=1)
@@ -95,19 +92,22 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         return state if replicas == 1 else jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), state)
 
     def prefill(params, tokens, length):
-        return decode.prefill(merge(architecture, params), tokens, length, dtype=dtype)
+        return decode.prefill(merge(architecture, params), tokens, length, dtype=options.dtype)
 
     def decode_window(params, state, inputs, *vote):
-        model, last_steps = merge(architecture, params), state.decode_steps
-        state, outputs = decode.decode_window(model, state, inputs, options=options, **decoding)
+        model, last_steps = merge(architecture, params), state.counts.decode_steps
+        state, outputs = decode.decode_window(model, state, inputs, options=options, mesh=mesh)
         if vote:
             # All that passes between processes. No token depends on it, so it takes no time beside the window.
             outputs = outputs.replace(agreed=jax.lax.pmax(jnp.stack([*vote, last_steps]), REPLICA_AXES))
         return state, outputs
 
+    def insert(state, prefix, slot, address, sampling):
+        return decode.insert(state, prefix, slot, address, sampling, options=options, mesh=mesh)
+
     def decode_token(params, state):
         active = state.slots.active
-        state, ended = decode.decode_token(merge(architecture, params), state, **decoding)
+        state, ended = decode.decode_token(merge(architecture, params), state, options=options, mesh=mesh)
         result = jnp.stack([state.slots.token, active.astype(jnp.int32), state.slots.count], axis=1)
         return decode.release_slots(state, ended), result
 
@@ -115,7 +115,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         init_state=jax.jit(init_state, out_shardings=layout),
         decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, own)),
         prefill=jax.jit(prefill),
-        insert=jax.jit(functools.partial(decode.insert, mesh=mesh), donate_argnums=0, out_shardings=layout),
+        insert=jax.jit(insert, donate_argnums=0, out_shardings=layout),
         decode_token=jit_program(decode_token, out_shardings=(layout, own)),
         cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
     )

@@ -318,7 +318,7 @@ class _Session:
         """Starts the requests that are ready; `previous` is the window before, which is not read yet."""
         terms = self.terms
         inputs = [scheduler.next_window(terms.address, terms.sampling_of) for scheduler in self.schedulers]
-        if previous is not None and previous.decode_steps.is_ready():
+        if previous is not None and previous.counts.decode_steps.is_ready():
             self.counts.host_s += time.monotonic() - self.read_at
         self.state, outputs = self.engine.decode_window(terms.weights, self.state, inputs, vote)
         for array in jax.tree.leaves(outputs):
@@ -346,13 +346,12 @@ class _Session:
         of_replicas = self.engine.fetch_outputs(window)
         self.read_at = time.monotonic()
         self.counts.windows += 1
-        self.counts.tokens += sum(int(outputs.busy) for outputs in of_replicas)
-        for drafts in (outputs.drafts for outputs in of_replicas):
-            if drafts is not None:
-                self.counts.tokens += int(drafts.accepted)
-                self.counts.drafted += int(drafts.verified)
-                self.counts.accepted += int(drafts.accepted)
-        self.counts.redone += sum(int(outputs.redone) for outputs in of_replicas)
+        for counts in (outputs.counts for outputs in of_replicas):
+            accepted = int(counts.accepted or 0)
+            self.counts.tokens += int(counts.busy) + accepted
+            self.counts.drafted += int(counts.verified or 0)
+            self.counts.accepted += accepted
+            self.counts.redone += int(counts.redone)
         self._count_steps(of_replicas)
         return [
             response
@@ -362,7 +361,7 @@ class _Session:
 
     def _count_steps(self, of_replicas: Sequence[WindowOutputs]) -> None:
         """Counts the steps of a window; a replica that takes fewer than another one idles meanwhile."""
-        counts, steps = self.counts, [int(outputs.decode_steps) for outputs in of_replicas]
+        counts, steps = self.counts, [int(outputs.counts.decode_steps) for outputs in of_replicas]
         if of_replicas[0].agreed is None:
             self.decode_steps += steps
             counts.steps = int(self.decode_steps.max())

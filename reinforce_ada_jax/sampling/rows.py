@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from reinforce_ada_jax.sampling.state import EngineOptions, NewTokens
+from reinforce_ada_jax.sampling.state import EngineOptions, Outputs
 from reinforce_ada_jax.types import Request
 
 
@@ -92,7 +92,7 @@ class Rows:
             self.park_rows[row] = self.free_prompt_rows.pop()
         return row
 
-    def write(self, new: NewTokens) -> None:
+    def write(self, new: Outputs) -> None:
         """Puts the tokens that a window wrote into the output rows."""
         row, column = np.nonzero(np.arange(new.tokens.shape[1]) < (new.length - new.start)[:, None])
         place = new.start[row] + column

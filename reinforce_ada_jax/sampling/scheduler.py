@@ -284,7 +284,7 @@ class Scheduler:
         """
         if self.options.check_invariants:
             invariants.check_outputs(outputs, self.rows)
-        if outputs.waiting and not outputs.decode_steps:
+        if outputs.waiting and not outputs.counts.decode_steps:
             raise RuntimeError(
                 f"{outputs.waiting} requests wait and none can start: the pool of {self.options.pages} pages has no "
                 "room for one response beside the open prompts. Raise sampling.pages."

@@ -131,12 +131,11 @@ class SimulatedEngine:
     ) -> tuple[WindowModel, WindowOutputs]:
         """Runs one window."""
         outputs, cached, chunks = state.decode_window(*inputs)
-        steps_s = int(outputs.decode_steps) * self.cost.decode_step + cached * self.cost.cached_token
-        steps_s += chunks * self.cost.prefill
-        self._window_ends.append(self._run(self.cost.window + steps_s, host=self.cost.host))
+        cost, steps = self.cost, int(outputs.counts.decode_steps)
+        seconds = cost.window + steps * cost.decode_step + cached * cost.cached_token + chunks * cost.prefill
+        self._window_ends.append(self._run(seconds, host=cost.host))
         if self._hosts is not None:
-            seconds = self.cost.window + steps_s
-            outputs = outputs.replace(agreed=self._hosts.launch(self._host, vote, int(outputs.decode_steps), seconds))
+            outputs = outputs.replace(agreed=self._hosts.launch(self._host, vote, steps, seconds))
         return state, jax.tree.map(lambda x: np.asarray(x).view(HostArray), outputs)
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:

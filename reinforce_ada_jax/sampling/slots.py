@@ -3,7 +3,7 @@
 Small integer arrays only. Keys and values are decode.py's; window_model.py does the same in numpy.
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.state import (
-    DecodeState,
     Occupancy,
     OpenedPrompts,
     Prompts,
@@ -23,7 +22,7 @@ from reinforce_ada_jax.sampling.state import (
     WindowInputs,
 )
 
-State = TypeVar("State", DecodeState, Occupancy)
+State = TypeVar("State", bound=Occupancy)  # of the window, or its small records alone
 
 
 def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> State:
@@ -174,6 +173,26 @@ def first_pages(
     place = jnp.where(partly_filled, jnp.cumsum(partly_filled) - 1, partly_filled.shape[0])
     source, target = (jnp.zeros_like(page).at[place].set(page, mode="drop") for page in (last_page, first_own))
     return source, target, jnp.sum(partly_filled, dtype=jnp.int32)
+
+
+def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int) -> tuple[Any, Any, Any]:
+    """Returns whether a window goes on, prefills and decodes (`decode.decode_window`); in numpy, too.
+
+    Args:
+      state: of the engine.
+      decode_steps: taken in this window.
+      num_ended: responses that ended in it.
+      window: most steps.
+    """
+    slots, queue, missing = state.slots, state.queue, state.prompts.missing
+    num_slots, active, is_waiting = len(slots.active), slots.active.sum(), queue.head < queue.end
+    many_idle = num_slots - active >= max(1, num_slots // 4)
+    starved = ~is_waiting & many_idle & (num_ended >= max(1, num_slots // 8))
+    prefilling = (missing > 0).any()
+    go_on = (decode_steps < window) & ((active > 0) | prefilling) & ~starved
+    next_row = queue.prompt_row[queue.head % len(queue.prompt_row)]
+    held_up = many_idle & is_waiting & (missing[next_row] > 0)
+    return go_on, go_on & prefilling, go_on & (active > 0) & ~held_up
 
 
 def needs_page(slots: Slots, page_size: int) -> Bool[Array, " S"]:

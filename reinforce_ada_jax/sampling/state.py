@@ -14,9 +14,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.quantization import Quantized
 from reinforce_ada_jax.sampling import pages as pages_lib
-from reinforce_ada_jax.sampling.paged_attention import empty_pages
+from reinforce_ada_jax.sampling.paged_attention import Pools, empty_pages
 from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, Record, padded_head_dim
 
 # Output status of a request: not finished, ended by a stop token, ended by its length limit.
@@ -82,6 +81,11 @@ class Prompts(Record):
     last_token: Int[ArrayLike, " R"]
     cached: Int[ArrayLike, " R"]  # leading tokens whose keys and values are in the cache
     number: Int[ArrayLike, " R"]  # prompts are prefilled in this order
+
+    @property
+    def missing(self) -> Int[ArrayLike, " R"]:
+        """Tokens of each prompt that are still to be prefilled."""
+        return self.length - 1 - self.cached
 
 
 class OpenedPrompts(Record):
@@ -168,21 +172,11 @@ class Outputs(Record):
     """Responses, finished or growing, each in the row that its request named.
 
     The length is 0 before the first token, and again after an eviction. The host has the tokens before `start`: those
-    that earlier windows reported and that were not drawn again.
+    that earlier windows reported and that were not drawn again. It gets those from `start` on, at the front.
     """
 
-    tokens: Int[ArrayLike, "O max_response"]
-    logprobs: Float[ArrayLike, "O max_response"]
-    start: Int[ArrayLike, " O"]
-    length: Int[ArrayLike, " O"]
-    status: Int[ArrayLike, " O"]
-
-
-class NewTokens(Record):
-    """Tokens of each output row that a window wrote: those from `start` to `length` - 1, at the front."""
-
-    tokens: Int[ArrayLike, "O new"]
-    logprobs: Float[ArrayLike, "O new"]
+    tokens: Int[ArrayLike, "O T"]
+    logprobs: Float[ArrayLike, "O T"]
     start: Int[ArrayLike, " O"]
     length: Int[ArrayLike, " O"]
     status: Int[ArrayLike, " O"]
@@ -194,15 +188,16 @@ class Drafts(Record):
     text: Int[ArrayLike, "texts max_response"]
     row: Int[ArrayLike, " R"]  # of each open prompt, among the texts
     counts: Int[ArrayLike, "R 2"]  # recent guesses for each open prompt, and the right ones of them
-    verified: Int[ArrayLike, ""]  # guesses that had a row of the model, in this window
-    accepted: Int[ArrayLike, ""]  # of these, tokens of a response
 
 
-class DraftCounts(Record):
-    """`Drafts.verified` and `Drafts.accepted` of a window."""
+class WindowCounts(Record):
+    """Work of one window; None where the engine guesses nothing."""
 
-    verified: Int[ArrayLike, ""]
-    accepted: Int[ArrayLike, ""]
+    decode_steps: Int[ArrayLike, ""]  # each by all slots
+    busy: Int[ArrayLike, ""]  # slot-steps that made a token
+    redone: Int[ArrayLike, ""]  # tokens of responses that lost their slots and start again
+    verified: Any = None  # guesses that had a row of the model
+    accepted: Any = None  # of these, tokens of a response
 
 
 class Occupancy(Record):
@@ -214,22 +209,15 @@ class Occupancy(Record):
     slots: Slots
 
 
-class DecodeState(Record):
+class DecodeState(Occupancy):
     """Everything that decoding carries from one decode step to the next, donated to each program and given back."""
 
-    key_pages: Float[ArrayLike, "K all_pages page_size padded_H"] | Quantized
-    value_pages: Float[ArrayLike, "K all_pages page_size padded_H"] | Quantized
-    pool: PagePool
-    prompts: Prompts
+    pools: Pools
     prompt_tokens: Int[ArrayLike, "R max_prompt"]
-    queue: Queue
-    slots: Slots
     outputs: Outputs
     seed: Int[ArrayLike, ""]
     terms: PromptTerms
-    busy: Int[ArrayLike, ""]  # slot-steps that made a token in this window
-    decode_steps: Int[ArrayLike, ""]  # taken in this window
-    redone: Int[ArrayLike, ""]  # tokens of evicted responses, in this window
+    counts: WindowCounts
     drafts: Drafts | None = None  # None: the engine guesses nothing
 
 
@@ -246,22 +234,16 @@ class WindowOutputs(Record):
       waiting: requests that no slot has taken yet.
       free_pages: at the end of the window.
       prompt_length: of each prompt row at the end of the window; above 1 where a turn is parked.
-      busy: slot-steps that made a token.
-      decode_steps: steps taken, each by all slots.
-      redone: tokens of responses that lost their slots and start again.
+      counts: of the window.
       agreed: over several processes, the largest vote, and the most steps that a replica took in the window before.
-      drafts: counts, where the engine guesses.
     """
 
-    rows: NewTokens
+    rows: Outputs
     waiting: Int[ArrayLike, ""]
     free_pages: Int[ArrayLike, ""]
     prompt_length: Int[ArrayLike, " R"]
-    busy: Int[ArrayLike, ""]
-    decode_steps: Int[ArrayLike, ""]
-    redone: Int[ArrayLike, ""]
+    counts: WindowCounts
     agreed: Int[ArrayLike, "2"] | None = None
-    drafts: DraftCounts | None = None
 
 
 class Prefix(Record):
@@ -304,10 +286,6 @@ class EngineOptions:
     keep_drafts: bool = False  # texts of earlier iterations, too
     tail: tuple[int, ...] = ()  # each n: with an empty queue, a step may compute 1/n of the slots
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
-
-    def padded_head_dim(self, architecture: Architecture) -> int:
-        """Numbers that a page holds for each token and head: the head dim, padded with zeros for some kernels."""
-        return padded_head_dim(architecture.head_dim, self.attention)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -382,17 +360,13 @@ def default_terms(o: EngineOptions) -> PromptTerms:
 def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
     """Returns a state with no prompt open, no slot active, and every page free."""
     layers_pages = architecture.num_layers * o.pages
-    shape = (architecture.num_kv_heads, layers_pages, o.page_size, o.padded_head_dim(architecture))
-    dtype = None if o.kv_dtype == "int8" else jnp.dtype(o.dtype)
-    empty = empty_occupancy(o)
+    shape = (architecture.num_kv_heads, layers_pages, o.page_size, padded_head_dim(architecture.head_dim, o.attention))
+    dtype, zero = None if o.kv_dtype == "int8" else jnp.dtype(o.dtype), jnp.int32(0)
+    of_drafts = dict(verified=zero, accepted=zero) if o.drafts else {}
     return DecodeState(
-        key_pages=empty_pages(shape, dtype),
-        value_pages=empty_pages(shape, dtype),
-        pool=empty.pool,
-        prompts=empty.prompts,
+        **vars(empty_occupancy(o)),
+        pools=(empty_pages(shape, dtype), empty_pages(shape, dtype)),
         prompt_tokens=jnp.zeros((o.open_prompts, o.max_prompt_tokens), jnp.int32),
-        queue=empty.queue,
-        slots=empty.slots,
         outputs=Outputs(
             tokens=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.int32),
             logprobs=jnp.zeros((o.output_rows, o.max_response_tokens), jnp.float32),
@@ -402,9 +376,7 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         ),
         seed=jnp.int32(o.seed),
         terms=jax.tree.map(jnp.asarray, default_terms(o)),
-        busy=jnp.int32(0),
-        decode_steps=jnp.int32(0),
-        redone=jnp.int32(0),
+        counts=WindowCounts(decode_steps=zero, busy=zero, redone=zero, **of_drafts),
         drafts=_empty_drafts(o) if o.drafts else None,
     )
 
@@ -414,6 +386,4 @@ def _empty_drafts(o: EngineOptions) -> Drafts:
         text=jnp.full((o.draft_texts, o.max_response_tokens), -1, jnp.int32),
         row=jnp.zeros(o.open_prompts, jnp.int32),
         counts=jnp.zeros((o.open_prompts, 2), jnp.int32),
-        verified=jnp.int32(0),
-        accepted=jnp.int32(0),
     )

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from reinforce_ada_jax.sampling import admission
+from reinforce_ada_jax.sampling import slots as slots_lib
 from reinforce_ada_jax.sampling.draft_model import DraftModel
 from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.state import (
@@ -17,8 +18,9 @@ from reinforce_ada_jax.sampling.state import (
     STOPPED,
     TRUNCATED,
     EngineOptions,
-    NewTokens,
     OpenedPrompts,
+    Outputs,
+    WindowCounts,
     WindowInputs,
     WindowOutputs,
     empty_occupancy,
@@ -89,10 +91,9 @@ class WindowModel:
             left = [len(self.responses[row][0]) for row in slots.output_row[active].tolist()] - slots.count[active]
             to_page_end = o.page_size - slots.position[active] % o.page_size
             steps = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
-            if changed and len(active) < o.slots and queue.head < queue.end:
-                steps = 1  # with other pages held, requests may be admissible after this token
-            if prefilling or o.drafts:
-                steps = 1  # another chunk follows, or other rows
+            # Another chunk or other rows follow, or requests may be admissible, with other pages held.
+            if prefilling or o.drafts or (changed and len(active) < o.slots and queue.head < queue.end):
+                steps = 1
             rows = num_tokens = np.full(len(active), steps)
             if o.drafts:
                 guesses, right = self._drafts.step(slots, self.state.prompts, self.responses)
@@ -108,7 +109,9 @@ class WindowModel:
         widths, last_width = o.widths, o.slots
         while True:
             self._refill(reserve, expected)
-            (go_on, prefilling, decoding), used = self._choose_work(decode_steps, len(ended)), slots.used.copy()
+            chosen = slots_lib.choose_work(self.state, decode_steps, len(ended), o.window)
+            go_on, prefilling, decoding = map(bool, chosen)
+            used = slots.used.copy()
             if decoding:
                 redone += self._take_pages(floor)
             changed, width = bool((slots.used != used).any()), choose_width() if go_on else widths[-1]
@@ -125,16 +128,6 @@ class WindowModel:
         return self._outputs(ended, decode_steps, busy, redone), cached, chunks
 
     # ---- parts of a window ---------------------------------------------------------------------------------------
-
-    def _choose_work(self, decode_steps: int, num_ended: int) -> tuple[bool, bool, bool]:
-        """Returns whether to go on, to prefill, and to decode."""
-        o, slots, queue, missing = self.options, self.state.slots, self.state.queue, self._missing_tokens()
-        queue_empty, many_idle = bool(queue.head >= queue.end), o.slots - slots.active.sum() >= max(1, o.slots // 4)
-        starved = many_idle and queue_empty and num_ended >= max(1, o.slots // 8)
-        prefilling, active = bool(missing.any()), bool(slots.active.any())
-        go_on = decode_steps < o.window and (active or prefilling) and not starved
-        held_up = many_idle and not queue_empty and bool(missing[queue.prompt_row[queue.head % o.output_rows]])
-        return go_on, go_on and prefilling, go_on and active and not held_up
 
     def _allocate(self, count: int) -> np.ndarray:
         pool = self.state.pool
@@ -168,11 +161,8 @@ class WindowModel:
             prompts.cached[row], prompts.number[row] = opened.cached[index], first + index
             self._drafts.open_prompt(row, opened.tokens[index], length)
 
-    def _missing_tokens(self) -> np.ndarray:
-        return self.state.prompts.length - 1 - self.state.prompts.cached
-
     def _prefill_chunk(self) -> None:
-        prompts, missing, left = self.state.prompts, self._missing_tokens(), self.options.prefill_tokens
+        prompts, missing, left = self.state.prompts, self.state.prompts.missing, self.options.prefill_tokens
         for row in sorted(np.flatnonzero(missing).tolist(), key=lambda row: prompts.number[row]):
             taken = min(left, int(missing[row]))
             self.on_prefill(row, int(prompts.cached[row]), taken)
@@ -217,7 +207,7 @@ class WindowModel:
         max_tokens = np.where(idle, queue.sampling.max_tokens[entry], slots.sampling.max_tokens)
         limit = own_pages(prompts.length[row], max_tokens, page_size)
         limit[idle & (number >= waiting)] = 0
-        unready = idle & (self._missing_tokens()[row] > 0)
+        unready = idle & (prompts.missing[row] > 0)
         limit[idle & (unready.cumsum() > 0)] = 0
         held = slots.used - slots.shared
         room = np.asarray(self.state.pool.available + held.sum() - reserve)
@@ -299,7 +289,7 @@ class WindowModel:
 
     def _outputs(self, ended: list[int], decode_steps: int, busy: int, redone: int) -> WindowOutputs:
         queue, size = self.state.queue, (self.options.output_rows, self.options.most_new_tokens)
-        new = NewTokens(
+        new = Outputs(
             tokens=np.zeros(size, np.int32), logprobs=np.zeros(size, np.float32),
             start=self.start, length=self.length.copy(), status=np.full(size[0], RUNNING, np.int32),
         )  # fmt: skip
@@ -310,7 +300,9 @@ class WindowModel:
             new.status[row] = TRUNCATED if self.responses.pop(row)[1] else STOPPED
         return WindowOutputs(
             rows=new, waiting=np.asarray(queue.end - queue.head), free_pages=self.state.pool.available.copy(),
-            prompt_length=self.state.prompts.length.copy(), busy=np.asarray(busy, np.int32),
-            decode_steps=np.asarray(decode_steps, np.int32), redone=np.asarray(redone, np.int32),
-            drafts=self._drafts.take_counts(),
+            prompt_length=self.state.prompts.length.copy(),
+            counts=WindowCounts(
+                decode_steps=np.asarray(decode_steps, np.int32), busy=np.asarray(busy, np.int32),
+                redone=np.asarray(redone, np.int32), **self._drafts.take_counts(),
+            ),
         )  # fmt: skip

@@ -117,7 +117,7 @@ def test_a_slot_holds_the_pages_that_its_tokens_fill(engine):
     before = available(state)
     state, outputs = window(engine, state, (P5, draws[0], 12, 0), (P16, draws[1], 12, 1))
     assert before - available(state) == 1 + 2
-    assert (int(outputs.decode_steps), int(outputs.busy)) == (4, 8)
+    assert (int(outputs.counts.decode_steps), int(outputs.counts.busy)) == (4, 8)
     state, _ = decode(engine, state)
     assert available(state) == before
 
@@ -158,17 +158,17 @@ def test_prompts_with_a_common_beginning_share_its_pages(engine):
 
 def test_a_window_without_work_takes_no_turn(engine):
     _, outputs = window(engine, opened(engine, [P5]))
-    assert (int(outputs.decode_steps), int(outputs.busy), int(outputs.waiting)) == (0, 0, 0)
+    assert (int(outputs.counts.decode_steps), int(outputs.counts.busy), int(outputs.waiting)) == (0, 0, 0)
 
 
 def test_a_window_ends_when_the_queue_is_dry_and_a_quarter_of_the_slots_idle(engine):
     # One draw in 8 slots, of 2 tokens at most: after 2 decode_steps of 4 the host can do better than wait.
     draw = next(r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 8)
     state, outputs = window(engine, opened(engine, [P5]), (P5, draw, 2, 0), (P5, draw, 12, 0))
-    assert (int(outputs.decode_steps), int(outputs.busy)) == (2, 4)
+    assert (int(outputs.counts.decode_steps), int(outputs.counts.busy)) == (2, 4)
     # Nothing finished yet: idle slots alone end no window.
     _, outputs = window(engine, state)
-    assert (int(outputs.decode_steps), int(outputs.busy)) == (4, 4)
+    assert (int(outputs.counts.decode_steps), int(outputs.counts.busy)) == (4, 4)
 
 
 @pytest.mark.parametrize(("running", "busy"), [(7, 7 + 7 + 8 + 8), (3, 4 * 4)])
@@ -179,7 +179,7 @@ def test_decoding_waits_for_a_prompt_only_where_many_slots_are_idle(engine, runn
     assert len(draws) == running
     state, _ = window(engine, opened(engine, [P5]), *[(P5, draw, 12, 0) for draw in draws])
     state, outputs = window(engine, state, (P17, last, 12, 1), first_output=8, opened=[OpenedPrompt(1, P17.tokens)])
-    assert (int(outputs.decode_steps), int(outputs.busy)) == (4, busy)
+    assert (int(outputs.counts.decode_steps), int(outputs.counts.busy)) == (4, busy)
     state, finished = decode(engine, state)
     assert_response(finished[8], tiny.drawn()["p17", last])
 
@@ -220,7 +220,7 @@ def test_an_evicted_response_is_reported_again_from_its_first_token(engine):
     draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 8][:2]
     state, _ = window(engine, opened(engine, [P5]), *[(P5, draw, 12, 0) for draw in draws])
     state, outputs = window(engine, state, reserve=available(state))
-    assert int(outputs.redone) == 4
+    assert int(outputs.counts.redone) == 4
     assert [outputs.rows.start.tolist()[:2], outputs.rows.length.tolist()[:2]] == [[0, 4], [0, 8]]
     state, outputs = window(engine, state)
     assert [outputs.rows.start.tolist()[0], outputs.rows.length.tolist()[0]] == [0, 4]
@@ -234,7 +234,7 @@ def test_new_responses_leave_the_reserved_pages(engine):
     draws = [r.draw for r in tiny.drawn().values() if r.prompt_id == "p5" and len(r.tokens) > 4][:3]
     reserve = available(state) - 8
     state, outputs = window(engine, state, *[(P5, draw, 12, 0) for draw in draws], reserve=reserve)
-    assert (int(outputs.busy), int(outputs.waiting)) == (2 * 4, 1)
+    assert (int(outputs.counts.busy), int(outputs.waiting)) == (2 * 4, 1)
     assert int(outputs.free_pages) == reserve + 8 - 2
     # The third begins as soon as nothing is reserved.
     _, outputs = window(engine, state)

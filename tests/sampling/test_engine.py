@@ -78,7 +78,7 @@ def test_the_cache_is_split_over_heads(kv_dtype, number, scale):
     # Keys and values, layers, heads, pages, tokens; 8 numbers.
     assert engine.cache_bytes == 2 * 2 * 2 * 14 * 4 * (8 * number + scale)
     state = engine.init_decode_state()
-    pages = jax.tree.leaves([state.key_pages, state.value_pages])
+    pages = jax.tree.leaves(state.pools)
     assert sum(page.nbytes for page in pages) == 2 * engine.cache_bytes  # two replicas
     assert mesh_lib.shard_bytes(pages) == engine.cache_bytes // 2
 
@@ -204,14 +204,14 @@ def test_adapters_are_merged_on_their_way():
 def test_pages_are_split_by_kv_heads():
     # [K, L * pages, page_size, H]
     state = tiny_engine(mesh_lib.make_mesh(tensor=2)).init_decode_state()
-    assert state.key_pages.sharding.shard_shape(state.key_pages.shape) == (1, 2 * 14, 4, 8)
+    assert state.pools[0].sharding.shard_shape(state.pools[0].shape) == (1, 2 * 14, 4, 8)
 
 
 def test_every_replica_has_slots_and_pages_of_its_own():
     engine = tiny_engine(mesh_lib.make_mesh(data=2, fsdp=2, tensor=2))
     state = engine.init_decode_state()
-    assert engine.replicas == 4 and state.key_pages.shape == (4, 2, 2 * 14, 4, 8)
-    assert state.key_pages.sharding.shard_shape(state.key_pages.shape) == (1, 1, 2 * 14, 4, 8)
+    assert engine.replicas == 4 and state.pools[0].shape == (4, 2, 2 * 14, 4, 8)
+    assert state.pools[0].sharding.shard_shape(state.pools[0].shape) == (1, 1, 2 * 14, 4, 8)
     assert state.slots.active.sharding.shard_shape(state.slots.active.shape) == (1, 8)
     with pytest.raises(ValueError, match="one by one in one replica, and there are 4"):
         engine.insert(state, NOTHING, 0, np.zeros(4, np.uint32), GREEDY)

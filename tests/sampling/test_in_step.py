@@ -32,7 +32,7 @@ class HostEngine(PageEngine):
     def decode_window(self, params, state, inputs, vote=0):
         state, outputs = super().decode_window(params, state, inputs)
         self.votes.append(vote)
-        number = self.hosts.launch(self.host, vote, int(outputs.decode_steps.max()))
+        number = self.hosts.launch(self.host, vote, int(outputs.counts.decode_steps.max()))
         return state, outputs.replace(agreed=np.full(self.replicas, number).view(HostArray))
 
     def fetch_outputs(self, outputs):

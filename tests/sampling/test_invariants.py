@@ -18,7 +18,7 @@ from reinforce_ada_jax.sampling.invariants import BrokenInvariant
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.rows import Rows
 from reinforce_ada_jax.sampling.scheduler import Scheduler
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, NewTokens, SamplingParams, WindowOutputs
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, Outputs, SamplingParams, WindowCounts, WindowOutputs
 from reinforce_ada_jax.sampling.token import address
 from reinforce_ada_jax.types import Request
 from tests.sampling import page_engine, tiny
@@ -128,8 +128,7 @@ def comparable(state, outputs) -> dict:
         tables=rows(np.where(used, slots.table, 0), slots.active),
         ended=ended.tolist(),
         new=[new.tolist(), rows(outputs.rows.start, new), rows(outputs.rows.length, new)],
-        counts=[int(x) for x in (outputs.waiting, outputs.free_pages, outputs.busy, outputs.decode_steps)],
-        drafts=[int(x) for x in jax.tree.leaves(outputs.drafts)],
+        counts=[int(x) for x in (outputs.waiting, outputs.free_pages, *jax.tree.leaves(outputs.counts))],
     )
 
 
@@ -315,7 +314,7 @@ def test_what_is_broken_is_named(damage, message):
 
 def outputs_of(options, status, start, length):
     size, only_first = (options.output_rows, 4), np.arange(options.output_rows) == 0
-    new = NewTokens(
+    new = Outputs(
         tokens=np.zeros(size, np.int32), logprobs=np.zeros(size, np.float32), start=np.int32(only_first * start),
         length=np.int32(only_first * length), status=np.where(only_first, np.int32(status), np.int32(RUNNING)),
     )  # fmt: skip
@@ -324,9 +323,7 @@ def outputs_of(options, status, start, length):
         waiting=np.int32(0),
         free_pages=np.int32(0),
         prompt_length=np.ones(options.open_prompts, np.int32),
-        busy=np.int32(1),
-        decode_steps=np.int32(1),
-        redone=np.int32(0),
+        counts=WindowCounts(decode_steps=np.int32(1), busy=np.int32(1), redone=np.int32(0)),
     )
 
 

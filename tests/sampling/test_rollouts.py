@@ -98,7 +98,7 @@ def test_wider_and_longer_pages_and_windows_of_a_step_change_nothing(monkeypatch
     monkeypatch.setattr(state, "padded_head_dim", lambda head_dim, backend: 13)
     options = tiny.rollouts(window=1, page_size=16).engine.options
     wide = Rollouts(Engine(tiny.ARCHITECTURE, options, mesh=mesh_lib.make_mesh()))
-    assert wide.state.key_pages.shape[-1] == 13
+    assert wide.state.pools[0].shape[-1] == 13
     tiny.assert_same(tiny.drawn(), tiny.draw(wide))
 
 

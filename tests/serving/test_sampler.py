@@ -26,7 +26,7 @@ class CountingEngine(PageEngine):
 
     def fetch_outputs(self, outputs):
         of_replicas = super().fetch_outputs(outputs)
-        self.redone += sum(int(each.redone) for each in of_replicas)
+        self.redone += sum(int(each.counts.redone) for each in of_replicas)
         return of_replicas
 
 
