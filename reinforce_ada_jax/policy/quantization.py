@@ -54,11 +54,6 @@ def quantize(x: Float[Array, "..."], axes: Sequence[int]) -> Quantized:
     return Quantized(values=values, scale=jnp.squeeze(scale, axes))
 
 
-def is_quantized(x: object) -> bool:
-    """Returns True for a quantised tensor, one leaf to `jax.tree.map`."""
-    return isinstance(x, Quantized)
-
-
 def quantized_weights(weights: Mapping[str, Array], dtype: DTypeLike) -> dict[str, Array | Quantized]:
     """Returns weights by dotted path, matrices in int8 and the others (norms, biases) in `dtype`."""
     return {

@@ -64,10 +64,14 @@ def first_largest(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
     return jnp.min(jnp.where(is_largest, place, scores.shape[-1] - 1), axis=-1)
 
 
-def gumbel(key_data: UInt32[Array, " 2"], position: Int[Array, ""], size: int) -> Float[Array, " size"]:
-    """Returns independent noise of one draw and position."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
-    return jax.random.gumbel(key, (size,), jnp.float32)
+def gumbel(keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], size: int) -> Float[Array, "S size"]:
+    """Returns independent noise of each draw and position."""
+
+    def of_row(key_data, position):
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), position)
+        return jax.random.gumbel(key, (size,), jnp.float32)
+
+    return jax.vmap(of_row)(keys, positions)
 
 
 def masses(logprobs: Float[Array, "S V"], blocks: Blocks) -> Float[Array, "S blocks"]:
@@ -103,8 +107,7 @@ def sample(
 
     def of_own_groups(logprobs, keys, positions):
         first = jax.lax.axis_index("tensor") * (blocks.groups // num_devices) if num_devices > 1 else 0
-        size = blocks.num_blocks + blocks.size
-        noise = jax.vmap(lambda key_data, position: gumbel(key_data, position, size))(keys, positions)
+        noise = gumbel(keys, positions, blocks.num_blocks + blocks.size)
         mass = masses(logprobs, blocks)
         own_noise = jax.lax.dynamic_slice_in_dim(noise, first * blocks.stride, mass.shape[1], axis=1)
         scores = jnp.log(mass) + own_noise

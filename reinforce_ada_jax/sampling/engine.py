@@ -30,7 +30,6 @@ from reinforce_ada_jax.sampling.programs import (
     num_replicas,
     weight_shardings,
 )
-from reinforce_ada_jax.sampling.prompt_lengths import buckets, check_prompt
 from reinforce_ada_jax.sampling.state import (
     DecodeState,
     EngineOptions,
@@ -59,6 +58,14 @@ def enough_open_prompts(slots: int, samples_per_round: int) -> int:
     15 to 20 % of its time, and half as many more are worth 0.01 to 0.02 of slot-steps (docs/performance.md).
     """
     return slots + slots // (4 if samples_per_round >= 4 else 2)
+
+
+def buckets(longest: int) -> list[int]:
+    """Returns the lengths to which prompts are padded: powers of two, from 16 to the first that holds `longest`."""
+    lengths = [16]
+    while lengths[-1] < longest:
+        lengths.append(2 * lengths[-1])
+    return lengths
 
 
 # `EngineOptions.tail` of models from this size on.
@@ -212,10 +219,8 @@ class Engine:
         several processes each must launch the window, with or without work, and `agreed` of its outputs has the largest
         `vote`.
         """
-        return self._programs.decode_window(params, state, self._stack(inputs), *self._votes(vote))
-
-    def _votes(self, vote: int) -> list[Any]:
-        return [self._stack([np.int32(vote)] * self.replicas)] if self.spans_processes else []
+        votes = [self._stack([np.int32(vote)] * self.replicas)] if self.spans_processes else []
+        return self._programs.decode_window(params, state, self._stack(inputs), *votes)
 
     def fetch_outputs(self, outputs: WindowOutputs) -> list[WindowOutputs]:
         """Waits for a window; returns each replica's outputs, on the host."""
@@ -229,7 +234,7 @@ class Engine:
 
     def prefill(self, params: Params, tokens: Int[np.ndarray, " T"], length: int) -> Prefix:
         """Returns keys and values of one prompt: the first `length` of `tokens`, which are padded to a bucket."""
-        check_prompt(self.options, length)
+        self.options.check_prompt(length)
         return self._programs.prefill(params, tokens[None], np.array([length], np.int32))
 
     def insert(

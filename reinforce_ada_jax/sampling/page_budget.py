@@ -70,10 +70,6 @@ class PageBudget:
         self._pages_of[row] = [*self._pages_of[like][:shared], *new]
         self._holders.update(self._pages_of[row])
 
-    def park_reserve(self, reserve: int, for_responses: int = 0) -> int:
-        """Returns the pages that parked turns must leave free or to slots, in a window with this reserve."""
-        return reserve + max(self._options.table_width, for_responses)
-
     def close_prompt(self, row: int) -> None:
         """Counts on the pages that only this prompt holds from the next window on, which releases them."""
         for page in self._pages_of.pop(row):

@@ -53,28 +53,6 @@ class Rows:
         self.tokens, self.logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
         self.length = np.zeros(options.output_rows, np.int32)
 
-    def open_prompt(self, prompt_id: str) -> int:
-        """Returns the row that the prompt gets."""
-        self.prompts[prompt_id] = row = self.free_prompt_rows.pop()
-        return row
-
-    def continue_turn(self, prompt_id: str) -> int:
-        """Returns the row of a parked turn, which the prompt of the next one takes over."""
-        self.prompts[prompt_id] = row = self.parked.pop(prompt_id).row
-        return row
-
-    def close_parked(self, next_id: str) -> int:
-        """Marks the row of a parked turn for the next window to release, and returns it."""
-        row = self.parked.pop(next_id).row
-        self.closing[row] = True
-        return row
-
-    def close_prompt(self, prompt_id: str) -> int:
-        """Marks a prompt's row for the next window to release, and returns it."""
-        row = self.prompts.pop(prompt_id)
-        self.closing[row] = True
-        return row
-
     def take_closing(self) -> np.ndarray:
         """Returns `closing` for a window, after which these rows are free.
 

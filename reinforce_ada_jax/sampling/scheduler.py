@@ -16,7 +16,6 @@ from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.page_budget import PageBudget
 from reinforce_ada_jax.sampling.pages import num_pages, own_pages
 from reinforce_ada_jax.sampling.prefixes import Prefixes
-from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
 from reinforce_ada_jax.sampling.rows import ParkedTurn, Rows
 from reinforce_ada_jax.sampling.state import (
     RUNNING,
@@ -138,15 +137,16 @@ class Scheduler:
 
     def _open(self, prompt: Prompt, requests: int) -> bool:
         """Opens a prompt with this number of requests, if there is room."""
-        check_prompt(self.options, len(prompt.tokens))
+        self.options.check_prompt(len(prompt.tokens))
         begins = self._beginning(prompt)
         if not self._fits(prompt, begins, requests):
             return False
         if begins.is_parked:
-            row = self.rows.continue_turn(prompt.id)
+            row = self.rows.parked.pop(prompt.id).row
             self._next_turns.add(prompt.id)
         else:
-            row = self.rows.open_prompt(prompt.id)
+            row = self.rows.free_prompt_rows.pop()
+        self.rows.prompts[prompt.id] = row
         self.budget.open_prompt(row, prompt, begins.like, begins.shared)
         self._prefixes.add(row, prompt.tokens, self._adapter_of(prompt))
         self.opened.append(OpenedPrompt(row, prompt.tokens, begins.like, begins.shared, begins.cached))
@@ -214,13 +214,14 @@ class Scheduler:
             self._close_prompt(prompt.id)
 
     def _close_prompt(self, prompt_id: str) -> None:
-        row = self.rows.close_prompt(prompt_id)
-        self.budget.close_prompt(row)
-        self._prefixes.remove(row)
         self._next_turns.discard(prompt_id)
+        self._close_row(self.rows.prompts.pop(prompt_id))
 
     def _close_parked(self, next_id: str) -> None:
-        row = self.rows.close_parked(next_id)
+        self._close_row(self.rows.parked.pop(next_id).row)
+
+    def _close_row(self, row: int) -> None:
+        self.rows.closing[row] = True
         self.budget.close_prompt(row)
         self._prefixes.remove(row)
 
@@ -271,7 +272,7 @@ class Scheduler:
         self.budget.parkable_turns = len(self.rows.park_rows)
         waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
         reserve = self.budget.submit_window((requests[0].prompt for requests in waiting), for_responses)
-        park_reserve = self.budget.park_reserve(reserve, for_responses)
+        park_reserve = reserve + max(self.options.table_width, for_responses)
         opened, self.opened = self.opened, []
         survivors = self._lengths.survivors()
         return window_inputs(self.options, entries, closing, opened, reserve, survivors, cancelled, park_reserve)

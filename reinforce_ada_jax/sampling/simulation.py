@@ -132,8 +132,11 @@ class SimulatedEngine:
         """Runs one window."""
         outputs, cached, chunks = state.decode_window(*inputs)
         cost, steps = self.cost, int(outputs.counts.decode_steps)
-        seconds = cost.window + steps * cost.decode_step + cached * cost.cached_token + chunks * cost.prefill
-        self._window_ends.append(self._run(seconds, host=cost.host))
+        seconds = cost.window + (steps * cost.decode_step + cached * cost.cached_token + chunks * cost.prefill)
+        # At most two windows are in flight: before it submits another one, the host reads the last but one.
+        self._host_s = max(self._host_s, self._window_ends[0]) + cost.host
+        self._device_s = max(self._device_s, self._host_s) + seconds
+        self._window_ends.append(self._device_s)
         if self._hosts is not None:
             outputs = outputs.replace(agreed=self._hosts.launch(self._host, vote, steps, seconds))
         return state, jax.tree.map(lambda x: np.asarray(x).view(HostArray), outputs)
@@ -151,15 +154,6 @@ class SimulatedEngine:
     def _respond(self, address: np.ndarray, max_tokens: int) -> tuple[np.ndarray, bool]:
         length = self._lengths[_without_stream(address)]
         return np.zeros(min(length, max_tokens), np.int32), length >= max_tokens
-
-    def _run(self, seconds: float, *, host: float) -> float:
-        """Starts a program after those in flight; returns the time at which it ends.
-
-        At most two windows are in flight: before it submits another one, the host reads the last but one.
-        """
-        self._host_s = max(self._host_s, self._window_ends[0]) + host
-        self._device_s = max(self._device_s, self._host_s) + seconds
-        return self._device_s
 
 
 def _without_stream(address: np.ndarray) -> bytes:

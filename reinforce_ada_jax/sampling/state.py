@@ -287,6 +287,14 @@ class EngineOptions:
     tail: tuple[int, ...] = ()  # each n: with an empty queue, a step may compute 1/n of the slots
     check_invariants: bool = False  # after every window (invariants.py); changes nothing but time
 
+    def check_prompt(self, length: int) -> None:
+        """Raises ValueError unless a prompt of this many tokens can be opened."""
+        if not 1 <= length <= self.max_prompt_tokens:
+            raise ValueError(
+                f"a prompt has {length} tokens, and the engine takes 1 to {self.max_prompt_tokens}. Send a shorter "
+                "one, or raise data.max_prompt_tokens: prompts are never cut."
+            )
+
     @property
     def widths(self) -> tuple[int, ...]:
         """Numbers of slots that a step may compute, all of them first; the program has a loop for each."""
@@ -362,7 +370,14 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
     layers_pages = architecture.num_layers * o.pages
     shape = (architecture.num_kv_heads, layers_pages, o.page_size, padded_head_dim(architecture.head_dim, o.attention))
     dtype, zero = None if o.kv_dtype == "int8" else jnp.dtype(o.dtype), jnp.int32(0)
-    of_drafts = dict(verified=zero, accepted=zero) if o.drafts else {}
+    counts, drafts = WindowCounts(decode_steps=zero, busy=zero, redone=zero), None
+    if o.drafts:
+        counts = counts.replace(verified=zero, accepted=zero)
+        drafts = Drafts(
+            text=jnp.full((o.draft_texts, o.max_response_tokens), -1, jnp.int32),
+            row=jnp.zeros(o.open_prompts, jnp.int32),
+            counts=jnp.zeros((o.open_prompts, 2), jnp.int32),
+        )
     return DecodeState(
         **vars(empty_occupancy(o)),
         pools=(empty_pages(shape, dtype), empty_pages(shape, dtype)),
@@ -376,14 +391,6 @@ def empty_state(o: EngineOptions, architecture: Architecture) -> DecodeState:
         ),
         seed=jnp.int32(o.seed),
         terms=jax.tree.map(jnp.asarray, default_terms(o)),
-        counts=WindowCounts(decode_steps=zero, busy=zero, redone=zero, **of_drafts),
-        drafts=_empty_drafts(o) if o.drafts else None,
-    )
-
-
-def _empty_drafts(o: EngineOptions) -> Drafts:
-    return Drafts(
-        text=jnp.full((o.draft_texts, o.max_response_tokens), -1, jnp.int32),
-        row=jnp.zeros(o.open_prompts, jnp.int32),
-        counts=jnp.zeros((o.open_prompts, 2), jnp.int32),
+        counts=counts,
+        drafts=drafts,
     )

@@ -44,15 +44,10 @@ def draw_keys(seed: Int[Array, ""] | int, addresses: UInt32[Array | np.ndarray, 
 
 
 def perturbed_scores(
-    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"], at_a_time: int = ROWS
+    logprobs: Float[Array, "S V"], keys: UInt32[Array, "S 2"], positions: Int[Array, " S"]
 ) -> Float[Array, "S V"]:
     """Returns log pi + Gumbel noise of this draw and position; the argmax is a sample of pi."""
-
-    def perturbed(row):
-        logprobs, key_data, position = row
-        return logprobs + gumbel(key_data, position, len(logprobs))
-
-    return jax.lax.map(perturbed, (logprobs, keys, positions), batch_size=at_a_time)
+    return logprobs + gumbel(keys, positions, logprobs.shape[1])
 
 
 def truncated(logprobs: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Float[Array, "S V"]:
@@ -144,7 +139,7 @@ def _sample_rows(
     allowed = jax.lax.cond(
         jnp.any(_is_cut(sampling)), lambda: truncated(logprobs, sampling.top_k, sampling.top_p), lambda: logprobs
     )
-    noisy = perturbed_scores(allowed, keys, positions, max(ROWS, len(positions)))
+    noisy = perturbed_scores(allowed, keys, positions)
     scores = jnp.where((sampling.temperature == 0)[:, None], logprobs, noisy)
     tokens = first_largest(scores)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
@@ -168,7 +163,7 @@ def _sample_in_two_levels(
 
     def draw_of_cut():
         allowed = truncated(logprobs, sampling.top_k, sampling.top_p)
-        return first_largest(perturbed_scores(allowed, keys, positions, len(positions)))
+        return first_largest(perturbed_scores(allowed, keys, positions))
 
     def some_in_one_level():
         best = first_largest(logprobs)

@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.prompt_lengths import buckets
+from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.state import DecodeState, Prefix, SamplingParams
 from reinforce_ada_jax.serving import jetstream
 

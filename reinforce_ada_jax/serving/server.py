@@ -16,7 +16,7 @@ import numpy as np
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.sampling.prompt_lengths import buckets
+from reinforce_ada_jax.sampling.engine import buckets
 from reinforce_ada_jax.serving import jetstream
 from reinforce_ada_jax.serving import servicer as servicer_lib
 from reinforce_ada_jax.serving.admission import Admission

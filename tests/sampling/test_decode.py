@@ -6,7 +6,6 @@ import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.admission import Lengths
-from reinforce_ada_jax.sampling.prompt_lengths import check_prompt
 from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
 from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, QueueEntry, window_inputs
 from tests.sampling import tiny
@@ -244,4 +243,4 @@ def test_new_responses_leave_the_reserved_pages(engine):
 @pytest.mark.parametrize("length", [0, 18])
 def test_prompts_that_do_not_fit_are_refused(engine, length):
     with pytest.raises(ValueError, match=f"a prompt has {length} tokens, and the engine takes 1 to 17"):
-        check_prompt(engine.options, length)
+        engine.options.check_prompt(length)

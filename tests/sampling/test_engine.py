@@ -10,8 +10,7 @@ import pytest
 from reinforce_ada_jax.config import Config, MeshConfig, check, least_pages, replaced
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.policy import lora, transformer
-from reinforce_ada_jax.sampling.engine import Engine
-from reinforce_ada_jax.sampling.prompt_lengths import buckets
+from reinforce_ada_jax.sampling.engine import Engine, buckets
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import Prefix, SamplingParams
 from reinforce_ada_jax.training.components import engine_options
