@@ -162,7 +162,7 @@ class Unparked(Trajectories):
 
 
 def trajectories(rollouts: Rollouts, queue=Trajectories) -> dict[tuple[str, int], Response]:
-    turns = queue(Teacher(), max_turns=TURNS, max_tokens=LONGEST - 17, deterministic=True)
+    turns = queue(Teacher(), max_turns=TURNS, max_tokens=LONGEST - 17, max_begun=2**31, deterministic=True)
     sample_fn = rollouts.sampler(tiny.params(), stream=0, sampling=SamplingParams(LIMIT))
     pools = collect(tiny.PROMPTS, sample_fn, turns.verdicts, strategies.fixed(6), turns=turns)
     tiny.assert_idle(rollouts.state, rollouts.engine.options.pages)
