@@ -187,6 +187,8 @@ def to_problem(
     name = _own_id(row, where)
     if name is None:
         index, asked = _get(row, "extra_info.index"), text if messages is None else json.dumps(messages)
+        if isinstance(index, bool):
+            raise ValueError(f"{where}: extra_info.index is {index}; it must be a text or a whole number.")
         indexed = isinstance(index, str | int) and len(str(index)) <= MAX_ID_LENGTH
         name = _numbered(str(index) if indexed else json_hash([asked, answer]), seen)
     elif not unique_ids:
@@ -197,7 +199,7 @@ def to_problem(
         problem["prompt"] = messages
     pass_rate = row.get("pass_rate")
     if pass_rate is not None:
-        if not isinstance(pass_rate, int | float) or not 0.0 <= pass_rate <= 1.0:
+        if isinstance(pass_rate, bool) or not isinstance(pass_rate, int | float) or not 0.0 <= pass_rate <= 1.0:
             raise ValueError(f"{where}: pass_rate is {shown(pass_rate)}; it must be a number in [0, 1], or left out.")
         problem["pass_rate"] = float(pass_rate)
     labels = {name: str(row[name]) for name in LABELS if isinstance(row.get(name), str | int) and row[name] != ""}

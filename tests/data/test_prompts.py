@@ -67,6 +67,11 @@ def test_a_file(tmp_path):
         ([GOOD | {"problem": ""}], "line 1: problem is empty"),
         ([GOOD | {"pass_rate": 1.5}], r"line 1: pass_rate is 1.5; it must be a number in \[0, 1\]"),
         ([GOOD | {"pass_rate": "0.5"}], "line 1: pass_rate is '0.5'"),
+        ([GOOD | {"pass_rate": True}], "line 1: pass_rate is True"),  # not a rate of 1
+        (
+            [GOOD | {"id": None, "extra_info": {"index": True}}],
+            "line 1: extra_info.index is True; it must be a text or a whole number",
+        ),
         ([GOOD, GOOD | {"id": "b"}, GOOD], "lines 1 and 3: both have id 'a'"),
         ([], "is empty"),
         (["", " "], "is empty"),
