@@ -10,6 +10,9 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
+# Time that a process has to end by itself.
+END_S = 60.0
+
 
 class JsonSubprocess:
     """The process, from its start to `close`."""
@@ -66,8 +69,12 @@ class JsonSubprocess:
             ) from error
 
     def close(self) -> None:
-        """Ends the process, which ends with its input."""
+        """Ends the process, which ends with its input; it is killed if it does not within `END_S`."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         self._stdout.close()
-        self._process.wait(timeout=60)
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
