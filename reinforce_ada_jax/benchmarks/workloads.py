@@ -159,12 +159,18 @@ def adaptive(
     """Rounds of a `collection` section that depend on scripted verdicts.
 
     A prompt's draws have one pass rate, and lengths independent of it, multiplied by `scale`; prompts have 8 to 16
-    random tokens.
+    random tokens. A strategy without a limit of draws ends after `max_rounds` rounds of `samples_per_round`.
     """
     random = np.random.default_rng(seed)
-    shape = num_prompts, collection.samples_per_round * collection.max_rounds
+    strategy, most = strategies.build(collection), collection.samples_per_round * collection.max_rounds
+    if strategy.max_draws is None:
+        next_draws = strategy.next_draws
+        strategy = dataclasses.replace(
+            strategy, next_draws=lambda progress: min(next_draws(progress), most - progress.drawn), max_draws=most
+        )
+    shape = num_prompts, max(most, strategy.max_draws or 0)
     pass_rates = random.beta(*PASS_RATES, (num_prompts, 1))
     drawn = _whole(scale * lengths(random, shape))
     correct = random.random(shape) < pass_rates
     tokens = [random.integers(0, vocab_size, n) for n in random.integers(8, 17, num_prompts)]
-    return Workload(_prompts(tokens), drawn, correct, strategies.build(collection))
+    return Workload(_prompts(tokens), drawn, correct, strategy)

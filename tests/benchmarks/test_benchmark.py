@@ -11,7 +11,8 @@ import pytest
 from absl import flags
 
 from reinforce_ada_jax import benchmark
-from reinforce_ada_jax.benchmarks import engines, models, options, rollout, workloads
+from reinforce_ada_jax.benchmarks import adaptive, engines, models, options, rollout, workloads
+from reinforce_ada_jax.config import CollectionConfig
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.simulation import Cost, SimulatedEngine
@@ -233,6 +234,20 @@ def test_an_embedding_of_its_own_is_not_read():
     cost = engines.simulation_cost(parsed("--model=Qwen2.5-7B", "--dtype=bfloat16", "--bandwidth=1e12"))
     assert cost.decode_step == pytest.approx(2 * (7_615_616_512 - 152064 * 3584) / 1e12)
     assert cost.cached_token == pytest.approx(2 * 2 * 28 * 4 * 128 / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"strategy": "grpo", "group_size": 64}, 64),  # more than 4 rounds of 8
+        ({"strategy": "ngu", "group_size": 4, "max_draws": 0}, 32),  # no limit, which a script needs
+    ],
+)
+def test_an_adaptive_workload_of_any_strategy(settings, most):
+    workload = workloads.adaptive(CollectionConfig(**settings), 64, workloads.constant(2), vocab_size=9)
+    options = engines.engine_options(workload, parsed("adaptive", "--slots=8", "--simulate"))
+    simulated = adaptive.simulate(workload, options, Cost(decode_step=1.0), barrier=False, limit=None)
+    assert workload.lengths.shape == (64, most) and simulated["responses"] >= 64 * settings["group_size"]
 
 
 @pytest.mark.slow  # test_rollout compares an engine with its simulation, and the test below has a barrier
