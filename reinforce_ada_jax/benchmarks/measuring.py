@@ -64,7 +64,6 @@ def machine() -> dict[str, str]:
 
 def memory_bytes(*, peak: bool) -> int:
     """Returns the memory in use: the first device's where it keeps a count, else this process's."""
-    statistics = jax.devices()[0].memory_stats()
-    if statistics is None:
-        return resident_bytes("VmHWM" if peak else "VmRSS")
-    return statistics["peak_bytes_in_use" if peak else "bytes_in_use"]
+    counts = jax.devices()[0].memory_stats() or {}
+    found = counts.get("peak_bytes_in_use" if peak else "bytes_in_use")
+    return resident_bytes("VmHWM" if peak else "VmRSS") if found is None else found
