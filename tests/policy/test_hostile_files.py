@@ -47,6 +47,7 @@ FILES = {
     "no header": b"1234567",
     "a header beyond the file": file_bytes(HEADER, length=2 * len(WHOLE)),
     "a header of 2**63 bytes": file_bytes(HEADER, length=2**63),
+    "a header of 17 MiB": file_bytes(json.dumps(HEADER).encode().ljust(17 * 2**20)),
     "a header that is no JSON": file_bytes(b"{'a'}"),
     "a header that is no text": file_bytes(b"\xff\xfe"),
     "a header that is a list": file_bytes([]),
