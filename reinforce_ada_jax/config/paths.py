@@ -6,7 +6,7 @@ import re
 
 from reinforce_ada_jax.files import buckets
 
-# "gs://bucket/x", also as pathlib shortens it; "hf:NAME" and "cipher:train" are sources of problems.
+# "gs://bucket/x", also as pathlib shortens it.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
 
@@ -35,6 +35,12 @@ def check_input(name: str, path: object) -> None:
         buckets.check(name, path)
     else:
         check_local(name, path, others=" and buckets of Google Cloud (gs://)")
+
+
+def check_source(name: str, source: str) -> None:
+    """Raises ValueError as `check_input` does; "tfds:/DIR" and "hf:/DIR", sources of problems, are no URLs."""
+    if buckets.is_bucket(source) or "://" in source:
+        check_input(name, source)
 
 
 def check_output(name: str, path: str | pathlib.Path, *, folder: bool) -> None:

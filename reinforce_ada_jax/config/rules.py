@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from reinforce_ada_jax.config.collection_rules import check_collection, correction
 from reinforce_ada_jax.config.defaults import resolve
-from reinforce_ada_jax.config.paths import check_input
+from reinforce_ada_jax.config.paths import check_input, check_source
 from reinforce_ada_jax.config.settings import INSTRUCTION, SYSTEM, Config
 from reinforce_ada_jax.config.values import check_values
 
@@ -54,10 +54,10 @@ def model_and_prompts_are_named(config: Config) -> None:
     if not config.data.prompts:
         raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
     check_input("model.path", config.model.path)
-    check_input("data.prompts", config.data.prompts)
+    check_source("data.prompts", config.data.prompts)
     check_input("logging.compilation_cache", config.logging.compilation_cache)
     for source in config.evaluation.benchmarks:
-        check_input("evaluation.benchmarks", source)
+        check_source("evaluation.benchmarks", source)
 
 
 def texts_belong_to_chat(config: Config) -> None:

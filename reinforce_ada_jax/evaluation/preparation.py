@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.config.paths import check_input, check_output
+from reinforce_ada_jax.config.paths import check_output, check_source
 from reinforce_ada_jax.data.problems import Problem, description, to_row
 from reinforce_ada_jax.data.prompts import short_prompts
 from reinforce_ada_jax.data.templates import chat_from_config
@@ -95,7 +95,7 @@ class OutputFiles:
 
     def check(self, source: str) -> None:
         """Raises ValueError if the output can't be written, or is a file that this command did not write."""
-        check_input("--input", source)
+        check_source("--input", source)
         check_output("--output", self.output, folder=False)
         if self.output.suffix != ".jsonl":
             raise ValueError(f"--output is {self.output}; it must end with .jsonl, because it gets one problem a line.")

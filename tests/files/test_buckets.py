@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from reinforce_ada_jax.config.paths import check_input, check_output
+from reinforce_ada_jax.config.paths import check_input, check_output, check_source
 from reinforce_ada_jax.files import buckets, local_copy
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.files.lease import Lease, LostError
@@ -52,6 +52,10 @@ def test_urls_are_known_also_as_pathlib_shortens_them():
 def test_what_cannot_be_a_bucket_is_refused_before_any_work(monkeypatch):
     with pytest.raises(ValueError, match=r"--input is 's3://b/a.jsonl', and only folders .* buckets of Google Cloud"):
         check_input("--input", "s3://b/a.jsonl")
+    with pytest.raises(ValueError, match=r"data.prompts is 's3://b/a.jsonl', and only folders"):
+        check_source("data.prompts", "s3://b/a.jsonl")
+    check_source("data.prompts", "tfds:/data/gsm8k")  # an absolute path
+    check_source("data.prompts", "hf:/data/gsm8k:test")
     with pytest.raises(ValueError, match="--output is 'gs://', which names no bucket"):
         check_output("--output", "gs://", folder=True)
     check_output("--output", "gs://b/model", folder=True)
