@@ -228,6 +228,19 @@ def aggregate(
     )
 
 
+def _kl(config: LossConfig, logprobs: Tokens, reference_logprobs: Tokens | None, mask: Mask) -> Float[Array, "B T"]:
+    """KL of every token, 0 without a reference; raises ValueError where its coefficient needs one."""
+    if reference_logprobs is not None:
+        # Masked before the difference: values under the mask must reach neither the loss nor its slope.
+        return kl_estimate(_masked(logprobs, mask), _masked(reference_logprobs, mask), config.kl_kind)
+    if config.kl_coefficient:
+        raise ValueError(
+            f"kl_coefficient is {config.kl_coefficient}, but there are no reference_logprobs: score the batch with the "
+            "reference's weights first, or set the coefficient to 0."
+        )
+    return jnp.zeros_like(logprobs)
+
+
 def policy_loss(
     config: LossConfig,
     logprobs: Tokens,
@@ -270,29 +283,19 @@ def policy_loss(
     Raises:
       ValueError: a cap without behaviour_logprobs, a KL coefficient without reference_logprobs, or an unknown name.
     """
-    if config.kl_coefficient and reference_logprobs is None:
-        raise ValueError(
-            f"kl_coefficient is {config.kl_coefficient}, but there are no reference_logprobs: score the batch with the "
-            "reference's weights first, or set the coefficient to 0."
-        )
-    num_tokens, num_rows = denominators(mask, segment_one_hot) if counts is None else counts
+    sizes = (denominators(mask, segment_one_hot) if counts is None else counts)._asdict()
     terms = policy_terms(
         config, logprobs, old_logprobs, advantages, mask,
         behaviour_logprobs=behaviour_logprobs, segment_one_hot=segment_one_hot,
     )  # fmt: skip
 
     def mean(values, aggregation=config.aggregation):
-        return aggregate(
-            values, mask, aggregation, num_tokens=num_tokens, num_rows=num_rows, segment_one_hot=segment_one_hot
-        )
+        return aggregate(values, mask, aggregation, **sizes, segment_one_hot=segment_one_hot)
 
     loss = mean(terms.loss)
     if config.entropy_coefficient:
         loss = loss - config.entropy_coefficient * mean(entropy)
-    kl = jnp.zeros_like(logprobs)
-    if reference_logprobs is not None:
-        # Masked before the difference: values under the mask must reach neither the loss nor its slope.
-        kl = kl_estimate(_masked(logprobs, mask), _masked(reference_logprobs, mask), config.kl_kind)
+    kl = _kl(config, logprobs, reference_logprobs, mask)
     if config.kl_coefficient:
         loss = loss + config.kl_coefficient * mean(kl)
     entropies, old_minus_new = entropy, terms.old_minus_new

@@ -46,7 +46,7 @@ class LearnerState:
 class UpdateMetrics(NamedTuple):
     """Metrics of one update: means over tokens of the whole minibatch, except where it says otherwise.
 
-    Where responses with advantage 0 are left out, `entropy` and `approx_kl` are estimates: the computed ones stand for
+    Where responses with advantage 0 are left out, those of `ESTIMATES` are estimates: the computed responses stand for
     the others (`loss.metric_weights`). The other means are exact.
 
     Attributes:
@@ -77,6 +77,8 @@ class UpdateMetrics(NamedTuple):
 
 # Metrics that are summed over micro-batches.
 MEANS = ("loss", "entropy", "clip_fraction", "dual_clip_fraction", "approx_kl", "kl")
+# Those of them that `loss.metric_weights` weighs: without a computed response they have no value.
+ESTIMATES = ("entropy", "approx_kl")
 
 
 class Sums(NamedTuple):

@@ -24,7 +24,7 @@ from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.learner import Learner, loss_config, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
-from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
+from reinforce_ada_jax.learning.update import ESTIMATES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
 
 
@@ -336,14 +336,14 @@ def _gap_metrics(mean: float, largest: float) -> dict[str, float]:
 def update_means(results: Sequence[UpdateMetrics]) -> dict[str, float]:
     """Returns the means of the metrics over updates, and the number of updates.
 
-    An update that computed no response, because every advantage was 0, says nothing of entropy and approx_kl. Without
-    an update (every group was dropped) all means are 0.
+    An update that computed no response, because every advantage was 0, has no value of `ESTIMATES`. Without an update
+    (every group was dropped) all means are 0.
     """
     metrics: dict[str, float] = {}
     for name in UpdateMetrics._fields:
         if name not in ("finite", "gap"):
-            sampled = name in ("entropy", "approx_kl")
-            values = [getattr(result, name) for result in results if result.computed_share > 0 or not sampled]
+            exact = name not in ESTIMATES
+            values = [getattr(result, name) for result in results if result.computed_share > 0 or exact]
             metrics[f"update/{name}"] = float(np.mean(values or [0.0]))
     return metrics | {"update/count": len(results)}
 
