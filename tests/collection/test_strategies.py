@@ -502,7 +502,7 @@ def test_a_users_strategy_that_is_not_there(users_file):
         strategies.build(config(f"{users_file}:treble"))
     with pytest.raises(ValueError, match="mine.py:nothing', which returned None; it must return a Strategy"):
         strategies.build(config(f"{users_file}:nothing"))
-    with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance, estimate, dapo, ngu, or"):
+    with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance, .*, or"):
         strategies.build(config("best"))
 
 
