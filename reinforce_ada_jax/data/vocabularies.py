@@ -149,12 +149,13 @@ class SentencePieceVocabulary:
 def _added_tokens(folder: pathlib.Path, config: dict[str, Any]) -> tuple[list[tokenizers.AddedToken], list[int]]:
     """Returns the tokens added to a vocabulary, in the order of their ids, and the ids."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    decoder = config.get("added_tokens_decoder", {})
+    # Older folders have a file, and all of its tokens are special.
+    added = (model_files.read_json(folder / "added_tokens.json") or {}) if decoder == {} else {}
     with native_errors(f"{folder}: its added tokens are no table of ids and texts"):
-        entries = {int(index): entry for index, entry in config.get("added_tokens_decoder", {}).items()}
-        if not entries:  # older folders: all of them special
-            added = model_files.read_json(folder / "added_tokens.json") or {}
-            special = {"special": True, "normalized": False}
-            entries = {index: {"content": token, **special} for token, index in added.items()}
+        entries = {int(index): entry for index, entry in decoder.items()}
+        special = {"special": True, "normalized": False}
+        entries |= {index: {"content": token, **special} for token, index in added.items()}
         ids = sorted(entries)
         tokens = [
             tokenizers.AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})

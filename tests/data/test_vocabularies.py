@@ -235,6 +235,10 @@ def test_byte_pairs_that_cannot_be_read(tmp_path):
     for added in ([], {"7": 3}, {"7": {"content": 3}}):
         with pytest.raises(ValueError, match="its added tokens are no table of ids and texts"):
             Tokenizer.load(write_byte_pairs(tmp_path, config | {"added_tokens_decoder": added}))
+    (tmp_path / "added_tokens.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^[^(]*added_tokens.json is not JSON .*from where you trust it.$"):
+        Tokenizer.load(write_byte_pairs(tmp_path, config | {"added_tokens_decoder": {}}))
+    (tmp_path / "added_tokens.json").unlink()
     (tmp_path / "vocab.json").write_text("[]")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(ValueError, match=r"vocab.json and merges.txt are not byte pairs"):
