@@ -329,6 +329,16 @@ def test_a_failure_after_the_last_token_is_that_of_its_request(server, client, m
     assert [len(each.tokens) for each in beside.result(timeout=60).sequences] == [8, 8]
 
 
+def test_a_request_for_a_deleted_checkpoint_leaves_no_place_taken(server, client):
+    training, _ = trained(client)
+    path = training.save_weights_for_sampler("deleted").result().path
+    sampler, (_, service, _) = client.create_sampling_client(model_path=path).result(), server
+    service.remove_checkpoint(path)
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=8)).result(timeout=60)
+    assert not service.samples.waiting
+
+
 def test_a_silent_session_ends_alone(server, client):
     address, service, _ = server
     training, _ = trained(client)

@@ -219,9 +219,11 @@ class Service:
                 waiting = len(self.samples.waiting)
                 if waiting >= self.settings.waiting:
                     raise Refusal(429, f"{waiting} requests are waiting (--waiting): try again later.")
+                # Saved again under the same path, a checkpoint is another one.
+                adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
                 future = self.samples.add(request_id, sampler.session)
                 try:
-                    self._queue_sample(request_id, future, sampler, request)
+                    self._queue_sample(request_id, future, self.bases[sampler.base], adapter, request)
                 except ValueError as error:
                     self.samples.finish(request_id, protocol.error_result(str(error)))
         self.wake.set()
@@ -230,12 +232,9 @@ class Service:
         return types.UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids)
 
     def _queue_sample(
-        self, request_id: str, future: SampleFuture, sampler: SamplerRow, request: types.SampleRequest
+        self, request_id: str, future: SampleFuture, base: Base, adapter: str, request: types.SampleRequest
     ) -> None:
-        base, asked = self.bases[sampler.base], request.sampling_params
-        # Saved again under the same path, a checkpoint is another one.
-        adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
-        tokens = protocol.prompt_tokens(request.prompt)
+        asked, tokens = request.sampling_params, protocol.prompt_tokens(request.prompt)
         check_sample_request(base, request, tokens)
         texts = (asked.stop,) if isinstance(asked.stop, str) else tuple(x for x in asked.stop or () if type(x) is str)
         stop_ids = base.tokenizer.stop_ids
