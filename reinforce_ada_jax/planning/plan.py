@@ -108,7 +108,7 @@ def _row_tokens(config: Config) -> int:
 def packed_share(config: Config, means: Statistics) -> float:
     """Least number of update rows per response; 1 where none share a row."""
     useful = (means.prompt_tokens + means.response_tokens) / _row_tokens(config)
-    return max(useful, 1 / config.learning.responses_per_row)
+    return min(1.0, max(useful, 1 / config.learning.responses_per_row))
 
 
 def phases(

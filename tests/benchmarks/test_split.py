@@ -6,6 +6,7 @@ import pytest
 
 from reinforce_ada_jax.benchmarks import models, split, split_plan, workloads
 from reinforce_ada_jax.benchmarks.split_plan import Times
+from reinforce_ada_jax.planning.plan import Statistics, packed_share
 from reinforce_ada_jax.planning.roofline import chip_of
 from reinforce_ada_jax.training.components import engine_options
 from tests.benchmarks.test_benchmark import parsed
@@ -55,6 +56,12 @@ def test_a_prediction():
     assert half["learn"] == pytest.approx(together["learn"] * (1 / 2) / (3 / 4), rel=0.01)
     assert half["iteration"] == max(half["draw"], half["learn"]) + half["hand_over"]
     assert half["ratio"] == together["iteration"] / half["iteration"]
+
+
+def test_no_response_fills_more_than_its_row():
+    # Rows of 16 tokens, beside prompts of a mean length for models of their own size.
+    config = tiny(**{"data.max_prompt_tokens": 8, "sampling.max_response_tokens": 8})
+    assert packed_share(config, Statistics(split_plan.MEAN_PROMPT_TOKENS, 4.0, draws=0.0)) == 1.0
 
 
 def test_what_is_refused():
