@@ -69,7 +69,7 @@ def _lines(stream: io.BufferedIOBase, name: str) -> Iterator[tuple[int, Any]]:
 def json_values(value: Any) -> Any:
     """Returns a value of Parquet, `datasets` or TFDS as JSON has it: dates and decimals as text, NaN as None.
 
-    Bytes, as which TFDS has texts, are None where they are no text.
+    Bytes are text in UTF-8, as in TFDS; all others become None.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
