@@ -319,7 +319,10 @@ def _load_function(reference: str) -> Callable[[CollectionConfig], Any]:
     path_name, _, name = reference.rpartition(":")
     path, setting = pathlib.Path(path_name), f"collection.strategy is {reference!r}"
     user_code.check(path, setting, name)
-    if not callable(function := getattr(user_code.run(path), name, None)):
+    module = user_code.run(path)
+    if not hasattr(module, name):  # `check` can't see what `import *` brings
+        raise ValueError(f"{setting}, but {path} defines no {name!r}.")
+    if not callable(function := getattr(module, name)):
         raise ValueError(f"{setting}, which is {function!r}; it must be a function of the collection section.")
     return function
 

@@ -504,6 +504,9 @@ def test_a_users_strategy_that_is_not_there(users_file):
         strategies.build(config(f"{users_file}:nothing"))
     with pytest.raises(ValueError, match="'best'; it must be one of grpo, positive, balance, .*, or"):
         strategies.build(config("best"))
+    users_file.write_text("from math import *\n")
+    with pytest.raises(ValueError, match="mine.py defines no 'double'"):
+        strategies.build(config(f"{users_file}:double"))
 
 
 WITH_A_DATACLASS = """
