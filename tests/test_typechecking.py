@@ -87,7 +87,7 @@ def test_the_first_functions_of_an_inner_def_are_checked():
 
         return double
 
-    made = [make() for _ in range(typechecking.CHECKED + 1)]
+    made = [make() for _ in range(typechecking.MADE + 1)]
     with pytest.raises(BeartypeCallHintViolation):
         made[-2]("one")
     assert made[-1]("one") == "oneone"

@@ -255,7 +255,7 @@ COMPLETE = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward.workers": 0}, "'judge': it grades in processes only"),
+        ({"reward.workers": 0}, "'judge': it is run in grading processes only"),
         ({"reward.judge_url": "localhost:8000"}, "reward.judge_url must be http"),
         ({"reward.judge_url": "http://me:password@localhost/v1"}, "without a user"),
         ({"reward.judge_model": ""}, "reward.judge_model is empty"),
@@ -265,7 +265,7 @@ COMPLETE = {
         ({"reward.judge_parameters": "[]"}, "must be a JSON object"),
         ({"reward.judge_parameters": '{"stream": true}'}, "must be a JSON object without model"),
         ({"reward.kind": "code", "reward.code_wall_s": 6.0}, "killed before a slow program is"),
-        ({"reward.kind": "code", "reward.workers": 0}, "'code': it grades in processes only"),
+        ({"reward.kind": "code", "reward.workers": 0}, "'code': it is run in grading processes only"),
     ],
 )
 def test_settings_that_cannot_be_meant(changes, message):
