@@ -69,7 +69,7 @@ class JsonSubprocess:
             ) from error
 
     def close(self) -> None:
-        """Ends the process, which ends with its input; it is killed if it does not within `END_S`."""
+        """Closes the input of the process, so that it ends; kills it if it still runs after `END_S` seconds."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         self._stdout.close()

@@ -256,7 +256,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def joined(*, cluster: bool) -> Iterator[None]:
-    """Makes the block of a command one process of the run, which leaves at the end; `cluster` as for `initialize`.
+    """Joins the run as one of its processes, and leaves it after the block; `cluster` as for `initialize`.
 
     An error in the block, or while joining, ends this process at once. The others notice that the connection ends.
     JAX's own exit waits for all processes, but those that wait in a program never come there.

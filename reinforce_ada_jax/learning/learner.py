@@ -290,7 +290,7 @@ class Learner:
         counts: loss_lib.Counts,
         policy_version: Version | None,
     ):
-        """(loss, (means, gap)) of a micro-batch."""
+        """Computes (loss, (means, gap)) of a micro-batch."""
         policy = self.policy(params, base)
         logprobs, entropy = self._logprobs(policy, micro)
         if self._is_invariant:

@@ -229,7 +229,7 @@ def aggregate(
 
 
 def _kl(config: LossConfig, logprobs: Tokens, reference_logprobs: Tokens | None, mask: Mask) -> Float[Array, "B T"]:
-    """KL of every token, 0 without a reference; raises ValueError where its coefficient needs one."""
+    """Computes the KL of every token, 0 without a reference; raises ValueError where its coefficient needs one."""
     if reference_logprobs is not None:
         # Masked before the difference: values under the mask must reach neither the loss nor its slope.
         return kl_estimate(_masked(logprobs, mask), _masked(reference_logprobs, mask), config.kl_kind)
