@@ -71,7 +71,7 @@ $(DOCS_VENV)/.installed: requirements-docs.txt
 	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.txt
 	touch $@
 
-# Known vulnerabilities of the pinned packages. Needs the network: it asks pypi.org for its advisories.
+# Known vulnerabilities of the pinned packages. Needs the network: it asks the package index for its advisories.
 audit: $(AUDIT_VENV)/.installed
 	$(AUDIT_VENV)/bin/pip-audit --strict --requirement requirements.txt --no-deps --disable-pip
 
