@@ -41,7 +41,8 @@ def _plot(workdirs: Sequence[pathlib.Path], output: pathlib.Path, named: buckets
     from reinforce_ada_jax.reporting import comparison, curves, drawing, history, page, samples
 
     with cli.user_input():
-        histories = history.with_unique_names([history.load(workdir) for workdir in workdirs])
+        loaded = history.with_unique_names([history.load(workdir) for workdir in workdirs])
+        histories = history.with_distinct_benchmarks(loaded)
         responses = samples.read_all([run.workdir for run in histories])
     comparisons = comparison.compare_all(histories)
     for compared in comparisons:

@@ -13,11 +13,12 @@ def make_run(
     updates_per_iteration: int = 1,
     config: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Sequence[float | None]] | None = None,
+    problems: str = "",
 ) -> pathlib.Path:
     """A work directory of len(tokens) iterations.
 
     `averages`: of an evaluation by iteration, 0 among them or not. `metrics`: further keys, a value an iteration; None:
-    that line lacks the key.
+    that line lacks the key. `problems`: hash of those of the benchmark, in evaluations/.
     """
     workdir.mkdir(parents=True)
     saved = {
@@ -32,8 +33,10 @@ def make_run(
         for iteration, average in averages.items()
     }
     (workdir / "evaluations").mkdir()
+    named = {"evaluation/heldout/problems": problems} if problems else {}
     for iteration, result in evaluations.items():
-        (workdir / "evaluations" / f"{iteration:06d}.json").write_text(json.dumps({"iteration": iteration} | result))
+        saved_result = {"iteration": iteration} | result | named
+        (workdir / "evaluations" / f"{iteration:06d}.json").write_text(json.dumps(saved_result))
     lines = []
     for i, count in enumerate(tokens, start=1):
         line = {

@@ -14,9 +14,11 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.prompts import benchmark_name
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.evaluation import drawing
+from reinforce_ada_jax.evaluation.response_store import hash_of_problems
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.history import PROBLEMS
 from reinforce_ada_jax.reporting.writers import Metrics
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
@@ -83,7 +85,12 @@ def results_file(workdir: pathlib.Path, iteration: int) -> pathlib.Path:
     return workdir / "evaluations" / f"{iteration:06d}.json"
 
 
-def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Metrics) -> None:
+def hashes(problems: Mapping[str, str]) -> dict[str, str]:
+    """Returns {"evaluation/BENCHMARK/problems": hash}, by which `plot` compares runs on the same problems only."""
+    return {f"evaluation/{name}/{PROBLEMS}": found for name, found in problems.items()}
+
+
+def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metrics: Mapping[str, float | str]) -> None:
     """Writes metrics into a file that begins with `about`; those of other benchmarks stay in it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(file.read_text()) if file.exists() else about
@@ -141,7 +148,8 @@ class Evaluator:
             raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():
-            save_results(results_file(self.workdir, iteration), {"iteration": iteration}, metrics)
+            problems = {name: hash_of_problems(prompts) for name, prompts in self.benchmarks.items()}
+            save_results(results_file(self.workdir, iteration), {"iteration": iteration}, metrics | hashes(problems))
         return metrics
 
     def is_done(self, iteration: int) -> bool:

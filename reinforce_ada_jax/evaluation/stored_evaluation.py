@@ -97,6 +97,7 @@ class StoredEvaluation:
     responses: Mapping[str, GradedResponses]
     initial: Mapping[str, Mapping[str, float]]  # pass rates before training, by benchmark and id
     graders: Mapping[str, str]  # kind of reward, or file and function, by benchmark
+    problems: Mapping[str, str]  # hash of the problems, by benchmark
 
 
 def _initial_pass_rates(folder: pathlib.Path | None, benchmarks: Benchmarks) -> dict[str, dict[str, float]]:
@@ -116,7 +117,8 @@ def _result(
     labels = {name: {prompt.id: prompt.labels for prompt in prompts} for name, prompts in benchmarks.items()}
     responses = {name: stores[name].complete(prompts, drawn["samples"]) for name, prompts in benchmarks.items()}
     graders = {name: store.header["graded"]["reward"] for name, store in stores.items()}
-    return StoredEvaluation(drawn, output, labels, responses, initial, graders)
+    problems = {name: store.header["drawn"]["problems"] for name, store in stores.items()}
+    return StoredEvaluation(drawn, output, labels, responses, initial, graders, problems)
 
 
 def evaluate(

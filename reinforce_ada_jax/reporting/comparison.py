@@ -51,19 +51,24 @@ def _costs(history: History) -> list[str]:
 
 
 def _sentence(first: History, second: History, benchmark: str) -> str:
-    """Returns what the second run gained per update, and the tokens that it generated."""
+    """Returns what the second run gained per update, and the tokens that it generated.
+
+    Averages are those of evaluations. One between two evaluations is marked: at equal tokens at most one run has one.
+    """
     accuracies = [history.evaluations[benchmark] for history in (first, second)]
-    last = min(accuracy.updates[-1] for accuracy in accuracies)
-    if not last:  # one of them was evaluated only before it began
+    last = max(set(accuracies[0].updates.tolist()) & set(accuracies[1].updates.tolist()), default=0.0)
+    if not last:  # after no update both were evaluated
         return ""
-    ends = [float(np.interp(last, accuracy.updates, accuracy.average)) for accuracy in accuracies]
+    ends = [float(accuracy.average[accuracy.updates.tolist().index(last)]) for accuracy in accuracies]
     spent = [float(history.at(np.array([last]), history.tokens)[0]) for history in (first, second)]
     budget = min(spent)
-    level = [at_tokens(history, benchmark, budget) for history in (first, second)]
+    level = [f"{at_tokens(history, benchmark, budget):.3f}" for history in (first, second)]
+    for index, accuracy in enumerate(accuracies):
+        level[index] += "" if budget in accuracy.tokens else " (between two evaluations)"
     return (
         f"After {last:.0f} updates {second.name} reaches {ends[1]:.3f} and {first.name} {ends[0]:.3f}, and "
         f"{second.name} generated {spent[1] / spent[0]:.1f} times the tokens for it; when both have generated "
-        f"{budget:,.0f} tokens, {second.name} reaches {level[1]:.3f} and {first.name} {level[0]:.3f}."
+        f"{budget:,.0f} tokens, {second.name} reaches {level[1]} and {first.name} {level[0]}."
     )
 
 

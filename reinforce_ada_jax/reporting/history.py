@@ -20,6 +20,7 @@ NEEDED = ("collection/tokens", "collection/zero_signal_share")
 EVALUATING = "time/evaluate_s"
 CONFIG = "config.json"
 STARTED = "started.json"  # date, commit and device of the newest start of a run
+PROBLEMS = "problems"  # evaluation/BENCHMARK/problems in evaluations/*.json: the hash of its problems
 # {"pass", "all_correct" or "initial": {updates: {x: value}}} of one benchmark. x is k; of "initial" it is the middle of
 # a range of initial pass rates, and the value the accuracy of its problems.
 EvaluationCurves = dict[str, dict[float, dict[float, float]]]
@@ -50,6 +51,7 @@ class History:
     workdir: pathlib.Path
     before: Metrics = dataclasses.field(default_factory=dict)  # evaluation before the first iteration; {}: none
     started: dict[str, Any] = dataclasses.field(default_factory=dict)  # started.json: date, commit, device; {}: none
+    problems: dict[str, str] = dataclasses.field(default_factory=dict)  # hash of its problems, by benchmark
 
     def at(self, updates: Float[np.ndarray, " E"], values: Float[np.ndarray, " I"]) -> Float[np.ndarray, " E"]:
         """Interpolates running totals (`tokens`, `seconds`) linearly, from 0 on."""
@@ -90,6 +92,12 @@ def _accuracies(points: Sequence[tuple[float, float, Metrics]]) -> dict[str, Acc
                 error = metrics.get(f"{key}_standard_error", np.nan)
                 rows.setdefault(key.split("/")[1], []).append((updates, tokens, value, error))
     return {name: Accuracy(*np.array(found, float).T) for name, found in rows.items()}
+
+
+def _problems(evaluations: Sequence[Metrics]) -> dict[str, str]:
+    """Returns the hashes of the benchmarks' problems in the files of evaluations/, the newest ones."""
+    found = [(key.split("/"), value) for result in evaluations for key, value in result.items()]
+    return {parts[1]: str(value) for parts, value in found if parts[0] == "evaluation" and parts[2:] == [PROBLEMS]}
 
 
 def load(workdir: pathlib.Path) -> History:
@@ -144,6 +152,7 @@ def of_lines(workdir: pathlib.Path, lines: Sequence[Metrics]) -> History:
         workdir=workdir,
         before=before,
         started=read_json(workdir / STARTED) if (workdir / STARTED).exists() else {},
+        problems=_problems(evaluations),
     )
 
 
@@ -166,6 +175,27 @@ def with_unique_names(histories: Sequence[History]) -> list[History]:
     """Returns the runs with names that differ."""
     names = unique_names([history.workdir for history in histories])
     return [dataclasses.replace(history, name=name) for history, name in zip(histories, names, strict=True)]
+
+
+def with_distinct_benchmarks(histories: Sequence[History]) -> list[History]:
+    """Returns the runs with another name for each benchmark whose name stands for other problems in an earlier run.
+
+    It is `NAME of RUN`, by the first run that has these problems. Results of different problems are never compared.
+    """
+    first: dict[tuple[str, str], str] = {}  # (benchmark, hash of its problems): the run that has it first
+    for history in histories:
+        for benchmark in history.evaluations:
+            first.setdefault((benchmark, history.problems.get(benchmark, "")), history.name)
+    names: dict[tuple[str, str], str] = {}
+    for (benchmark, problems), run_name in first.items():
+        names[benchmark, problems] = f"{benchmark} of {run_name}" if benchmark in names.values() else benchmark
+    renamed = []
+    for run in histories:
+        name = {benchmark: names[benchmark, run.problems.get(benchmark, "")] for benchmark in run.evaluations}
+        evaluations = {name[benchmark]: accuracy for benchmark, accuracy in run.evaluations.items()}
+        curves = {name.get(benchmark, benchmark): found for benchmark, found in run.curves.items()}
+        renamed.append(dataclasses.replace(run, evaluations=evaluations, curves=curves))
+    return renamed
 
 
 def smooth(values: Float[np.ndarray, " N"], window: int = 5) -> Float[np.ndarray, " N"]:

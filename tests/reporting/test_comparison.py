@@ -1,7 +1,7 @@
 import pytest
 
 from reinforce_ada_jax.reporting.comparison import compare, compare_all
-from reinforce_ada_jax.reporting.history import load
+from reinforce_ada_jax.reporting.history import load, with_distinct_benchmarks
 from tests.plotted import make_run
 
 
@@ -26,7 +26,7 @@ def test_sentence_on_two_runs(runs):
     # balance spent 800 / 200 = 4 times the tokens. With 200 tokens it had gone a quarter of its way: 0.2 + 0.6 / 4.
     assert compare(list(map(load, runs)), "heldout").sentence == (
         "After 2 updates balance reaches 0.800 and grpo 0.600, and balance generated 4.0 times the tokens for it; when "
-        "both have generated 200 tokens, balance reaches 0.350 and grpo 0.600."
+        "both have generated 200 tokens, balance reaches 0.350 (between two evaluations) and grpo 0.600."
     )
 
 
@@ -36,19 +36,33 @@ def test_sentence_on_the_last_of_three_runs(runs):
     assert three.sentence == compare(histories, "heldout").sentence
 
 
-def test_sentence_compares_where_both_runs_have_been(tmp_path, runs):
-    # balance ended after 2 updates. By then the longer run was half way from 0.2 to 0.6 and had spent 200 tokens.
+def test_sentence_compares_only_where_both_runs_were_evaluated(tmp_path, runs):
+    # balance was evaluated after 2 updates, the longer run half way there: nothing is made up for it.
     longer = make_run(tmp_path / "longer", tokens=[100] * 4, averages={0: 0.2, 4: 0.6})
-    sentence = compare([load(longer), load(runs[1])], "heldout").sentence
-    assert sentence.startswith("After 2 updates balance reaches 0.800 and longer 0.400, and balance generated 4.0")
+    assert compare([load(longer), load(runs[1])], "heldout").sentence == ""
+    both = make_run(tmp_path / "both", tokens=[100] * 4, averages={0: 0.2, 2: 0.3, 4: 0.6})
+    sentence = compare([load(both), load(runs[1])], "heldout").sentence
+    assert sentence.startswith("After 2 updates balance reaches 0.800 and both 0.300, and balance generated 4.0")
+
+
+def test_benchmarks_of_one_name_and_other_problems_are_not_compared(tmp_path):
+    cipher = make_run(tmp_path / "cipher", tokens=[100], averages={1: 0.2}, problems="aaa")
+    again = make_run(tmp_path / "again", tokens=[100], averages={1: 0.3}, problems="aaa")
+    words = make_run(tmp_path / "words", tokens=[100], averages={1: 0.9}, problems="bbb")
+    histories = with_distinct_benchmarks([load(run) for run in (cipher, words, again)])
+    compared = {found.benchmark: [run.name for run in found.runs] for found in compare_all(histories)}
+    assert compared == {"heldout": ["cipher", "again"], "heldout of words": ["words"]}
+    assert [found.sentence for found in compare_all(histories)] == ["", ""]
+    # Without other problems nothing is renamed.
+    assert [list(run.evaluations) for run in with_distinct_benchmarks(histories[:1])] == [["heldout"]]
 
 
 def test_tokens_are_counted_from_the_beginning_of_a_run(tmp_path, runs):
-    # Both have 100 tokens an update; the first one writes a line every two updates, and is half way to it.
+    # Both have 100 tokens an update; the first one writes a line every two updates.
     every_two = make_run(tmp_path / "two", tokens=[200], averages={0: 0.2, 1: 0.6}, updates_per_iteration=2)
-    every = make_run(tmp_path / "one", tokens=[100], averages={0: 0.2, 1: 0.4})
+    every = make_run(tmp_path / "one", tokens=[100, 100], averages={0: 0.2, 2: 0.4})
     sentence = compare([load(every_two), load(every)], "heldout").sentence
-    assert sentence.startswith("After 1 updates one reaches 0.400 and two 0.400, and one generated 1.0 times")
+    assert sentence.startswith("After 2 updates one reaches 0.400 and two 0.600, and one generated 1.0 times")
 
 
 def test_every_benchmark_has_its_comparison(tmp_path, runs):
