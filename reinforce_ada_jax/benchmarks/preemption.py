@@ -83,12 +83,13 @@ def run_until(command: Sequence[str], phase: str, ended_at: Moment | None) -> St
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None  # a pipe
         for moment in moments(process.stdout):
-            first = first or time.monotonic()
+            now = time.monotonic()
+            first = first or now
             if ended_at is None or moment >= ended_at:
-                reached = reached or time.monotonic()
+                reached = reached or now
             if reached and PHASES[moment.phase] == phase and (moment.share >= 0.5 or phase not in COUNTED):
-                process.send_signal(signal.SIGTERM)
                 signalled = time.monotonic()
+                process.send_signal(signal.SIGTERM)
                 process.stdout.read()
                 if process.wait() == RESTART:
                     return Started(first - begin, reached - first, moment, time.monotonic() - signalled)

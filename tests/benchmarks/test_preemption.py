@@ -48,13 +48,13 @@ for iteration in range(int(sys.argv[1]), 9):
 def test_the_work_of_a_start_that_repeats_is_lost():
     command = [sys.executable, "-c", SCRIPTED]
     first = preemption.run_until([*command, "1", "75"], "collecting", None)
-    assert first.at == Moment(1, 0, 0.5) and first.lost_s < 0.05
-    assert 0.2 <= first.exit_s < 5 and 0.1 <= first.start_s < 30
+    assert first.at == Moment(1, 0, 0.5) and first.lost_s == 0
+    assert first.exit_s >= 0.2 and first.start_s >= 0.1  # what the script sleeps, however slow the machine is
     # It begins the iteration again, and is told to end in the updates after it; the next start has them.
     second = preemption.run_until([*command, "1", "75"], "updating", first.at)
-    assert second.at == Moment(1, 1, 0.0) and 0.1 <= second.lost_s < 5
+    assert second.at == Moment(1, 1, 0.0) and second.lost_s > 0
     third = preemption.run_until([*command, "2", "75"], "collecting", second.at)
-    assert third.at == Moment(2, 0, 0.5) and third.lost_s < 0.05
+    assert third.at == Moment(2, 0, 0.5) and third.lost_s == 0
 
 
 def test_a_run_that_ends_otherwise_is_an_error():

@@ -212,7 +212,7 @@ def test_strangers_at_the_port_neither_join_nor_hold_anybody_up(monkeypatch):
             began = time.monotonic()
             links = [join(2, 3, "127.0.0.1", said), *strangers(port, secret), join(1, 3, "127.0.0.1", said)]
         assert raised == [] and sorted(line._links) == [1, 2]
-        assert time.monotonic() - began < 5.0 < watchdog.GREETING_S
+        assert time.monotonic() - began < watchdog.GREETING_S
         # Messages after the greeting are left for the watching thread.
         links[0].sendall(b"S\x02\x00")
         assert line._receive(line._links[2], 2) and line.asked_to_stop

@@ -263,11 +263,11 @@ def test_a_stop_cuts_exactly_and_ends_the_slot(server):
     assert (choice["text"], choice["finish_reason"]) == (before, "stop")
     rows = [row for chunk in events(client, stop=stop, **fields) for row in chunk["choices"]]
     assert "".join(row["text"] for row in rows) == before and rows[-1]["finish_reason"] == "stop"
-    # It ends in the device as well, long before 4,096 tokens.
-    begun = time.monotonic()
+    # It ends in the device as well: 4,096 tokens would take ten times as long as the 400 of the next request.
     assert complete(client, **(fields | {"max_tokens": 4096, "stop": stop}))["choices"][0]["text"] == before
-    wait_until(lambda: app._num_running() == 0)
-    assert time.monotonic() - begun < 5
+    begun = time.monotonic()
+    complete(client, **(fields | {"max_tokens": 400}))
+    wait_until(lambda: app._num_running() == 0, within_s=4 * (time.monotonic() - begun))
 
 
 def test_chat(server):
@@ -400,9 +400,8 @@ def test_clients_that_hang_up_free_their_slots(server, stream):
         else:
             with pytest.raises(httpx.ReadTimeout):
                 rude.post("/v1/completions", json=body, timeout=0.5)
-    begun = time.monotonic()
+    # Alone on a machine it takes 0.1 s; the responses would take minutes.
     wait_until(lambda: app.num_open == 0 and app._num_running() == 0)
-    assert time.monotonic() - begun < 5  # alone on a machine it takes 0.1 s; the responses would take minutes
     assert app.metrics.cancelled._value.get() == before + 1
     assert complete(client, temperature=0)["choices"][0]["text"] == "z1tU"
 

@@ -352,17 +352,16 @@ def test_hang_ups_free_their_slots_and_a_signal_lets_responses_end(endless, ques
 
 def test_grace_ends_and_a_second_signal_ends_everything(endless, questions):
     text = questions[0][0]
-    for grace_s, signals, code in ((0.5, [signal.SIGTERM], 0), (60, [signal.SIGTERM, signal.SIGINT], 128 + 2)):
+    for grace_s, signals, code in ((0.1, [signal.SIGTERM], 0), (1000, [signal.SIGTERM, signal.SIGINT], 128 + 2)):
         flags = ("--slots=2", f"--max_response_tokens={LONG}", f"--grace_s={grace_s}")
         with running(endless, *flags) as server:
             call = server.stream(text_content=dict(text=text), max_tokens=LONG)
-            began = time.monotonic()
             for number in signals:
                 server.process.send_signal(number)
                 if number == signals[0]:
                     assert server.line().startswith("stopping ")
-            ended, _, errors = server.ended(within=10)
-            assert ended == code and time.monotonic() - began < 4
+            ended, _, errors = server.ended(within=60)
+            assert ended == code
             assert "Traceback" not in errors
             with pytest.raises(grpc.RpcError):  # the client gets an error
                 list(call)

@@ -98,11 +98,24 @@ def server(tmp_path_factory):
         yield started
 
 
-@pytest.fixture
-def client(server):
-    made = tinker.ServiceClient(base_url=server[0], api_key=KEY)
+@contextlib.contextmanager
+def connected(address):
+    """A client of the server; at the end its heartbeats stop, which would go on after the server's end."""
+    made = tinker.ServiceClient(base_url=address, api_key=KEY)
     yield made
     made.close(status="success").result()
+
+
+@pytest.fixture
+def client(server):
+    with connected(server[0]) as made:
+        yield made
+
+
+@pytest.fixture
+def other(server):
+    with connected(server[0]) as made:
+        yield made
 
 
 def datum(tokens=TOKENS, **inputs):
@@ -191,8 +204,7 @@ def test_losses_are_those_of_the_formulas(client, loss):
         assert found(wider) == pytest.approx(expected(0.5, 3.0), rel=1e-5)
 
 
-def test_two_clients_with_two_adapters_get_what_each_gets_alone(server, client):
-    other = tinker.ServiceClient(base_url=server[0], api_key=KEY)
+def test_two_clients_with_two_adapters_get_what_each_gets_alone(client, other):
     words = [TOKENS, [5, 6, 7, 8, 9, 30, 31, 2]]
 
     def train_and_draw(made, tokens):
@@ -339,11 +351,10 @@ def test_a_request_for_a_deleted_checkpoint_leaves_no_place_taken(server, client
     assert not service.samples.waiting
 
 
-def test_a_silent_session_ends_alone(server, client):
+def test_a_silent_session_ends_alone(server, client, other):
     address, service, _ = server
     training, _ = trained(client)
-    silent = tinker.ServiceClient(base_url=address, api_key=KEY)
-    lost, _ = trained(silent)
+    lost, _ = trained(other)
     # Its client dies before it has sent the request before this one, which so can never run.
     step = {"model_id": lost.model_id, "seq_id": 50, "adam_params": {}}
     future = posted(address, "/api/v1/optim_step", step)[1]
