@@ -34,8 +34,8 @@ class ModelConfig:
     """Weights that a run starts from, and their precision."""
 
     path: str = setting(
-        "", "Hugging Face folder with config.json, safetensors and tokenizer.json; or a model of huggingface.co, "
-        "OWNER/MODEL, fetched once.", rule="model_and_prompts_are_named",
+        "", "Hugging Face folder with config.json, safetensors and tokenizer.json; a GGUF file; or a model of "
+        "huggingface.co, OWNER/MODEL, fetched once.", rule="model_and_prompts_are_named",
     )  # fmt: skip
     revision: str = setting("", "Branch, tag or commit of a model of huggingface.co; empty: main.")
     compute_dtype: str = setting("bfloat16", "Precision of products and activations.", one_of(values.DTYPES))

@@ -7,6 +7,7 @@ may silently replace a custom tokenizer, and no code from the folder except its 
 
 import dataclasses
 import pathlib
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from reinforce_ada_jax.data.vocabularies import (
     token_text,
     vocabulary_file,
 )
-from reinforce_ada_jax.files import model_files
+from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
 
 # A base model prompted in ChatML tends to end on <|im_end|>, which its files do not name as an end.
 CHATML_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
@@ -88,8 +89,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | pathlib.Path) -> "Tokenizer":
-        """Returns the tokenizer of a Hugging Face folder; ValueError when a file is missing or can't be read."""
+        """Returns the tokenizer of a Hugging Face folder or a GGUF file; ValueError when a file can't be read."""
         folder = pathlib.Path(folder)
+        if (file := gguf.find(folder)) is not None:
+            with tempfile.TemporaryDirectory() as written:
+                gguf_tokenizer.write(file, pathlib.Path(written))
+                return dataclasses.replace(cls.load(written), folder=folder)
         vocabulary_file(folder)  # first: a folder without a vocabulary is not a model's
         config = model_files.read_json(folder / "tokenizer_config.json")
         if config is None:

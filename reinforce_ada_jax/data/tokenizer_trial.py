@@ -24,7 +24,7 @@ import numpy as np
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.templates import CHAT, Chat, read_template
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.files import model_files
+from reinforce_ada_jax.files import gguf, model_files
 from reinforce_ada_jax.isolation import child, messages
 
 # A tokenizer.json of 24 MB with 262,000 tokens takes 2.3 s of a processor and 0.5 GB.
@@ -54,7 +54,8 @@ def check(folder: pathlib.Path, chat: Chat = CHAT) -> None:
     Raises:
       ValueError: that takes too much time or memory, or crashes native code; one line says which.
     """
-    if not model_files.is_present(folder / "tokenizer_config.json") or _is_built_in(folder):
+    is_file = gguf.find(folder) is not None
+    if not is_file and (not model_files.is_present(folder / "tokenizer_config.json") or _is_built_in(folder)):
         return
     asked = dataclasses.asdict(chat) | {"date": chat.date.isoformat()}
     arguments = [str(folder), json.dumps(asked), str(MEMORY_BYTES), str(PROCESSOR_S)]

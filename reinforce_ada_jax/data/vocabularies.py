@@ -17,12 +17,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from reinforce_ada_jax.files import model_files
+from reinforce_ada_jax.files.gguf_tokenizer import LLAMA3_SPLIT, QWEN2_SPLIT
 
-# Patterns that split text before bytes are merged, by the class in tokenizer_config.json.
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
 _BYTE_PAIR_CLASSES = ("Qwen2Tokenizer", "GPT2Tokenizer")
 
 # The 256 special tokens after the ranks in Llama 3.1, 3.2 and 3.3, for folders that do not list them.

@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from reinforce_ada_jax.distributed import processes
+from reinforce_ada_jax.files import gguf
 from reinforce_ada_jax.policy import hub_models, huggingface, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import TARGETS, Lora, adapter_shapes
@@ -27,7 +28,9 @@ def fingerprint(folder: pathlib.Path) -> str:
     for file in weight_files.find(folder):
         with file.open("rb") as stream:
             length = stream.read(8)
-            digest.update(length + stream.read(struct.unpack("<Q", length)[0]))
+            is_gguf = file.suffix == gguf.SUFFIX
+            rest = gguf.read(file).begin - len(length) if is_gguf else struct.unpack("<Q", length)[0]
+            digest.update(length + stream.read(rest))
             begin, end = stream.tell(), file.stat().st_size
             digest.update(struct.pack("<Q", end))
             for place in (begin, (begin + end) // 2, max(begin, end - SAMPLED_BYTES)):

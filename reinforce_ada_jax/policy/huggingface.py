@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.files import model_files
-from reinforce_ada_jax.policy import transformer, weight_files
+from reinforce_ada_jax.files import gguf, gguf_tokenizer, model_files
+from reinforce_ada_jax.policy import gguf_files, transformer, weight_files
 from reinforce_ada_jax.policy.architecture import Architecture, from_hf, to_hf
 
 # Our weight: (its axes, Hugging Face's name, the axes there). Letters written together are one axis there. A torch
@@ -110,15 +110,18 @@ def parts(architecture: Architecture) -> dict[str, Part]:
 
 
 def read_config(folder: str | pathlib.Path) -> Architecture:
-    """The architecture that `config.json` in a Hugging Face folder describes.
+    """The architecture that `config.json` in a Hugging Face folder, or the metadata of a GGUF file, describes.
 
     Raises:
       ValueError: no such folder, no or malformed config.json, or a model that this decoder doesn't compute.
     """
     folder = pathlib.Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder: name a Hugging Face folder on this machine, or OWNER/MODEL.")
-    config = weight_files.read_json(folder / "config.json")
+    file = gguf.find(folder)
+    if file is None and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder: name a Hugging Face folder or a GGUF file on this machine, or OWNER/MODEL."
+        )
+    config = weight_files.read_json(folder / "config.json") if file is None else gguf_files.config(file)
     try:
         return from_hf(config)
     except ValueError as error:
@@ -204,6 +207,12 @@ def _place(value: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
+def _opened(file: pathlib.Path) -> contextlib.AbstractContextManager[Any]:
+    if file.suffix == gguf.SUFFIX:
+        return contextlib.nullcontext(gguf_files.Tensors(file))
+    return safetensors.safe_open(file, framework="numpy")
+
+
 def load(
     folder: str | pathlib.Path, mesh: Mesh | None = None, dtype: DTypeLike = jnp.float32
 ) -> tuple[Architecture, transformer.Params]:
@@ -213,7 +222,8 @@ def load(
     the end a second copy of what is outside of the layers (embedding, head).
 
     Args:
-      folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16.
+      folder: holds config.json and `model.safetensors` (or its index and shards), float32, float16 or bfloat16; or a
+        GGUF file, or a folder that holds one.
       mesh: where the weights live; None: the default device.
       dtype: of the result.
 
@@ -231,7 +241,7 @@ def load(
 
     wanted = parts(architecture)
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(safetensors.safe_open(file, framework="numpy")) for file in files]
+        opened = [stack.enter_context(_opened(file)) for file in files]
         names = {name: tensors for tensors in opened for name in tensors.keys()}
 
         def read(layer: int | None) -> dict[str, jax.Array]:
@@ -279,7 +289,7 @@ def _check_params(architecture: Architecture, weights: dict[str, Any]) -> None:
 
 
 def _check_tokenizer(folder: pathlib.Path) -> None:
-    if not any(model_files.is_present(folder / name) for name in TOKENIZER_FILES):
+    if gguf.find(folder) is None and not any(model_files.is_present(folder / name) for name in TOKENIZER_FILES):
         raise ValueError(
             f"{folder} has no tokenizer files ({', '.join(TOKENIZER_FILES[:3])}, ...): name the folder of the "
             "model that training began from."
@@ -287,6 +297,9 @@ def _check_tokenizer(folder: pathlib.Path) -> None:
 
 
 def _copy_tokenizer(source: pathlib.Path, folder: pathlib.Path) -> None:
+    if (file := gguf.find(source)) is not None:
+        gguf_tokenizer.write(file, folder)
+        return
     # The base model's generation_config.json replaces ours: it may list more stop tokens than config.json does.
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if model_files.is_present(source / name):
@@ -313,7 +326,7 @@ def save(
       architecture: of `params`.
       params: arrays on any mesh; with `read` their shapes are enough.
       read: returns a weight by its dotted name; it is called once for each, and the one before is released.
-      tokenizer_from: a folder whose tokenizer files (and generation_config.json) are copied.
+      tokenizer_from: a folder whose tokenizer files (and generation_config.json) are copied, or a GGUF file.
       dtype: of the files; None: as the weights are.
       max_shard_bytes: a model beyond this is written in several files and an index.
 

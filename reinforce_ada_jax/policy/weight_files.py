@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from reinforce_ada_jax.files import model_files
+from reinforce_ada_jax.files import gguf, model_files
+from reinforce_ada_jax.policy import gguf_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -65,15 +66,19 @@ def _indexed(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def find(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files that make up a model: `model.safetensors`, or else the shards of its index.
+    """The files with the weights of a model: `model.safetensors`, the shards of its index, or else one GGUF file.
 
     Raises:
       ValueError: there are none, or the index is malformed, incomplete, or names a file outside the folder.
     """
+    if not folder.is_dir():
+        return [folder]  # a GGUF file
     if model_files.is_present(folder / SINGLE, None):
         return [folder / SINGLE]
     if model_files.is_present(folder / INDEX):
         return _indexed(folder)
+    if len(files := sorted(folder.glob(f"*{gguf.SUFFIX}"))) == 1:
+        return files
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise ValueError(
@@ -94,6 +99,9 @@ def read_headers(files: list[pathlib.Path]) -> dict[str, Header]:
     """
     headers: dict[str, Header] = {}
     for file in files:
+        if file.suffix == gguf.SUFFIX:
+            headers |= {name: Header(file, shape, "F32") for name, shape in gguf_files.shapes(file).items()}
+            continue
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
         if length > MAX_HEADER_BYTES:

@@ -1,0 +1,148 @@
+"""Tokenizer of a GGUF file, as the files that a Hugging Face folder has for it: texts, in the formats of `tokenizers`.
+
+Byte pairs only. A GGUF file names the rule that splits text before bytes are merged (`tokenizer.ggml.pre`); those here
+are the rules of the published tokenizer.json files.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+from reinforce_ada_jax.files import gguf
+
+# Patterns that split text before bytes are merged: of Qwen2, Qwen2.5 and Qwen3, and of Llama 3.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}| ?", r"\p{N}{1,3}| ?")
+_BYTES: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, _BYTES | {"use_regex": False}]
+
+
+PRE_TOKENIZERS = {
+    "gpt-2": [_BYTES],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _BYTES],
+    "qwen2": _split(QWEN2_SPLIT),
+    "llama-bpe": _split(LLAMA3_SPLIT),
+}
+CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that are split off before the rest is merged
+# End tokens: of a text, of a turn, and of a message.
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+NAMED = {
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}  # fmt: skip
+
+
+class _Metadata:
+    """Metadata of the tokenizer, checked as they are read."""
+
+    def __init__(self, metadata: dict[str, Any]):
+        self._metadata = metadata
+        self.tokens = self.texts("tokens")
+        self.kinds = self._metadata.get("tokenizer.ggml.token_type") or [1] * len(self.tokens)
+        if len(set(self.tokens)) != len(self.tokens):
+            raise ValueError("a token of its vocabulary is there twice")
+        if len(self.kinds) != len(self.tokens):
+            raise ValueError(f"it has {len(self.tokens):,} tokens and {len(self.kinds):,} kinds of tokens")
+
+    def get(self, name: str) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}")
+
+    def texts(self, name: str) -> list[str]:
+        value = self.get(name)
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise ValueError(f"its metadata lack a list of texts, tokenizer.ggml.{name}")
+        return value
+
+    def token_id(self, name: str) -> int | None:
+        value = self.get(name)
+        if value is not None and (type(value) is not int or not 0 <= value < len(self.tokens)):
+            raise ValueError(f"tokenizer.ggml.{name} is {value!r:.40}, and it has {len(self.tokens):,} tokens")
+        return value
+
+
+def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
+    kind, pre = metadata.get("model"), metadata.get("pre")
+    if kind != "gpt2":
+        raise ValueError(
+            f"its tokenizer is of the kind {kind!r:.40}, and only byte pairs ('gpt2') are read from GGUF: use the "
+            "model's Hugging Face folder"
+        )
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"its tokenizer splits text by the rule {pre!r:.40}; those known are {', '.join(PRE_TOKENIZERS)}. Use the "
+            "model's Hugging Face folder"
+        )
+    merges = [merge.split(" ") for merge in metadata.texts("merges")]
+    if not all(len(merge) == 2 for merge in merges):
+        raise ValueError("a merge of its tokenizer is no pair of tokens")
+    added = [
+        {
+            "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": kind == CONTROL,
+        }
+        for index, (token, kind) in enumerate(zip(metadata.tokens, metadata.kinds, strict=True))
+        if kind in (CONTROL, USER_DEFINED)
+    ]  # fmt: skip
+    begin = metadata.token_id("bos_token_id") if metadata.get("add_bos_token") else None
+    first = None if begin is None else metadata.tokens[begin]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": PRE_TOKENIZERS[pre]},
+        "post_processor": None if first is None else {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {first: {"id": first, "ids": [begin], "tokens": [first]}},
+        },
+        "decoder": _BYTES,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre == "llama-bpe",
+            "vocab": {token: index for index, token in enumerate(metadata.tokens)}, "merges": merges,
+        },
+    }  # fmt: skip
+
+
+def files(file: pathlib.Path) -> dict[str, str]:
+    """Returns the texts of tokenizer.json, tokenizer_config.json, generation_config.json and the chat template.
+
+    Raises:
+      ValueError: the file is damaged, or has a tokenizer of another kind.
+    """
+    header = gguf.read(file)
+    try:
+        metadata = _Metadata(header.metadata)
+        named = {name: metadata.token_id(key) for name, key in NAMED.items()}
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config |= {name: metadata.tokens[index] for name, index in named.items() if index is not None}
+        config["clean_up_tokenization_spaces"] = False
+        ends = sorted({index for key in ENDS if (index := metadata.token_id(key)) is not None})
+        tokenizer = _tokenizer_json(metadata)
+        template = header.metadata.get("tokenizer.chat_template")
+        if not isinstance(template, str | None):
+            raise ValueError("its chat template is not text")
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}.") from error
+    generation = {"bos_token_id": named["bos_token"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    texts = {
+        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+    }
+    return texts if template is None else texts | {"chat_template.jinja": template}
+
+
+def write(file: pathlib.Path, folder: pathlib.Path) -> None:
+    """Writes the tokenizer of a GGUF file into a folder; raises ValueError as `files` does."""
+    for name, text in files(file).items():
+        (folder / name).write_text(text, encoding="utf-8")
