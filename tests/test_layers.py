@@ -25,7 +25,19 @@ LAYERS = (
     {"training"},
     {"evaluation", "planning"},
     {"benchmarks"},
-    {"train", "evaluate", "prepare", "export", "serve", "simulate", "plot", "compile_check", "benchmark", "__main__"},
+    {
+        "train",
+        "evaluate",
+        "prepare",
+        "export",
+        "serve",
+        "sft",
+        "simulate",
+        "plot",
+        "compile_check",
+        "benchmark",
+        "__main__",
+    },
 )
 # Stages are joined by functions that `training` and the commands hand over. The policy is no stage: it is what they
 # are about.
