@@ -75,7 +75,7 @@ def end_tokens(tokenizer: Tokenizer, template: str, chat: Chat) -> Int32[np.ndar
         end = tokenizer.special_tokens.get("eos_token")
         ids = [number for number in tokenizer.stop_ids if tokenizer.token(number) == end] or tokenizer.stop_ids[:1]
         return np.array(ids, np.int32)
-    tokens = following(tokenizer, chat, chat.messages("a question"), [], stop_id=-1)
+    tokens = following(tokenizer, chat, chat.messages("a question"), [], stop_id=None)
     stops = np.flatnonzero(np.isin(tokens, tokenizer.stop_ids))
     if not len(stops):
         raise ValueError(
