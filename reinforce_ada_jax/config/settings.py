@@ -430,8 +430,10 @@ class SftConfig:
         "cosine", 'Learning rate after the warm-up: "cosine" to 0 at the last update, or "constant".',
         one_of(("cosine", "constant")),
     )  # fmt: skip
-    validation: str = setting("", "Source of held-out rows, as data.prompts; empty: no validation loss.")
-    validate_every: int = setting(50, "Updates between two validation losses.", values.AT_LEAST_1)
+    validation: str = setting(
+        "", "Source of held-out rows, as data.prompts, whose loss is computed every evaluation.every updates; empty: "
+        "none.",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

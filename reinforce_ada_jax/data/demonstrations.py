@@ -45,15 +45,16 @@ def _text(value: Any, name: str, where: str) -> str:
     return value
 
 
-def _response(problem: Problem, column: str) -> tuple[str, str]:
+def _response(problem: Problem, columns: Columns) -> tuple[str, str]:
     """Returns the response to a problem, and the column that has it."""
     row, where = problem.get("columns"), place(problem)
     if row is None:  # the built-in task
         return problem["answer"], "answer"
     messages = row.get("messages")
-    if not column and isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+    by_rules = not columns.answer and columns.problem in ("", "messages")
+    if by_rules and isinstance(messages, list) and messages[-1]["role"] == "assistant":
         return _text(messages[-1:], "messages", where), "messages"
-    names = (column,) if column else RESPONSE_COLUMNS
+    names = (columns.answer,) if columns.answer else RESPONSE_COLUMNS
     for name in names:
         if row.get(name) is not None:
             return _text(row[name], name, where), name
@@ -112,9 +113,9 @@ def read(
     Raises:
       ValueError: a row has no response, or prompts or responses are longer than their limits.
     """
-    # A row's messages have both the prompt and the response, and so precede a text in `prompt`.
-    problems = load_problems(source, Columns(columns.problem or "messages", NO_ANSWER, required=bool(columns.problem)))
-    found = [_response(problem, columns.answer) for problem in problems]
+    # Messages have both parts; a text beside them may be that of their first message alone.
+    problems = load_problems(source, Columns(columns.problem, NO_ANSWER, messages_first=True))
+    found = [_response(problem, columns) for problem in problems]
     prompts = tokenize(problems, tokenizer, template, max_prompt_tokens, chat)
     end = end_tokens(tokenizer, template, chat)
     demonstrations = [

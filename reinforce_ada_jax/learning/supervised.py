@@ -31,7 +31,7 @@ class SupervisedLearner(Learner):
         logprobs, entropy = self._logprobs(self.policy(params, base), micro)
         mask, segments = micro.response_mask, micro.segment_one_hot()
 
-        def mean(values: Float[Array, "B R"], aggregation: str) -> Float[Array, ""]:
+        def mean(values: loss_lib.Tokens, aggregation: str) -> Float[Array, ""]:
             return loss_lib.aggregate(values, mask, aggregation, **counts._asdict(), segment_one_hot=segments)
 
         losses = loss_lib.cross_entropy(jnp.where(mask, logprobs, 0.0), micro.advantages)

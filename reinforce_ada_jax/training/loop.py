@@ -71,7 +71,7 @@ class Run:
       workdir: its work directory.
       trainer: data and programs; None without drawing, in supervised training.
       iterate: returns the next state, and why the run must end if it must (`train_iteration`).
-      evaluator: None if the run doesn't evaluate.
+      evaluator: None if the run doesn't evaluate. It gets the trained weights; without a trainer adapters alone.
       verifiers: the verifier processes; `run_to_end` starts and ends them.
       ahead: the collection that is drawn during the updates, where the sampler has devices of its own.
       identity: what a resumed run must find unchanged.
@@ -246,14 +246,17 @@ def _not_saved(run: Run, state: RunState) -> str:
 
 
 def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:
-    """Returns avg@k and pass@k of the current weights."""
+    """Returns avg@k and pass@k of the current weights, or their loss on held-out rows."""
     report = functools.partial(report_unless_asked_to_end, run.interrupt, run.progress)
     begin = time.monotonic()
-    assert run.trainer is not None
     run.ahead.wait(report)  # it has the engine
-    metrics = evaluator(run.trainer.policy(state), state.iteration, report)
+    params = state.learner.params if run.trainer is None else run.trainer.policy(state)
+    metrics = evaluator(params, state.iteration, report)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
-    run.progress.note(f"iteration {state.iteration}: avg@{run.config.evaluation.samples} {', '.join(averages)}")
+    text = f"avg@{run.config.evaluation.samples} {', '.join(averages)}"
+    if run.trainer is None:
+        text = f"validation loss {metrics['validation/loss']:.4f}"
+    run.progress.note(f"iteration {state.iteration}: {text}")
     return metrics | {"time/evaluate_s": time.monotonic() - begin}
 
 
@@ -281,8 +284,7 @@ def write_metrics(run: Run, state: RunState) -> RunState:
 def _shown(metrics: Mapping[str, float]) -> dict[str, str]:
     """Returns the numbers of the progress line."""
     if "collection/responses" not in metrics:  # supervised training
-        validation = {"validation": f"{metrics['validation/loss']:.4f}"} if "validation/loss" in metrics else {}
-        return {"loss": f"{metrics['update/loss']:.4f}", **validation}
+        return {"loss": f"{metrics['update/loss']:.4f}"}
     failed = metrics["collection/verifier_failures"] / metrics["collection/responses"]
     return {
         "reward": f"{metrics['reward/first_round']:.3f}",

@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config.rules import updates_are_whole_micro_batches
 from reinforce_ada_jax.data import demonstrations as demonstrations_lib
 from reinforce_ada_jax.data.demonstrations import Demonstration
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
@@ -29,20 +30,20 @@ from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
-from reinforce_ada_jax.policy import huggingface, lora
+from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
-from reinforce_ada_jax.reporting.writers import MetricsWriter
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import resume, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.loop import Run, is_due
+from reinforce_ada_jax.training.loop import Run
 from reinforce_ada_jax.training.records import holds_checkpoint
+from reinforce_ada_jax.training.startup import open_writer, take_workdir
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config, write_started
+from reinforce_ada_jax.training.workdir import check_not_evaluation, run_id
 from reinforce_ada_jax.types import Response
 
 
@@ -71,7 +72,7 @@ class Inputs:
             *summary.model_and_mesh(config, self.components, str(self.components.folder)),
             *(f"read        {line}" for line in self.read),
             f"budget      {config.iterations:,} updates of {config.learning.prompts_per_update:,} rows, "
-            f"{sft.epochs} epochs; learning rate {config.learning.learning_rate:g}, {sft.schedule}",
+            f"epochs: {sft.epochs}; learning rate {config.learning.learning_rate:g}, {sft.schedule}",
             f"files       {buckets.origin(workdir)}: config.json, metrics.jsonl, checkpoints/",
         ])  # fmt: skip
 
@@ -85,6 +86,9 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     config_lib.check(config)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
+    for name, value in (("environment.path", config.environment.path), ("mesh.sampler", config.mesh.sampler)):
+        if value:
+            raise ValueError(f"{name} is {value!r}, and supervised training draws nothing: leave it out.")
     components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
     if not holds_checkpoint(workdir):
         huggingface.check_weights(components.folder, components.architecture)
@@ -103,11 +107,12 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
             f"{config.data.prompts} has {len(training):,} rows, and an update takes {of_update:,}: lower "
             "learning.prompts_per_update or add rows."
         )
-    collection = dataclasses.replace(config.collection, group_size=1, prompts_per_iteration=of_update)
     config = dataclasses.replace(
-        config, iterations=config.sft.epochs * (len(training) // of_update), collection=collection,
+        config, iterations=config.sft.epochs * (len(training) // of_update),
+        collection=dataclasses.replace(config.collection, group_size=1, prompts_per_iteration=of_update),
         sampling=dataclasses.replace(config.sampling, temperature=1.0),
     )  # fmt: skip
+    updates_are_whole_micro_batches(config)
     return Inputs(config, components, training, validation, lines)
 
 
@@ -116,16 +121,15 @@ class Supervised:
 
     def __init__(self, inputs: Inputs, base: Params | None, interrupt: Interrupt):
         """Makes the programs; `base` has the frozen weights under adapters, where adapters are trained."""
-        self.config, self._base, self._interrupt = inputs.config, base, interrupt
+        self.config, self.base, self.interrupt = inputs.config, base, interrupt
         self._training = {each.prompt.id: each for each in inputs.training}
         self._prompts = [each.prompt for each in inputs.training]
-        self._validation = inputs.validation
         decay = self.config.iterations if self.config.sft.schedule == "cosine" else 0
         self.schedule = make_schedule(self.config.learning, decay)
         components = inputs.components
         self.learner = SupervisedLearner(components.architecture, self.config, components.mesh, decay_updates=decay)
 
-    def _batch(self, rows: Sequence[Demonstration]) -> Batch:
+    def batch(self, rows: Sequence[Demonstration]) -> Batch:
         examples = [
             Example(
                 row.prompt.tokens,
@@ -142,23 +146,12 @@ class Supervised:
         )  # fmt: skip
         return self.learner.put(batch)
 
-    def validation_loss(self, params: Params) -> float:
-        """Returns the mean of -log p over the response tokens of the validation rows."""
-        size, policy, total = self.config.learning.prompts_per_update, self.learner.policy(params, self._base), 0.0
-        for begin in range(0, len(self._validation), size):
-            self._interrupt.agree()
-            batch = self._batch(self._validation[begin : begin + size])
-            total -= float(processes.fetch(self.learner.score(policy, batch)).sum(dtype=np.float64))
-        return total / sum(len(each.tokens) for each in self._validation)
-
     def iterate(self, state: RunState) -> tuple[RunState, TrainingStopped | None]:
         """Returns the state after one more update with its metrics, or why the run must end."""
         begin, number = time.monotonic(), state.iteration + 1
         prompts, cursor = next_prompts(self._prompts, state.cursor, self.config.learning.prompts_per_update)
         rows = [self._training[prompt.id] for prompt in prompts]
-        learner, result = self.learner.update(
-            state.learner, self._batch(rows), self._base, between=self._interrupt.agree
-        )
+        learner, result = self.learner.update(state.learner, self.batch(rows), self.base, between=self.interrupt.agree)
         result = jax.device_get(result)
         if not result.finite:
             stop = TrainingStopped(
@@ -172,17 +165,36 @@ class Supervised:
             "update/entropy": float(result.entropy),
             "update/grad_norm": float(result.grad_norm),
             "update/learning_rate": float(np.asarray(self.schedule(number - 1))),
-            "data/epoch": cursor.epoch,
-            "data/response_tokens": tokens,
-            "data/tokens": tokens + sum(len(row.prompt.tokens) for row in rows),
+            "update/epoch": cursor.epoch,
+            "update/response_tokens": tokens,
+            "update/tokens": tokens + sum(len(row.prompt.tokens) for row in rows),
             "time/update_s": time.monotonic() - begin,
         }
-        state = dataclasses.replace(state, learner=learner, cursor=cursor, iteration=number, pending=metrics)
-        if self._validation and is_due(self.config.sft.validate_every, number, self.config.iterations):
-            begin = time.monotonic()
-            metrics["validation/loss"] = self.validation_loss(learner.params)
-            metrics["time/validate_s"] = time.monotonic() - begin
-        return state, None
+        return dataclasses.replace(state, learner=learner, cursor=cursor, iteration=number, pending=metrics), None
+
+
+class Validation:
+    """The loss on held-out rows, as the evaluation of a run."""
+
+    def __init__(self, supervised: Supervised, rows: Sequence[Demonstration]):
+        """Takes the rows and the programs to score them with."""
+        self._supervised, self._rows = supervised, rows
+
+    def is_done(self, iteration: int) -> bool:
+        """Returns False: no file has the result."""
+        del iteration
+        return False
+
+    def __call__(self, params: Params, iteration: int, report: Callable[[str], None], /) -> dict[str, float]:
+        """Returns the mean of -log p over the response tokens."""
+        del iteration
+        supervised, total = self._supervised, 0.0
+        size, policy = supervised.config.learning.prompts_per_update, supervised.learner.policy(params, supervised.base)
+        for begin in range(0, len(self._rows), size):
+            report(f"validation, row {begin:,} of {len(self._rows):,}")
+            logprobs = supervised.learner.score(policy, supervised.batch(self._rows[begin : begin + size]))
+            total -= float(processes.fetch(logprobs).sum(dtype=np.float64))
+        return {"validation/loss": total / sum(len(row.tokens) for row in self._rows)}
 
 
 def start(
@@ -205,22 +217,15 @@ def start(
     keep_programs(config.logging.compilation_cache)
     prompts = [each.prompt for each in inputs.training]
     processes.check_same("the configurations", config_lib.to_json(config))
-    processes.check_same("the demonstrations", resume.prompts_hash(prompts))
-    adapters = lora.make(config.lora.rank, config.lora.alpha, config.lora.projections)
-    weights = None
-    if adapters is not None or not holds_checkpoint(workdir):
+    held_out = [each.prompt for each in inputs.validation]
+    processes.check_same("the demonstrations", resume.prompts_hash([*prompts, *held_out]))
+    weights = None  # of the model folder; an error in them shows before the first file is written
+    if config.lora.rank or not holds_checkpoint(workdir):
         weights = components_lib.load_params(config, components)
-    lock = WorkdirLock(workdir)
-    stack.callback(lock.close)
-    if copy is not None:
-        copy.may_upload = lock.check
-        stack.callback(copy.close)  # while the lock is held
-    write_config(config, workdir)
-    write_started(workdir)
+    take_workdir(config, workdir, stack, copy)
     compiles, interrupt = CompileCounter(), stack.enter_context(Interrupt())
-    supervised = Supervised(inputs, weights if adapters is not None else None, interrupt)
-    # Neither command goes on from a checkpoint of the other.
-    identity = resume.identity(config, components, prompts, demonstrations_lib.read) | {"reward": "supervised"}
+    supervised = Supervised(inputs, weights if config.lora.rank else None, interrupt)
+    identity = resume.identity(config, components, prompts, supervised=True)
     kept = config.checkpoint
     checkpoints = Checkpoints(workdir, keep=kept.keep, keep_every=kept.keep_every, run_id=run_id(workdir), writes=True)
     stack.callback(checkpoints.close)
@@ -232,26 +237,22 @@ def start(
     if restored is not None:
         state = from_record(*restored)
     else:
-        params = weights if adapters is None else components_lib.new_adapters(config, components, adapters)
-        if params is None:
-            params = components_lib.load_params(config, components)
+        adapters = supervised.learner.lora
+        if adapters is not None:
+            params = components_lib.new_adapters(config, components, adapters)
+        else:  # read again where a save that was cut off looked like a checkpoint
+            params = components_lib.load_params(config, components) if weights is None else weights
         state = RunState(supervised.learner.init(params), PromptCursor(config.seed))
     del weights
-    writer = None
-    if processes.is_writer():
-        logging, written = config.logging, state.iteration - (state.pending is not None)
-        writer = MetricsWriter(
-            workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb,
-            trackio=logging.trackio, quiet=quiet,
-        )  # fmt: skip
-        stack.callback(writer.close)
+    writer = open_writer(config, workdir, state, stack, quiet=quiet)
     if not silent:
         resumed = f"\nresuming after update {state.iteration}" if state.iteration else ""
         print(inputs.summary(workdir) + resumed, flush=True)
     progress = Progress(inputs.config.iterations, state.iteration, "update", quiet=silent)
     stack.callback(progress.close)
+    validation = Validation(supervised, inputs.validation) if inputs.validation else None
     run = Run(
-        inputs.config, workdir, None, supervised.iterate, None, contextlib.nullcontext(), DrawAhead(), identity,
+        inputs.config, workdir, None, supervised.iterate, validation, contextlib.nullcontext(), DrawAhead(), identity,
         checkpoints, writer, progress, interrupt, compiles, copy, command="sft",
     )  # fmt: skip
     return run, state
