@@ -161,7 +161,7 @@ def test_adapters_are_trained_alone(settings, tmp_path):
     assert (tmp_path / "adapter" / "adapter_config.json").exists()
 
 
-@pytest.mark.slow  # test_two_processes_leave_an_update_together has the updates of two processes, and one process is above
+@pytest.mark.slow  # the runs above have one process; nothing in sft.py is for several
 def test_two_processes_train_as_one(settings, tmp_path):
     changed = SETTINGS | {"data.prompts": settings["data.prompts"], "sft.validation": "cipher:heldout", "mesh.data": 2}
     for count in (1, 2):
