@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 PACKAGE = "reinforce_ada_jax"
-COMMANDS = ("train", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
+COMMANDS = ("train", "sft", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
 BAD_INPUT = 2  # cli.BAD_INPUT; this module imports nothing that takes time
 
 

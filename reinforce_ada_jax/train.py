@@ -75,6 +75,7 @@ def train(
             raise TrainingStopped(outcome.message)
         if outcome.ending is not loop.Ending.FINISHED or outcome.state is None:
             raise Interrupted(outcome.message)
+        assert run.trainer is not None
         return dataclasses.replace(trained_run(run.trainer, outcome.state), workdir=pathlib.Path(workdir))
 
 

@@ -148,7 +148,9 @@ def test_the_package_starts_a_command():
     check_message(result.stderr, "name at least one work directory")
 
 
-@pytest.mark.parametrize(("name", "said"), [("trian", "did you mean 'train'?"), ("zzz", "name one of train, prepare")])
+@pytest.mark.parametrize(
+    ("name", "said"), [("trian", "did you mean 'train'?"), ("zzz", "name one of train, sft, prepare")]
+)
 def test_a_command_that_is_not_there(capsys, name, said):
     check_message(refused(capsys, dispatch.main, [name, "--help"]), f"no command {name!r}", said)
 

@@ -146,7 +146,7 @@ def test_pages_and_diagrams_are_made_from_the_code(script):
 
 
 METRIC = re.compile(
-    r"frac_reward_zero_std|(rewards?|completions|collection|update|estimator|evaluation|time|memory|compile)/[\w*/]+"
+    r"frac_reward_zero_std|(rewards?|completions|collection|update|validation|estimator|evaluation|time|memory|compile)/[\w*/]+"
 )
 
 
@@ -296,10 +296,11 @@ def test_a_metric_that_is_none_is_found():
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
-MODULES = ("train", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
+MODULES = ("train", "sft", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
 # Where each command of the documents is run: a test, CI, or by hand and why. One that isn't here is refused below.
 RUN_BY = {
     "train": "tests/training/test_train.py::test_what_a_run_writes",
+    "sft": "tests/training/test_sft.py::test_a_run_learns_and_its_export_loads",
     "prepare": "tests/evaluation/test_prepare.py::test_killed_twice_it_chooses_the_same_prompts",
     "evaluate": "tests/evaluation/test_evaluate.py::test_killed_twice_it_ends_with_the_same_table",
     "export": "tests/training/test_train.py::test_export_is_the_checkpoint",

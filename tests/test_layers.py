@@ -25,7 +25,19 @@ LAYERS = (
     {"training"},
     {"evaluation", "planning"},
     {"benchmarks"},
-    {"train", "evaluate", "prepare", "export", "serve", "simulate", "plot", "compile_check", "benchmark", "__main__"},
+    {
+        "train",
+        "evaluate",
+        "prepare",
+        "export",
+        "serve",
+        "sft",
+        "simulate",
+        "plot",
+        "compile_check",
+        "benchmark",
+        "__main__",
+    },
 )
 # Stages are joined by functions that `training` and the commands hand over. The policy is no stage: it is what they
 # are about.
@@ -149,8 +161,8 @@ def test_a_room_that_no_layer_names_is_an_error():
         violations({f"{PACKAGE}.helpers.text": "from reinforce_ada_jax import types"})
 
 
-def test_at_most_14_files_beside_the_rooms():
-    assert len(list((ROOT / PACKAGE).glob("*.py"))) <= 14
+def test_at_most_15_files_beside_the_rooms():
+    assert len(list((ROOT / PACKAGE).glob("*.py"))) <= 15
 
 
 def test_no_torch_and_nothing_that_unpickles():

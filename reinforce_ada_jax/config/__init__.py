@@ -30,12 +30,13 @@ from reinforce_ada_jax.config.settings import (
     ModelConfig,
     RewardConfig,
     SamplingConfig,
+    SftConfig,
 )
 
 __all__ = [
     "DAY", "DRAWN_WITH", "GRADED_BY", "INSTRUCTION", "SYSTEM", "CheckpointConfig", "CollectionConfig",
     "Config", "DataConfig", "EnvironmentConfig", "EstimatorConfig", "EvaluationConfig", "LearningConfig",
-    "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "check",
+    "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "SftConfig", "check",
     "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json", "least_pages",
     "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve", "settings",
     "to_json", "validate",

@@ -13,7 +13,7 @@ from reinforce_ada_jax.files import buckets
 
 # A resume may change these; any other difference is another run.
 RESUMABLE = (
-    *("iterations", "checkpoint", "evaluation", "logging"),
+    *("iterations", "checkpoint", "evaluation", "logging", "sft.validation"),
     *("sampling.check_invariants", "learning.non_finite", "learning.max_skipped"),
     *("environment.max_failed", "reward.max_failed"),
     *("reward.judge_url", "reward.judge_retries", "reward.judge_key_variable"),

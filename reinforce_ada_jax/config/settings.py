@@ -422,6 +422,21 @@ class LearningConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """Supervised training before reinforcement learning, by the command sft (docs/how_to/sft.md)."""
+
+    epochs: int = setting(1, "Passes over the rows of data.prompts.", values.AT_LEAST_1)
+    schedule: str = setting(
+        "cosine", 'Learning rate after the warm-up: "cosine" to 0 at the last update, or "constant".',
+        one_of(("cosine", "constant")),
+    )  # fmt: skip
+    validation: str = setting(
+        "", "Source of held-out rows, as data.prompts, whose loss is computed every evaluation.every updates; empty: "
+        "none.",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Adapters in place of full fine-tuning."""
 
@@ -542,6 +557,7 @@ class Config:
     estimator: EstimatorConfig = EstimatorConfig()
     sampling: SamplingConfig = SamplingConfig()
     learning: LearningConfig = LearningConfig()
+    sft: SftConfig = SftConfig()
     lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -40,11 +40,13 @@ class Columns:
       problem: column of the text, or of messages; "": by the rules.
       answer: column of the answer; "none": no answer, for a reward that reads none; "": by the rules.
       required: a row without a named column is refused; otherwise the rules hold for it.
+      messages_first: `messages` precede all other columns of the text that the rules find.
     """
 
     problem: str = ""
     answer: str = ""
     required: bool = True
+    messages_first: bool = False
 
 
 BY_RULES = Columns()
@@ -71,7 +73,9 @@ def _get(row: Mapping[str, Any], name: str) -> Any:
 def _find(row: Mapping[str, Any], part: str, columns: Columns, where: str) -> tuple[str, Any]:
     """Returns name and value of the column that holds `part`, "problem" or "answer"."""
     named, names = getattr(columns, part), PROBLEM_COLUMNS if part == "problem" else ANSWER_COLUMNS
-    if part == "problem" and isinstance(row.get("prompt"), list):
+    if part == "problem" and columns.messages_first and isinstance(row.get("messages"), list):
+        names = ("messages",)
+    elif part == "problem" and isinstance(row.get("prompt"), list):
         names = ("prompt",)
     for name in (named,) if named and columns.required else (named, *names):
         if name and (value := _get(row, name)) is not None:

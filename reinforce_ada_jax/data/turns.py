@@ -22,7 +22,7 @@ def following(
     chat: Chat,
     first: Sequence[Mapping[str, str]],
     new: Sequence[Mapping[str, str]],
-    stop_id: int,
+    stop_id: int | None,
 ) -> Int32[np.ndarray, " T"]:
     """Returns the tokens between two turns of the model, up to the beginning of the second one.
 
@@ -32,6 +32,7 @@ def following(
       first: messages before the first turn.
       new: messages that answer the turn.
       stop_id: the token that ended the turn. Where the template ends turns with the same one, it is not repeated.
+        None: the turn has no end token yet.
 
     Raises:
       ValueError: there is no template, or it can't render these messages.
@@ -49,4 +50,6 @@ def following(
     _, found, rest = text.rpartition(_PLACEHOLDER)
     if not found:
         raise ValueError(f"the chat template of {tokenizer.folder} does not render the turns of the model.")
-    return tokenizer.encode(rest.removeprefix(tokenizer.token(stop_id)), add_special_tokens=False)
+    if stop_id is not None:
+        rest = rest.removeprefix(tokenizer.token(stop_id))
+    return tokenizer.encode(rest, add_special_tokens=False)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from reinforce_ada_jax.config import LearningConfig
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.micro_batches import micro_batches
@@ -111,7 +112,7 @@ Terms = Float[Array | np.ndarray, "B T"]
 def cross_entropy(logprobs: Terms, factors: Terms, old_logprobs: Terms, clip: Clip) -> Terms:
     """Computes -weight log p."""
     del old_logprobs, clip
-    return -factors * logprobs
+    return loss_lib.cross_entropy(logprobs, factors)
 
 
 def _ratio(logprobs: Terms, factors: Terms, old_logprobs: Terms) -> Terms:

@@ -121,7 +121,8 @@ def choose_attention(platform: platform_lib.Platform, mesh: Mesh) -> SegmentAtte
 class Learner:
     """The compiled programs of one run: `init`, `score`, `update`."""
 
-    def __init__(self, architecture: Architecture, config: Config, mesh: Mesh):
+    def __init__(self, architecture: Architecture, config: Config, mesh: Mesh, *, decay_updates: int = 0):
+        """Makes the programs; nothing is compiled. `decay_updates` is that of `optimizer.make_schedule`."""
         self.architecture, self.mesh = architecture, mesh
         platform = mesh.devices.flat[0].platform
         self.micro_rows = platform_lib.micro_rows(platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
@@ -133,7 +134,7 @@ class Learner:
         self.platform = platform_lib.of_mesh(mesh, config.learning, architecture, dtype)
         self._loss_config = loss_config(config)
         self._weighs_all = config.learning.truncated_is_cap is not None or config.draws_in_int8
-        self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype)
+        self._optimizer = make_optimizer(config.learning, self.platform.first_moment_dtype, decay_updates)
         self._temperature = config.sampling.temperature
         self._logprobs = functools.partial(
             response_logprobs,

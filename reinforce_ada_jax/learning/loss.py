@@ -311,6 +311,11 @@ def policy_loss(
     return loss, {name: jax.lax.stop_gradient(mean(values, "token-mean")) for name, values in per_token.items()}
 
 
+def cross_entropy(logprobs: Tokens, weights: Tokens) -> Tokens:
+    """Computes -weight log p of every token."""
+    return -weights * logprobs
+
+
 def clipped_policy_loss(
     logprobs: Tokens,
     old_logprobs: Tokens,

@@ -17,6 +17,24 @@ def warmup_schedule(learning_rate: float, warmup_updates: int) -> optax.Schedule
     return schedule
 
 
+def cosine_schedule(learning_rate: float, warmup_updates: int, updates: int) -> optax.Schedule:
+    """The warm-up of `warmup_schedule`, then learning_rate * (1 + cos(pi x)) / 2, with x from 0 to 1 at `updates`."""
+    warmup = warmup_schedule(learning_rate, warmup_updates)
+
+    def schedule(update):
+        done = jax.numpy.clip((update - warmup_updates) / max(1, updates - warmup_updates), 0.0, 1.0)
+        return warmup(update) * (1 + jax.numpy.cos(jax.numpy.pi * done)) / 2
+
+    return schedule
+
+
+def make_schedule(learning: LearningConfig, decay_updates: int = 0) -> optax.Schedule:
+    """The learning rate of each update: constant after the warm-up, or a cosine to 0 at `decay_updates`, if not 0."""
+    if decay_updates:
+        return cosine_schedule(learning.learning_rate, learning.warmup_updates, decay_updates)
+    return warmup_schedule(learning.learning_rate, learning.warmup_updates)
+
+
 def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `optimizer` for callers with strict promotion of dtypes: Adam raises a float to an integer count."""
 
@@ -29,12 +47,17 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def make_optimizer(learning: LearningConfig, first_moment_dtype: str | None = None) -> optax.GradientTransformation:
-    """The optimiser that the `learning` section describes; `first_moment_dtype` None: that of the weights."""
+def make_optimizer(
+    learning: LearningConfig, first_moment_dtype: str | None = None, decay_updates: int = 0
+) -> optax.GradientTransformation:
+    """The optimiser that the `learning` section describes; `first_moment_dtype` None: that of the weights.
+
+    `decay_updates` is that of `make_schedule`.
+    """
     optimizer = optax.chain(
         optax.clip_by_global_norm(learning.clip_norm),
         optax.adamw(
-            warmup_schedule(learning.learning_rate, learning.warmup_updates),
+            make_schedule(learning, decay_updates),
             b1=learning.b1,
             b2=learning.b2,
             eps=learning.epsilon,

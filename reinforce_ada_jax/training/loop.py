@@ -36,6 +36,7 @@ from reinforce_ada_jax.training.iteration import (
     Trainer,
     report_unless_asked_to_end,
 )
+from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.state import RunState, to_record
 from reinforce_ada_jax.training.updates import TrainingStopped
 
@@ -68,9 +69,9 @@ class Run:
     Attributes:
       config: of the run.
       workdir: its work directory.
-      trainer: data and programs.
+      trainer: data and programs; None without drawing, in supervised training.
       iterate: returns the next state, and why the run must end if it must (`train_iteration`).
-      evaluator: None if the run doesn't evaluate.
+      evaluator: None if the run doesn't evaluate. It gets the trained weights; without a trainer adapters alone.
       verifiers: the verifier processes; `run_to_end` starts and ends them.
       ahead: the collection that is drawn during the updates, where the sampler has devices of its own.
       identity: what a resumed run must find unchanged.
@@ -81,11 +82,12 @@ class Run:
       compiles: counter of XLA compilations.
       copy: local copy of a work directory in a bucket.
       ready_to_sample: waits until the engine's programs are compiled.
+      command: name of the command, to resume the run with.
     """
 
     config: Config
     workdir: pathlib.Path
-    trainer: Trainer
+    trainer: Trainer | None
     iterate: IterateFn
     evaluator: Evaluator | None
     verifiers: contextlib.AbstractContextManager[Any]
@@ -98,6 +100,12 @@ class Run:
     compiles: CompileCounter
     copy: LocalCopy | None
     ready_to_sample: Ready = always_ready
+    command: str = "train"
+
+    @property
+    def kept(self) -> KeptResponses | None:
+        """Responses of iterations that no checkpoint holds yet; None: none are kept."""
+        return None if self.trainer is None else self.trainer.kept
 
 
 class Ending(enum.Enum):
@@ -178,7 +186,7 @@ def loop(run: Run, begin: RunState) -> Outcome:
     except Interrupted:
         ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
         event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
-        responses = None if state.donated else run.trainer.kept
+        responses = None if state.donated else run.kept
         kept = 0 if responses is None else responses.write_broken_off(state)
         if state.donated or _is_late(run, state):
             return Outcome(ending, f"{event}; {_not_saved(run, state)} {resuming}", state)
@@ -238,13 +246,17 @@ def _not_saved(run: Run, state: RunState) -> str:
 
 
 def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:
-    """Returns avg@k and pass@k of the current weights."""
+    """Returns avg@k and pass@k of the current weights, or their loss on held-out rows."""
     report = functools.partial(report_unless_asked_to_end, run.interrupt, run.progress)
     begin = time.monotonic()
     run.ahead.wait(report)  # it has the engine
-    metrics = evaluator(run.trainer.policy(state), state.iteration, report)
+    params = state.learner.params if run.trainer is None else run.trainer.policy(state)
+    metrics = evaluator(params, state.iteration, report)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
-    run.progress.note(f"iteration {state.iteration}: avg@{run.config.evaluation.samples} {', '.join(averages)}")
+    text = f"avg@{run.config.evaluation.samples} {', '.join(averages)}"
+    if run.trainer is None:
+        text = f"validation loss {metrics['validation/loss']:.4f}"
+    run.progress.note(f"iteration {state.iteration}: {text}")
     return metrics | {"time/evaluate_s": time.monotonic() - begin}
 
 
@@ -264,15 +276,22 @@ def write_metrics(run: Run, state: RunState) -> RunState:
     }
     if run.writer is not None:
         run.writer.write(state.iteration, metrics)
+    run.progress.iteration(_shown(metrics))
+    averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
+    return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
+
+
+def _shown(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns the numbers of the progress line."""
+    if "collection/responses" not in metrics:  # supervised training
+        return {"loss": f"{metrics['update/loss']:.4f}"}
     failed = metrics["collection/verifier_failures"] / metrics["collection/responses"]
-    run.progress.iteration({
+    return {
         "reward": f"{metrics['reward/first_round']:.3f}",
         "zero-signal": f"{metrics['collection/zero_signal_share']:.2f}",
         "entropy": f"{metrics['update/entropy']:.2f}",
         **({"not graded": f"{failed:.1%}"} if failed else {}),
-    })  # fmt: skip
-    averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
-    return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
+    }
 
 
 def save(run: Run, state: RunState) -> None:
@@ -285,13 +304,13 @@ def save(run: Run, state: RunState) -> None:
 
 def _forget_saved(run: Run) -> None:
     """Removes the kept responses of the iterations that the newest complete checkpoint has."""
-    if run.trainer.kept is not None:
-        run.trainer.kept.forget(run.checkpoints.newest_on_disk())
+    if run.kept is not None:
+        run.kept.forget(run.checkpoints.newest_on_disk())
 
 
 def _resuming(run: Run) -> str:
     named = buckets.origin(run.workdir)
-    return f"python -m reinforce_ada_jax.train with the same --config and --workdir={named} goes on from there."
+    return f"python -m reinforce_ada_jax.{run.command} with the same --config and --workdir={named} goes on from there."
 
 
 def run_to_end(run: Run, state: RunState) -> Outcome:

@@ -17,23 +17,36 @@ from reinforce_ada_jax.training import environments
 from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.types import Prompt
 
+# In place of the hash of a reward, in checkpoints of the command sft.
+SUPERVISED = "supervised"
+
 
 def identity(
-    config: Config, components: Components, prompts: Sequence[Prompt], reward: GradeFn | None = None
+    config: Config,
+    components: Components,
+    prompts: Sequence[Prompt],
+    reward: GradeFn | None = None,
+    *,
+    supervised: bool = False,
 ) -> dict[str, Any]:
     """Returns, as JSON, the architecture and fingerprints of configuration, prompts, reward and frozen weights.
 
     The frozen weights are the base under adapters ("base"), or the reference of the KL term ("reference"); otherwise
-    None. `reward` is a function that `train` was given; None if the configuration names the reward.
+    None. `reward` is a function that `train` was given; None if the configuration names the reward. A run that is
+    `supervised` has none.
     """
     weights = None
     if config.lora.rank or config.learning.kl_coefficient:
         weights = adapter_files.fingerprint(components.folder)
+    if supervised:
+        graded = SUPERVISED
+    else:
+        graded = reward_hash(config, prompts) if reward is None else json_hash(loading.source_text(reward))
     return {
         "config": resume.identity_hash(config),
         "architecture": json.loads(json.dumps(dataclasses.asdict(components.architecture))),
         "prompts": prompts_hash(prompts),
-        "reward": reward_hash(config, prompts) if reward is None else json_hash(loading.source_text(reward)),
+        "reward": graded,
         "base": weights if config.lora.rank else None,
         "reference": None if config.lora.rank else weights,
     }
@@ -73,6 +86,12 @@ def check(
       accept_reward: the user's reward functions may have changed.
     """
     named = buckets.origin(workdir)
+    if (ours["reward"] == SUPERVISED) != (saved["reward"] == SUPERVISED):
+        command = "sft" if saved["reward"] == SUPERVISED else "train"
+        raise ValueError(
+            f"{named} holds checkpoints of the command {command}, and this is another: name another --workdir. To "
+            f"begin with its weights, export them, and name their folder as model.path."
+        )
     now, then = ours["architecture"], saved["architecture"]
     different = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if now[name] != then.get(name)]
     if different:

@@ -125,13 +125,7 @@ def start(
     processes.check_same("the configurations", config_lib.to_json(config))
     processes.check_same("the prompts", resume.prompts_hash(prompts))
     processes.check_same("the reward functions", resume.reward_hash(config, prompts))
-    lock = WorkdirLock(workdir)
-    stack.callback(lock.close)
-    if copy is not None:
-        copy.may_upload = lock.check
-        stack.callback(copy.close)  # while the lock is held
-    write_config(config, workdir)
-    write_started(workdir)
+    take_workdir(config, workdir, stack, copy)
     # From here on no mistake is to be told, whose message would wait for the compiler.
     if components.environments is not None:
         components.environments.pool.output = output_file(workdir, "environment")
@@ -146,21 +140,7 @@ def start(
     ready_to_update = compilation.add(programs)
     evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
     interrupt = stack.enter_context(Interrupt())
-    writer = None
-    if processes.is_writer():
-        written = state.iteration - (state.pending is not None)
-        logging = config.logging
-        writer = MetricsWriter(
-            workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb,
-            trackio=logging.trackio, quiet=quiet,
-        )  # fmt: skip
-        stack.callback(writer.close)
-        if writer.lacking:
-            print(
-                f"warning: {buckets.origin(workdir / 'metrics.jsonl')} has no lines for {writer.lacking} of {written} "
-                "iterations, and the run goes on without them. If you have a copy of the file, end the run and "
-                "restore it."
-            )
+    writer = open_writer(config, workdir, state, stack, quiet=quiet)
     if not silent:
         resumed = f"\nresuming after iteration {state.iteration}" if state.iteration else ""
         print(inputs.summary(config, workdir) + resumed, flush=True)  # a log file has it from the beginning
@@ -175,6 +155,42 @@ def start(
     iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress, ahead)
     files = (identity, checkpoints, writer, progress, interrupt, compiles, copy, ready_to_sample)
     return Run(config, workdir, trainer, iterate, evaluator, verifiers, ahead, *files), state
+
+
+def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
+    """Locks a work directory until `stack` is closed, and writes what the run is.
+
+    Raises:
+      ValueError: another training has it, or not all processes see it.
+    """
+    lock = WorkdirLock(workdir)
+    stack.callback(lock.close)
+    if copy is not None:
+        copy.may_upload = lock.check
+        stack.callback(copy.close)  # while the lock is held
+    write_config(config, workdir)
+    write_started(workdir)
+
+
+def open_writer(
+    config: Config, workdir: pathlib.Path, state: RunState, stack: contextlib.ExitStack, *, quiet: bool
+) -> MetricsWriter | None:
+    """Returns the writer of metrics after `state`, which `stack` closes; None but in process 0."""
+    if not processes.is_writer():
+        return None
+    written, logging = state.iteration - (state.pending is not None), config.logging
+    writer = MetricsWriter(
+        workdir, last_iteration=written, tensorboard=logging.tensorboard, wandb=logging.wandb,
+        trackio=logging.trackio, quiet=quiet,
+    )  # fmt: skip
+    stack.callback(writer.close)
+    if writer.lacking:
+        print(
+            f"warning: {buckets.origin(workdir / 'metrics.jsonl')} has no lines for {writer.lacking} of {written} "
+            "iterations, and the run goes on without them. If you have a copy of the file, end the run and "
+            "restore it."
+        )
+    return writer
 
 
 def begin_or_resume(

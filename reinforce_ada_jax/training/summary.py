@@ -18,7 +18,8 @@ from reinforce_ada_jax.training.components import Components
 from reinforce_ada_jax.training.reward_check import output_file
 
 
-def _model_and_mesh(config: Config, components: Components, who: str) -> list[str]:
+def model_and_mesh(config: Config, components: Components, who: str) -> list[str]:
+    """Returns the lines on the model, whose weights are those of `who`, and on the devices."""
     architecture, stop_ids = components.architecture, components.engine.options.stop_ids
     stop = ", ".join(f"{id} {components.tokenizer.token(id)!r}" for id in stop_ids)
     axes, kind = _axes(components.mesh), jax.devices()[0].device_kind
@@ -87,7 +88,7 @@ def drawing(
     ]
     return "\n".join(
         [
-            *_model_and_mesh(config, components, who),
+            *model_and_mesh(config, components, who),
             *(f"read        {line}" for line in read),
             f"problems    {', '.join(sets)}",
             f"responses   {samples} each at temperature {sampling.temperature:g}, top_k {sampling.top_k}, top_p "
@@ -132,7 +133,7 @@ def summary(
     )
     return "\n".join(
         [
-            *_model_and_mesh(config, components, str(components.folder)),
+            *model_and_mesh(config, components, str(components.folder)),
             _compute(config, components),
             f"problems    {read}",
             f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "

@@ -527,6 +527,7 @@ def test_a_resume_may_change_these_and_nothing_else():
         "reward.judge_key_variable": "MY_KEY",
         "evaluation.every": 7,
         "evaluation.benchmarks": ("x",),
+        "sft.validation": "x",
         "evaluation.graders": ("x=math",),
         "evaluation.samples": 7,
         "evaluation.temperature": 0.5,

@@ -3,16 +3,12 @@
 import dataclasses
 
 import pytest
-import tokenizers
 
 from reinforce_ada_jax.data.templates import Chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.data.turns import following
+from tests.data.chatml import CHATML, write_chatml
 
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 WITH_TOOLS = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + CHATML
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
 FIRST = [{"role": "user", "content": "2 + 3"}]
@@ -23,17 +19,7 @@ RESULT = [{"role": "tool", "content": "5"}]
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory):
     """A tokenizer of characters, with the marks of ChatML as tokens."""
-    folder = tmp_path_factory.mktemp("chatml")
-    marks = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]
-    vocabulary = marks + [chr(code) for code in (10, *range(32, 127))]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({text: i for i, text in enumerate(vocabulary)}))
-    tokenizer.add_special_tokens(marks)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (folder / "chat_template.jinja").write_text(CHATML)
-    return Tokenizer.load(folder)
+    return Tokenizer.load(write_chatml(tmp_path_factory.mktemp("chatml")))
 
 
 def text(tokenizer, tokens):

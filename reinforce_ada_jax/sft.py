@@ -1,0 +1,79 @@
+"""Trains a policy on responses that are given: a supervised start, before reinforcement learning.
+
+    python -m reinforce_ada_jax.sft --config=configs/tiny.py --workdir=runs/sft
+    python -m reinforce_ada_jax.export --workdir=runs/sft --output=models/started
+
+Rows of data.prompts have `messages` that end with the assistant's, or a prompt with `completion`, `response`,
+`solution` or `answer`. --dry_run checks the input and prints what would run. The same command resumes the run in a work
+directory. Ctrl-C ends it after saving the last update.
+"""
+
+import contextlib
+import pathlib
+
+from absl import flags
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config.paths import check_output
+from reinforce_ada_jax.files import buckets, local_copy
+
+
+def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False) -> None:
+    """Trains, and says where the results are; ends the process with an exit code if the run didn't finish."""
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.distributed.watchdog import RESTART
+    from reinforce_ada_jax.training import host_log, loop, supervised
+    from reinforce_ada_jax.training.loop import Ending
+
+    with contextlib.ExitStack() as stack:
+        with cli.user_input():
+            folder, copy = stack.enter_context(local_copy.opened(workdir))
+            run, state = supervised.start(config, folder, stack, copy=copy, quiet=quiet)
+            stack.enter_context(host_log.kept(folder, f"begins after update {state.iteration}"))
+        outcome = loop.run_to_end(run, state)
+        host_log.add(outcome.message or "finished")
+    if outcome.ending is not Ending.FINISHED:
+        codes = {Ending.INTERRUPTED: cli.INTERRUPTED, Ending.PREEMPTED: RESTART, Ending.STOPPED: cli.STOPPED}
+        cli.fail(outcome.message, codes[outcome.ending])
+    if processes.is_writer() and outcome.state is not None:
+        named = buckets.url(workdir) if buckets.is_bucket(workdir) else workdir
+        print(
+            f"finished update {outcome.state.iteration}. Weights: {named}/checkpoints; export them with\n"
+            f"  python -m reinforce_ada_jax.export --workdir={named} --output=HF_DIR"
+        )
+
+
+def dry_run(config: Config, workdir: pathlib.Path) -> None:
+    """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
+    from reinforce_ada_jax.distributed import processes
+    from reinforce_ada_jax.training import summary, supervised
+
+    with contextlib.ExitStack() as stack, cli.user_input():
+        check_output("--workdir", workdir, folder=True)
+        folder, _ = stack.enter_context(local_copy.opened(workdir))
+        inputs = supervised.read_inputs(config, folder)
+        if processes.is_writer():
+            print(summary.dry_run(config, inputs.summary(folder)))
+
+
+if __name__ == "__main__":
+    CONFIG = cli.define_config()
+    WORKDIR = flags.DEFINE_string(
+        "workdir", None, "Where the run's files go; a run found there is resumed.", required=True
+    )
+    DISTRIBUTED = cli.define_distributed()
+    DRY_RUN = flags.DEFINE_bool("dry_run", False, "Check the input, print configuration and summary, and end.")
+    QUIET = flags.DEFINE_bool("quiet", False, "Only warnings, errors and the final line.")
+
+    def start() -> None:
+        from reinforce_ada_jax.distributed import processes
+
+        with processes.joined(cluster=DISTRIBUTED.value):
+            config, workdir = cli.resolved(CONFIG), pathlib.Path(WORKDIR.value)
+            if DRY_RUN.value:
+                dry_run(config, workdir)
+            else:
+                main(config, workdir, quiet=QUIET.value)
+
+    cli.run(start)
