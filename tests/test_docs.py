@@ -331,6 +331,7 @@ RUN_BY = {
     "make demo": "tests/test_demo.py::test_balance_learns_more_from_an_update_than_grpo",
     "make torture": "tests/test_torture.py::test_nothing_is_lost",
     "make slow": "by hand: minutes to hours",
+    "make smollm2": "by hand: hours of two cores",
     "make audit": "by hand: it asks the package index",
     "make release-check": "by hand: it installs a wheel from the network",
     "tpu_vm.sh up": "tests/launch/test_tpu_node.py",
