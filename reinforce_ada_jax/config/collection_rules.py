@@ -70,11 +70,16 @@ def draws_speculatively(collection: CollectionConfig) -> bool:
 
 
 def keep_fits_the_strategy(collection: CollectionConfig) -> None:
-    """keep stays empty with dapo and ngu, which drop groups without a signal by rules of their own."""
+    """keep stays empty with dapo and ngu, which drop groups by rules of their own, and is never a group for estimate."""
     if collection.keep and collection.strategy in ("dapo", "ngu"):
         raise ValueError(
             f"collection.keep is {collection.keep!r} with the strategy {collection.strategy}, whose own rule of what "
             "to keep drops groups without a signal: leave it empty."
+        )
+    if collection.keep == "group" and collection.strategy == "estimate":
+        raise ValueError(
+            "collection.keep is 'group' with the strategy estimate, which pays a part of each prompt's weight by the "
+            "number of its draws: groups of one size would lose that part. Leave it empty."
         )
 
 
@@ -161,11 +166,6 @@ def budget_is_within_draws(collection: CollectionConfig) -> None:
             f"{most}: {least * collection.prompts_per_iteration} to {most * collection.prompts_per_iteration} for "
             f"{collection.prompts_per_iteration} prompts. Choose a budget within [{least}, {most}], or other bounds "
             "(collection.min_draws, collection.max_draws)."
-        )
-    if collection.keep == "group" and least < collection.group_size:
-        raise ValueError(
-            f"collection.keep is 'group' with groups of {collection.group_size}, but a prompt may get only {least} "
-            "draws: raise collection.min_draws, or keep the pool."
         )
 
 

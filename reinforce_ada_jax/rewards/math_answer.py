@@ -98,17 +98,19 @@ def _decimals(prediction: str, answer: str) -> int:
     r"""Returns the number of decimals to which floats are rounded before they are compared.
 
     A decimal stands for an exact reference that rounds to it: against `\frac{2}{3}`, 0.6667 is right, 0.6666 and
-    0.66668 are not. It must have `MIN_ROUNDED_DIGITS` significant digits, the prediction must be numbers only (the
+    0.66668 are not. It must have `MIN_ROUNDED_DIGITS` significant digits, and so must every number beside it; the prediction must be numbers only (the
     decimals of `1.2346 \times 10^{-5}` say nothing), and a reference that has decimals is not exact.
     """
     rest = _ASSIGNED_TO.sub("", prediction)
     decimals = [match.group() for match in _DECIMAL.finditer(rest)]
     if not decimals or _DECIMAL.search(answer) or not _NUMBERS_ONLY.fullmatch(rest):
         return FLOAT_DECIMALS
-    longest = max(decimals, key=lambda decimal: len(decimal.rpartition(".")[2]))
-    if len(longest.replace(",", "").replace(".", "").lstrip("0")) < MIN_ROUNDED_DIGITS:
-        return FLOAT_DECIMALS
-    return min(len(longest.rpartition(".")[2]), FLOAT_DECIMALS)
+    longest = max(len(decimal.rpartition(".")[2]) for decimal in decimals)
+    # All numbers are rounded alike, so those that decide the place are held to the rule, each of them: 1234.5 beside
+    # 0.3 would make 0.3 right for 1/3. A number with fewer decimals is compared beyond its last one.
+    deciding = [decimal for decimal in decimals if len(decimal.rpartition(".")[2]) == longest]
+    significant = [len(decimal.replace(",", "").replace(".", "").lstrip("0")) for decimal in deciding]
+    return FLOAT_DECIMALS if min(significant) < MIN_ROUNDED_DIGITS else min(longest, FLOAT_DECIMALS)
 
 
 def parse(text: str, names: Sequence[str]) -> list[Any]:

@@ -209,12 +209,9 @@ def test_keeping_the_pool_or_a_group_of_it():
     with pytest.raises(ValueError, match="group_size is 16, collection.samples_per_round is 8"):
         strategies.build(config("positive", 16))
 
-    section = config(**vars(ESTIMATE), keep="group", budget=8.0, min_draws=4)
-    (pool,) = run_strategy(section, rewards)
-    strategy = strategies.build(section)
-    group = make_group(pool, strategy)
-    assert (group.kept.tolist(), strategy.max_kept) == ([0, 1, 2, 6], 4)
-    np.testing.assert_array_equal(group.advantages, [-0.25, 0.75, -0.25, 0.75])
+    # The draws of `estimate` pay a part of each prompt's weight, which a group of one size would lose.
+    with pytest.raises(ValueError, match="keep is 'group' with the strategy estimate"):
+        strategies.build(config(**vars(ESTIMATE), keep="group", budget=8.0, min_draws=4))
 
 
 @pytest.mark.parametrize("name", ["dapo", "ngu"])

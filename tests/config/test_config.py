@@ -216,7 +216,7 @@ COLLECTION_MISTAKES = [
         ({"strategy": strategy, "unmet": "replace"}, f"unmet is 'replace' with the strategy {strategy}, but only pos")
         for strategy in ("grpo", "estimate", "dapo", "ngu")
     ],
-    ({"strategy": "estimate", "keep": "group"}, "groups of 4, but a prompt may get only 2 draws: raise"),
+    ({"strategy": "estimate", "keep": "group", "min_draws": 4}, "keep is 'group' with the strategy estimate, which"),
     *[
         (
             {"strategy": strategy, "objective": "log", "objective_epsilon": 0.0},
@@ -265,7 +265,7 @@ def test_collection_settings_that_cannot_be_meant(settings, message):
         {"group_size": 8, "keep": "pool"},
         {"strategy": "estimate", "budget": 2.0},
         {"strategy": "estimate", "budget": 32.0},
-        {"strategy": "estimate", "keep": "group", "min_draws": 4},
+        {"strategy": "estimate", "keep": "pool", "min_draws": 4},
         {"strategy": "estimate", "objective": "power", "allocation": "hybrid"},
         {"strategy": "estimate", "allocation": "variance"},
         {"strategy": "positive", "unmet": "drop"},
