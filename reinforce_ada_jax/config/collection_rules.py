@@ -70,7 +70,7 @@ def draws_speculatively(collection: CollectionConfig) -> bool:
 
 
 def keep_fits_the_strategy(collection: CollectionConfig) -> None:
-    """keep stays empty with dapo and ngu, which drop groups by rules of their own, and is never a group for estimate."""
+    """keep stays empty with dapo and ngu, which drop groups by rules of their own; it is no group with estimate."""
     if collection.keep and collection.strategy in ("dapo", "ngu"):
         raise ValueError(
             f"collection.keep is {collection.keep!r} with the strategy {collection.strategy}, whose own rule of what "

@@ -98,8 +98,9 @@ def _decimals(prediction: str, answer: str) -> int:
     r"""Returns the number of decimals to which floats are rounded before they are compared.
 
     A decimal stands for an exact reference that rounds to it: against `\frac{2}{3}`, 0.6667 is right, 0.6666 and
-    0.66668 are not. It must have `MIN_ROUNDED_DIGITS` significant digits, and so must every number beside it; the prediction must be numbers only (the
-    decimals of `1.2346 \times 10^{-5}` say nothing), and a reference that has decimals is not exact.
+    0.66668 are not. Every number with as many decimals must have `MIN_ROUNDED_DIGITS` significant digits, the
+    prediction must be numbers only (the decimals of `1.2346 \times 10^{-5}` say nothing), and a reference that has
+    decimals is not exact.
     """
     rest = _ASSIGNED_TO.sub("", prediction)
     decimals = [match.group() for match in _DECIMAL.finditer(rest)]
