@@ -136,7 +136,7 @@ REPAIRED = [
     ("25.25", "25.2512", False),  # a reference with decimals is not exact
     (r"\frac{2}{3}", r"67.13\%", False),  # rounded to two places both would be 0.67
     (r"\frac{1}{90000}", r"1.2346 \times 10^{-5}", False),
-    # Each component is held to four digits, whatever stands beside it.
+    # Each component is held to four digits, whatever the other one is.
     (r"(\frac{2469}{2}, \frac{1}{3})", "(1234.5, 0.3)", False),
     (r"(\frac{1}{3}, \frac{2469}{2})", "(0.3, 1234.5)", False),
     (r"(\frac{2469}{2}, \frac{3}{10})", "(1234.5, 0.3)", True),  # both are exact
