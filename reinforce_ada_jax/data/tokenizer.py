@@ -94,7 +94,10 @@ class Tokenizer:
         if (file := gguf.find(folder)) is not None:
             with tempfile.TemporaryDirectory() as written:
                 gguf_tokenizer.write(file, pathlib.Path(written))
-                return dataclasses.replace(cls.load(written), folder=folder)
+                try:
+                    return dataclasses.replace(cls.load(written), folder=folder)
+                except ValueError as error:  # it names a folder that is gone when it is read
+                    raise ValueError(str(error).replace(written, str(file))) from error
         vocabulary_file(folder)  # first: a folder without a vocabulary is not a model's
         config = model_files.read_json(folder / "tokenizer_config.json")
         if config is None:

@@ -44,11 +44,11 @@ class _Metadata:
     def __init__(self, metadata: dict[str, Any]):
         self._metadata = metadata
         self.tokens = self.texts("tokens")
-        self.kinds = self._metadata.get("tokenizer.ggml.token_type") or [1] * len(self.tokens)
+        self.kinds = self._metadata.get("tokenizer.ggml.token_type", [1] * len(self.tokens))
         if len(set(self.tokens)) != len(self.tokens):
             raise ValueError("a token of its vocabulary is there twice")
-        if len(self.kinds) != len(self.tokens):
-            raise ValueError(f"it has {len(self.tokens):,} tokens and {len(self.kinds):,} kinds of tokens")
+        if not isinstance(self.kinds, list) or len(self.kinds) != len(self.tokens):
+            raise ValueError(f"tokenizer.ggml.token_type does not have a kind for each of {len(self.tokens):,} tokens")
 
     def get(self, name: str) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{name}")
@@ -65,6 +65,17 @@ class _Metadata:
             raise ValueError(f"tokenizer.ggml.{name} is {value!r:.40}, and it has {len(self.tokens):,} tokens")
         return value
 
+    def first_id(self) -> int | None:
+        """Returns the token that stands before every text, if one does."""
+        # Published Llama 3 files leave the flag out; llama.cpp adds BOS by the rule, and the model was trained with it.
+        adds = self._metadata.get("tokenizer.ggml.add_bos_token", self.get("pre") == "llama-bpe")
+        if type(adds) is not bool:
+            raise ValueError(f"tokenizer.ggml.add_bos_token is {adds!r:.40}, neither true nor false")
+        begin = self.token_id("bos_token_id") if adds else None
+        if adds and begin is None:
+            raise ValueError("its texts begin with a token, and tokenizer.ggml.bos_token_id does not say which")
+        return begin
+
 
 def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
     kind, pre = metadata.get("model"), metadata.get("pre")
@@ -73,7 +84,7 @@ def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
             f"its tokenizer is of the kind {kind!r:.40}, and only byte pairs ('gpt2') are read from GGUF: use the "
             "model's Hugging Face folder"
         )
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise ValueError(
             f"its tokenizer splits text by the rule {pre!r:.40}; those known are {', '.join(PRE_TOKENIZERS)}. Use the "
             "model's Hugging Face folder"
@@ -89,7 +100,7 @@ def _tokenizer_json(metadata: _Metadata) -> dict[str, Any]:
         for index, (token, kind) in enumerate(zip(metadata.tokens, metadata.kinds, strict=True))
         if kind in (CONTROL, USER_DEFINED)
     ]  # fmt: skip
-    begin = metadata.token_id("bos_token_id") if metadata.get("add_bos_token") else None
+    begin = metadata.first_id()
     first = None if begin is None else metadata.tokens[begin]
     return {
         "version": "1.0",

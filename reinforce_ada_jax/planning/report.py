@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.files import gguf
 from reinforce_ada_jax.planning import plan as plan_lib
 from reinforce_ada_jax.planning.compilation import ProgramResult, compile_program, resident_result, topology_devices
 from reinforce_ada_jax.planning.gpus import answering_for
@@ -41,7 +42,7 @@ def find_architecture(path: str, model: str | None) -> tuple[Architecture, str]:
     if model is not None:
         return read_config(model), model
     folder = components_lib.local_folder(path)
-    if folder.is_dir():
+    if folder.is_dir() or gguf.find(folder) is not None:
         return read_config(folder), str(folder)
     if folder.name in PUBLISHED:
         return from_hf(PUBLISHED[folder.name]), f"the published sizes of {folder.name}"

@@ -69,6 +69,27 @@ def _llama3_scaling(factors: np.ndarray, theta: float, head_dim: int) -> dict[st
     )
 
 
+def _rotary(file: pathlib.Path, header: gguf.Header, family: str, theta: float) -> dict[str, Any]:
+    """Returns `rope_scaling` where the file has factors; ValueError for a rotation that is not supported."""
+    metadata, factors = header.metadata, header.tensors.get(ROPE_FACTORS)
+    kind = metadata.get(f"{family}.rope.scaling.type", "none")
+    if kind != "none":
+        raise ValueError(f"its rotary scaling is {kind!r:.60}, which is not supported")
+    rotated = metadata.get(f"{family}.rope.dimension_count")
+    if rotated is None and factors is None:
+        return {}
+    head_dim = metadata.get(f"{family}.attention.key_length")
+    if head_dim is None:
+        head_dim = metadata[f"{family}.embedding_length"] // metadata[f"{family}.attention.head_count"]
+    if rotated not in (None, head_dim):
+        raise ValueError(f"it rotates {rotated!r:.40} of the {head_dim!r:.40} components of a head; all are supported")
+    if factors is None:
+        return {}
+    if 2 * math.prod(factors.shape) != head_dim:  # before anything of this size is allocated
+        raise ValueError(f"its rotary factors have the shape {factors.shape}, and a head has the size {head_dim!r:.40}")
+    return {"rope_scaling": _llama3_scaling(read_tensor(file, header, ROPE_FACTORS), theta, head_dim)}
+
+
 def config(file: pathlib.Path) -> dict[str, Any]:
     """Returns the config.json that the Hugging Face folder of the model would have.
 
@@ -85,9 +106,6 @@ def config(file: pathlib.Path) -> dict[str, Any]:
         if embedding is None or len(embedding.shape) != 2:
             raise ValueError("it has no matrix token_embd.weight")
         theta = _number(metadata, f"{family}.rope.freq_base", 10000.0)
-        kind = metadata.get(f"{family}.rope.scaling.type", "none")
-        if kind != "none":
-            raise ValueError(f"its rotary scaling is {kind!r:.60}, which is not supported")
         found |= {
             "model_type": family,
             "vocab_size": embedding.shape[0],
@@ -97,10 +115,7 @@ def config(file: pathlib.Path) -> dict[str, Any]:
             "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         }
-        if ROPE_FACTORS in header.tensors:
-            sizes = metadata[f"{family}.embedding_length"], metadata[f"{family}.attention.head_count"]
-            head_dim = found["head_dim"] or sizes[0] // sizes[1]
-            found["rope_scaling"] = _llama3_scaling(read_tensor(file, header, ROPE_FACTORS), theta, head_dim)
+        found |= _rotary(file, header, family, theta)
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{file}: {error}.") from error
     return {name: value for name, value in found.items() if value is not None}

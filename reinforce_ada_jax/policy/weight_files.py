@@ -71,14 +71,16 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
     Raises:
       ValueError: there are none, or the index is malformed, incomplete, or names a file outside the folder.
     """
-    if not folder.is_dir():
-        return [folder]  # a GGUF file
+    if (file := gguf.find(folder)) is not None:
+        return [file]
     if model_files.is_present(folder / SINGLE, None):
         return [folder / SINGLE]
     if model_files.is_present(folder / INDEX):
         return _indexed(folder)
-    if len(files := sorted(folder.glob(f"*{gguf.SUFFIX}"))) == 1:
-        return files
+    if files := sorted(folder.glob(f"*{gguf.SUFFIX}")):
+        raise ValueError(
+            f"{folder} has config.json and no safetensors, and {files[0].name} describes itself: name that file."
+        )
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
     if pickles:
         raise ValueError(

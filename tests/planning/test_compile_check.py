@@ -19,12 +19,13 @@ from reinforce_ada_jax.planning import programs as programs_lib
 from reinforce_ada_jax.planning.latency import Starts
 from reinforce_ada_jax.planning.programs import AbstractRun, Program
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, ProgramCost
-from reinforce_ada_jax.policy import lora
+from reinforce_ada_jax.policy import huggingface, lora
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import init
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions
+from tests.policy import ggufs
 from tests.running import CONFIGS, ROOT, environment, load, tiny
 from tests.sampling import tiny as tiny_engine
 
@@ -67,6 +68,12 @@ def test_every_configuration_names_a_model_whose_sizes_are_known():
     assert len(paths) >= 5
     for path in paths:
         report.find_architecture(path, None)
+
+
+def test_a_gguf_file_is_a_model_as_its_folder_is(tmp_path):
+    file = ggufs.write(tmp_path / "model.gguf", "qwen2")
+    architecture, source = report.find_architecture(str(file), None)
+    assert architecture == huggingface.read_config(tmp_path) and source == str(file)
 
 
 # ---- programs ----------------------------------------------------------------------------------------------------

@@ -27,9 +27,17 @@ def with_pairs_side_by_side(matrix: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(
-    file: pathlib.Path, family: str, changes: dict[str, Any] | None = None, kind: str = "F32", tokenizer: bool = True
+    file: pathlib.Path,
+    family: str,
+    changes: dict[str, Any] | None = None,
+    kind: str = "F32",
+    tokenizer: bool = True,
+    extra: dict[str, np.ndarray] | None = None,
 ) -> pathlib.Path:
-    """The recorded model of a family as a GGUF file, its matrices in the type `kind`; `changes` to its metadata."""
+    """The recorded model of a family as a GGUF file, its matrices in the type `kind`; `changes` to its metadata.
+
+    `extra` are further tensors, by the names of GGUF.
+    """
     config = json.loads((GOLDEN / family / "config.json").read_text())
     rope = config.get("rope_parameters") or config
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -68,6 +76,8 @@ def write(
         quantised = library.GGMLQuantizationType[kind if whole_blocks else "F32"]
         data = library.quants.quantize(tensor.astype(np.float32), quantised)
         writer.add_tensor(theirs, data, raw_dtype=quantised)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor)
     with contextlib.closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

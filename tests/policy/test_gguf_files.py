@@ -106,6 +106,14 @@ def test_bos_is_added_where_the_file_says_so(tmp_path):
     assert [tokenizer.token(index) for index in tokenizer.encode("and").tolist()] == ["<|im_start|>", "and"]
 
 
+def test_llama_3_files_without_the_flag_have_bos(tmp_path):
+    tokenizer = Tokenizer.load(ggufs.write(tmp_path / "model.gguf", "llama", {"tokenizer.ggml.pre": "llama-bpe"}))
+    assert [tokenizer.token(index) for index in tokenizer.encode("and").tolist()] == ["<|im_start|>", "and"]
+    without = {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False}
+    tokenizer = Tokenizer.load(ggufs.write(tmp_path / "model.gguf", "llama", without))
+    assert [tokenizer.token(index) for index in tokenizer.encode("and").tolist()] == ["and"]
+
+
 def test_an_exported_folder_has_the_tokenizer(tmp_path):
     file = ggufs.write(tmp_path / "model.gguf", "qwen2", {"tokenizer.ggml.eot_token_id": 0})
     architecture, params = huggingface.load(file)
@@ -125,13 +133,21 @@ def test_an_exported_folder_has_the_tokenizer(tmp_path):
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "a token of its vocabulary is there twice"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "lack a list of texts, tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "a merge of its tokenizer is no pair of tokens"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, "Token `zz` out of vocabulary"),
+        ({"tokenizer.ggml.pre": ["smollm"]}, r"splits text by the rule \['smollm'\]"),
+        ({"tokenizer.ggml.token_type": 7}, "tokenizer.ggml.token_type does not have a kind for each"),
+        ({"tokenizer.ggml.add_bos_token": "no"}, "tokenizer.ggml.add_bos_token is 'no', neither true nor false"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None},
+            "tokenizer.ggml.bos_token_id does not say which",
+        ),
     ],
 )
 def test_tokenizers_that_are_not_known_are_refused(changes, message, tmp_path):
     file = ggufs.write(tmp_path / "model.gguf", "qwen2", changes)
     with pytest.raises(ValueError, match=message) as refused:
         Tokenizer.load(file)
-    assert str(refused.value).startswith(f"{file}: ")
+    assert str(refused.value).startswith(str(file))  # and no temporary folder
 
 
 # ---- files that lie --------------------------------------------------------------------------------------------------
@@ -147,6 +163,7 @@ def test_tokenizers_that_are_not_known_are_refused(changes, message, tmp_path):
         ({"qwen2.embedding_length": 64}, "config.json asks for"),
         ({"qwen2.attention.head_count": None}, "num_attention_heads"),
         ({"qwen2.rope.scaling.type": "yarn"}, "its rotary scaling is 'yarn'"),
+        ({"qwen2.rope.dimension_count": 2}, "it rotates 2 of the 8 components of a head"),
         ({"qwen2.rope.freq_base": "fast"}, "qwen2.rope.freq_base is 'fast', no number"),
         ({"general.alignment": 0}, "its alignment is 0"),
     ],
@@ -154,6 +171,15 @@ def test_tokenizers_that_are_not_known_are_refused(changes, message, tmp_path):
 def test_models_that_are_not_whole_are_refused(changes, message, tmp_path):
     file = ggufs.write(tmp_path / "model.gguf", "qwen2", changes)
     with pytest.raises(ValueError, match=message):
+        huggingface.load(file)
+
+
+def test_factors_of_a_head_of_another_size_are_refused_before_memory_is_taken(tmp_path):
+    changes = {"llama.attention.key_length": 2**31 - 2}  # 8 GB of wavelengths
+    file = ggufs.write(tmp_path / "model.gguf", "llama", changes, extra={"rope_freqs.weight": np.ones(8, np.float32)})
+    with pytest.raises(
+        ValueError, match=r"its rotary factors have the shape \(8,\), and a head has the size 2147483646"
+    ):
         huggingface.load(file)
 
 
@@ -184,6 +210,9 @@ LIES = {
     "an array of arrays": header(keys=text(b"k") + struct.pack("<IIQ", 9, 9, 1) * 100),
     "a type of value that nobody has": header(keys=text(b"k") + struct.pack("<I", 99)),
     "a key that is there twice": header(keys=(text(b"k") + struct.pack("<IB", 0, 1)) * 2, num_keys=2),
+    "arrays with 2**21 items": header(
+        keys=b"".join(text(name) + struct.pack("<IIQ", 9, 0, 2**20) + bytes(2**20) for name in (b"a", b"b")), num_keys=2
+    ),
     "a tensor beyond the file": header(tensor((2**20,))),
     "an offset beyond the file": header(tensor(offset=2**63)),
     "a shape beyond 64 bits": header(tensor((2**63, 2**63, 2**63))),
@@ -222,6 +251,14 @@ def test_of_several_files_one_must_be_named(tmp_path):
     huggingface.load(tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=r"c.gguf is missing: name a GGUF file"):
         huggingface.load(tmp_path / "c.gguf")
+
+
+def test_a_file_beside_another_description_must_be_named(tmp_path):
+    ggufs.write(tmp_path / "model.gguf", "qwen2")
+    (tmp_path / "config.json").write_bytes((GOLDEN / "qwen2" / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"model.gguf describes itself: name that file"):
+        huggingface.load(tmp_path)
+    huggingface.load(tmp_path / "model.gguf")
 
 
 def test_a_link_to_a_file_elsewhere_is_refused(tmp_path):
