@@ -162,3 +162,18 @@ def test_a_wrong_program_is_graded_as_wrong(rewards, name):
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_is_graded_as_right(rewards, name):
     assert rewards[name] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "same"),
+    [
+        ("5", "1.0e999", False),
+        ("5", "-1.0e999", False),
+        ("-inf", "1.0e999", False),
+        ("inf", "1.0e999", True),
+        ("1.0e999", "1.0e999", True),
+        ("inf", "1.5", False),
+    ],
+)
+def test_a_number_that_is_not_finite_matches_only_itself(written, expected, same):
+    assert code.same_output(written, expected) == same
