@@ -5,6 +5,7 @@ assertions run in a second sandbox, which calls the program's functions (`code_s
 """
 
 import json
+import math
 import pathlib
 import re
 import secrets
@@ -36,10 +37,11 @@ def _same_token(written: str, expected: str) -> bool:
     if written == expected:
         return True
     try:
-        wanted = float(expected)
-        return "." in expected and abs(float(written) - wanted) <= 1e-6 * max(1.0, abs(wanted))
+        found, wanted = float(written), float(expected)
     except ValueError:
         return False
+    allowed = 1e-6 * max(1.0, abs(wanted)) if math.isfinite(wanted) else 0.0
+    return "." in expected and (found == wanted or abs(found - wanted) <= allowed)
 
 
 def same_output(written: str, expected: str) -> bool:

@@ -4,13 +4,15 @@ The test never runs in the program's process, where a program could replace what
 with code 0, or find the expected value. It calls the program's functions over a socket. Arguments and results travel
 as data: numbers, texts, bytes and the containers of Python. Any other object of the program stays in its process, and
 the test has a `Remote` in its place. So the two sides share no object, and a result that equals everything is only a
-`Remote` that equals nothing but other objects of the program.
+`Remote` that equals nothing but other objects of the program. What the program sends is checked: it decides neither
+what a module of Python does in the test, nor when a loop of the test ends.
 
 Nothing of this package can be imported here. The only argument is "program" or "test".
 """
 
 import ast
 import builtins
+import importlib
 import json
 import math
 import os
@@ -23,6 +25,21 @@ MAX_ANSWER = 2**25  # bytes
 MAX_ITEMS = 100_000  # of an iterator that stays with the program
 PLAIN = (bool, int, float, str)
 CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+# Failures of reading an answer that is none of `serve`'s.
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
+# Exceptions that end a loop (they become RuntimeError, as in a generator), or that need more than a text.
+NOT_RAISED = (
+    StopIteration, StopAsyncIteration, BaseExceptionGroup, UnicodeDecodeError, UnicodeEncodeError,
+    UnicodeTranslateError,
+)  # fmt: skip
+# Modules and functions that are Python's in a test which uses them without an import.
+MODULES = {name: name for name in (*sys.stdlib_module_names, "numpy", "pandas", "pytest", "scipy", "sympy")}
+MODULES |= {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
+FUNCTIONS = {
+    "isclose": "math", "deepcopy": "copy", "Counter": "collections", "OrderedDict": "collections",
+    "defaultdict": "collections", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest",
+}  # fmt: skip
+PYTHON = {*dir(builtins), *FUNCTIONS}
 
 
 def take(value):
@@ -39,12 +56,17 @@ SPECIAL = {"__iter__": take, "__len__": len, "__str__": str, "__repr__": repr}
 
 
 class Remote:
-    """Object of the program, as the test sees it."""
+    """Object of the program, as the test sees it.
+
+    It has no arithmetic and no order: else the program would decide what `abs(f(7) - 49) < 1e-6` means.
+    """
 
     def __init__(self, ask, number):
         self.__dict__.update(_ask=ask, _number=number)
 
     def __getattr__(self, name):
+        if name.startswith("__"):  # numpy would read memory where `__array_interface__` says
+            raise AttributeError(f"the test cannot read {name} of an object of the program")
         return self._ask("attribute", self._number, name)
 
     def __call__(self, *args, **kwargs):
@@ -54,7 +76,7 @@ class Remote:
         return self._ask("item", self._number, key)
 
     def __eq__(self, other):
-        return isinstance(other, Remote) and bool(self._ask("equal", self._number, other))
+        return isinstance(other, Remote) and self._ask("equal", self._number, other) is True
 
     def __hash__(self):
         return hash(self._number)
@@ -77,7 +99,7 @@ class Remote:
 
 def encode(value, keep):
     """Returns a value as JSON; `keep` returns the number of an object that is no data."""
-    if hasattr(value, "tolist") and type(value).__module__.partition(".")[0] == "numpy":
+    if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
         value = value.tolist()
     if value is None:
         return None
@@ -96,7 +118,7 @@ def encode(value, keep):
 
 def decode(value, find):
     """Returns the value of `encode`; `find` returns the object of a number."""
-    if not isinstance(value, dict):
+    if value is None or isinstance(value, PLAIN):
         return value
     ((kind, content),) = value.items()
     if kind in CONTAINERS:
@@ -105,6 +127,8 @@ def decode(value, find):
         return {decode(key, find): decode(entry, find) for key, entry in content}
     if kind == "complex":
         return complex(*content)
+    if kind not in ("bytes", "object"):
+        raise ValueError(f"no kind of data: {kind}")
     return bytes.fromhex(content) if kind == "bytes" else find(content)
 
 
@@ -155,6 +179,26 @@ def update(old, new):
             mine.update(theirs)
 
 
+def error_of(names, text):
+    """Returns the first of the named exceptions of Python that may be raised in a test; else a RuntimeError."""
+    for name in names:
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, NOT_RAISED):
+            return kind(str(text)[:1000])
+    return RuntimeError(str(text)[:1000])
+
+
+def read_answer(line, find):
+    """Returns an answer's exception (or None), value and arguments; ends the test if the answer is malformed."""
+    try:
+        answer = json.loads(line)
+        if "error" in answer:
+            return error_of(answer["error"], answer["text"]), None, ()
+        return None, decode(answer["value"], find), decode(answer["arguments"], find)
+    except MALFORMED:
+        os._exit(CHANNEL_CLOSED)  # no exception: the test might expect one
+
+
 class Solution(types.ModuleType):
     """Module of the program's names, for tests; also what `from solution import f` finds."""
 
@@ -177,14 +221,12 @@ class Solution(types.ModuleType):
             line = lines.readline(MAX_ANSWER)
             if not line.endswith(b"\n"):
                 raise SystemExit(CHANNEL_CLOSED)  # the program has ended, or does not end its answer
-            answer = json.loads(line)
-            if "error" in answer:
-                known = (getattr(builtins, str(name), None) for name in answer["error"])
-                errors = (kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
-                raise next(errors, RuntimeError)(str(answer["text"]))
+            error, value, arguments = read_answer(line, find)
+            if error is not None:
+                raise error
             if what == "call":
-                update(argument, decode(answer["arguments"], find))
-            return decode(answer["value"], find)
+                update(argument, arguments)
+            return value
 
         self.__dict__["_ask"] = ask
 
@@ -200,50 +242,64 @@ class Solution(types.ModuleType):
 class Names(dict):
     """Names of a test: its own, then Python's, then those of the program.
 
-    The program's come before Python's if the test asks it for nothing else: `assert sum(10, 15) == 6` of MBPP.
+    If the test uses no name but Python's, the one of them that the program defines is the program's: `assert
+    sum(10, 15) == 6` of MBPP. If it defines more than one, none is: it could replace `isinstance` as well.
     """
 
     def __init__(self, solution, tree):
         super().__init__(__name__="test", __builtins__=builtins)
-        self.solution, self.python_first = solution, names_program(tree)
+        self.solution = solution
+        self.modules, others = names_used(tree)
+        if others <= PYTHON:
+            found = {name: getattr(solution, name, None) for name in others if not name.startswith("__")}
+            defined = {name: value for name, value in found.items() if value is not None}
+            self.update(defined if len(defined) == 1 else {})
 
     def __missing__(self, name):
-        if self.python_first and hasattr(builtins, name):
+        if name in self.modules:
+            return importlib.import_module(MODULES[name])
+        if name in FUNCTIONS:
+            return getattr(importlib.import_module(FUNCTIONS[name]), name)
+        if hasattr(builtins, name):
             return getattr(builtins, name)
         try:
             return getattr(self.solution, name)
         except AttributeError:
-            if hasattr(builtins, name):
-                return getattr(builtins, name)
             raise NameError(f"name {name!r} is not defined") from None
 
 
-def names_program(tree):
-    """Returns True if a test uses a name that is neither its own nor Python's, or imports the program's."""
-    used, own = set(), set()
+def names_used(tree):
+    """Returns the modules of Python among the names that a test uses, and the names that it does not define itself.
+
+    A name is a module's if the test does nothing with it but ask for attributes, as in `math.isclose`.
+    """
+    used, own, modules = set(), set(), set()
+    bases = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            (used if isinstance(node.ctx, ast.Load) else own).add(node.id)
+            (own if not isinstance(node.ctx, ast.Load) else modules if id(node) in bases else used).add(node.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.arg):
             own.add(node.arg)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
-            if "solution" in modules:
-                return True
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module]
+            used.update({"solution"}.intersection(imported))
             own.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ExceptHandler):
             own.add(node.name)
-    return not used <= own.union(dir(builtins))
+    own.discard("solution")
+    found = modules.intersection(MODULES) - used
+    return found, (used | modules) - own - found
 
 
 def same(value, expected):
     """Returns True if a result is the expected JSON value, with tuples as lists and floats within 1e-6."""
     if isinstance(value, float) or isinstance(expected, float):
         numbers = isinstance(value, int | float) and isinstance(expected, int | float)
-        allowed = 1e-6 * max(1.0, abs(expected)) if numbers and math.isfinite(expected) else 0.0
-        return numbers and (value == expected or abs(value - expected) <= allowed)
+        if not numbers or not math.isfinite(expected):
+            return numbers and (value == expected or (math.isnan(expected) and math.isnan(value)))
+        return abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):

@@ -165,6 +165,7 @@ def test_the_reward_is_the_share_of_tests(pool):
          {"test_list": ["assert sum(2, 3) == 6", "assert isinstance(sum(2, 3), int)"]}),
         ("def sum(a, b):\n    return a * b", {"test": "def check(candidate):\n    assert sum(2, 3) == 6",
                                                "entry_point": "sum"}),
+        ("def f(x):\n    return float('nan')", {"input_output": '{"fn_name": "f", "inputs": [[1]], "outputs": [NaN]}'}),
         ("import math\n\ndef f(x):\n    return math.sqrt(x)",
          {"test_list": ["assert math.isclose(f(4), 2)"], "test_imports": ["import math"]}),
     ],
