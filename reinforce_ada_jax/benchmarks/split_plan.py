@@ -76,7 +76,8 @@ def batch_layout(config: Config, a: Architecture, chip: Chip, devices: int) -> B
     learning, shards = config.learning, devices // config.mesh.tensor
     dtype = jnp.dtype(config.model.compute_dtype)
     resolved = platform.resolve("tpu", learning, hidden_size=a.hidden_size, head_dim=a.head_dim, dtype=dtype)
-    kept = strategies.build(config.collection).max_kept or config.collection.group_size
+    strategy = strategies.build(config.collection, regularized=config.regularized)
+    kept = strategy.max_kept or config.collection.group_size
     micro_rows = platform.micro_rows("tpu", config, shards)
     row_tokens = config.data.max_prompt_tokens + config.sampling.max_response_tokens
     copied = a.num_layers * layer_weights(a) * dtype.itemsize / config.mesh.tensor

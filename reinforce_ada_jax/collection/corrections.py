@@ -149,6 +149,24 @@ def _estimate(pool: Pool) -> float:
     return next((float(one) for one in known if one is not None), 0.5)
 
 
+def with_first_round(coefficients: CoefficientsFn) -> CoefficientsFn:
+    """Returns the same coefficients with every usable draw of the first round among the rows; 0 where it had none.
+
+    The first round is drawn whatever its outcomes are, so its draws are a sample of the policy. The entropy and the KL
+    term are means over them (training/updates.py).
+    """
+
+    def with_all(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
+        kept, of_kept = coefficients(pool, usable)
+        is_kept, coefficient = np.zeros((2, len(pool.responses)))
+        coefficient[kept] = of_kept
+        is_kept[kept], is_kept[: pool.round_sizes[0]] = 1.0, 1.0
+        rows = np.flatnonzero((is_kept != 0.0) & usable)
+        return rows, coefficient[rows]
+
+    return with_all
+
+
 def maxrl(*, penalize_all_wrong: bool) -> CoefficientsFn:
     """Returns the coefficients of maximum-likelihood RL: (r_i - mean) / (p_hat N) (arXiv 2602.02710).
 
@@ -197,7 +215,8 @@ def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None
         "estimate": lambda estimate, size: control_variate_at(objective, size, estimate),
     }
     limit = config.group_size if config.keep == "group" else None
-    size = config.samples_per_round if config.strategy in ("positive", "balance") else config.group_size
+    size = collection_rules.first_round(config)
+    assert size is not None  # `correction_fits`
     most = size if limit is None else min(size, limit)
     if config.control_variate != "none":  # the first round, and the correct rows of a later one
         most = size if max_draws == size else size + most

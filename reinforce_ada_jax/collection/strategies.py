@@ -333,10 +333,15 @@ def with_defaults(config: StrategyConfig) -> CollectionConfig:
     return CollectionConfig(**{name: getattr(config, name) for name in names})
 
 
-def build(strategy_config: StrategyConfig) -> Strategy:
+def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Strategy:
     """Returns the strategy that the `collection` section of a configuration describes.
 
     `normalize_by_std` and `objective` apply to every strategy; `keep` and `baseline`, where set, replace its own.
+
+    Args:
+      strategy_config: the section.
+      regularized: the loss has an entropy or KL term (`Config.regularized`): a strategy with `coefficients` then keeps
+        the whole first round of each prompt.
 
     Raises:
       ValueError: the settings break a rule (config/collection_rules.py), or name a function that is missing.
@@ -363,8 +368,19 @@ def build(strategy_config: StrategyConfig) -> Strategy:
         # The number of kept responses is fixed, so advantages pay the whole weight.
         changes |= {"weight": objective.clipped_weight, "clips_below": objective.epsilon}
     strategy = dataclasses.replace(strategy, **changes)
+    if regularized and strategy.coefficients is not None:
+        most = _with_first_round(strategy.max_kept, collection_rules.first_round(config), strategy.max_draws)
+        coefficients = corrections.with_first_round(strategy.coefficients)
+        strategy = dataclasses.replace(strategy, coefficients=coefficients, max_kept=most)
     _check_estimates(config, strategy)
     return strategy
+
+
+def _with_first_round(max_kept: int | None, size: int | None, max_draws: int | None) -> int | None:
+    """Returns `max_kept` where the first round is kept as well; None where its size is not known."""
+    if max_kept is None or size is None:
+        return None
+    return max_kept + size if max_draws is None else min(max_kept + size, max_draws)
 
 
 def _check_estimates(config: CollectionConfig, strategy: Strategy) -> None:

@@ -21,6 +21,13 @@ def max_draws(collection: CollectionConfig) -> int | None:
     return rounds
 
 
+def first_round(collection: CollectionConfig) -> int | None:
+    """Returns the draws of the first round of every prompt; None where they differ or a user's strategy decides."""
+    if collection.strategy in ("positive", "balance"):
+        return collection.samples_per_round
+    return collection.group_size if collection.strategy in ("grpo", "dapo", "ngu") else None
+
+
 def goals(collection: CollectionConfig) -> tuple[int, int]:
     """Returns (k_pos, k_neg), the correct and wrong responses that end the rounds of `positive` and `balance`."""
     half = collection.group_size // 2

@@ -570,6 +570,11 @@ class Config:
         return "int8" in (self.sampling.kv_dtype, self.sampling.weight_dtype)
 
     @property
+    def regularized(self) -> bool:
+        """True if the loss has an entropy or a KL term."""
+        return bool(self.learning.entropy_coefficient or self.learning.kl_coefficient)
+
+    @property
     def draws_ahead(self) -> bool:
         """True if an iteration is drawn while the one before it is learned."""
         return self.mesh.sampler > 0 and self.collection.max_staleness > 0

@@ -22,6 +22,7 @@ class Example(NamedTuple):
     prompt: Int32[np.ndarray, " T"]
     response: Response
     advantage: float = 0.0
+    regularization: float = 1.0  # factor of its entropy and KL in the loss
 
 
 @struct.dataclass
@@ -56,6 +57,7 @@ class Batch:
         those that the update itself computes, so that every ratio is 1.
       left_out: tokens and responses of the minibatch that are in no row, at the first row; 0 at the others.
       reference_logprobs: under the reference policy, where there is a KL term.
+      regularization: factor of the token's entropy and KL in the loss; None: 1.
     """
 
     __no_type_check__ = True  # JAX also puts shardings, shapes and its own records into it
@@ -73,6 +75,7 @@ class Batch:
     old_logprobs: Float[AnyArray, "*M B R"] | None
     left_out: Int[AnyArray, "*M B 2"]
     reference_logprobs: Float[AnyArray, "*M B R"] | None = None
+    regularization: Float[AnyArray, "*M B R"] | None = None
 
     @property
     def max_segments(self) -> int:
@@ -146,6 +149,20 @@ def pack_without_zeros(
     return _first_fit(order, lengths, row_tokens, per_row, max_rows)
 
 
+def _lengths(examples: Sequence[Example], max_prompt_tokens: int, max_response_tokens: int) -> list[int]:
+    """Returns the tokens of each example with its prompt; raises ValueError where they are beyond the limits."""
+    lengths = []
+    for example in examples:
+        before, length = len(example.prompt), len(example.response.tokens)
+        if not 0 < before <= max_prompt_tokens or length > max_response_tokens:
+            raise ValueError(
+                f"a row has {before} prompt and {length} response tokens; the limits are 1 to {max_prompt_tokens} and "
+                f"{max_response_tokens}."
+            )
+        lengths.append(before + length)
+    return lengths
+
+
 def make_batch(
     examples: Sequence[Example],
     *,
@@ -154,6 +171,7 @@ def make_batch(
     num_rows: int | None = None,
     per_row: int = 1,
     micro_rows: int | None = None,
+    regularized: bool = False,
 ) -> Batch:
     """Makes a batch of the examples, packed into rows, and empty rows up to `num_rows`.
 
@@ -165,20 +183,13 @@ def make_batch(
       per_row: most responses of a row, S; 1: each has a row, and rows keep the order of the examples.
       micro_rows: rows of a micro-batch, to leave out examples whose advantage is 0 where this saves a micro-batch
         (`pack_without_zeros`); None: all examples are in the rows.
+      regularized: the batch has the examples' `regularization`.
 
     Raises:
       ValueError: a prompt or a response longer than its limit, a prompt without a token, or more rows than `num_rows`.
     """
     row_tokens = max_prompt_tokens + max_response_tokens
-    lengths = []
-    for example in examples:
-        before, length = len(example.prompt), len(example.response.tokens)
-        if not 0 < before <= max_prompt_tokens or length > max_response_tokens:
-            raise ValueError(
-                f"a row has {before} prompt and {length} response tokens; the limits are 1 to {max_prompt_tokens} and "
-                f"{max_response_tokens}."
-            )
-        lengths.append(before + length)
+    lengths = _lengths(examples, max_prompt_tokens, max_response_tokens)
     with np.errstate(over="ignore"):  # what isn't finite ends in the update, which says so
         advantage = np.array([example.advantage for example in examples], np.float64).astype(np.float32)
     if micro_rows is None:
@@ -193,7 +204,7 @@ def make_batch(
     response_positions, response_segment_ids, policy_version = np.zeros((3, size, columns), np.int32)
     segment_ids[:], response_segment_ids[:], response_positions[:] = per_row, per_row, 1
     response_length = np.zeros((size, per_row), np.int32)
-    advantages, logprobs = np.zeros((2, size, columns), np.float32)
+    advantages, logprobs, regularization = np.zeros((3, size, columns), np.float32)
     left_out = np.zeros((size, 2), np.int32)
     for index in set(range(len(examples))).difference(*rows):
         left_out[0] += examples[index].response.num_sampled, len(examples[index].response.tokens) > 0
@@ -211,6 +222,7 @@ def make_batch(
             response_positions[there] = start + before + np.flatnonzero(sampled)
             response_segment_ids[there], policy_version[there] = segment, response.policy_version
             advantages[there], logprobs[there] = advantage[index], response.logprobs[sampled]
+            regularization[there] = examples[index].regularization
             start, column = start + before + length, column + count
     return Batch(
         tokens=tokens,
@@ -225,4 +237,5 @@ def make_batch(
         behaviour_logprobs=logprobs,
         old_logprobs=logprobs,
         left_out=left_out,
+        regularization=regularization if regularized else None,
     )

@@ -313,6 +313,7 @@ class Learner:
             mask=micro.response_mask,
             behaviour_logprobs=behaviour_logprobs,
             reference_logprobs=micro.reference_logprobs,
+            regularization=micro.regularization,
             segment_one_hot=micro.segment_one_hot(),
             counts=counts,
             metric_weights=metric_weights,

@@ -52,11 +52,6 @@ class LossConfig:
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
 
-    @property
-    def needs_zero_advantages(self) -> bool:
-        """True if responses whose advantage is 0 contribute to the gradient: through the entropy or the KL term."""
-        return bool(self.entropy_coefficient or self.kl_coefficient)
-
 
 class Counts(NamedTuple):
     """Sizes of a whole minibatch, both at least 1."""
@@ -251,6 +246,7 @@ def policy_loss(
     mask: Mask,
     behaviour_logprobs: Tokens | None = None,
     reference_logprobs: Tokens | None = None,
+    regularization: Tokens | None = None,
     segment_one_hot: SegmentOneHot | None = None,
     counts: Counts | None = None,
     metric_weights: Tokens | None = None,
@@ -258,7 +254,7 @@ def policy_loss(
     """Computes the policy loss of a minibatch, or its share of one.
 
     loss = aggregate(L) - entropy_coefficient aggregate(H) + kl_coefficient aggregate(KL), with L of `policy_terms`, H
-    the entropy and KL of `kl_estimate`.
+    the entropy and KL of `kl_estimate`. H and KL of each token are multiplied by `regularization`.
 
     Values under the mask may be anything, nan included, and slopes are 0 there.
 
@@ -271,6 +267,7 @@ def policy_loss(
       mask: True or 1 at tokens of responses.
       behaviour_logprobs: under the distribution the tokens were sampled from; needed with a cap.
       reference_logprobs: under the reference policy; without them the metric "kl" is 0.
+      regularization: factors of the tokens' entropy and KL in the loss; None: 1.
       segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
       counts: of the whole minibatch, of which these rows may be a part; None: these rows are all.
       metric_weights: factors of the tokens in "entropy" and "approx_kl", where these rows are a sample of the minibatch
@@ -292,12 +289,15 @@ def policy_loss(
     def mean(values, aggregation=config.aggregation):
         return aggregate(values, mask, aggregation, **sizes, segment_one_hot=segment_one_hot)
 
+    def regularizer(values):
+        return mean(values if regularization is None else regularization * values)
+
     loss = mean(terms.loss)
     if config.entropy_coefficient:
-        loss = loss - config.entropy_coefficient * mean(entropy)
+        loss = loss - config.entropy_coefficient * regularizer(entropy)
     kl = _kl(config, logprobs, reference_logprobs, mask)
     if config.kl_coefficient:
-        loss = loss + config.kl_coefficient * mean(kl)
+        loss = loss + config.kl_coefficient * regularizer(kl)
     entropies, old_minus_new = entropy, terms.old_minus_new
     if metric_weights is not None:
         entropies, old_minus_new = metric_weights * entropies, metric_weights * old_minus_new

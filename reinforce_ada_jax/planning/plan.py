@@ -96,7 +96,8 @@ def statistics(
     if draws is None:
         draws = expected_draws(config.collection, (pass_rates[0], pass_rates[1]))
     # A strategy that keeps any number of responses pads its minibatches to the largest.
-    max_kept = max(strategies.build(config.collection).max_kept or 0, config.collection.group_size)
+    strategy = strategies.build(config.collection, regularized=config.regularized)
+    max_kept = max(strategy.max_kept or 0, config.collection.group_size)
     filled = min(1.0, draws / max_kept) if max_kept > config.collection.group_size else 1.0
     return Statistics(prompt, response, draws, filled)
 

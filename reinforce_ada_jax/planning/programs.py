@@ -153,7 +153,7 @@ def abstract_run(config: Config, architecture: Architecture, options: EngineOpti
         engine=Engine(architecture, options, mesh=mesh),
         learner=learner,
         state=abstract_state(config, learner),
-        batch=abstract_batch(config, strategies.build(config.collection), learner),
+        batch=abstract_batch(config, strategies.build(config.collection, regularized=config.regularized), learner),
         base=None if learner.lora is None else _abstract_base(config, learner),
     )
 

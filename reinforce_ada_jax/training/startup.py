@@ -82,7 +82,7 @@ def read_inputs(
       ValueError: the user must change the configuration, a file or the work directory.
     """
     config_lib.check(config)
-    strategy = strategies.build(config.collection)  # reads a user's own file
+    strategy = strategies.build(config.collection, regularized=config.regularized)  # reads a user's own file
     config_lib.check_strategy(config, max_age=strategy.max_age, estimates=strategy.estimates)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)

@@ -63,7 +63,7 @@ def make_trainer(
     config: Config, workdir: pathlib.Path, components: Components, prompts: list[Prompt], params: Params | None
 ) -> Trainer:
     """Builds the trainer of a run; `params` are the weights of the model folder, read again where they are needed."""
-    strategy = strategies.build(config.collection)
+    strategy = strategies.build(config.collection, regularized=config.regularized)
     learner = Learner(components.architecture, config, components.mesh)
     base = reference = None
     if learner.lora is not None:

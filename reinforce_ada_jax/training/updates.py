@@ -22,7 +22,7 @@ from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
-from reinforce_ada_jax.learning.learner import Learner, loss_config, scores_in_update
+from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
 from reinforce_ada_jax.learning.update import ESTIMATES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
@@ -51,13 +51,29 @@ def examples(group: Group, rows_per_round: float) -> list[Example]:
     """Returns the kept responses of a group with their advantages.
 
     The loss is a mean over tokens, so it divides by rows. Coefficients (`Group.per_prompt`) are multiplied by the rows
-    per round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds.
+    per round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds. The
+    entropy and the KL term have the same factor. They are means over the M draws of each prompt's first round, which no
+    outcome decides: later draws have only the policy term.
     """
-    pool, factor = group.pool, rows_per_round if group.per_prompt else 1.0
+    pool = group.pool
+    draws = zip(group.kept.tolist(), group.advantages.tolist(), strict=True)
+    if not group.per_prompt:
+        return [Example(pool.prompt.tokens, pool.responses[draw], advantage) for draw, advantage in draws]
+    size = pool.round_sizes[0]
     return [
-        Example(pool.prompt.tokens, pool.responses[draw], factor * advantage)
-        for draw, advantage in zip(group.kept, group.advantages.tolist(), strict=True)
+        Example(
+            pool.prompt.tokens,
+            pool.responses[draw],
+            rows_per_round * coefficient,
+            rows_per_round * (draw < size) / size,
+        )
+        for draw, coefficient in draws
     ]
+
+
+def regularizes_first_rounds(config: Config, strategy: Strategy) -> bool:
+    """Returns whether the entropy and the KL term are means over the first rounds, and not over all rows."""
+    return config.regularized and strategy.coefficients is not None
 
 
 def batch_rows(config: Config, strategy: Strategy, micro_rows: int, rows: int = 0) -> int:
@@ -82,6 +98,7 @@ def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batc
         max_response_tokens=config.sampling.max_response_tokens,
         num_rows=learner.micro_rows,
         per_row=config.learning.responses_per_row,
+        regularized=regularizes_first_rounds(config, strategy),
     )
     if config.learning.kl_coefficient:
         micro = dataclasses.replace(micro, reference_logprobs=micro.behaviour_logprobs)
@@ -162,7 +179,8 @@ class Updates:
                 max_response_tokens=self.config.sampling.max_response_tokens,
                 num_rows=batch_rows(self.config, self.strategy, self.learner.micro_rows, len(kept)),
                 per_row=self.config.learning.responses_per_row,
-                micro_rows=None if loss_config(self.config).needs_zero_advantages else self.learner.micro_rows,
+                micro_rows=None if self.config.regularized else self.learner.micro_rows,
+                regularized=regularizes_first_rounds(self.config, self.strategy),
             )
             if minibatches:
                 before = minibatches[-1].batch

@@ -87,7 +87,8 @@ def test_nothing_is_cut(limits):
 
 
 def test_empty_rows_follow():
-    few, padded = (make_batch(ROWS, max_prompt_tokens=3, max_response_tokens=4, num_rows=size) for size in (None, 5))
+    limits = dict(max_prompt_tokens=3, max_response_tokens=4, regularized=True)
+    few, padded = (make_batch(ROWS, **limits, num_rows=size) for size in (None, 5))
     assert few.tokens.shape == (2, 7) and padded.tokens.shape == (5, 7)
     assert few.reference_logprobs is None and padded.reference_logprobs is None
     for name in vars(few).keys() - {"reference_logprobs"}:

@@ -255,6 +255,14 @@ def test_the_update_follows_the_naive_gradient(micro_batches, options):
     assert metrics.finite and state.updates == 1
 
 
+def test_regularization_reaches_the_loss():
+    rows, coefficients = with_reference(batch()), {"entropy_coefficient": 0.3, "kl_coefficient": 0.3}
+    (none, _), (zero, _) = updated(learner()), updated(
+        learner(**coefficients), rows.replace(regularization=np.zeros_like(rows.advantages))
+    )  # fmt: skip
+    assert_trees_close(gradient(zero), gradient(none), rtol=1e-5, atol=1e-6)
+
+
 def test_eight_micro_batches_are_one():
     (one, one_metrics), (eight, eight_metrics) = updated(learner()), updated(learner(8))
     assert_trees_close(gradient(eight), gradient(one), rtol=1e-5, atol=1e-6)

@@ -17,6 +17,7 @@ from reinforce_ada_jax.learning.loss import (
     denominators,
     kl_estimate,
     metric_weights,
+    policy_loss,
     policy_terms,
 )
 
@@ -457,6 +458,27 @@ def test_a_minibatch_without_tokens_has_loss_0():
     for aggregation in values.AGGREGATIONS:
         (loss, _), gradient = jitted_value_and_gradient(batch, CLIPS, aggregation, 2.0)
         assert loss == 0.0 and not gradient.any()
+
+
+def test_regularization_weighs_entropy_and_kl_alone():
+    # Two responses of two tokens and one: the first is not regularised, the second twice. Three tokens in all.
+    mask = np.array([[True, True], [True, False]])
+    logprobs, entropy = jnp.full((2, 2), -1.0), jnp.asarray([[0.5, 0.7], [0.9, jnp.nan]])
+    rest = dict(old_logprobs=logprobs, advantages=np.ones((2, 2), np.float32), mask=mask)
+    config = LossConfig(**CLIPS, aggregation="token-mean", kl_kind="k2", kl_coefficient=0.1, entropy_coefficient=0.01)
+
+    def loss(logprobs, entropy):
+        weights = np.float32([[0, 0], [2, 2]])
+        return policy_loss(config, logprobs, entropy, **rest, reference_logprobs=logprobs * 3, regularization=weights)[
+            0
+        ]
+
+    # -1 for the policy; d = -1 + 3 = 2, so k2 = 2.
+    assert loss(logprobs, entropy) == pytest.approx(-1.0 - 0.01 * 2 * 0.9 / 3 + 0.1 * 2 * 2.0 / 3, rel=1e-6)
+    slopes = jax.grad(loss, argnums=(0, 1))(logprobs, entropy)
+    # The slope of the policy is -1 / 3 on each token, that of k2 is d = 2, times 0.1 * 2 / 3.
+    np.testing.assert_allclose(slopes[0], [[-1 / 3, -1 / 3], [-1 / 3 + 0.4 / 3, 0]], rtol=1e-6)
+    np.testing.assert_allclose(slopes[1], [[0, 0], [-0.02 / 3, 0]], rtol=1e-6)
 
 
 def test_what_is_refused():

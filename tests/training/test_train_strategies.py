@@ -55,6 +55,7 @@ RUNS = {
         "collection.samples_per_round": 1,
         "collection.max_rounds": 16,
         "collection.control_variate": "estimate",
+        "learning.entropy_coefficient": 1e-3,
     },
 }
 # Samples and estimates of "value" and "ngu" resume in the same way; test_updates.py has batches that grow.

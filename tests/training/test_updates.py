@@ -28,12 +28,12 @@ def response(prompt_id, draw):
     return Response(prompt_id, draw, np.ones(len(logprobs), np.int32), logprobs, False)
 
 
-def make_group_of(name, outcomes, rounds, config):
+def make_group_of(name, outcomes, rounds, config, strategy=None):
     """The group of one prompt with these outcomes of its draws."""
     responses = tuple(response(name, draw) for draw in range(len(outcomes)))
     verdicts = tuple(Verdict(outcome == 1, float(outcome)) for outcome in outcomes)
     pool = Pool(Prompt(name, "", "", np.ones(3, np.int32)), responses, verdicts, rounds, True)
-    return make_group(pool, strategies.build(config.collection))
+    return make_group(pool, strategy or strategies.build(config.collection))
 
 
 def make_groups(config):
@@ -369,6 +369,47 @@ def test_a_corrected_update_is_the_sum_per_round_drawn(tmp_path, aggregation):
         rows = np.flatnonzero(minibatch.batch.response_mask[:, 0])
         advantages = minibatch.batch.advantages[rows, 0]
         np.testing.assert_allclose(advantages / len(rows), np.array(coefficients) / 5, rtol=1e-6)
+
+
+EXACT = {
+    "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 4, "collection.objective": "log",
+    "collection.strategy": "positive", "collection.samples_per_round": 2, "collection.max_rounds": 4,
+}  # fmt: skip
+OUTCOMES = {"one": [1, 1], "two": [0, 0, 0, 1], "never": [0] * 8, "three": [0, 0, 0, 0, 1, 0]}
+
+
+def one_minibatch(tmp_path, **changes):
+    """The minibatch of prompts with OUTCOMES, and the rows of each response in it, by (prompt, draw)."""
+    config = tiny(**EXACT | changes)
+    strategy = strategies.build(config.collection, regularized=config.regularized)
+    groups = [make_group_of(name, drawn, len(drawn) // 2, config, strategy) for name, drawn in OUTCOMES.items()]
+    (minibatch,) = Updates(config, strategy, ScriptedLearner([True]), tmp_path).minibatches(groups, {}, None)
+    rows = [(group.pool.prompt.id, draw) for group in groups for draw in group.kept.tolist()]
+    return minibatch.batch, {key: row for row, key in enumerate(rows)}
+
+
+@pytest.mark.parametrize("control_variate", ["none", "constant"])
+@pytest.mark.parametrize("term", ["entropy_coefficient", "kl_coefficient"])
+def test_a_corrected_update_regularises_the_first_rounds(tmp_path, term, control_variate):
+    variate = {"collection.control_variate": control_variate}
+    batch, rows = one_minibatch(tmp_path, **variate, **{f"learning.{term}": 0.01})
+    first = [(name, draw) for name in OUTCOMES for draw in (0, 1)]
+    assert sorted(rows) == sorted([*first, ("two", 3), ("three", 4)])
+    # Prompts weigh the same, solved or not, and so do the draws of a first round. Later ones have no such term.
+    # A coefficient a_i and the 1 / M = 1/2 of a first round's draw have one factor: rows / rounds, of 10 rounds.
+    factor = len(rows) / 10
+    for key, row in rows.items():
+        mask = batch.response_mask[row]
+        np.testing.assert_allclose(batch.regularization[row][mask], factor * 0.5 * (key in first), rtol=1e-6)
+    variates = 0.03 if control_variate == "constant" else 0.0
+    advantages = {key: batch.advantages[row, 0] / factor for key, row in rows.items()}
+    expected = dict.fromkeys(first, -variates) | {("one", 0): 0.5 - variates, ("one", 1): 0.5 - variates}
+    assert advantages == pytest.approx(expected | {("two", 3): 1.0, ("three", 4): 1.0}, rel=1e-6)
+
+
+def test_without_entropy_and_kl_a_corrected_update_has_its_rows_alone(tmp_path):
+    batch, rows = one_minibatch(tmp_path)
+    assert sorted(rows) == [("one", 0), ("one", 1), ("three", 4), ("two", 3)] and batch.regularization is None
 
 
 def test_an_aggregation_that_divides_by_length_is_refused():
