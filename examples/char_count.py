@@ -112,10 +112,10 @@ def main(output: pathlib.Path, sizes: Sizes, seed: int) -> None:
 if __name__ == "__main__":
     OUTPUT = flags.DEFINE_string("output", None, "The folder to write; it must not exist.", required=True)
     PROBLEMS = flags.DEFINE_integer("problems", 3000, "Problems to train on.", 1, 10**6)
-    DEMONSTRATIONS = flags.DEFINE_integer("demonstrations", 960, "Of these, problems with a worked answer.", 1)
-    HELDOUT = flags.DEFINE_integer("heldout", 64, "Problems held out.", 1, 10**6)
-    MIN_LETTERS = flags.DEFINE_integer("min_letters", 4, "Fewest letters of a word.")
-    MAX_LETTERS = flags.DEFINE_integer("max_letters", 8, "Most letters of a word.", upper_bound=100)
+    DEMONSTRATIONS = flags.DEFINE_integer("demonstrations", 1600, "Of these, problems with a worked answer.", 1)
+    HELDOUT = flags.DEFINE_integer("heldout", 96, "Problems held out.", 1, 10**6)
+    MIN_LETTERS = flags.DEFINE_integer("min_letters", 3, "Fewest letters of a word.")
+    MAX_LETTERS = flags.DEFINE_integer("max_letters", 5, "Most letters of a word.", upper_bound=100)
     SEED = flags.DEFINE_integer("seed", 0, "Of the problems.")
 
     def start() -> None:

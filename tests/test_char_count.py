@@ -60,7 +60,7 @@ def test_words_without_letters_are_refused(tmp_path):
     ended = subprocess.run(
         [*command, "--min_letters=9"], check=False, env=environment(), capture_output=True, text=True
     )
-    assert ended.returncode == 2 and "--min_letters=9 and --max_letters=8" in ended.stderr
+    assert ended.returncode == 2 and "--min_letters=9 and --max_letters=5" in ended.stderr
     assert not (tmp_path / "data").exists()
 
 
