@@ -5,7 +5,7 @@ import enum
 from collections.abc import Iterable
 
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Request, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Request, Response, Verdict, counted_rewards
 
 
 class Phase(enum.Enum):
@@ -83,7 +83,7 @@ class PromptRollouts:
         """Returns `PromptProgress.improved`."""
         if not self.rounds:
             return False
-        rewards = [verdict.reward for verdict in self.verdicts]
+        rewards = counted_rewards(self.verdicts).tolist()
         begin = len(rewards) - self.round_sizes[self.rounds - 1]
         earlier = rewards[:begin] or rewards
         # Relative to the first, so that equal rewards have exactly their value as mean.

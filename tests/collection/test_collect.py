@@ -196,6 +196,19 @@ def test_rules_wait_for_the_whole_round():
     assert pool.met and pool.rounds == 1
 
 
+def test_a_failure_improves_on_nothing():
+    # Rounds of two: wrong, then failed, then right. With 0 for failures the second round was above the first one's -1.
+    script = [Verdict(False, -1.0)] * 2 + [Verdict(False, 0.0, "timeout")] * 2 + [Verdict(True, 1.0)] * 2
+
+    def verify(pairs):
+        return [script[response.draw] for _, response in pairs]
+
+    strategy = build("ngu", group_size=2, retry_probability=1.0, max_draws=16)
+    (pool,) = collect(make_prompts(1), sampler(2, everything), verify, strategy)
+    assert pool.round_sizes == (2, 2, 2) and pool.met
+    assert pool.rewards.tolist() == [-1.0, -1.0, -1.0, -1.0, 1.0, 1.0]
+
+
 def test_rules_see_finished_rounds_only():
     seen = []
 
