@@ -204,7 +204,8 @@ class PartialRollouts:
 
     Attributes:
       responses: one for each draw of the started rounds, by draw; None where it is missing.
-      verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished round.
+      verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished rounds. These are one
+        at most, except in `ungraded` rollouts.
       rounds: finished rounds.
       round_sizes: draws of each started round, in order.
     """
@@ -213,6 +214,10 @@ class PartialRollouts:
     verdicts: tuple[Verdict, ...]
     rounds: int
     round_sizes: tuple[int, ...] = ()
+
+    def ungraded(self) -> "PartialRollouts":
+        """Returns the rollouts without their verdicts, for another reward to grade: no round is finished."""
+        return dataclasses.replace(self, verdicts=(), rounds=0)
 
 
 @dataclasses.dataclass(frozen=True)

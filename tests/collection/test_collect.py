@@ -481,6 +481,21 @@ def test_a_collection_that_is_broken_off_goes_on_without_a_response_lost(name, b
     assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
 
 
+def test_another_reward_grades_prefetched_draws_again():
+    # Wrong for the first reward, so rounds follow each other; for the second one some prompts stop after the first.
+    rewards = (np.random.default_rng(2).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
+    strategy, prompts, log, again = balance(group_size=2, samples_per_round=2), make_prompts(8), [], []
+    prefetch = Prefetch(prompts[4:])
+    collect(prompts[:4], filling(24, log), verifier(np.zeros((8, 32))), strategy, prefetch=prefetch)
+    assert any(partial.rounds > 1 for partial in prefetch.partial.values())
+    partial = {name: rollouts.ungraded() for name, rollouts in prefetch.partial.items()}
+    pools = collect(prompts[4:], filling(24, again), verifier(rewards), strategy, partial=partial)
+    expected = collect(prompts[4:], sampler(9, first), verifier(rewards), strategy)
+    assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
+    assert any(pool.discarded for pool in pools)
+    assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}, "no draw is made twice"
+
+
 def test_nothing_is_prefetched_once_the_last_prompt_is_closed():
     taken = []
 
