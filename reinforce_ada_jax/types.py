@@ -17,6 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+# Reasons of a verdict where the verifier or the environment failed; "no_answer" or "too_long" are failures of the
+# response.
+FAILURES = ("timeout", "crash", "error")
+# Reasons of trajectories that a limit ended before the environment gave a reward.
+TRUNCATED, MAX_TURNS = "truncated", "max_turns"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
@@ -131,6 +137,22 @@ class Verdict:
     penalty: float = 0.0
     rewards: Mapping[str, float] = dataclasses.field(default_factory=dict, compare=False)
 
+    @property
+    def failed(self) -> bool:
+        """True if nothing was graded: the reward 0 is none, and `counted_rewards` replaces it."""
+        return self.reward == 0.0 and self.reason in (*FAILURES, TRUNCATED, MAX_TURNS)
+
+
+def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:
+    """Returns the rewards of one prompt's verdicts, float64; a failed one has the lowest of them, at most 0.
+
+    Where a wrong answer has the reward -1, a failure that counted 0 would be better than the wrong answer: the policy
+    would learn to stall, or to crash its grader.
+    """
+    rewards = np.array([verdict.reward for verdict in verdicts], np.float64)
+    failed = np.array([verdict.failed for verdict in verdicts], bool)
+    return np.where(failed, rewards.min(initial=0.0), rewards)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
@@ -162,8 +184,8 @@ class Pool:
 
     @property
     def rewards(self) -> Float[np.ndarray, " N"]:
-        """Rewards in draw order, float64."""
-        return np.array([verdict.reward for verdict in self.verdicts], np.float64)
+        """Rewards as they count, in draw order, float64 (`counted_rewards`)."""
+        return counted_rewards(self.verdicts)
 
     @property
     def correct(self) -> Bool[np.ndarray, " N"]:
@@ -182,7 +204,8 @@ class PartialRollouts:
 
     Attributes:
       responses: one for each draw of the started rounds, by draw; None where it is missing.
-      verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished round.
+      verdicts: those of the finished rounds: as long as `responses`, or shorter by the unfinished rounds. These are one
+        at most, except in `ungraded` rollouts.
       rounds: finished rounds.
       round_sizes: draws of each started round, in order.
     """
@@ -191,6 +214,10 @@ class PartialRollouts:
     verdicts: tuple[Verdict, ...]
     rounds: int
     round_sizes: tuple[int, ...] = ()
+
+    def ungraded(self) -> "PartialRollouts":
+        """Returns the rollouts without their verdicts, for another reward to grade: no round is finished."""
+        return dataclasses.replace(self, verdicts=(), rounds=0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,14 +19,13 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
-from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.collection.simulate import run_strategy
 from reinforce_ada_jax.config import aliases
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import scores
 from reinforce_ada_jax.evaluation.response_store import GradedResponse
 from reinforce_ada_jax.learning.update import UpdateMetrics
-from reinforce_ada_jax.types import Verdict
+from reinforce_ada_jax.types import FAILURES, Verdict
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment
 

@@ -7,10 +7,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 from reinforce_ada_jax.collection.advantages import Group
-from reinforce_ada_jax.types import Pool
+from reinforce_ada_jax.types import FAILURES, Pool, counted_rewards
 
-# Reasons of a verdict where the verifier failed; "no_answer" or "too_long" are failures of the response.
-FAILURES = ("timeout", "crash", "error")
 # The last round with a metric of its own: a strategy without a limit may draw hundreds.
 MAX_ROUND_METRICS = 32
 
@@ -152,7 +150,10 @@ def collection_metrics(
     penalties = [verdict.penalty for pool in pools for verdict in pool.verdicts if verdict.correct]
     reasons = collections.Counter(verdict.reason for pool in pools for verdict in pool.verdicts if verdict.reason)
     return {
-        "reward/first_round": _mean_of_firsts([pool.rewards for pool in first], first_draws),
+        "reward/first_round": _mean_of_firsts(
+            [counted_rewards(pool.verdicts[:count]) for pool, count in zip(first, first_draws, strict=True)],
+            first_draws,
+        ),
         "reward/first_round_correct": _mean_of_firsts([pool.correct for pool in first], first_draws),
         "reward/pool": float(np.concatenate([pool.rewards for pool in pools]).mean()),
         "collection/entropy": _sampled_entropy(first, first_draws),

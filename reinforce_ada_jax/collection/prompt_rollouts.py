@@ -2,10 +2,11 @@
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable
 
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Request, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Request, Response, Verdict, counted_rewards
 
 
 class Phase(enum.Enum):
@@ -59,9 +60,16 @@ class PromptRollouts:
         return self.phase is Phase.CLOSED and None not in self.speculative.values()
 
     def resume(self, partial: PartialRollouts) -> None:
-        """Continues from the draws of an earlier collection."""
-        self.responses, self.verdicts, self.rounds = list(partial.responses), list(partial.verdicts), partial.rounds
-        self.round_sizes = list(partial.round_sizes)
+        """Continues from the draws of an earlier collection.
+
+        Where the first of several rounds has no verdicts, these decide whether the later ones are needed: the draws of
+        the later ones are speculative.
+        """
+        begin = len(partial.responses) - sum(partial.round_sizes[partial.rounds + 1 :])
+        later = itertools.takewhile(lambda response: response is not None, partial.responses[begin:])
+        self.responses, self.speculative = list(partial.responses[:begin]), dict(enumerate(later, begin))
+        self.verdicts, self.rounds = list(partial.verdicts), partial.rounds
+        self.round_sizes = list(partial.round_sizes[: partial.rounds + 1])
         if len(self.verdicts) < len(self.responses):
             self.phase = Phase.SAMPLING if None in self.responses else Phase.VERIFYING
 
@@ -83,7 +91,7 @@ class PromptRollouts:
         """Returns `PromptProgress.improved`."""
         if not self.rounds:
             return False
-        rewards = [verdict.reward for verdict in self.verdicts]
+        rewards = counted_rewards(self.verdicts).tolist()
         begin = len(rewards) - self.round_sizes[self.rounds - 1]
         earlier = rewards[:begin] or rewards
         # Relative to the first, so that equal rewards have exactly their value as mean.

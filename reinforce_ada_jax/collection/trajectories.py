@@ -17,10 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from reinforce_ada_jax.collection.verification import WAIT_S
-from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
-
-# Reasons of trajectories that a limit ended: the reward is 0, and no failure of the environment.
-TRUNCATED, MAX_TURNS = "truncated", "max_turns"
+from reinforce_ada_jax.types import MAX_TURNS, TRUNCATED, Prompt, Request, RequestQueue, Response, Verdict
 
 Tokens = Int32[np.ndarray, " T"]
 
@@ -114,7 +111,7 @@ class Trajectories:
 
         Args:
           environment: answers turns.
-          max_turns: most turns of the model; a trajectory that needs more has the reward 0.
+          max_turns: most turns of the model; a trajectory that needs more counts as failed (`Verdict.failed`).
           max_tokens: most tokens after the prompt, those of the environment included.
           max_begun: most trajectories that have begun and not ended, for whose turns the sampler has room.
           deterministic: see above.

@@ -163,7 +163,7 @@ class EnvironmentConfig:
         rule="an_environment_gives_the_rewards",
     )  # fmt: skip
     workers: int = setting(2, "Processes, each with many environments.", values.AT_LEAST_1)
-    max_turns: int = setting(8, "Most turns of the model; a trajectory that needs more gets 0.", values.AT_LEAST_1)
+    max_turns: int = setting(8, "Most turns of the model; a trajectory that needs more has failed.", values.AT_LEAST_1)
     max_turn_tokens: int = setting(
         0, "Longest turn of the model in tokens; 0: what the trajectory leaves.", values.NOT_NEGATIVE
     )

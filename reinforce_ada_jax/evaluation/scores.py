@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.evaluation.response_store import GradedResponse, GradedResponses
+from reinforce_ada_jax.types import FAILURES
 
 # A label with more values than this, or with one value only, has no table.
 MOST_LABEL_VALUES = 16

@@ -28,7 +28,7 @@ class Shaping:
     """Rule that turns graded rewards into verdicts.
 
     Attributes:
-      positive_threshold: a graded reward above it is correct.
+      positive_threshold: a graded reward above it is correct; a failed verdict never is.
       overlong_tokens: number of tokens before the limit that are penalised; 0: none.
       overlong_penalty: penalty of a correct response at the limit.
       max_response_tokens: the limit.
@@ -41,7 +41,7 @@ class Shaping:
 
     def __call__(self, verdict: Verdict, num_tokens: int) -> Verdict:
         """Returns the verdict on a response of `num_tokens` tokens, the stop token included."""
-        correct = verdict.reward > self.positive_threshold
+        correct = verdict.reward > self.positive_threshold and not verdict.failed
         share = overlong_share(num_tokens, self.overlong_tokens, self.max_response_tokens)
         return dataclasses.replace(verdict, correct=correct, penalty=self.overlong_penalty * share if correct else 0.0)
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reinforce_ada_jax.collection.metrics import FAILURES
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.data.templates import Chat, chat_from_config
 from reinforce_ada_jax.distributed import processes
@@ -19,7 +18,7 @@ from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.rewards.dialects import PROMPT
 from reinforce_ada_jax.rewards.workers import GradingFailed, VerifierPool
-from reinforce_ada_jax.types import Prompt, Verdict
+from reinforce_ada_jax.types import FAILURES, Prompt, Verdict
 
 _FUNCTION_REMEDY = (
     "Fix the function, or give the problems the columns that it needs; docs/how_to/reward.md has the signatures."

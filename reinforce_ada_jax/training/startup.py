@@ -224,6 +224,9 @@ def begin_or_resume(
         state = RunState(learner.init(params), PromptCursor(seed=config.seed), estimator=estimator)
     else:
         state = from_record(*restored)
+        if restored[1]["reward"] != identity["reward"]:
+            partial = {name: rollouts.ungraded() for name, rollouts in state.partial_rollouts.items()}
+            state = dataclasses.replace(state, partial_rollouts=partial)
     if trainer.estimator is not None and state.estimator is not None:
         trainer.estimator.load_json(state.estimator)
     return checkpoints, identity, state

@@ -196,6 +196,19 @@ def test_rules_wait_for_the_whole_round():
     assert pool.met and pool.rounds == 1
 
 
+def test_a_failure_improves_on_nothing():
+    # Rounds of two: wrong, then failed, then right. With 0 for failures the second round was above the first one's -1.
+    script = [Verdict(False, -1.0)] * 2 + [Verdict(False, 0.0, "timeout")] * 2 + [Verdict(True, 1.0)] * 2
+
+    def verify(pairs):
+        return [script[response.draw] for _, response in pairs]
+
+    strategy = build("ngu", group_size=2, retry_probability=1.0, max_draws=16)
+    (pool,) = collect(make_prompts(1), sampler(2, everything), verify, strategy)
+    assert pool.round_sizes == (2, 2, 2) and pool.met
+    assert pool.rewards.tolist() == [-1.0, -1.0, -1.0, -1.0, 1.0, 1.0]
+
+
 def test_rules_see_finished_rounds_only():
     seen = []
 
@@ -466,6 +479,21 @@ def test_a_collection_that_is_broken_off_goes_on_without_a_response_lost(name, b
     pools = collected(sampler(9, first, log), partial, None)
     assert not kept & {address for taken in log for address in taken}
     assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
+
+
+def test_another_reward_grades_prefetched_draws_again():
+    # Wrong for the first reward, so rounds follow each other; for the second one some prompts stop after the first.
+    rewards = (np.random.default_rng(2).random((8, 32)) < np.linspace(0, 1, 8)[:, None]).astype(float)
+    strategy, prompts, log, again = balance(group_size=2, samples_per_round=2), make_prompts(8), [], []
+    prefetch = Prefetch(prompts[4:])
+    collect(prompts[:4], filling(24, log), verifier(np.zeros((8, 32))), strategy, prefetch=prefetch)
+    assert any(partial.rounds > 1 for partial in prefetch.partial.values())
+    partial = {name: rollouts.ungraded() for name, rollouts in prefetch.partial.items()}
+    pools = collect(prompts[4:], filling(24, again), verifier(rewards), strategy, partial=partial)
+    expected = collect(prompts[4:], sampler(9, first), verifier(rewards), strategy)
+    assert [summary(pool, strategy) for pool in pools] == [summary(pool, strategy) for pool in expected]
+    assert any(pool.discarded for pool in pools)
+    assert not {(id, draw) for id, draw, _ in log} & {(id, draw) for id, draw, _ in again}, "no draw is made twice"
 
 
 def test_nothing_is_prefetched_once_the_last_prompt_is_closed():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection import strategies, trajectories
+from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.serialization import CollectedShard, from_bytes, to_bytes
 from reinforce_ada_jax.collection.trajectories import Trajectories
@@ -220,6 +221,26 @@ def test_limits_end_a_trajectory_with_reward_0_and_a_reason(limits, tokens, reas
     response, verdict = pools[0].responses[0], pools[0].verdicts[0]
     assert (len(response.tokens), verdict.reason, response.truncated) == (tokens, reason, truncated)
     assert verdict.reward == (0.0 if reason else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "cut", "reason"),
+    [({"max_turns": 2}, 9, "max_turns"), ({"max_tokens": 9}, 9, "truncated"), ({}, 1, "truncated")],
+)
+def test_a_trajectory_that_a_limit_ends_is_no_better_than_a_wrong_one(limits, cut, reason):
+    class Strict(Countdown):
+        def read(self, trajectory, answer):
+            found = super().read(trajectory, answer)
+            return Verdict(False, -1.0) if isinstance(found, Verdict) else found
+
+    def sample(queue):
+        while requests := queue.take(4):
+            yield [turn_of(request, truncated=turn_number(request) == cut) for request in requests]
+
+    # Draw 0 is wrong after one turn, draw 1 would need three. With 0 for the limit their advantages were -1/2 and 1/2.
+    pool = draw(Strict(lambda row, draw: 2 * draw), sample, prompts=PROMPTS[:1], **limits)[0]
+    assert [verdict.reason for verdict in pool.verdicts] == ["", reason]
+    assert make_group(pool, GRPO).advantages.tolist() == [0.0, 0.0]
 
 
 def test_a_turn_that_is_cut_ends_the_trajectory():

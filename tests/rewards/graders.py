@@ -119,6 +119,11 @@ def obedient(response: str, answer: str) -> Verdict | float:
     return Verdict(response == answer, float(response == answer))
 
 
+def strict(response: str, answer: str) -> Verdict | float:
+    """Does what the response says, with -1 for a wrong one."""
+    return -1.0 if response == "wrong" else obedient(response, answer)
+
+
 def opposite(response: str, answer: str) -> Verdict:
     """A second grader for the same pool."""
     return Verdict(response != answer, float(response != answer))

@@ -31,3 +31,13 @@ def test_the_threshold_decides_what_is_correct():
     verdicts = shaping.all([Verdict(True, 0.7), Verdict(False, 0.71), Verdict(True, 0.4)], [5, 5, 5])
     assert [verdict.correct for verdict in verdicts] == [False, True, False]
     assert [verdict.reward for verdict in verdicts] == [0.7, 0.71, 0.4]
+
+
+def test_a_failure_is_never_correct():
+    # Of rewards from -1 to 1, all above -1/2 are correct. A failure's 0 is no reward; a judgement of 0 is one.
+    shaping = Shaping(positive_threshold=-0.5)
+    reasons = ["", "no_answer", "timeout", "crash", "error", "max_turns", "truncated"]
+    verdicts = [shaping(Verdict(False, 0.0, reason), 5) for reason in reasons]
+    assert [verdict.correct for verdict in verdicts] == [True, True, False, False, False, False, False]
+    # A reward that a function gives with such a reason is its own.
+    assert shaping(Verdict(True, 1.0, "truncated"), 5) == Verdict(True, 1.0, "truncated")

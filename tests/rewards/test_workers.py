@@ -18,7 +18,7 @@ from reinforce_ada_jax.config import Config, RewardConfig
 from reinforce_ada_jax.rewards import math_answer
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.types import Verdict
+from reinforce_ada_jax.types import Pool, Prompt, Verdict
 from tests import forked
 from tests.rewards import graders
 
@@ -76,6 +76,25 @@ def pool():
 def test_a_hostile_pair_costs_only_itself(pool, hostile, reason):
     pairs = [("a", "a"), (hostile, "x"), ("b", "a"), ("c", "c")]
     assert pool.grade_all(pairs) == [RIGHT, failed(reason), WRONG, RIGHT]
+
+
+def rewards_of(verdicts):
+    """Rewards of a pool with these verdicts, as advantages have them."""
+    return Pool(Prompt("p", "", "", np.zeros(1, np.int32)), (), tuple(verdicts), 1, True).rewards.tolist()
+
+
+def test_a_failed_grading_is_no_better_than_a_wrong_answer():
+    said = ["right", "wrong", "loop", "abort", "raise", "nan"]
+    with VerifierPool(graders.strict, workers=2, time_limit_s=1.0) as pool:
+        verdicts = pool.grade_all([(each, "right") for each in said])
+    assert [verdict.reason for verdict in verdicts] == ["", "", "timeout", "crash", "error", "error"]
+    # With 0 for a failure, whose mean is 0 here, only the wrong answer was discouraged.
+    assert rewards_of(verdicts) == [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
+    # Also in this process, which nothing can hang; and where all fail, none is better than the others.
+    with VerifierPool(graders.strict, workers=0, time_limit_s=1.0) as pool:
+        verdicts = pool.grade_all([("wrong", ""), ("raise", "")])
+    assert rewards_of(verdicts) == [-1.0, -1.0]
+    assert rewards_of(verdicts[1:]) == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Runs whose responses are trajectories: the built-in model against an environment that lets it try again."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,10 +13,15 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import cli, train
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.isolation import process_tree
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import environments
+from reinforce_ada_jax.types import Response
 from tests import forked, hosts
 from tests.running import environment, reproducible, restored, tiny
 
@@ -60,6 +66,17 @@ class TryAgain:
 class Broken(TryAgain):
     def step(self, messages):
         raise RuntimeError("no luck today")
+
+class Strict(TryAgain):
+    def step(self, messages):
+        said = messages[-1]["content"]
+        if said == "e":
+            raise RuntimeError
+        if said == "t":
+            time.sleep(3600)
+        if said == "c":
+            os._exit(3)
+        return 1 if said == "r" else -1
 """
 SETTINGS = {
     "iterations": 2, "evaluation.every": 2, "checkpoint.every": 1, "logging.tensorboard": False,
@@ -281,3 +298,30 @@ def test_an_environment_that_fails_stops_the_run_with_its_traceback(tmp_path, se
     err = capfd.readouterr().err
     assert "RuntimeError: no luck today" in err
     assert "could grade none of the" in err
+
+
+def test_an_environment_that_fails_is_no_better_than_a_wrong_answer(settings):
+    config = tiny(**settings | {
+        "environment.path": settings["environment.path"].replace("TryAgain", "Strict"), "environment.timeout_s": 2.0
+    })  # fmt: skip
+    components = components_lib.build(config, components_lib.model_folder(config.model.path))
+    said = "rwetc"
+    strategy = strategies.fixed(len(said))
+    turns = components.trajectories(config, 0, 24)
+    verify_fn = environments.shaped_verdicts(turns, components_lib.shaping(config))
+
+    def sample(queue):
+        while requests := queue.take(8):
+            texts = [components.tokenizer.encode(said[request.draw]) for request in requests]
+            tokens = [np.array([*text, components.tokenizer.stop_ids[0]], np.int32) for text in texts]
+            yield [
+                Response(request.prompt.id, request.draw, each, np.zeros(len(each), np.float32), False)
+                for request, each in zip(requests, tokens, strict=True)
+            ]
+
+    prompts = components.prompts(config.data.prompts, config)[:1]
+    with contextlib.closing(components.environments.pool):
+        (pool,) = collect(prompts, sample, verify_fn, strategy, turns=turns)
+    assert [verdict.reason for verdict in pool.verdicts] == ["", "", "error", "timeout", "crash"]
+    # Right 1, wrong and failed -1: mean -3/5. With 0 for failures it was 0, and only the wrong answer was discouraged.
+    np.testing.assert_allclose(make_group(pool, strategy).advantages, [1.6, -0.4, -0.4, -0.4, -0.4])

@@ -212,6 +212,18 @@ def test_rewards_of_other_programs_train_and_are_part_of_the_run(trained, tmp_pa
     assert "Traceback" not in err
 
 
+def test_responses_drawn_before_the_reward_changed_are_graded_again(trained, tmp_path):
+    file, workdir = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text("def grade(response, answer):\n    return 0.25\n")
+    settings = {"path": f"{file}:grade", "collection.overlap_iterations": 1}
+    trained(workdir, **settings)
+    file.write_text("def grade(response, answer):\n    return 0.5\n")
+    trained(workdir, **settings, **{"iterations": 2, "checkpoint.accept_changed_reward": True})
+    first, second = writers.read_metrics(workdir)
+    assert first["reward/pool"] == 0.25 and second["collection/ahead"] > 0
+    assert second["reward/pool"] == 0.5, "some responses have a reward of the old function"
+
+
 def test_a_run_stops_at_the_first_iteration_without_a_graded_response(trained, tmp_path):
     (tmp_path / "theirs.py").write_text(REWARDS)
     _, err = trained(tmp_path / "run", f"{tmp_path}/theirs.py:once", code=cli.STOPPED)
