@@ -52,7 +52,7 @@ class UpdateWorker:
         seed: int,
     ):
         self.rows, self.per_row = rows, per_row
-        self.limits = dict(max_prompt_tokens=prompt_tokens, max_response_tokens=response_tokens)
+        self.prompt_tokens, self.response_tokens = prompt_tokens, response_tokens
         mesh = mesh_lib.make_mesh(data=devices)
         config = Config(
             seed=seed,
@@ -93,7 +93,14 @@ class UpdateWorker:
 
         made = [example(number, one) for number, one in enumerate(examples)]
         micro_rows = self.learner.micro_rows if leave_out else None
-        return make_batch(made, num_rows=self.rows, per_row=per_row, micro_rows=micro_rows, **self.limits)
+        return make_batch(
+            made,
+            max_prompt_tokens=self.prompt_tokens,
+            max_response_tokens=self.response_tokens,
+            num_rows=self.rows,
+            per_row=per_row,
+            micro_rows=micro_rows,
+        )
 
     def score(self, examples: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
         """Log-probabilities of each response's tokens."""
