@@ -68,6 +68,20 @@ def make_evaluator_fn(config: Config, workdir: pathlib.Path, components: Compone
     return functools.partial(Evaluator, components, config, workdir, benchmarks) if benchmarks else None
 
 
+def streams(benchmarks: Mapping[str, Sequence[Prompt]], iteration: int) -> dict[str, int]:
+    """Returns the first word of the addresses of each benchmark's samples.
+
+    The other words are the id of a problem and the number of the draw. So a benchmark that has an id of an earlier one
+    gets a word of its own: with the same noise, averages over both would have a larger error than independent ones.
+    """
+    words, earlier = {}, set[str]()
+    for name, prompts in benchmarks.items():
+        ids = {prompt.id for prompt in prompts}
+        words[name] = stream(iteration, evaluation=True, benchmark="" if ids.isdisjoint(earlier) else name)
+        earlier |= ids
+    return words
+
+
 def verify_fns(components: Components, verifiers: VerifierPool, config: Config) -> dict[str, VerifyFn]:
     """Returns the verification function of each benchmark. Rewards are not shaped: a response is right or wrong."""
     shaping, graders = Shaping(config.reward.positive_threshold), components_lib.benchmark_graders(config)
@@ -128,8 +142,7 @@ class Evaluator:
           TrainingStopped: no response could be graded.
         """
         evaluation = self.config.evaluation
-        address = stream(iteration, evaluation=True)
-        draw = drawing.from_policy(params, self.rollouts, evaluation, address, self.config, self.components)
+        weights, words = self.rollouts.decode_weights(params), streams(self.benchmarks, iteration)
         verify = verify_fns(self.components, self.verifiers, self.config)
         graders = self.components.graders(self.verifiers)
         results, verdicts, graders.failure = {}, [], ""
@@ -138,6 +151,7 @@ class Evaluator:
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
                 report(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
+            draw = drawing.from_policy(weights, self.rollouts, evaluation, words[name], self.config, self.components)
             drawn = draw(prompts, verify_fn=verify[name], samples=evaluation.samples, on_progress=on_progress)
             verdicts += [response.verdict for responses in drawn.values() for response in responses]
             difficulties = by_difficulty(known_pass_rates(prompts), drawn)

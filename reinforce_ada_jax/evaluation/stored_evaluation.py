@@ -34,7 +34,6 @@ from reinforce_ada_jax.policy import adapter_files, hub_models, huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, summary, trained
 from reinforce_ada_jax.training.components import Components
@@ -182,10 +181,11 @@ def evaluate(
         opened = writing(stores.values(), total, total - lacking, "problems")
         with compilation, opened as progress, verifier_pool as verifiers:
             ready(progress.phase)
-            rollouts, address = Rollouts(components.engine), stream(iteration, evaluation=True)
-            draw = drawing.from_policy(params, rollouts, settings, address, config, components)
+            rollouts, words = Rollouts(components.engine), evaluator.streams(benchmarks, iteration)
+            weights = rollouts.decode_weights(params)
             verify = evaluator.verify_fns(components, verifiers, config)
             for name, prompts in missing.items():
+                draw = drawing.from_policy(weights, rollouts, settings, words[name], config, components)
                 draw_this = functools.partial(draw, verify_fn=verify[name], samples=settings.samples)
                 drawing.fill(stores[name], prompts, draw_this, progress, "Graded responses are stored", f"{name}: ")
                 stores[name].finish(benchmarks[name])

@@ -1,14 +1,18 @@
+import collections
 import json
 
+import numpy as np
 import pytest
 
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.evaluation import evaluator
+from reinforce_ada_jax.evaluation import drawing, evaluator
+from reinforce_ada_jax.evaluation.response_store import GradedResponse
 from reinforce_ada_jax.rewards import cipher
 from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.types import Prompt, Verdict
 from tests.running import tiny
 
 
@@ -42,6 +46,35 @@ def test_benchmarks_of_one_name_are_refused(monkeypatch):
         evaluator.load_benchmarks(object.__new__(Components), config)
     config = tiny(**{"evaluation.benchmarks": ("x/aime.jsonl", "cipher:heldout")})
     assert list(evaluator.load_benchmarks(object.__new__(Components), config)) == ["aime", "heldout"]
+
+
+def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path):
+    def from_policy(params, rollouts, settings, stream, config, components):
+        def draw(prompts, **_):
+            for prompt in prompts:
+                addresses[stream, prompt.id] += 1
+            return {prompt.id: [GradedResponse(1, False, Verdict(False, 0.0))] for prompt in prompts}
+
+        return draw
+
+    monkeypatch.setattr(drawing, "from_policy", from_policy)
+    monkeypatch.setattr(evaluator, "verify_fns", lambda *_: collections.defaultdict(object))
+    ids = {"alone": "ab", "second": "ac", "third": "c", "apart": "d"}
+    benchmarks = {
+        name: [Prompt(each, "", "", np.zeros(1, np.int32)) for each in letters] for name, letters in ids.items()
+    }
+    addresses, config = collections.Counter(), tiny(**{"evaluation.samples": 1})
+    components, rollouts = object.__new__(Components), object.__new__(Rollouts)
+    verifiers = VerifierPool(cipher.grade, workers=0, time_limit_s=1.0)
+    monkeypatch.setattr(Rollouts, "decode_weights", lambda _, params: params)
+    monkeypatch.setattr(Components, "graders", lambda *_: verifiers)
+    for iteration in range(3):
+        evaluator.Evaluator(components, config, tmp_path, benchmarks, rollouts, verifiers)({}, iteration, print)
+    # Every problem of every benchmark and iteration has an address of its own, and none is one of training.
+    assert len(addresses) == 3 * 6 and addresses.total() == 3 * 6
+    assert all(0 <= stream < 2**32 and stream % 2 == 1 for stream, _ in addresses)
+    # Those that meet no id of an earlier benchmark keep theirs.
+    assert {(1, "a"), (1, "b"), (1, "d"), (3, "a"), (5, "d")} <= set(addresses)
 
 
 def test_benchmarks_with_a_rule_of_their_own_are_graded_by_it(monkeypatch):
