@@ -383,6 +383,69 @@ def wait_until(condition, within_s=30.0):
         time.sleep(0.01)
 
 
+class Encoder:
+    """In place of `Tokenizer.encode`: keeps the prompts, and waits before the first one is encoded."""
+
+    def __init__(self):
+        self.prompts, self.begun, self.go_on = [], threading.Event(), threading.Event()
+
+    def encode(self, tokenizer, text, *rest, encode=Tokenizer.encode):
+        self.prompts.append(text)
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return encode(tokenizer, text, *rest)
+
+
+@pytest.fixture
+def encoder(monkeypatch):
+    encoder = Encoder()
+
+    def encode(*given):
+        return encoder.encode(*given)
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    return encoder
+
+
+def test_more_prompts_than_may_be_open_are_refused_before_one_is_encoded(server, encoder):
+    answer = server[0].post("/v1/completions", json={"model": "cipher", "prompt": [PROMPT] * 20_000})
+    assert answer.status_code == 400 and "20,000 responses are asked for" in answer.json()["error"]["message"]
+    assert not encoder.prompts
+
+
+def test_a_prompt_of_another_client_is_encoded_between_those_of_a_long_request(server, encoder, monkeypatch):
+    client, app = server
+    admit = app._admit
+
+    def admitted(num_responses):
+        if encoder.begun.is_set():
+            encoder.go_on.set()  # the second client is in; the first one's first prompt ends only now
+        admit(num_responses)
+
+    monkeypatch.setattr(app, "_admit", admitted)
+    many = threading.Thread(target=complete, args=[client], kwargs={"prompt": [PROMPT] * 9, "max_tokens": 1})
+    many.start()
+    assert encoder.begun.wait(60)
+    complete(client, prompt=PROMPT[:-1], max_tokens=1)
+    many.join()
+    assert encoder.prompts == [PROMPT, PROMPT[:-1], *[PROMPT] * 8]
+
+
+def test_prompts_of_a_client_that_hangs_up_are_no_longer_encoded(server, encoder):
+    client, app = server
+    body = json.dumps({"model": "cipher", "prompt": [PROMPT] * 200}).encode()
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as rude:
+        rude.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        rude.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        assert encoder.begun.wait(60)
+    complete_body = {"model": "endless", "prompt": PROMPT, "max_tokens": 1}
+    assert client.get("/health").status_code == 200  # the server has seen the end of the connection before this
+    encoder.go_on.set()
+    assert client.post("/v1/completions", json=complete_body).status_code == 200
+    wait_until(lambda: app.num_open == 0)
+    assert len(encoder.prompts) < 100
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_clients_that_hang_up_free_their_slots(server, stream):
     """264 responses of 4,096 tokens are all that may be open; the next client has to wait until they are given up."""

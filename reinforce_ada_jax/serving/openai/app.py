@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,12 +149,15 @@ class App:
         if asked.max_tokens == 0 and not asked.echo:
             raise Invalid("max_tokens is 0, and nothing is shown: set echo, or draw at least one token.", "max_tokens")
 
-        def encode() -> Prompts:
-            return [self._prompt(served, prompt, bool(asked.echo)) for prompt in asked.prompts]
-
-        prompts = await self._tokenize(served, encode)
         most = protocol.DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-        return await self._answer(request, asked, served, prompts, most)
+        terms = self._terms(asked, served, most)
+        self._admit(terms.num_samples * len(asked.prompts))
+        prompts: Prompts = []
+        for prompt in asked.prompts:  # one at a time, so that prompts of other requests come between
+            prompts.append(await self._tokenize(served, partial(self._prompt, served, prompt, bool(asked.echo))))
+            if await request.is_disconnected():
+                return Response(status_code=HUNG_UP)
+        return await self._answer(request, asked, served, prompts, terms)
 
     async def chat_completions(self, request: Request) -> Response:
         """Continues a conversation."""
@@ -161,15 +165,16 @@ class App:
         served = self._served(asked.model)
         messages = protocol.template_messages(asked.messages)
 
-        def render() -> Prompts:
+        def render() -> PromptText:
             text = served.tokenizer.render_messages(messages, asked.offered_tools)
             self._check_size(served, text)
             # The template writes BOS itself where the model has one.
-            return [PromptText(self._checked(served, served.tokenizer.encode(text, add_special_tokens=False)))]
+            return PromptText(self._checked(served, served.tokenizer.encode(text, add_special_tokens=False)))
 
-        prompts = await self._tokenize(served, render)
         most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-        return await self._answer(request, asked, served, prompts, most)
+        terms = self._terms(asked, served, most)
+        self._admit(terms.num_samples)
+        return await self._answer(request, asked, served, [await self._tokenize(served, render)], terms)
 
     async def _body(self, request: Request) -> bytes:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -177,9 +182,9 @@ class App:
             raise Refusal(415, "send the header Content-Type: application/json.")
         return await read_body(request, self.settings.request_mib, self.settings.request_s)
 
-    async def _tokenize(self, served: Served, make_prompts: Callable[[], Prompts]) -> Prompts:
+    async def _tokenize(self, served: Served, make_prompt: Callable[[], PromptText]) -> PromptText:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make_prompts)
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, make_prompt)
         except ValueError as error:
             # Where the folder is concerns no client.
             raise Invalid(str(error).replace(str(served.tokenizer.folder), served.name)) from error
@@ -247,10 +252,9 @@ class App:
         asked: CompletionRequest | ChatRequest,
         served: Served,
         prompts: Prompts,
-        max_tokens: int | None,
+        terms: Terms,
     ) -> Response:
-        terms = self._terms(asked, served, max_tokens)
-        self._admit(terms.num_samples * len(prompts))
+        self._admit(terms.num_samples * len(prompts))  # again: others were admitted while these were encoded
         self._num_requests += 1
         name, backend = f"request {self._num_requests}", self._backends[served.name]
         call = Call(prompts, terms, served.tokenizer, backend, name, self._response_ended)
