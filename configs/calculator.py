@@ -18,7 +18,6 @@ def get_config() -> ConfigDict:
     config = defaults()
     config.iterations = 60
     config.model.path = "runs/calculator/model"
-    config.model.compute_dtype = "float32"
     config.data.prompts = "runs/calculator/problems.jsonl"
     config.data.template = "chat"
     config.data.max_prompt_tokens = 24

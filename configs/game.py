@@ -18,7 +18,6 @@ def get_config() -> ConfigDict:
     config = defaults()
     config.iterations = 60
     config.model.path = "runs/game/model"
-    config.model.compute_dtype = "float32"
     config.data.prompts = "runs/game/problems.jsonl"
     config.data.template = "chat"
     config.data.max_prompt_tokens = 24

@@ -18,7 +18,6 @@ def get_config() -> ConfigDict:
     config = defaults()
     config.iterations = 100
     config.model.path = "package:cipher"
-    config.model.compute_dtype = "float32"
     config.data.prompts = "cipher:train"
     config.data.template = "plain"
     config.data.max_prompt_tokens = 8

@@ -18,7 +18,6 @@ def get_config() -> ConfigDict:
     config = defaults()
     config.iterations = 100
     config.model.path = "runs/words/model"
-    config.model.compute_dtype = "float32"
     config.data.prompts = "runs/words/prompts.jsonl"
     config.data.template = "chat"  # the folder's own chat_template.jinja, with nothing said around a problem
     config.data.system = config.data.instruction = ""

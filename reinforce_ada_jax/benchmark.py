@@ -67,7 +67,9 @@ def measured(name: str, values: flags.FlagValues) -> dict[str, Any]:
     with cli.user_input():
         if values.json:
             check_output("--json", values.json, folder=False)
-        mesh.available_devices()
+        on_cpu = mesh.available_devices()[0].platform == "cpu"
+        if values.dtype == "auto":  # the subprocesses of `accelerator` have another device than this process
+            values.dtype = "float32" if on_cpu and name != "accelerator" else "bfloat16"
         return importlib.import_module(f"reinforce_ada_jax.benchmarks.{name}").run(values)
 
 

@@ -79,6 +79,8 @@ def main(
             run = None if workdir is None else stack.enter_context(local_copy.opened(workdir))[0]
             written = None if output is None else stack.enter_context(local_copy.opened(output, "--output"))[0]
             before = None if initial is None else buckets.local(initial)
+            if run is not None or not regrade:
+                config = components_lib.for_devices(config, run)
             if run is not None:
                 graded_by = () if regrade else config_lib.GRADED_BY
                 config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + graded_by)

@@ -1,7 +1,7 @@
 """Serves a Hugging Face folder over JetStream's gRPC protocol, or over HTTP.
 
     python -m reinforce_ada_jax.serve --model=HF_DIR
-    python -m reinforce_ada_jax.serve --model=package:cipher --dtype=float32 --greedy
+    python -m reinforce_ada_jax.serve --model=package:cipher --greedy
     python -m reinforce_ada_jax.serve --model=NAME=HF_DIR --api=openai --port=8000
     python -m reinforce_ada_jax.serve --model=HF_DIR --api=tinker --workdir=DIR --port=8000
 
@@ -46,13 +46,13 @@ def build(settings: ServerSettings) -> "Components":
             window=1 if grpc else 16, open_prompts=1 if grpc else 0, drafts=0 if grpc else None,
         ),
     )  # fmt: skip
-    return components_lib.build(config, components_lib.model_folder(settings.model))
+    return components_lib.build(components_lib.for_devices(config), components_lib.model_folder(settings.model))
 
 
 def _weights(components: "Components", settings: ServerSettings) -> "Params":
     from reinforce_ada_jax.policy import huggingface
 
-    return huggingface.load(components.folder, components.mesh, settings.dtype)[1]
+    return huggingface.load(components.folder, components.mesh, components.engine.dtype)[1]
 
 
 def serve_http(settings: ServerSettings) -> None:

@@ -54,7 +54,7 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
         folder, _ = stack.enter_context(local_copy.opened(workdir))
         inputs = supervised.read_inputs(config, folder)
         if processes.is_writer():
-            print(summary.dry_run(config, inputs.summary(folder)))
+            print(summary.dry_run(inputs.config, inputs.summary(folder)))
 
 
 if __name__ == "__main__":

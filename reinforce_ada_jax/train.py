@@ -135,7 +135,7 @@ def dry_run(config: Config, workdir: pathlib.Path) -> None:
         folder, _ = stack.enter_context(local_copy.opened(workdir))
         inputs = startup.read_inputs(config, folder, make_evaluator_fn)
         if processes.is_writer():
-            print(summary.dry_run(config, inputs.summary(config, folder)))
+            print(summary.dry_run(inputs.config, inputs.summary(folder)))
 
 
 class _Command(types.ModuleType):

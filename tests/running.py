@@ -41,8 +41,9 @@ def load(file: pathlib.Path) -> types.ModuleType:
 
 
 def tiny(**changes: object) -> Config:
-    """configs/tiny.py with some keys set: tiny(**{"seed": 1, "mesh.data": 2})."""
-    return config_lib.replaced(config_lib.resolve(load(CONFIGS / "tiny.py").get_config()), changes)
+    """configs/tiny.py in float32, with some keys set: tiny(**{"seed": 1, "mesh.data": 2})."""
+    settings = {"model.compute_dtype": "float32"} | changes
+    return config_lib.replaced(config_lib.resolve(load(CONFIGS / "tiny.py").get_config()), settings)
 
 
 def compiles_nothing_early(patch: pytest.MonkeyPatch) -> None:

@@ -46,10 +46,10 @@ from reinforce_ada_jax.sampling.engine import Engine
 LIMIT_S = 480.0
 # Sizes of all parts, as the flags of these names; rows of `loss` and `update` are one prompt and one response.
 DEFAULTS = {
-    "dtype": "bfloat16", "slots": 256, "window": 64, "page_size": 64, "prefill_tokens": 512, "requests": 256,
+    "slots": 256, "window": 64, "page_size": 64, "prefill_tokens": 512, "requests": 256,
     "prompt_tokens": 512, "response_tokens": 512, "rows": 16, "micro_batches": 16, "repeat": 3, "samples_per_round": 1,
 }  # fmt: skip
-SIZES = (*DEFAULTS, "copy_mb", "seed")
+SIZES = ("dtype", *DEFAULTS, "copy_mb", "seed")
 
 
 def ceilings(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def begin(
     Nothing is evaluated.
     """
     workdir.mkdir()
-    config = config_lib.replaced(config, inputs.QUIET | {"evaluation.every": 0})
+    config = components_lib.for_devices(config_lib.replaced(config, inputs.QUIET | {"evaluation.every": 0}))
     verifiers = stack.enter_context(components_lib.verifier_pool(config))
     folder = components_lib.model_folder(config.model.path, config.model.revision)
     if architecture is not None:

@@ -15,7 +15,11 @@ STRINGS = {
         None,
         "HIDDENxLAYERS, or a published name: a random model, written to the folder --model if that does not exist.",
     ),
-    "dtype": ("float32", "Type of weights and arithmetic."),
+    "dtype": (
+        "auto",
+        "Type of weights and arithmetic; auto: float32 on CPUs and for `update`, bfloat16 on other devices and for "
+        "`accelerator`.",
+    ),
     "kv_dtype": ("model", "Type of the engine's keys and values: model (as --dtype) or int8."),
     "weight_dtype": ("model", "Type of the matrices that the engine decodes from: model (as --dtype) or int8."),
     "attention": ("auto", "The attention backend of the engine."),

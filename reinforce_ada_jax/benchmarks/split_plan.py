@@ -154,6 +154,7 @@ def predict(config: Config, options: flags.FlagValues) -> dict[str, Any]:
     chip = chip_of(options.topology)
     if chip.platform != "tpu":
         raise ValueError(f"--topology={options.topology}: `benchmark split` predicts times of TPU slices alone.")
+    config = platform.chosen_dtype(config, chip.platform)
     devices = math.prod(map(int, options.topology.partition(":")[2].split("x")))
     a, source = find_architecture(config.model.path, options.model)
     tensor, lengths = config.mesh.tensor, workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS)

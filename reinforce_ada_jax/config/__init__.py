@@ -2,7 +2,14 @@
 
 from reinforce_ada_jax.config.config_files import packaged
 from reinforce_ada_jax.config.defaults import defaults, flatten, from_json, replaced, resolve, settings, to_json
-from reinforce_ada_jax.config.resume import DRAWN_WITH, GRADED_BY, check_evaluated, check_workdir, read
+from reinforce_ada_jax.config.resume import (
+    DRAWN_WITH,
+    GRADED_BY,
+    check_evaluated,
+    check_workdir,
+    read,
+    with_saved_dtype,
+)
 from reinforce_ada_jax.config.rules import (
     check,
     check_strategy,
@@ -39,5 +46,5 @@ __all__ = [
     "LoggingConfig", "LoraConfig", "MeshConfig", "ModelConfig", "RewardConfig", "SamplingConfig", "SftConfig", "check",
     "check_evaluated", "check_strategy", "check_workdir", "defaults", "flatten", "from_json", "least_pages",
     "longest_prompt", "longest_response", "longest_turn", "packaged", "read", "replaced", "resolve", "settings",
-    "to_json", "validate",
+    "to_json", "validate", "with_saved_dtype",
 ]  # fmt: skip

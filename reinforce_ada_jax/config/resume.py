@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reinforce_ada_jax.config.defaults import flatten, resolve, to_json
+from reinforce_ada_jax.config.defaults import flatten, replaced, resolve, to_json
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.config.settings import Config
 from reinforce_ada_jax.files import buckets
@@ -76,6 +76,13 @@ def read(workdir: pathlib.Path) -> Config | None:
     """
     saved = _saved(workdir)
     return None if saved is None else resolve(saved)
+
+
+def with_saved_dtype(config: Config, workdir: pathlib.Path) -> Config:
+    """Returns `config`; model.compute_dtype "auto" becomes that of the run in `workdir`, if there is one."""
+    saved = _saved(workdir) if config.model.compute_dtype == "auto" else None
+    dtype = saved and flatten(saved).get("model.compute_dtype")
+    return replaced(config, {"model.compute_dtype": dtype}) if dtype else config
 
 
 def _of_saved_run(config: Config, workdir: pathlib.Path) -> dict[str, str]:

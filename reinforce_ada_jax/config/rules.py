@@ -85,9 +85,10 @@ def invariant_numerics_are_possible(config: Config) -> None:
     if config.model.numerics == "fast":
         return
     sampling, mesh = config.sampling, config.mesh
+    dtype = config.model.compute_dtype.replace("auto", "float32")  # which it becomes
     one_device = "it is made for one device"
     needed = (
-        ("model.compute_dtype", config.model.compute_dtype, "float32", "it is made for float32"),
+        ("model.compute_dtype", dtype, "float32", "it is made for float32"),
         ("sampling.kv_dtype", sampling.kv_dtype, "model", "the learner has no keys and values in int8"),
         ("sampling.weight_dtype", sampling.weight_dtype, "model", "the learner has no weights in int8"),
         ("sampling.attention", sampling.attention, "auto", "sampler and learner share one attention"),

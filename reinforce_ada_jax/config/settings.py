@@ -38,7 +38,10 @@ class ModelConfig:
         "huggingface.co, OWNER/MODEL, fetched once.", rule="model_and_prompts_are_named",
     )  # fmt: skip
     revision: str = setting("", "Branch, tag or commit of a model of huggingface.co; empty: main.")
-    compute_dtype: str = setting("bfloat16", "Precision of products and activations.", one_of(values.DTYPES))
+    compute_dtype: str = setting(
+        "auto", "Precision of products and activations; auto: float32 on CPUs, where bfloat16 is slow, and bfloat16 "
+        "elsewhere; a run keeps that of its start.", one_of(("auto", *values.DTYPES)),
+    )  # fmt: skip
     parameter_dtype: str = setting(
         "float32", "Precision of the weights that the optimiser updates.", one_of(values.DTYPES),
         rule="master_weights_are_float32",

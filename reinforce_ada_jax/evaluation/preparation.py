@@ -362,7 +362,7 @@ def prepare(
             raise ValueError(f"--samples is {samples}; it must be at least 1.")
         files.check(source)
         changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": ()}
-        config = config_lib.check(config_lib.replaced(config, changes))
+        config = components_lib.for_devices(config_lib.check(config_lib.replaced(config, changes)))
         problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
         processes.check_same("the configurations", config_lib.to_json(config))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from reinforce_ada_jax.config import Config, LearningConfig
+from reinforce_ada_jax.config import Config, LearningConfig, replaced
 from reinforce_ada_jax.learning.scan_logprobs import TILE
 from reinforce_ada_jax.policy import cudnn_attention
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -25,6 +25,8 @@ TPU_FLOPS = {
 }  # fmt: skip
 # The same of other devices, roughly: an A100, and two cores of a processor.
 OTHER_FLOPS = {"gpu": 312e12, "cpu": 5e10}
+# Weights of a model that is slow in bfloat16 on a CPU; the built-in ones are fast in anything.
+LARGE = 10**7
 # Seconds of a program in the chain of an update at the peak rate, which real programs do not reach.
 PROGRAM_S = 2.0
 # Largest share of a TPU's memory for the copy of `gathers_once`; published runs with 17 % fit (docs/scale.md).
@@ -68,6 +70,30 @@ class Platform:
             f"learner attention {self.attention}{reason}, output head {self.head_backend} in tiles of {rows:,} x "
             f"{vocab:,}, recomputes {self.remat}"
         )
+
+
+def chosen_dtype(config: Config, name: str) -> Config:
+    """Returns the configuration with `model.compute_dtype` chosen for the platform `name`, as for `resolve`.
+
+    Invariant numerics are made for float32.
+    """
+    if config.model.compute_dtype != "auto":
+        return config
+    dtype = "float32" if name == "cpu" or config.model.numerics == "invariant" else "bfloat16"
+    return replaced(config, {"model.compute_dtype": dtype})
+
+
+def describe_dtype(dtype: DTypeLike, name: str, num_parameters: int) -> str:
+    """Returns the precision with its reason; a second line warns of a large model in bfloat16 on a CPU."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return "float32" + ": bfloat16 products are slow on CPUs" * (name == "cpu")
+    if name != "cpu":
+        return "bfloat16: products are faster in it than in float32"
+    warning = (
+        "\nwarning: bfloat16 is slow on CPUs. A server of SmolLM2-135M gave its first token after 1.6 s in float32, "
+        "and none within 150 s in bfloat16. Set model.compute_dtype (`serve`: --dtype) to auto."
+    )
+    return "bfloat16" + warning * (num_parameters >= LARGE)
 
 
 def of_mesh(mesh: Mesh, learning: LearningConfig, architecture: Architecture, dtype: DTypeLike) -> Platform:

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.files import gguf
+from reinforce_ada_jax.learning.platform import chosen_dtype
 from reinforce_ada_jax.planning import plan as plan_lib
 from reinforce_ada_jax.planning.compilation import ProgramResult, compile_program, resident_result, topology_devices
 from reinforce_ada_jax.planning.gpus import answering_for
@@ -166,6 +167,7 @@ def check_slice(
       ValueError: the slice, the model or the mesh is impossible.
     """
     chip = chip_of(topology)
+    config = chosen_dtype(config, chip.platform)
     architecture, source = find_architecture(config.model.path, model)
     options = engine_options(config, architecture, chip.platform)
     run = abstract_run(config, architecture, options, _mesh_over(topology, config))

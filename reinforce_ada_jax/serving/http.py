@@ -7,11 +7,13 @@ import hmac
 import pathlib
 from collections.abc import Callable, Sequence
 
+import jax
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 
 from reinforce_ada_jax.data.tokenizer import Tokenizer
+from reinforce_ada_jax.learning.platform import describe_dtype
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving.settings import ServerSettings
@@ -79,6 +81,10 @@ def http_server(settings: ServerSettings, application: Starlette) -> uvicorn.Ser
 
 def summary(settings: ServerSettings, models: Sequence[Served], port: int) -> str:
     """Returns the lines on models and address that are printed at the start."""
-    lines = [f"model       {each.name}: {each.folder}, {each.engine.architecture.family}" for each in models]
+    lines = []
+    for each in models:
+        architecture, platform = each.engine.architecture, jax.default_backend()
+        precision = describe_dtype(each.engine.dtype, platform, architecture.num_parameters)
+        lines.append(f"model       {each.name}: {each.folder}, {architecture.family}, {precision}")
     key = "with the key of --api_key" if settings.api_key else "without a key: for this machine"
     return "\n".join([*lines, f"address     http://{settings.address}:{port}, {key}; not ready yet"])

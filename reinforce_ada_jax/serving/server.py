@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation
+from reinforce_ada_jax.learning.platform import describe_dtype
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.sampling.engine import buckets
 from reinforce_ada_jax.serving import jetstream
@@ -51,15 +51,16 @@ def summary(settings: ServerSettings, folder: pathlib.Path, served: JetStreamEng
     """Returns the lines on model, memory, sampling and address that are printed at the start."""
     engine, sampling = served.engine, settings.sampling
     architecture, options = engine.architecture, engine.options
-    weight_bytes = architecture.num_parameters * jnp.dtype(settings.dtype).itemsize
+    weight_bytes = architecture.num_parameters * engine.dtype.itemsize
     axes = " x ".join(f"{axis} {size}" for axis, size in engine.mesh.shape.items())
     stop = ", ".join(f"{id} {served.tokenizer.token(id)!r}" for id in options.stop_ids)
     draws = f"temperature {sampling.temperature}, top_k {sampling.top_k or 'off'}, top_p {sampling.top_p}"
     longest, made_for = options.max_prompt_tokens + options.max_response_tokens, architecture.max_positions
     public = not settings.is_loopback
+    precision = describe_dtype(engine.dtype, jax.default_backend(), architecture.num_parameters)
     return "\n".join([
-        f"model       {folder}: {architecture.family}, {architecture.num_parameters:,} weights in {settings.dtype}; "
-        f"stops on {stop}",
+        f"model       {folder}: {architecture.family}, {architecture.num_parameters:,} weights; stops on {stop}; "
+        f"{precision}",
         f"mesh        {axes} of {jax.devices()[0].device_kind}",
         f"memory      weights {weight_bytes / 2**20:,.1f} MiB, cache {engine.cache_bytes / 2**20:,.1f} MiB "
         f"({options.pages} pages of {options.page_size} tokens, {options.slots} slots)",

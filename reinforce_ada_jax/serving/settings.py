@@ -61,7 +61,10 @@ class ServerSettings:
     top_k: int = setting(0, "Draw among the k most probable tokens; 0 for all.", values.NOT_NEGATIVE)
     top_p: float = setting(1.0, "Draw among the fewest tokens with this probability in sum.", _within(0, 1))
     greedy: bool = setting(False, "The same as --temperature=0.")
-    dtype: str = setting("bfloat16", "Precision of weights, cache and arithmetic.", values.one_of(values.DTYPES))
+    dtype: str = setting(
+        "auto", "Precision of weights, cache and arithmetic; auto: float32 on CPUs, bfloat16 elsewhere.",
+        values.one_of(("auto", *values.DTYPES)),
+    )  # fmt: skip
     seed: int = setting(0, "Seed of all responses, which are numbered as they come.", _within(-(2**31), 2**31 - 1))
     compilation_cache: str = setting(
         "auto", "Folder that keeps compiled programs, as logging.compilation_cache of a run: also gs://; empty: none."

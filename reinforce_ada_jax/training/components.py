@@ -27,6 +27,7 @@ from reinforce_ada_jax.config import (
     longest_prompt,
     longest_response,
     longest_turn,
+    with_saved_dtype,
 )
 from reinforce_ada_jax.data import prompts as prompts_lib
 from reinforce_ada_jax.data import tokenizer_trial
@@ -38,6 +39,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.learning import platform
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -205,6 +207,16 @@ def engine_options(config: Config, architecture: Architecture, stop_ids: tuple[i
         max_prompt_tokens=longest_prompt(config),
         max_response_tokens=longest_turn(config),
     )
+
+
+def for_devices(config: Config, workdir: pathlib.Path | None = None) -> Config:
+    """Returns the configuration with `model.compute_dtype` chosen: that of the run in `workdir`, or by the devices.
+
+    Raises:
+      ValueError: JAX finds no device, or the work directory is damaged.
+    """
+    config = config if workdir is None else with_saved_dtype(config, workdir)
+    return platform.chosen_dtype(config, mesh_lib.available_devices()[0].platform)
 
 
 def build(config: Config, folder: pathlib.Path) -> Components:

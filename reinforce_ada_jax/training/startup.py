@@ -51,6 +51,7 @@ class Inputs:
     """Checked input of a run, without weights and programs.
 
     Attributes:
+      config: with the precision that is computed in.
       components: model, tokenizer, mesh and engine.
       prompts: tokenised prompts of data.prompts.
       read: one line on the columns that they were read from.
@@ -59,6 +60,7 @@ class Inputs:
       reward: what `reward.path` gives to a reference answer; "" for a built-in reward.
     """
 
+    config: Config
     components: Components
     prompts: list[Prompt]
     read: str
@@ -66,9 +68,9 @@ class Inputs:
     verifiers: VerifierPool
     reward: str
 
-    def summary(self, config: Config, workdir: pathlib.Path) -> str:
+    def summary(self, workdir: pathlib.Path) -> str:
         """Returns the text that a run prints before it begins."""
-        return summary.summary(config, workdir, self.components, len(self.prompts), self.read, self.reward)
+        return summary.summary(self.config, workdir, self.components, len(self.prompts), self.read, self.reward)
 
 
 def read_inputs(
@@ -84,6 +86,7 @@ def read_inputs(
     config_lib.check(config)
     strategy = strategies.build(config.collection, regularized=config.regularized)  # reads a user's own file
     config_lib.check_strategy(config, max_age=strategy.max_age, estimates=strategy.estimates)
+    config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
     components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))
@@ -95,7 +98,7 @@ def read_inputs(
     make_evaluator = load_benchmarks(config, workdir, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
     checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
-    return Inputs(components, prompts, read[0], make_evaluator, verifiers, checked)
+    return Inputs(config, components, prompts, read[0], make_evaluator, verifiers, checked)
 
 
 def start(
@@ -117,7 +120,7 @@ def start(
       ValueError: the user must change the configuration, a file or the work directory.
     """
     inputs = read_inputs(config, workdir, load_benchmarks, reward)
-    components, prompts, verifiers = inputs.components, inputs.prompts, inputs.verifiers
+    config, components, prompts, verifiers = inputs.config, inputs.components, inputs.prompts, inputs.verifiers
     silent = quiet or not processes.is_writer()
     keep_programs(config.logging.compilation_cache)
     # An error in the weights shows before the first file is written.
@@ -143,7 +146,7 @@ def start(
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
     if not silent:
         resumed = f"\nresuming after iteration {state.iteration}" if state.iteration else ""
-        print(inputs.summary(config, workdir) + resumed, flush=True)  # a log file has it from the beginning
+        print(inputs.summary(workdir) + resumed, flush=True)  # a log file has it from the beginning
     progress = Progress(config.iterations, state.iteration, quiet=silent)
     stack.callback(progress.close)
     kept = KeptResponses(

@@ -22,13 +22,16 @@ def model_and_mesh(config: Config, components: Components, who: str) -> list[str
     """Returns the lines on the model, whose weights are those of `who`, and on the devices."""
     architecture, stop_ids = components.architecture, components.engine.options.stop_ids
     stop = ", ".join(f"{id} {components.tokenizer.token(id)!r}" for id in stop_ids)
+    precision = platform_lib.describe_dtype(
+        config.model.compute_dtype, jax.default_backend(), architecture.num_parameters
+    )
     axes, kind = _axes(components.mesh), jax.devices()[0].device_kind
     mesh = f"{axes} of {kind}"
     if config.mesh.sampler:
         mesh = f"learner {axes}, sampler {_axes(components.engine.mesh)}, of {kind}"
     return [
-        f"model       {who}: {architecture.family}, {architecture.num_parameters:,} weights, "
-        f"{config.model.compute_dtype} on {config.model.parameter_dtype}; stops on {stop}",
+        f"model       {who}: {architecture.family}, {architecture.num_parameters:,} weights; stops on {stop}",
+        f"precision   {precision}",
         f"mesh        {mesh}",
     ]
 

@@ -84,6 +84,7 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
       ValueError: the user must change the configuration, a file or the work directory.
     """
     config_lib.check(config)
+    config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
     check_not_evaluation(workdir)
     for name, value in (("environment.path", config.environment.path), ("mesh.sampler", config.mesh.sampler)):

@@ -74,7 +74,7 @@ POSITIVE = """
         ("learning.truncated_is_cap", 0.0, "above 0, or None"),
         ("collection.strategy", "best", "it must be one of grpo, positive, balance"),
         ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean"),
-        ("model.compute_dtype", "float16", "it must be one of float32, bfloat16"),
+        ("model.compute_dtype", "float16", "it must be one of auto, float32, bfloat16"),
         ("model.parameter_dtype", "fp32", "it must be one of float32, bfloat16"),
         ("model.parameter_dtype", "bfloat16", "most would never change. Use float32"),
         ("learning.kl_coefficient", math.inf, "it must be finite"),

@@ -1,9 +1,19 @@
 import jax.numpy as jnp
 import pytest
 
-from reinforce_ada_jax.config import CollectionConfig, Config, DataConfig, LearningConfig, MeshConfig, SamplingConfig
+from reinforce_ada_jax.config import (
+    CollectionConfig,
+    Config,
+    DataConfig,
+    LearningConfig,
+    MeshConfig,
+    ModelConfig,
+    SamplingConfig,
+)
 from reinforce_ada_jax.learning.learner import loss_config
 from reinforce_ada_jax.learning.platform import (
+    chosen_dtype,
+    describe_dtype,
     gathers_once,
     micro_batches_per_program,
     micro_rows,
@@ -24,6 +34,25 @@ def test_auto_goes_by_the_platform(name, head_backend, attention, remat):
     assert (platform.head_backend, platform.attention, platform.remat) == (head_backend, attention, remat)
     assert platform.first_moment_dtype is None and platform.interpret == (name != "tpu")
     assert platform.head_tile == {"cpu": (1024, 1024), "gpu": (4096, 8192), "tpu": (512, 512)}[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "chosen"),
+    [
+        ("cpu", {}, "float32"), ("gpu", {}, "bfloat16"), ("tpu", {}, "bfloat16"),
+        ("cpu", {"compute_dtype": "bfloat16"}, "bfloat16"), ("tpu", {"compute_dtype": "float32"}, "float32"),
+        ("tpu", {"numerics": "invariant"}, "float32"),
+    ],
+)  # fmt: skip
+def test_the_precision_goes_by_the_platform(name, asked, chosen):
+    assert chosen_dtype(Config(model=ModelConfig(**asked)), name).model.compute_dtype == chosen
+
+
+def test_a_large_model_in_bfloat16_on_a_cpu_is_warned_of():
+    large = 134_515_008
+    assert "\nwarning: bfloat16 is slow on CPUs" in describe_dtype("bfloat16", "cpu", large)
+    for dtype, name, size in (("bfloat16", "gpu", large), ("float32", "cpu", large), ("bfloat16", "cpu", 107_392)):
+        assert "warning" not in describe_dtype(dtype, name, size)
 
 
 def test_settings_come_before_the_platform():

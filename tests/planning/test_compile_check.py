@@ -406,7 +406,7 @@ SMALL = SIZES | dict(vocab_size=512, hidden_size=256, intermediate_size=512, num
 
 def run(tmp_path, *arguments):
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    options = ["--config=configs/tiny.py", "--config.model.compute_dtype=bfloat16", f"--model={tmp_path}"]
+    options = ["--config=configs/tiny.py", f"--model={tmp_path}"]
     return subprocess.run(
         [sys.executable, "-m", "reinforce_ada_jax.compile_check", *options, *arguments],
         cwd=ROOT, env=environment(""), capture_output=True, text=True, check=False,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -27,7 +28,7 @@ from reinforce_ada_jax.evaluation import stored_evaluation
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.sampling.token import stream
-from reinforce_ada_jax.training import resume
+from reinforce_ada_jax.training import resume, startup
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
 from reinforce_ada_jax.types import Prompt
@@ -136,6 +137,7 @@ def test_what_a_run_writes(unbroken):
     assert len(os.listdir(workdir / "samples")) == ITERATIONS
     config = saved_config(workdir)
     assert config.collection.prompts_per_iteration == 8 and config.iterations == ITERATIONS
+    assert config.model.compute_dtype == "float32" and "precision   float32: bfloat16 products are slow" in shown
     started = json.loads((workdir / "started.json").read_text())
     assert started["device"] == "1 x cpu" and started["date"] and started["commit"]
     # Its page has ended with it.
@@ -420,6 +422,18 @@ def test_what_a_run_must_find_as_it_was(tmp_path):
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
     with pytest.raises(ValueError, match="another model than .*: num_layers 3, now 2"):
         resume.check(tmp_path, tmp_path, ours, ours | {"architecture": {"num_layers": 3}})
+
+
+def test_a_run_keeps_the_precision_of_its_start(tmp_path):
+    asked = functools.partial(startup.read_inputs, workdir=tmp_path, load_benchmarks=lambda *_: None)
+    auto = tiny(**{"model.compute_dtype": "auto"})
+    assert asked(auto).config.model.compute_dtype == "float32"  # a CPU's
+    elsewhere = tiny(**{"model.compute_dtype": "bfloat16"})
+    workdir_lib.write_config(elsewhere, tmp_path)
+    found = asked(auto)
+    assert found.config == elsewhere and found.components.engine.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="model.compute_dtype: bfloat16 -> float32"):
+        asked(tiny(**{"model.compute_dtype": "float32"}))
 
 
 def test_other_prompts_are_refused(refused, unbroken, tmp_path):

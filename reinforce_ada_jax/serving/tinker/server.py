@@ -6,8 +6,6 @@ import pathlib
 import signal
 import time
 
-import jax.numpy as jnp
-
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.learning.adapter_learner import AdapterLearner
 from reinforce_ada_jax.policy.lora import TARGETS, Lora
@@ -33,7 +31,7 @@ def make_base(settings: ServerSettings, served: Served) -> Base:
     params, architecture, mesh = served.load(), served.engine.architecture, served.engine.mesh
     engine = Engine(architecture, dataclasses.replace(options, stop_ids=stop_ids), mesh=mesh)
     bank = AdapterBank(engine, params, Lora(settings.max_rank, ALPHA, tuple(TARGETS)), settings.adapters)
-    learner = AdapterLearner(architecture, params, mesh, jnp.dtype(settings.dtype))
+    learner = AdapterLearner(architecture, params, mesh, engine.dtype)
     parts = vars(dataclasses.replace(served, engine=engine))
     return Base(**parts, learner=learner, bank=bank, sampler=Sampler(engine, bank))
 
