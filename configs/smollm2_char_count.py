@@ -24,7 +24,6 @@ def get_config() -> ConfigDict:
     config = defaults()
     config.iterations = 20
     config.model.path = "runs/smollm2/warm"
-    config.model.compute_dtype = "float32"
     config.data.prompts = "runs/smollm2/data/problems.jsonl"
     config.data.template = "chat"  # the model's own, with its default system message
     config.data.system = config.data.instruction = ""

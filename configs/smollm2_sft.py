@@ -18,7 +18,6 @@ def get_config() -> ConfigDict:
     """One epoch of 1,600 worked answers, 32 an update."""
     config = defaults()
     config.model.path = "runs/smollm2/model.gguf"
-    config.model.compute_dtype = "float32"
     config.data.prompts = "runs/smollm2/data/demonstrations.jsonl"
     config.data.template = "chat"  # the model's own, with its default system message
     config.data.system = config.data.instruction = ""

@@ -140,7 +140,7 @@ class Verdict:
     @property
     def failed(self) -> bool:
         """True if nothing was graded: the reward 0 is none, and `counted_rewards` replaces it."""
-        return self.reward == 0.0 and self.reason in (*FAILURES, TRUNCATED, MAX_TURNS)
+        return self.reason in (*FAILURES, TRUNCATED, MAX_TURNS) and bool(self.reward == 0.0)
 
 
 def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:

@@ -24,10 +24,9 @@ from reinforce_ada_jax.collection.serialization import partial_from_text
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.watchdog import RESTART
-from reinforce_ada_jax.evaluation import stored_evaluation
+from reinforce_ada_jax.evaluation import evaluator
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import resume, startup
 from reinforce_ada_jax.training import workdir as workdir_lib
 from reinforce_ada_jax.training.fingerprints import recorded
@@ -499,7 +498,8 @@ def test_evaluate_gives_the_figures_of_the_run(unbroken, tmp_path, capsys):
 
 def test_evaluate_of_an_exported_folder_is_that_of_its_run(unbroken, exported, tmp_path, monkeypatch):
     # A folder knows no iteration, so its samples have addresses of their own; here they get those of the run.
-    monkeypatch.setattr(stored_evaluation, "stream", lambda iteration, evaluation: stream(8, evaluation=evaluation))
+    streams = evaluator.streams
+    monkeypatch.setattr(evaluator, "streams", lambda benchmarks, _: streams(benchmarks, 8))
     monkeypatch.chdir(tmp_path)
     evaluate.main(saved_config(unbroken[0]), None, str(exported), [], None)
     line = writers.read_metrics(unbroken[0])[-1]
