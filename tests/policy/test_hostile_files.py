@@ -183,7 +183,8 @@ def test_nothing_but_safetensors_and_json_is_opened(tmp_path):
         "from reinforce_ada_jax.training import components as components_lib\n"
         "from reinforce_ada_jax.policy import huggingface\n"
         "sys.addaudithook(hook)\n"
-        f"components = components_lib.build(Config(), components_lib.model_folder({str(folder)!r}))\n"
+        "config = components_lib.for_devices(Config())\n"
+        f"components = components_lib.build(config, components_lib.model_folder({str(folder)!r}))\n"
         f"huggingface.load({str(folder)!r})\n"
         f"print(*(name for name in opened if name.startswith({str(folder)!r}) or 'evil' in name), sep='\\n')\n"
     )
