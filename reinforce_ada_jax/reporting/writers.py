@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import pathlib
 import socket
 import time
@@ -13,11 +14,20 @@ from typing import Any
 from reinforce_ada_jax.files.durable import read_records, write_atomically
 
 Metrics = dict[str, int | float]
+# Key of a line with the numbers that JSON does not have, by their keys: "nan", "inf", "-inf".
+NOT_FINITE = "not_finite"
+
+
+def _to_line(metrics: Mapping[str, int | float]) -> str:
+    """Returns a line of strict JSON: a number that is not finite is null, and its text is in NOT_FINITE."""
+    strange = {key: str(value) for key, value in metrics.items() if not math.isfinite(value)}
+    flagged = dict(metrics) | dict.fromkeys(strange) | ({NOT_FINITE: strange} if strange else {})
+    return json.dumps(flagged, allow_nan=False) + "\n"
 
 
 def _metrics(line: Any) -> Metrics:
     line["iteration"]
-    return line
+    return line | {key: float(text) for key, text in line.pop(NOT_FINITE, {}).items()}
 
 
 def read_metrics(workdir: pathlib.Path) -> list[Metrics]:
@@ -58,7 +68,7 @@ class MetricsWriter:
         self._file, self._quiet = workdir / "metrics.jsonl", quiet
         kept = [line for line in read_metrics(workdir) if line["iteration"] <= last_iteration]
         self.lacking = last_iteration - len({line["iteration"] for line in kept})
-        write_atomically(self._file, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomically(self._file, "".join(map(_to_line, kept)))
         self._wandb = _start_wandb(workdir, wandb, quiet=quiet) if wandb else None
         self._trackio = _start_trackio(workdir, trackio, quiet=quiet) if trackio else None
         self._tensorboard = _TensorBoard(workdir / "tensorboard", last_iteration) if tensorboard else None
@@ -66,7 +76,7 @@ class MetricsWriter:
     def write(self, iteration: int, metrics: Mapping[str, int | float]) -> None:
         """Writes one line, which is on disk when this returns, and the plots."""
         with self._file.open("a") as file:
-            file.write(json.dumps({"iteration": iteration, **metrics}) + "\n")
+            file.write(_to_line({"iteration": iteration, **metrics}))
         self.plot(iteration, metrics)
 
     def plot(self, iteration: int, metrics: Mapping[str, int | float]) -> None:

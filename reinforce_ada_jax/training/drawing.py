@@ -4,7 +4,8 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from reinforce_ada_jax.collection.collect import EstimateFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
 from reinforce_ada_jax.collection.serialization import CollectedShard
-from reinforce_ada_jax.config import collection_rules
+from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
@@ -29,7 +30,8 @@ from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampli
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.trainer import Trainer
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt
+from reinforce_ada_jax.training.updates import TrainingStopped
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, Response, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +113,26 @@ def next_source(trainer: Trainer, state: RunState) -> Source:
     return Source(state.iteration + 1, state.cursor, weights, version, state.partial_rollouts)
 
 
+def check_drawn(responses: Iterable[Response], config: Config, iteration: int) -> None:
+    """Raises TrainingStopped where a drawn token has a log-probability that is not finite."""
+    for response in responses:
+        strange = ~np.isfinite(response.logprobs[response.sampled])
+        if strange.any():
+            raise TrainingStopped(
+                f"iteration {iteration}: {strange.sum()} of {strange.size} tokens of a response to problem "
+                f"{response.prompt_id!r} have log-probabilities that are not finite. The weights, or their products in "
+                f"{config.model.compute_dtype}, are NaN or infinite, and so is whatever is learned from them. Train "
+                "again with a lower learning.learning_rate, or with model.compute_dtype=float32, from an earlier "
+                "checkpoint (export --iteration)."
+            )
+
+
 def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Report) -> Drawn:
     """Draws and grades responses until every prompt's rule is met.
 
     Raises:
       Interrupted: `report` raised it.
+      TrainingStopped: the engine's log-probabilities are not finite.
     """
     begin, verify_s = time.monotonic(), verifiers.busy_s
     trainer.components.graders(verifiers).failure = ""
@@ -127,6 +144,8 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
             trainer.estimator.estimate(source.weights, chosen.prompts)
     else:
         collected = _collected(trainer, source, chosen, verifiers, report)
+    for pool in collected.pools:
+        check_drawn(pool.responses, trainer.config, source.iteration)
     groups = _groups(trainer, source, collected.pools)
     metrics = _collection_metrics(trainer, source, groups, len(chosen.prompts), collected.counts)
     metrics |= {
@@ -156,6 +175,11 @@ def _collected(
     shaping = components_lib.shaping(config)
     verify_fn = trainer.components.verify_fn(verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
 
+    def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
+        if processes.count() == 1:  # several stop together, at the end of the collection
+            check_drawn((response for _, response in pairs), config, source.iteration)
+        return verify_fn(pairs)
+
     def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
         def on_progress(closed: int, drawn: int) -> None:
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
@@ -166,7 +190,7 @@ def _collected(
             pools = collect(
                 job.prompts,
                 sample_fn,
-                verify_fn,
+                verify,
                 job.strategy,
                 replacements=job.replacements,
                 estimate_fn=job.estimate_fn,

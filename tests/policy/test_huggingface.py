@@ -96,6 +96,20 @@ def test_other_dtypes_are_written_read_and_cast(tmp_path, dtype):
     assert_same(huggingface.load(tmp_path / "again", dtype=dtype)[1], narrow)
 
 
+@pytest.mark.parametrize(("dtype", "strange"), [(jnp.float32, jnp.nan), (jnp.bfloat16, -jnp.inf)])
+def test_a_weight_that_is_not_finite_is_named(tmp_path, dtype, strange):
+    architecture, params, _ = recording.golden("qwen2")
+    params = jax.tree.map(lambda x: x, params)  # other tests have it
+    down = params["layers"]["mlp"]["down"]
+    params["layers"]["mlp"]["down"] = down.at[1, 2, 3].set(strange)
+    huggingface.save(tmp_path / "saved", architecture, params, dtype=dtype)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with pytest.raises(
+        ValueError, match=f"saved: 1 of the {down[0].size:,} values of {name} are NaN or infinite. Fetch"
+    ):
+        huggingface.load(tmp_path / "saved", dtype=dtype)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_devices_equal_one(tmp_path, family):
     architecture, params, recorded = recording.golden(family)

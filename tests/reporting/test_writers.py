@@ -1,7 +1,9 @@
 import json
+import math
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from reinforce_ada_jax.reporting import writers
@@ -76,6 +78,22 @@ def test_the_same_numbers_reach_tensorboard(tmp_path):
     recorded = events.read_bytes()
     assert b"evaluation/heldout/avg" in recorded and b"update/loss" in recorded
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 1, "update/loss": 0.1}
+
+
+def test_every_line_is_strict_json(tmp_path):
+    numbers = {"update/kl": math.nan, "update/loss": np.float64(-math.inf), "update/entropy": 0.5}
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"iteration": 1, "update/kl": NaN}\n')  # of a program that wrote what JSON does not have
+    writer(tmp_path, 1).write(2, numbers)
+    writer(tmp_path, 2).close()  # a resume writes the lines again
+    assert [json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines()] == [
+        {"iteration": 1, "update/kl": None, "not_finite": {"update/kl": "nan"}},
+        {
+            "iteration": 2, "update/kl": None, "update/loss": None, "update/entropy": 0.5,
+            "not_finite": {"update/kl": "nan", "update/loss": "-inf"},
+        },
+    ]  # fmt: skip
+    np.testing.assert_equal(writers.read_metrics(tmp_path)[1], {"iteration": 2, **numbers})
 
 
 @pytest.mark.parametrize("line", ['{"iteration": 1, ', "[1]", '{"reward": 1}', "3"])

@@ -20,6 +20,7 @@ from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
+from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
 from reinforce_ada_jax.training.drawing import Chosen, choose_prompts
 from reinforce_ada_jax.training.kept_responses import KeptResponses
@@ -29,6 +30,7 @@ from reinforce_ada_jax.training.trainer import Trainer
 from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
 from tests.running import cipher_file, compiles_nothing_early, reproducible, restored, tiny
+from tests.running import train as train_here
 
 NAMES = (
     "reward/first_round", "collection/zero_signal_share", "collection/verifier_failures", "collection/responses",
@@ -105,6 +107,23 @@ def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
             run(tmp_path, fail_at_4)
     iterations = sorted(int(folder.name) for folder in (tmp_path / "checkpoints").iterdir())
     assert iterations == ([] if donated else [3])
+
+
+def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
+    # All rewards are 0 and no response has an advantage: no update would meet a number that is not finite.
+    original = components_lib.load_params
+
+    def poisoned(*arguments):
+        return jax.tree.map(lambda weight: weight * jnp.nan, original(*arguments))
+
+    monkeypatch.setattr(components_lib, "load_params", poisoned)
+    compiles_nothing_early(monkeypatch)
+    changes = {"evaluation.every": 0, "logging.tensorboard": False, "collection.prompts_per_iteration": 4}
+    changes |= {"learning.prompts_per_update": 4, "sampling.slots": 16}
+    outcome = train_here(tiny(**changes), tmp_path)
+    assert outcome.ending is Ending.STOPPED and outcome.state.iteration == 0
+    assert "iteration 1: 8 of 8 tokens of a response to problem '" in outcome.message
+    assert "in float32, are NaN or infinite" in outcome.message and not writers.read_metrics(tmp_path)
 
 
 def test_one_iteration_is_traced(tmp_path):
