@@ -85,7 +85,8 @@ def invariant_numerics_are_possible(config: Config) -> None:
     if config.model.numerics == "fast":
         return
     sampling, mesh = config.sampling, config.mesh
-    dtype = config.model.compute_dtype.replace("auto", "float32")  # which it becomes
+    dtype = config.model.compute_dtype
+    dtype = "float32" if dtype == "auto" else dtype  # which it becomes
     one_device = "it is made for one device"
     needed = (
         ("model.compute_dtype", dtype, "float32", "it is made for float32"),

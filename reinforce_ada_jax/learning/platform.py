@@ -89,10 +89,7 @@ def describe_dtype(dtype: DTypeLike, name: str, num_parameters: int) -> str:
         return "float32" + ": bfloat16 products are slow on CPUs" * (name == "cpu")
     if name != "cpu":
         return "bfloat16: products are faster in it than in float32"
-    warning = (
-        "\nwarning: bfloat16 is slow on CPUs. A server of SmolLM2-135M gave its first token after 1.6 s in float32, "
-        "and none within 150 s in bfloat16. Set model.compute_dtype (`serve`: --dtype) to auto."
-    )
+    warning = "\nwarning: bfloat16 is slow on CPUs. Set model.compute_dtype (`serve`: --dtype) to auto."
     return "bfloat16" + warning * (num_parameters >= LARGE)
 
 
