@@ -214,6 +214,7 @@ def start(
     from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax takes 0.2 s)
 
     inputs = read_inputs(config, workdir)
+    config = dataclasses.replace(config, model=inputs.config.model)  # config.json keeps the dtype that was chosen
     components, silent = inputs.components, quiet or not processes.is_writer()
     keep_programs(config.logging.compilation_cache)
     prompts = [each.prompt for each in inputs.training]

@@ -91,6 +91,7 @@ SETTINGS = {
     "sft.epochs": 2, "learning.prompts_per_update": 16, "learning.responses_per_row": 4, "evaluation.every": 3,
     "data.max_prompt_tokens": 24, "sampling.max_response_tokens": 24, "checkpoint.every": 2,
     "learning.learning_rate": 1e-3, "collection.prompts_per_iteration": 16, "logging.tensorboard": False,
+    "model.compute_dtype": "auto",
 }  # fmt: skip
 
 
@@ -126,6 +127,12 @@ def test_a_run_learns_and_its_export_loads(settings, whole, tmp_path):
     assert loaded.keys() == trained.keys()
     for name, array in trained.items():
         np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_a_second_start_finds_the_dtype_that_the_first_chose(settings, whole):
+    """The given configuration says "auto": a config.json that says so, too, differs from what is computed in."""
+    assert config_lib.read(whole).model.compute_dtype == "float32"
+    sft.dry_run(tiny(**settings), whole)
 
 
 @pytest.mark.parametrize("at", [3, 5])
