@@ -1,7 +1,7 @@
 """A user's own Python file, named as "file.py:function": checked and run.
 
-`collection.strategy`, `reward.path` and `environment.path` name such files. They are trusted (docs/security.md). The
-caller checks the function or class itself.
+`collection.strategy`, `collection.selection`, `reward.path` and `environment.path` name such files. They are trusted
+(docs/security.md). The caller checks what the function or class returns.
 """
 
 import importlib.machinery
@@ -13,6 +13,8 @@ import sys
 import types
 import warnings
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 
 def check(path: pathlib.Path, setting: str, name: str) -> None:
@@ -70,3 +72,24 @@ def run(path: pathlib.Path) -> types.ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def load(reference: str, setting: str) -> Callable[..., Any]:
+    """Returns the function or class that "file.py:name" names; runs the file.
+
+    Args:
+      reference: the file and the name.
+      setting: beginning of an error message, as for `check`.
+
+    Raises:
+      ValueError: the file is missing or not valid Python, or defines no such function.
+    """
+    path_name, _, name = reference.rpartition(":")
+    path = pathlib.Path(path_name)
+    check(path, setting, name)
+    module = run(path)
+    if not hasattr(module, name):  # `check` can't see what `import *` brings
+        raise ValueError(f"{setting}, but {path} defines no {name!r}.")
+    if not callable(function := getattr(module, name)):
+        raise ValueError(f"{setting}, which is {function!r}; it must be a function or a class.")
+    return function

@@ -17,15 +17,15 @@ import pytest
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.analysis.enumeration import expectations
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import selection, strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.config import aliases
+from reinforce_ada_jax.config import CollectionConfig, aliases
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import scores
 from reinforce_ada_jax.evaluation.response_store import GradedResponse
 from reinforce_ada_jax.learning.update import UpdateMetrics
-from reinforce_ada_jax.types import FAILURES, Verdict
+from reinforce_ada_jax.types import FAILURES, Pool, Prompt, Verdict
 from tests.launch.cloud import Cloud, check, git, make_checkout
 from tests.running import ROOT, environment
 
@@ -69,6 +69,24 @@ def test_the_strategy_of_ones_own(tmp_path):
     groups = [make_group(pool, strategies.build(config)) for pool in pools]
     assert [group.kept.tolist() for group in groups] == [[0, 1], [0, 5], [0, 1], [0, 1]]
     np.testing.assert_array_equal(groups[1].advantages, [-0.25, 0.75])  # 2 of 8
+
+
+def test_the_choice_of_prompts_of_ones_own(tmp_path):
+    file = tmp_path / "my_selection.py"
+    file.write_text(code_block("strategies.md", "class Mixed"))
+    prompts = [Prompt(name, "", "", np.zeros(1, np.int32)) for name in "abcd"]
+    config = CollectionConfig(selection=f"{file}:Mixed", prompts_per_iteration=2)
+    verdicts = {"a": (True, True), "b": (False, True), "c": (False, False)}
+    pools = [
+        Pool(prompt, (), tuple(Verdict(right, float(right)) for right in verdicts[prompt.id]), 1, True)
+        for prompt in prompts[:3]
+    ]
+    mixed, resumed = (selection.build(config, prompts, seed=0) for _ in range(2))
+    assert mixed.observe(pools) == {"selection/known": 3}
+    resumed.load_json(json.loads(json.dumps(mixed.to_json())))
+    for iteration in range(8):  # d is unknown, b is mixed
+        choices = [selection.choose(each, 2, seed=0, iteration=iteration).prompts for each in (mixed, resumed)]
+        assert {prompt.id for prompt in choices[0]} == {"b", "d"} and choices[0] == choices[1]
 
 
 def test_the_table_of_settings_has_the_defaults():

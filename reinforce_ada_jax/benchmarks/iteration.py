@@ -29,8 +29,8 @@ from reinforce_ada_jax.benchmarks.measuring import in_turns, machine
 from reinforce_ada_jax.benchmarks.options import DEFAULT_VARIANTS, VARIANTS, check_baseline
 from reinforce_ada_jax.benchmarks.workloads import Lengths
 from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupt
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture

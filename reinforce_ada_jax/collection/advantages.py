@@ -32,6 +32,7 @@ class Group:
       kept: their draw indices, ascending: row j of the group is `pool.responses[kept[j]]`. Empty: dropped.
       advantages: aligned with `kept`.
       weight_clipped: the pass rate of the pool was below the smallest one that weights are computed at.
+      weight: factor of the prompt (selection.py), which is in `advantages`.
       per_prompt: `advantages` are coefficients a_i of the prompt's sum of scores (corrections.py): prompts count
         equally in the update, whatever their numbers of rows.
     """
@@ -40,6 +41,7 @@ class Group:
     kept: Int[np.ndarray, " n"]
     advantages: Float[np.ndarray, " n"]
     weight_clipped: bool = False
+    weight: float = 1.0
     per_prompt: bool = False
 
 
@@ -188,14 +190,23 @@ def kept_draws(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | Non
     return kept
 
 
-def make_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None) -> Group:
+def make_group(
+    pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None = None, *, prompt_weight: float = 1.0
+) -> Group:
     """Returns the group that `strategy` keeps of `pool`, with its advantages.
 
     Args:
       pool: every response of a prompt.
       strategy: decides what is kept, the baseline and the weight.
       ages: updates since each response was drawn; None: all are fresh.
+      prompt_weight: factor of the prompt in the update (`Choice.weights`).
     """
+    group = _unweighted_group(pool, strategy, ages)
+    return dataclasses.replace(group, advantages=prompt_weight * group.advantages, weight=prompt_weight)
+
+
+def _unweighted_group(pool: Pool, strategy: Strategy, ages: Int[np.ndarray, " N"] | None) -> Group:
+    """Returns `make_group` of a prompt whose factor is 1."""
     if strategy.coefficients is not None:
         kept, coefficients = strategy.coefficients(pool, _usable(pool, strategy, ages))
         lengths = length_terms(pool.penalties[kept], pool.correct[kept])

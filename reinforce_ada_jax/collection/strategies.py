@@ -6,7 +6,6 @@ docs/strategies.md shows how to write one outside of the package.
 
 import dataclasses
 import hashlib
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -310,23 +309,6 @@ def _objective(config: CollectionConfig) -> Objective:
     return Objective(config.objective, config.objective_alpha, config.objective_k, config.objective_epsilon)
 
 
-def _load_function(reference: str) -> Callable[[CollectionConfig], Any]:
-    """Returns the user's function that "file.py:name" names.
-
-    Raises:
-      ValueError: the file is missing or not valid Python, or defines no such function.
-    """
-    path_name, _, name = reference.rpartition(":")
-    path, setting = pathlib.Path(path_name), f"collection.strategy is {reference!r}"
-    user_code.check(path, setting, name)
-    module = user_code.run(path)
-    if not hasattr(module, name):  # `check` can't see what `import *` brings
-        raise ValueError(f"{setting}, but {path} defines no {name!r}.")
-    if not callable(function := getattr(module, name)):
-        raise ValueError(f"{setting}, which is {function!r}; it must be a function of the collection section.")
-    return function
-
-
 def with_defaults(config: StrategyConfig) -> CollectionConfig:
     """Returns the settings of `config`; each one that it lacks has its default."""
     names = [field.name for field in dataclasses.fields(CollectionConfig) if hasattr(config, field.name)]
@@ -348,11 +330,10 @@ def build(strategy_config: StrategyConfig, *, regularized: bool = False) -> Stra
     """
     config = with_defaults(strategy_config)
     collection_rules.check_collection(config)
-    strategy = (BUILT_IN.get(config.strategy) or _load_function(config.strategy))(config)
+    setting = f"collection.strategy is {config.strategy!r}"
+    strategy = (BUILT_IN.get(config.strategy) or user_code.load(config.strategy, setting))(config)
     if not isinstance(strategy, Strategy):
-        raise ValueError(
-            f"collection.strategy is {config.strategy!r}, which returned {strategy!r}; it must return a Strategy."
-        )
+        raise ValueError(f"{setting}, which returned {strategy!r}; it must return a Strategy.")
     changes: dict[str, Any] = {"normalize_by_std": config.normalize_by_std}
     if config.keep == "group":
         changes |= {"keep": lambda correct: balanced_group(correct, config.group_size), "max_kept": config.group_size}

@@ -275,7 +275,7 @@ def policy_is_sampled_whole(config: Config) -> None:
 
 
 def overlap_knows_its_prompts(config: Config) -> None:
-    """Overlap needs a strategy that does not plan draws (estimate), and no barrier."""
+    """Overlap needs a strategy that does not plan draws (estimate), shuffled prompts, and no barrier."""
     collection = config.collection
     if not collection.overlap_iterations:
         return
@@ -283,6 +283,11 @@ def overlap_knows_its_prompts(config: Config) -> None:
         raise ValueError(
             "collection.overlap_iterations begins prompts before it is known how many draws estimate will allot to "
             "them, which follows from the last iteration's verdicts: set it to 0."
+        )
+    if collection.selection != "shuffled":
+        raise ValueError(
+            f"collection.selection is {collection.selection!r}, which chooses prompts after the last iteration's "
+            "verdicts, and collection.overlap_iterations begins them before: set it to 0, or selection to shuffled."
         )
     if collection.barrier:
         raise ValueError(

@@ -184,6 +184,10 @@ class CollectionConfig:
     strategy: str = setting(
         "balance", "What is drawn, when to stop, and what is kept (docs/strategies.md).", values.STRATEGY,
     )  # fmt: skip
+    selection: str = setting(
+        "shuffled", "Which prompts an iteration draws (docs/strategies.md).", values.SELECTION,
+        rule="overlap_knows_its_prompts",
+    )  # fmt: skip
     group_size: int = setting(
         4, "n: responses of one prompt in the update; also the size of a round for grpo, dapo and ngu.",
         values.AT_LEAST_2,

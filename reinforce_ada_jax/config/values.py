@@ -33,6 +33,7 @@ DEFAULT_GRADERS = (
     "weqweasdas_olympiadbench=reference_evaluation",
     "weqweasdas_aime_hmmt_brumo_cmimc_amc23=reference_evaluation",
 )
+SELECTIONS = ("shuffled",)
 STRATEGIES = ("grpo", "positive", "balance", "estimate", "dapo", "ngu")
 # The projections of a layer, by their names in Hugging Face folders and in PEFT; "all-linear" is all of them.
 ALL_LINEAR = "all-linear"
@@ -83,6 +84,10 @@ def empty_or_one_of(names: Sequence[str]) -> Allowed:
 STRATEGY = Allowed(
     f"be one of {', '.join(STRATEGIES)}, or name a function of yours as file.py:function",
     lambda value: ":" in value or value in STRATEGIES,
+)
+SELECTION = Allowed(
+    f"be one of {', '.join(SELECTIONS)}, or name a class of yours as file.py:Class",
+    lambda value: ":" in value or value in SELECTIONS,
 )
 AT_LEAST_1 = Allowed("be at least 1", lambda value: value >= 1)
 AT_LEAST_2 = Allowed("be at least 2: a group of one has no baseline to differ from", lambda value: value >= 2)

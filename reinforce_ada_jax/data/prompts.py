@@ -1,9 +1,5 @@
-"""Sources of problems, prompts, and the cursor that decides the next prompts.
+"""Sources of problems, and their prompts. collection/selection.py decides which of them an iteration draws."""
 
-The order is a function of (seed, epoch), so the cursor, three integers, is the whole state that a resume needs.
-"""
-
-import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -130,51 +126,3 @@ def tokenize(
             f"with it. The first is {place(too_long[0][0])}. Their ids: {ids:.500}."
         )
     return prompts
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptCursor:
-    """Position in the endless sequence of prompts: `position` prompts of this epoch are done."""
-
-    seed: int
-    epoch: int = 0
-    position: int = 0
-
-
-def prompts_after(
-    prompts: list[Prompt], cursor: PromptCursor, count: int, taken: set[str]
-) -> list[tuple[Prompt, PromptCursor]]:
-    """Returns up to `count` prompts in order, each with the cursor after it; fewer where the data has no more.
-
-    All are different, and none has an id in `taken`. They may reach into the next epoch.
-    """
-    following: list[tuple[Prompt, PromptCursor]] = []
-    taken = set(taken)
-    while len(following) < count and len(taken) < len(prompts):
-        order = np.random.default_rng([cursor.seed, cursor.epoch]).permutation(len(prompts))
-        for position in range(cursor.position, len(prompts)):
-            prompt = prompts[order[position]]
-            if prompt.id not in taken and len(following) < count:
-                taken.add(prompt.id)
-                following.append((prompt, dataclasses.replace(cursor, position=position + 1)))
-        cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, position=0)
-    return following
-
-
-def next_prompts(prompts: list[Prompt], cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
-    """Returns the next `count` prompts, all different, and the cursor after them.
-
-    Every epoch is a permutation drawn from (seed, epoch). A tail shorter than `count` is dropped, and the batch begins
-    the next epoch: a batch over two epochs could have a prompt twice. The dropped prompts are as random as the
-    permutation, so no prompt is favoured over the epochs.
-    """
-    if not 1 <= count <= len(prompts):
-        raise ValueError(
-            f"An iteration takes {count:,} different prompts; there are {len(prompts):,}. Lower "
-            "collection.prompts_per_iteration or add prompts."
-        )
-    if cursor.position + count > len(prompts):
-        cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, position=0)
-    order = np.random.default_rng([cursor.seed, cursor.epoch]).permutation(len(prompts))
-    end = cursor.position + count
-    return [prompts[i] for i in order[cursor.position : end]], dataclasses.replace(cursor, position=end)

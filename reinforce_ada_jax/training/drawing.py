@@ -9,13 +9,14 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from reinforce_ada_jax.collection import selection as selection_lib
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
 from reinforce_ada_jax.collection.metrics import collection_metrics, discarded_metrics, turn_metrics
+from reinforce_ada_jax.collection.selection import Choice
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.config import Config, collection_rules
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts, prompts_after
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.value_head import ValueHead
@@ -31,44 +32,7 @@ from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.trainer import Trainer
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prefetch, Prompt, Response, Verdict
-
-
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Prompts of one iteration.
-
-    Attributes:
-      prompts: those of the iteration.
-      cursor: position in the data after them.
-      replacements: prompts that may replace some of them, each with the cursor after it.
-      upcoming: prompts of the next iteration, which idle slots may begin; fills as they are drawn.
-    """
-
-    prompts: list[Prompt]
-    cursor: PromptCursor
-    replacements: list[tuple[Prompt, PromptCursor]]
-    upcoming: Prefetch
-
-    def cursor_after(self, num_used: int) -> PromptCursor:
-        """Returns the position after the prompts and the replacements used, `num_used` together."""
-        used = num_used - len(self.prompts)
-        return self.replacements[used - 1][1] if used else self.cursor
-
-
-def choose_prompts(trainer: Trainer, cursor: PromptCursor) -> Chosen:
-    """Returns the prompts that an iteration at `cursor` is made of."""
-    size, overlaps = trainer.config.collection.prompts_per_iteration, trainer.config.collection.overlap_iterations
-    prompts, after = next_prompts(trainer.prompts, cursor, size)
-    ids = {prompt.id for prompt in prompts}
-    # The end of an epoch and the beginning of the next one may share some prompts.
-    following = next_prompts(trainer.prompts, after, size)[0] if overlaps else []
-    upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
-    ids |= {prompt.id for prompt in following}
-    replacements = prompts_after(trainer.prompts, after, trainer.strategy.extra_batches * size, ids)
-    if overlaps:  # the next iteration's prompts are fixed already, so replacements are borrowed, and come again
-        replacements = [(prompt, after) for prompt, _ in replacements]
-    return Chosen(prompts, after, replacements, upcoming)
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +41,6 @@ class Source:
 
     Attributes:
       iteration: number of the iteration.
-      cursor: position in the data before it.
       weights: to draw from: the learner's, or those that the engine made of them.
       policy_version: iterations whose updates are in the weights.
       partial_rollouts: of `RunState`.
@@ -86,7 +49,6 @@ class Source:
     """
 
     iteration: int
-    cursor: PromptCursor
     weights: Params
     policy_version: int
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
@@ -98,7 +60,7 @@ class Source:
 class Drawn:
     """Collected prompts of one iteration: pools, groups with advantages, and metrics."""
 
-    chosen: Chosen
+    choice: Choice
     collected: CollectedShard
     groups: list[Group]
     metrics: dict[str, float]
@@ -110,7 +72,7 @@ def next_source(trainer: Trainer, state: RunState) -> Source:
         weights, version = trainer.policy(state), state.iteration
     else:
         weights, version = state.sampler, state.iteration - 1
-    return Source(state.iteration + 1, state.cursor, weights, version, state.partial_rollouts)
+    return Source(state.iteration + 1, weights, version, state.partial_rollouts)
 
 
 def check_drawn(responses: Iterable[Response], config: Config, iteration: int) -> None:
@@ -136,27 +98,28 @@ def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Repo
     """
     begin, verify_s = time.monotonic(), verifiers.busy_s
     trainer.components.graders(verifiers).failure = ""
-    chosen = choose_prompts(trainer, source.cursor)
+    count, seed = trainer.config.collection.prompts_per_iteration, trainer.config.seed
+    choice = selection_lib.choose(trainer.selection, count, seed, source.iteration)
     if source.kept is not None and source.kept.pools:
         collected = source.kept
-        chosen.upcoming.partial.update(collected.partial)
+        choice.upcoming.partial.update(collected.partial)
         if isinstance(trainer.estimator, ValueHead):  # `observe` needs the features of the prompts
-            trainer.estimator.estimate(source.weights, chosen.prompts)
+            trainer.estimator.estimate(source.weights, choice.prompts)
     else:
-        collected = _collected(trainer, source, chosen, verifiers, report)
+        collected = _collected(trainer, source, choice, verifiers, report)
     for pool in collected.pools:
         check_drawn(pool.responses, trainer.config, source.iteration)
-    groups = _groups(trainer, source, collected.pools)
-    metrics = _collection_metrics(trainer, source, groups, len(chosen.prompts), collected.counts)
+    groups = _groups(trainer, source, collected.pools, choice)
+    metrics = _collection_metrics(trainer, source, groups, len(choice.prompts), collected.counts)
     metrics |= {
         "time/collect_s": time.monotonic() - begin,
         "time/verify_s": verifiers.busy_s - verify_s,
     }
-    return Drawn(chosen, collected, groups, metrics)
+    return Drawn(choice, collected, groups, metrics)
 
 
 def _collected(
-    trainer: Trainer, source: Source, chosen: Chosen, verifiers: VerifierPool, report: Report
+    trainer: Trainer, source: Source, choice: Choice, verifiers: VerifierPool, report: Report
 ) -> CollectedShard:
     """Returns pools, counts and prefetched rollouts of an iteration, in all processes.
 
@@ -213,16 +176,16 @@ def _collected(
 
     kept = source.kept or CollectedShard([])
     job = Job(
-        chosen.prompts,
+        choice.prompts,
         trainer.strategy,
-        [prompt for prompt, _ in chosen.replacements],
+        choice.replacements,
         _estimate_fn(trainer, source),
         {**source.partial_rollouts, **kept.partial},
-        chosen.upcoming,
+        choice.upcoming,
         None if trainer.kept is None else trainer.kept.begin(source.iteration),
     )
     pools, counts = sharded_collection.collect_everywhere(job, draw_job)
-    return CollectedShard(pools, chosen.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
+    return CollectedShard(pools, choice.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
 
 
 def _collection_metrics(
@@ -271,12 +234,14 @@ def _estimate_fn(trainer: Trainer, source: Source) -> EstimateFn | None:
     return None if trainer.estimator is None else trainer.estimator.estimate
 
 
-def _groups(trainer: Trainer, source: Source, pools: Sequence[Pool]) -> list[Group]:
+def _groups(trainer: Trainer, source: Source, pools: Sequence[Pool], choice: Choice) -> list[Group]:
     """Returns the groups of the pools; ages of responses count updates."""
+    weight_of = choice.weight_of()
     config = trainer.config
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
     groups = []
     for pool in pools:
         ages = np.array([(source.iteration - 1 - response.policy_version) * updates for response in pool.responses])
-        groups.append(make_group(pool, trainer.strategy, ages))
+        weight = weight_of.get(pool.prompt.id, 1.0)
+        groups.append(make_group(pool, trainer.strategy, ages, prompt_weight=weight))
     return groups

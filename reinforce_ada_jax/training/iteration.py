@@ -64,15 +64,16 @@ def train_iteration(
         decode = trainer.components.tokenizer.decode
         samples.write(file, groups[: trainer.config.logging.sampled_prompts], decode)
     _check_verdicts(trainer, state, groups, verifiers, progress)
+    metrics |= trainer.selection.observe([group.pool for group in groups])
     estimator = None
     if trainer.estimator is not None:
         metrics |= trainer.estimator.observe([group.pool for group in groups])
         estimator = trainer.estimator.to_json()
     after = RunState(
         state.learner,
-        drawn.chosen.cursor_after(len(groups)),
+        trainer.selection.to_json(),
         state.iteration + 1,
-        partial_rollouts=drawn.chosen.upcoming.partial,
+        partial_rollouts=drawn.choice.upcoming.partial,
         estimator=estimator,
     )
     if trainer.config.draws_ahead:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import selection, strategies
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, abstract
 from reinforce_ada_jax.distributed.program_cache import keep_programs
@@ -94,7 +93,7 @@ def read_inputs(
         huggingface.check_weights(components.folder, components.architecture)
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)
-    next_prompts(prompts, PromptCursor(config.seed), config.collection.prompts_per_iteration)
+    selection.build(config.collection, prompts, config.seed)  # reads a user's own file
     make_evaluator = load_benchmarks(config, workdir, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
     checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
@@ -224,12 +223,13 @@ def begin_or_resume(
         elif params is None:
             params = components_lib.load_params(config, components)
         estimator = None if trainer.estimator is None else trainer.estimator.to_json()
-        state = RunState(learner.init(params), PromptCursor(seed=config.seed), estimator=estimator)
+        state = RunState(learner.init(params), trainer.selection.to_json(), estimator=estimator)
     else:
         state = from_record(*restored)
         if restored[1]["reward"] != identity["reward"]:
             partial = {name: rollouts.ungraded() for name, rollouts in state.partial_rollouts.items()}
             state = dataclasses.replace(state, partial_rollouts=partial)
+    trainer.selection.load_json(state.selection)
     if trainer.estimator is not None and state.estimator is not None:
         trainer.estimator.load_json(state.estimator)
     return checkpoints, identity, state

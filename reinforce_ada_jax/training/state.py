@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.config import Config
-from reinforce_ada_jax.data.prompts import PromptCursor
 from reinforce_ada_jax.distributed.compilation import with_shardings
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.update import LearnerState
@@ -30,7 +29,7 @@ class RunState:
 
     Attributes:
       learner: weights (of the adapters, where adapters are trained), moments and update count, on the devices.
-      cursor: position in the data.
+      selection: state of the choice of prompts, as JSON.
       iteration: number of finished iterations.
       skipped_in_a_row: updates that were skipped because they were not finite, since the last one that was made.
       partial_rollouts: responses to the next iteration's prompts that were drawn in slots this one left idle, by prompt
@@ -44,7 +43,7 @@ class RunState:
     """
 
     learner: LearnerState
-    cursor: PromptCursor
+    selection: Mapping[str, Any]
     iteration: int = 0
     skipped_in_a_row: int = 0
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
@@ -67,7 +66,7 @@ class RunState:
 def to_record(state: RunState) -> dict[str, Any]:
     """Returns everything but the arrays, the iteration and the evaluation, which `Checkpoints.save` adds, as JSON."""
     return {
-        "cursor": dataclasses.asdict(state.cursor),
+        "selection": state.selection,
         "skipped_in_a_row": state.skipped_in_a_row,
         "pending": state.pending,
         "partial_rollouts": partial_to_text(state.partial_rollouts),
@@ -79,7 +78,7 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
     """Returns the state that a checkpoint's arrays and record describe."""
     return RunState(
         learner,
-        PromptCursor(**record["cursor"]),
+        record["selection"],
         record["iteration"],
         record["skipped_in_a_row"],
         partial_from_text(record["partial_rollouts"]),

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.rules import updates_are_whole_micro_batches
 from reinforce_ada_jax.data import demonstrations as demonstrations_lib
 from reinforce_ada_jax.data.demonstrations import Demonstration
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.data.rows import Columns
 from reinforce_ada_jax.data.templates import chat_from_config
 from reinforce_ada_jax.distributed import processes
@@ -150,7 +150,9 @@ class Supervised:
     def iterate(self, state: RunState) -> tuple[RunState, TrainingStopped | None]:
         """Returns the state after one more update with its metrics, or why the run must end."""
         begin, number = time.monotonic(), state.iteration + 1
-        prompts, cursor = next_prompts(self._prompts, state.cursor, self.config.learning.prompts_per_update)
+        prompts, cursor = next_prompts(
+            self._prompts, PromptCursor(**state.selection), self.config.learning.prompts_per_update
+        )
         rows = [self._training[prompt.id] for prompt in prompts]
         learner, result = self.learner.update(state.learner, self.batch(rows), self.base, between=self.interrupt.agree)
         result = jax.device_get(result)
@@ -171,7 +173,8 @@ class Supervised:
             "update/tokens": tokens + sum(len(row.prompt.tokens) for row in rows),
             "time/update_s": time.monotonic() - begin,
         }
-        return dataclasses.replace(state, learner=learner, cursor=cursor, iteration=number, pending=metrics), None
+        selection = dataclasses.asdict(cursor)
+        return dataclasses.replace(state, learner=learner, selection=selection, iteration=number, pending=metrics), None
 
 
 class Validation:
@@ -244,7 +247,7 @@ def start(
             params = components_lib.new_adapters(config, components, adapters)
         else:  # read again where a save that was cut off looked like a checkpoint
             params = components_lib.load_params(config, components) if weights is None else weights
-        state = RunState(supervised.learner.init(params), PromptCursor(config.seed))
+        state = RunState(supervised.learner.init(params), dataclasses.asdict(PromptCursor(config.seed)))
     del weights
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
     if not silent:

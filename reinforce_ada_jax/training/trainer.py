@@ -3,8 +3,10 @@
 import dataclasses
 import pathlib
 
+from reinforce_ada_jax.collection import selection as selection_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.collection.selection import Selection
 from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed.compilation import Ready, always_ready
@@ -30,6 +32,7 @@ class Trainer:
       components: model folder, tokenizer, mesh and engine.
       prompts: the training set.
       strategy: stopping rule and choice of responses.
+      selection: choice of prompts; its state is in `RunState.selection`.
       learner: the compiled scoring and update.
       updates: minibatches and their checks.
       rollouts: the engine's decode state.
@@ -45,6 +48,7 @@ class Trainer:
     components: Components
     prompts: list[Prompt]
     strategy: Strategy
+    selection: Selection
     learner: Learner
     updates: Updates
     rollouts: Rollouts
@@ -64,6 +68,7 @@ def make_trainer(
 ) -> Trainer:
     """Builds the trainer of a run; `params` are the weights of the model folder, read again where they are needed."""
     strategy = strategies.build(config.collection, regularized=config.regularized)
+    selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
     learner = Learner(components.architecture, config, components.mesh)
     base = reference = None
     if learner.lora is not None:
@@ -71,8 +76,12 @@ def make_trainer(
     if config.learning.kl_coefficient:  # adapters begin as no change, so their base is the reference
         dtype = config.model.compute_dtype
         reference = components_lib.load_params(config, components, dtype) if base is None else base
-    updates, rollouts = Updates(config, strategy, learner, workdir), Rollouts(components.engine)
     estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
     return Trainer(
-        config, workdir, components, prompts, strategy, learner, updates, rollouts, estimator, base, reference
-    )
+        config, workdir, components, prompts, strategy, selection, learner,
+        updates=Updates(config, strategy, learner, workdir),
+        rollouts=Rollouts(components.engine),
+        estimator=estimator,
+        base=base,
+        reference=reference,
+    )  # fmt: skip

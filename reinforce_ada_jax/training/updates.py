@@ -65,7 +65,7 @@ def examples(group: Group, rows_per_round: float) -> list[Example]:
             pool.prompt.tokens,
             pool.responses[draw],
             rows_per_round * coefficient,
-            rows_per_round * (draw < size) / size,
+            rows_per_round * group.weight * (draw < size) / size,
         )
         for draw, coefficient in draws
     ]

@@ -289,6 +289,13 @@ def test_no_overlap_where_the_next_prompts_draws_are_unknown():
         config_lib.check(changed(**overlap))
 
 
+def test_no_overlap_where_the_last_verdicts_choose_the_prompts():
+    chosen = {"collection.selection": "mine.py:Mine"}
+    config_lib.check(changed(**chosen))
+    with pytest.raises(ValueError, match="selection is 'mine.py:Mine', which chooses .* after the last .*shuffled"):
+        config_lib.check(changed(**chosen, **{"collection.overlap_iterations": 1}))
+
+
 def test_responses_drawn_ahead_are_young_enough_to_be_trained_on():
     # 512 / 64 = 8 updates between the weights that draw and those that learn; default: at most 4.
     sizes = {"collection.strategy": "ngu", "learning.prompts_per_update": 64}

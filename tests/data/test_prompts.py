@@ -1,20 +1,14 @@
-import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from reinforce_ada_jax.data import cipher
 from reinforce_ada_jax.data.prompts import (
-    PromptCursor,
     benchmark_name,
     load_problems,
-    next_prompts,
-    prompts_after,
     tokenize,
 )
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.types import Prompt
 
 GOOD = {"id": "a", "problem": "1+1?", "answer": "2"}
 
@@ -117,91 +111,3 @@ def test_tokenize(tmp_path):
         ValueError, match=r"2 prompts have 11 to 1,501 tokens, limit 10: raise data.max_prompt_tokens or.*b, c"
     ):
         tokenize(problems, tokenizer, "plain", max_prompt_tokens=10)
-
-
-def make_prompts(count):
-    return [Prompt(str(i), "", "", np.zeros(1, np.int32)) for i in range(count)]
-
-
-def batches(prompts, cursor, count, number):
-    """Ids of the next `number` batches, and the cursor after them."""
-    taken = []
-    for _ in range(number):
-        batch, cursor = next_prompts(prompts, cursor, count)
-        taken.append([prompt.id for prompt in batch])
-    return taken, cursor
-
-
-def test_an_epoch_is_a_permutation():
-    prompts = make_prompts(12)
-    (first, second, third), cursor = batches(prompts, PromptCursor(seed=3), 4, 3)
-    everyone = [prompt.id for prompt in prompts]
-    assert sorted(first + second + third, key=int) == everyone != first + second + third
-    assert cursor == PromptCursor(seed=3, epoch=0, position=12)
-    again, cursor = batches(prompts, cursor, 4, 3)
-    assert cursor == PromptCursor(seed=3, epoch=1, position=12)
-    assert sorted((i for batch in again for i in batch), key=int) == everyone
-    assert again != [first, second, third]
-    assert batches(prompts, PromptCursor(seed=4), 4, 3)[0] != [first, second, third]
-
-
-def test_the_order_never_changes():
-    # numpy's PCG64 seeded with [seed, epoch] = [0, 0]. Another order would be another run under the same seed.
-    (ids,), _ = batches(make_prompts(8), PromptCursor(seed=0), 8, 1)
-    assert ids == list("24365017")
-
-
-def test_a_short_tail_is_dropped_and_no_batch_has_a_prompt_twice():
-    prompts = make_prompts(10)
-    taken, cursor = batches(prompts, PromptCursor(seed=0), 4, 2 * 2000)
-    assert all(len(set(batch)) == 4 for batch in taken)
-    assert cursor == PromptCursor(seed=0, epoch=1999, position=8)
-    # Nobody is favoured: 2,000 epochs of 8 of 10 give each prompt 1,600 +- 18 turns.
-    turns = np.bincount([int(i) for batch in taken for i in batch])
-    assert np.abs(turns - 1600).max() < 4 * 18
-
-
-def test_resuming_from_json_continues_the_same_sequence():
-    prompts = make_prompts(10)
-    unbroken, _ = batches(prompts, PromptCursor(seed=7), 3, 11)
-    start, cursor = batches(prompts, PromptCursor(seed=7), 3, 5)
-    restored = PromptCursor(**json.loads(json.dumps(dataclasses.asdict(cursor))))
-    assert restored == cursor
-    assert start + batches(prompts, restored, 3, 6)[0] == unbroken
-
-
-def test_a_whole_epoch_at_a_time():
-    prompts = make_prompts(5)
-    taken, cursor = batches(prompts, PromptCursor(seed=0), 5, 3)
-    assert all(sorted(batch) == list("01234") for batch in taken)
-    assert (cursor.epoch, cursor.position) == (2, 5)
-
-
-@pytest.mark.parametrize("count", [0, 6])
-def test_more_than_there_are(count):
-    with pytest.raises(ValueError, match=f"takes {count} different prompts; there are 5.*prompts_per_iteration"):
-        next_prompts(make_prompts(5), PromptCursor(seed=0), count)
-
-
-def test_prompts_after_are_those_of_the_same_order():
-    prompts = make_prompts(10)
-    epoch, _ = next_prompts(prompts, PromptCursor(seed=0), 10)
-    now, cursor = next_prompts(prompts, PromptCursor(seed=0), 3)
-    replacements = prompts_after(prompts, cursor, 4, {prompt.id for prompt in now})
-    assert [prompt.id for prompt, _ in replacements] == [prompt.id for prompt in epoch[3:7]]
-    # Going on after the second of them: what would have been the third replacement comes next.
-    assert next_prompts(prompts, replacements[1][1], 2)[0] == epoch[5:7]
-
-
-def test_prompts_after_reach_into_the_next_epoch_and_never_repeat():
-    prompts = make_prompts(6)
-    now, cursor = next_prompts(prompts, PromptCursor(seed=0), 4)
-    replacements = prompts_after(prompts, cursor, 5, {prompt.id for prompt in now})
-    # Two are left, and in the next epoch all others are taken: no more than that, however many are asked for.
-    names = [prompt.id for prompt, _ in replacements]
-    assert len(names) == len(set(names)) == 2 and not set(names) & {prompt.id for prompt in now}
-    assert prompts_after(prompts, cursor, 0, set()) == []
-    # From the end of an epoch on they come in the order of the next one.
-    following = prompts_after(prompts, PromptCursor(seed=0, position=6), 3, set())
-    assert [prompt for prompt, _ in following] == next_prompts(prompts, PromptCursor(seed=0, epoch=1), 3)[0]
-    assert following[2][1] == PromptCursor(seed=0, epoch=1, position=3)

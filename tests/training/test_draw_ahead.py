@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
+from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from reinforce_ada_jax.collection.serialization import CollectedShard
-from reinforce_ada_jax.data.prompts import PromptCursor
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.training.kept_responses import FOLDER, KeptResponses
 from reinforce_ada_jax.training.state import RunState
@@ -32,7 +31,7 @@ PARTIAL = {
 
 def state(iteration, weight=1.0) -> RunState:
     learner = LearnerState({"weight": jnp.full(3, weight, jnp.float32)}, (), jnp.int32(0))
-    return RunState(learner, PromptCursor(0), iteration)
+    return RunState(learner, {}, iteration)
 
 
 def opened(workdir, identity=IDENTITY, limit_bytes=10**6, broken_off=True) -> KeptResponses:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import signal
 import time
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ import pytest
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
-from reinforce_ada_jax.collection import strategies
-from reinforce_ada_jax.data.prompts import PromptCursor, next_prompts
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
@@ -22,13 +19,11 @@ from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
-from reinforce_ada_jax.training.drawing import Chosen, choose_prompts
 from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.loop import Ending
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
-from reinforce_ada_jax.training.trainer import Trainer
 from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.types import PartialRollouts, Prefetch, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Response, Verdict
 from tests.running import cipher_file, compiles_nothing_early, reproducible, restored, tiny
 from tests.running import train as train_here
 
@@ -262,7 +257,7 @@ def test_a_record_and_back():
     learner = LearnerState({}, (), jnp.int32(0))
     state = RunState(
         learner,
-        PromptCursor(seed=1, epoch=2, position=3),
+        {"seed": 1, "epoch": 2, "position": 3},
         iteration=7,
         skipped_in_a_row=2,
         partial_rollouts={"p1": PartialRollouts((response, None), (Verdict(True, 1.0),), 1)},
@@ -274,42 +269,10 @@ def test_a_record_and_back():
     assert to_record(back) == to_record(state)
     assert (
         back.iteration == 7
-        and back.cursor == state.cursor
+        and back.selection == state.selection
         and back.evaluation == 0.25
         and back.pending == state.pending
     )
-
-
-def test_the_cursor_passes_the_replacements_that_were_used():
-    prompts = [Prompt(f"p{row}", "", "", np.ones(1, np.int32)) for row in range(4)]
-    cursors = [PromptCursor(seed=0, position=position) for position in range(5)]
-    chosen = Chosen(prompts[:2], cursors[2], [(prompts[2], cursors[3]), (prompts[3], cursors[4])], Prefetch(()))
-    assert [chosen.cursor_after(used) for used in (2, 3, 4)] == cursors[2:]
-
-
-@pytest.mark.parametrize("overlap", [0, 1])
-def test_replacements_are_never_prompts_that_an_overlap_begins(overlap):
-    config = tiny(**{
-        "collection.strategy": "ngu", "collection.max_extra_batches": 2, "collection.prompts_per_iteration": 4,
-        "learning.prompts_per_update": 4, "collection.overlap_iterations": overlap,
-    })  # fmt: skip
-    prompts = [Prompt(f"p{row}", "", "", np.ones(1, np.int32)) for row in range(40)]
-    trainer = Mock(spec=Trainer, config=config, prompts=prompts, strategy=strategies.build(config.collection))
-    order = [prompt.id for prompt in next_prompts(prompts, PromptCursor(seed=0), 40)[0]]
-
-    def ids(prompts):
-        return [prompt.id for prompt in prompts]
-
-    chosen = choose_prompts(trainer, PromptCursor(seed=0))
-    replacements = ids(prompt for prompt, _ in chosen.replacements)
-    assert ids(chosen.prompts) == order[:4]
-    if not overlap:  # the data goes on behind what was used
-        assert replacements == order[4:12] and not chosen.upcoming.prompts
-        assert choose_prompts(trainer, chosen.cursor_after(4 + 3)).prompts[0].id == order[7]
-        return
-    # The next iteration has 4 to 7, begun or not, and however many were replaced; those come from 8 on.
-    assert ids(chosen.upcoming.prompts) == order[4:8] and replacements == order[8:16]
-    assert ids(choose_prompts(trainer, chosen.cursor_after(4 + 3)).prompts) == order[4:8]
 
 
 def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):

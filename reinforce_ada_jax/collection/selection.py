@@ -1,0 +1,219 @@
+"""Selection: which prompts an iteration draws, and what each of them counts for in the update.
+
+    shuffled   every epoch is a permutation of the data; each prompt counts 1
+
+A selection is an object with the four methods of `Selection`; docs/strategies.md shows how to write one outside of the
+package. How many responses are drawn for a prompt is the strategy's choice (strategies.py).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from reinforce_ada_jax import user_code
+from reinforce_ada_jax.config import CollectionConfig
+from reinforce_ada_jax.types import Pool, Prefetch, Prompt
+
+# Third number of the seed of `generator`. It is not 0: numpy takes [seed, epoch, 0] for [seed, epoch].
+_STREAM = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choice:
+    """Prompts of one iteration.
+
+    Attributes:
+      prompts: those of the iteration, all different.
+      weights: factor of each prompt in the update, above 0; empty: 1 for every prompt.
+      replacements: prompts that may replace dropped ones, in this order; their factor is 1.
+      upcoming: prompts of the next iteration, which idle slots may begin; its rollouts are added as they are drawn.
+    """
+
+    prompts: Sequence[Prompt]
+    weights: Sequence[float] = ()
+    replacements: Sequence[Prompt] = ()
+    upcoming: Prefetch = dataclasses.field(default_factory=lambda: Prefetch(()))
+
+    def weight_of(self) -> dict[str, float]:
+        """Returns the factors by prompt id; ids that it lacks have the factor 1."""
+        return {prompt.id: weight for prompt, weight in zip(self.prompts, self.weights, strict=False)}
+
+
+@runtime_checkable
+class Selection(Protocol):
+    """Chooses the prompts of each iteration.
+
+    The methods are called in this order: `choose`, `observe` with what was drawn, `to_json`. Every process of a run
+    calls them with the same arguments, so they must depend on nothing else.
+    """
+
+    def choose(self, count: int, rng: np.random.Generator, /) -> Choice:
+        """Returns `count` different prompts; randomness is that of `rng`, and the state stays as it is."""
+        ...
+
+    def observe(self, pools: Sequence[Pool], /) -> Mapping[str, float]:
+        """Takes the pools of the prompts chosen last, and of the replacements used; returns metrics."""
+        ...
+
+    def to_json(self) -> Mapping[str, Any]:
+        """Returns the state for a checkpoint, as JSON."""
+        ...
+
+    def load_json(self, saved: Mapping[str, Any], /) -> None:
+        """Restores the state that `to_json` returned."""
+        ...
+
+
+def generator(seed: int, iteration: int) -> np.random.Generator:
+    """Returns the generator of an iteration's choice: a function of the run's seed and the iteration."""
+    return np.random.default_rng([seed, iteration, _STREAM])
+
+
+def choose(selection: Selection, count: int, seed: int, iteration: int) -> Choice:
+    """Returns the checked choice of an iteration.
+
+    Raises:
+      ValueError: the selection returned another number of prompts, one of them twice, or weights that are none.
+    """
+    choice = selection.choose(count, generator(seed, iteration))
+    ids = {prompt.id for prompt in choice.prompts}
+    if len(choice.prompts) != count or len(ids) != count:
+        raise ValueError(
+            f"collection.selection chose {len(choice.prompts):,} prompts, {len(ids):,} of them different, for "
+            f"iteration {iteration}; it must choose {count:,} different ones (collection.prompts_per_iteration)."
+        )
+    weights = np.asarray(choice.weights, np.float64)
+    if weights.size and (weights.shape != (count,) or not (np.isfinite(weights) & (weights > 0)).all()):
+        raise ValueError(
+            f"collection.selection gave {weights.size:,} weights, the least {weights.min():g}, for iteration "
+            f"{iteration}; it must give {count:,} that are finite and above 0, or none."
+        )
+    return choice
+
+
+def _check_count(count: int, prompts: Sequence[Prompt]) -> None:
+    if not 1 <= count <= len(prompts):
+        raise ValueError(
+            f"An iteration takes {count:,} different prompts; there are {len(prompts):,}. Lower "
+            "collection.prompts_per_iteration or add prompts."
+        )
+
+
+# ---- shuffled epochs -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptCursor:
+    """Position in the endless sequence of prompts: `position` prompts of this epoch are done."""
+
+    seed: int
+    epoch: int = 0
+    position: int = 0
+
+
+def prompts_after(
+    prompts: list[Prompt], cursor: PromptCursor, count: int, taken: set[str]
+) -> list[tuple[Prompt, PromptCursor]]:
+    """Returns up to `count` prompts in order, each with the cursor after it; fewer where the data has no more.
+
+    All are different, and none has an id in `taken`. They may reach into the next epoch.
+    """
+    following: list[tuple[Prompt, PromptCursor]] = []
+    taken = set(taken)
+    while len(following) < count and len(taken) < len(prompts):
+        order = np.random.default_rng([cursor.seed, cursor.epoch]).permutation(len(prompts))
+        for position in range(cursor.position, len(prompts)):
+            prompt = prompts[order[position]]
+            if prompt.id not in taken and len(following) < count:
+                taken.add(prompt.id)
+                following.append((prompt, dataclasses.replace(cursor, position=position + 1)))
+        cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, position=0)
+    return following
+
+
+def next_prompts(prompts: list[Prompt], cursor: PromptCursor, count: int) -> tuple[list[Prompt], PromptCursor]:
+    """Returns the next `count` prompts, all different, and the cursor after them.
+
+    Every epoch is a permutation drawn from (seed, epoch). A tail shorter than `count` is dropped, and the batch begins
+    the next epoch: a batch over two epochs could have a prompt twice. The dropped prompts are as random as the
+    permutation, so no prompt is favoured over the epochs.
+    """
+    _check_count(count, prompts)
+    if cursor.position + count > len(prompts):
+        cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, position=0)
+    order = np.random.default_rng([cursor.seed, cursor.epoch]).permutation(len(prompts))
+    end = cursor.position + count
+    return [prompts[i] for i in order[cursor.position : end]], dataclasses.replace(cursor, position=end)
+
+
+class Shuffled:
+    """Every epoch is a permutation of the data. The state is the cursor: three integers."""
+
+    def __init__(self, prompts: list[Prompt], seed: int, *, extra_batches: int = 0, overlaps: bool = False):
+        """Begins the first epoch.
+
+        Args:
+          prompts: the data.
+          seed: of the order.
+          extra_batches: most replacements of an iteration, in units of its prompts.
+          overlaps: idle slots begin the next iteration's prompts, so replacements are not taken from these.
+        """
+        self._prompts, self._cursor = prompts, PromptCursor(seed)
+        self._extra_batches, self._overlaps = extra_batches, overlaps
+        self._chosen = 0
+        self._after: list[PromptCursor] = []  # cursor after the prompts chosen and 0, 1, ... replacements
+
+    def choose(self, count: int, rng: np.random.Generator) -> Choice:
+        """Returns the next `count` prompts; `rng` is not used: the order is that of the epoch."""
+        del rng
+        prompts, after = next_prompts(self._prompts, self._cursor, count)
+        ids = {prompt.id for prompt in prompts}
+        # The end of an epoch and the beginning of the next one may share some prompts.
+        following = next_prompts(self._prompts, after, count)[0] if self._overlaps else []
+        upcoming = Prefetch([prompt for prompt in following if prompt.id not in ids])
+        ids |= {prompt.id for prompt in following}
+        replacements = prompts_after(self._prompts, after, self._extra_batches * count, ids)
+        # With an overlap the next iteration's prompts are fixed, so replacements are borrowed, and come again.
+        self._after = [after, *(after if self._overlaps else cursor for _, cursor in replacements)]
+        self._chosen = count
+        return Choice(prompts, replacements=[prompt for prompt, _ in replacements], upcoming=upcoming)
+
+    def observe(self, pools: Sequence[Pool]) -> dict[str, float]:
+        """Advances the cursor to after the prompts chosen and the replacements used; returns no metrics."""
+        self._cursor = self._after[len(pools) - self._chosen]
+        return {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the cursor."""
+        return dataclasses.asdict(self._cursor)
+
+    def load_json(self, saved: Mapping[str, Any]) -> None:
+        """Restores the cursor."""
+        self._cursor = PromptCursor(**saved)
+
+
+# ---- from a configuration --------------------------------------------------------------------------------------------
+
+
+def build(config: CollectionConfig, prompts: list[Prompt], seed: int, *, extra_batches: int = 0) -> Selection:
+    """Returns the selection that the `collection` section of a configuration describes.
+
+    Args:
+      config: the section.
+      prompts: the data.
+      seed: of the run.
+      extra_batches: of the strategy.
+
+    Raises:
+      ValueError: there are too few prompts; or the section names a class that is missing, or makes no selection.
+    """
+    _check_count(config.prompts_per_iteration, prompts)
+    if config.selection == "shuffled":
+        return Shuffled(prompts, seed, extra_batches=extra_batches, overlaps=bool(config.overlap_iterations))
+    setting = f"collection.selection is {config.selection!r}"
+    selection = user_code.load(config.selection, setting)(prompts, config)
+    if not isinstance(selection, Selection):
+        raise ValueError(f"{setting}, which made {selection!r}; it must have choose, observe, to_json and load_json.")
+    return selection
