@@ -14,9 +14,7 @@ signal = f'. analysis/enumeration.py computes the signal of every strategy.
 
 Each returns a function of a pool and a mask of its usable draws, which returns the draw indices that are kept and their
 coefficients. Prompts count equally in the update, whatever their numbers of rows: its gradient is the sum of a_i s_i
-over all prompts of the iteration, divided by the number of their rounds. This divisor is the same for all prompts, so
-their weights relative to each other are exact. It depends on outcomes, as the tokens of a token mean do, so the size of
-an update does too: updates are smaller while most rounds fail.
+over its prompts, divided by a number that no outcome of the iteration decides (training/updates.py).
 """
 
 import functools

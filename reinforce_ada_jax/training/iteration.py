@@ -21,7 +21,7 @@ from reinforce_ada_jax.training.draw_ahead import DrawAhead
 from reinforce_ada_jax.training.drawing import Drawn, draw, next_source
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.trainer import Trainer
-from reinforce_ada_jax.training.updates import TrainingStopped
+from reinforce_ada_jax.training.updates import TrainingStopped, expected_rounds
 
 
 def train_iteration(
@@ -75,6 +75,7 @@ def train_iteration(
         state.iteration + 1,
         partial_rollouts=drawn.choice.upcoming.partial,
         estimator=estimator,
+        averages=state.averages.after({"rounds": (sum(group.pool.rounds for group in groups), len(groups))}),
     )
     if trainer.config.draws_ahead:
         metrics["time/wait_s"] = wait_s
@@ -84,7 +85,8 @@ def train_iteration(
     _warn_of_missing_groups(trainer, state, groups, progress)
 
     updates = trainer.updates
-    minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference, interrupt.agree)
+    rounds = expected_rounds(trainer.config, trainer.strategy, state.averages)
+    minibatches = updates.minibatches(groups, trainer.policy(state), trainer.reference, interrupt.agree, rounds)
     minibatches, gaps = updates.check_logprobs(minibatches, after.iteration, progress.say)
     interrupt.agree()
     out_of_time = functools.partial(interrupt.out_of_time, notice_s=trainer.config.checkpoint.notice_s)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.collection.serialization import partial_from_text, partial_to_text
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed.compilation import with_shardings
@@ -40,6 +41,7 @@ class RunState:
       evaluation: mean avg@k of these weights over the benchmarks; None if they were not evaluated.
       sampler: weights of the iteration before this one, from which the next iteration is drawn while this one is
         learned; None: it is drawn from the current weights.
+      averages: decayed averages over the iterations so far.
     """
 
     learner: LearnerState
@@ -51,6 +53,7 @@ class RunState:
     pending: Mapping[str, float] | None = None
     evaluation: float | None = None
     sampler: Params | None = None
+    averages: Averages = dataclasses.field(default_factory=Averages)
 
     @property
     def donated(self) -> bool:
@@ -71,6 +74,7 @@ def to_record(state: RunState) -> dict[str, Any]:
         "pending": state.pending,
         "partial_rollouts": partial_to_text(state.partial_rollouts),
         "estimator": state.estimator,
+        "averages": dict(state.averages.sums),
     }
 
 
@@ -86,6 +90,7 @@ def from_record(learner: LearnerState, record: Mapping[str, Any], sampler: Param
         record["pending"],
         record["evaluation"],
         sampler,
+        Averages({name: (total, count) for name, (total, count) in record["averages"].items()}),
     )
 
 

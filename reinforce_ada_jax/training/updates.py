@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from reinforce_ada_jax.collection.advantages import Group
+from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.collection.groups import deal
 from reinforce_ada_jax.collection.strategies import Strategy
-from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Lower, abstract
@@ -47,13 +48,40 @@ class Minibatch:
     finite: bool = True
 
 
-def examples(group: Group, rows_per_round: float) -> list[Example]:
+def expected_rounds(config: Config, strategy: Strategy, averages: Averages) -> float:
+    """Returns the rounds that a prompt is expected to take, from the iterations before; at first the most it may take.
+
+    The first gradients are then too small rather than too large. Adam takes their scale away, and its second moment
+    would remember large ones.
+    """
+    size, most = collection_rules.first_round(config.collection), strategy.max_draws
+    return averages.mean("rounds", 1.0 if size is None or most is None else most / size)
+
+
+def coefficient_factor(config: Config, groups: Sequence[Group], rounds: float) -> float:
+    """Returns the factor of the coefficients of a minibatch, with which its gradient has a constant divisor.
+
+    The gradient is the sum of a_i s_i over the prompts, divided by prompts_per_update * rounds * max_response_tokens.
+    No outcome or length of this iteration is in the divisor, so prompts and responses have exact weights. The loss is a
+    mean over the tokens or rows of the minibatch; the factor cancels their number.
+
+    Args:
+      config: of the run.
+      groups: those of the minibatch.
+      rounds: expected of a prompt, by `expected_rounds`.
+    """
+    counted = sum(len(group.kept) for group in groups)
+    if config.learning.aggregation == "token-mean":
+        counted = sum(group.pool.responses[draw].num_sampled for group in groups for draw in group.kept.tolist())
+    return counted / (config.learning.prompts_per_update * rounds * config.sampling.max_response_tokens)
+
+
+def examples(group: Group, factor: float) -> list[Example]:
     """Returns the kept responses of a group with their advantages.
 
-    The loss is a mean over tokens, so it divides by rows. Coefficients (`Group.per_prompt`) are multiplied by the rows
-    per round drawn, so the gradient is the sum of a_i s_i over all prompts, divided by the number of their rounds. The
-    entropy and the KL term have the same factor. They are means over the M draws of each prompt's first round, which no
-    outcome decides: later draws have only the policy term.
+    Coefficients (`Group.per_prompt`) are multiplied by `coefficient_factor`. The entropy and the KL term have the same
+    factor. They are means over the M draws of each prompt's first round, which no outcome decides: later draws have
+    only the policy term.
     """
     pool = group.pool
     draws = zip(group.kept.tolist(), group.advantages.tolist(), strict=True)
@@ -64,8 +92,8 @@ def examples(group: Group, rows_per_round: float) -> list[Example]:
         Example(
             pool.prompt.tokens,
             pool.responses[draw],
-            rows_per_round * coefficient,
-            rows_per_round * group.weight * (draw < size) / size,
+            factor * coefficient,
+            factor * group.weight * (draw < size) / size,
         )
         for draw, coefficient in draws
     ]
@@ -154,25 +182,26 @@ class Updates:
         policy: Params,
         reference: Params | None,
         agree: Callable[[], None] = lambda: None,
+        rounds: float = 1.0,
     ) -> list[Minibatch]:
         """Deals the iteration's groups to one minibatch per update, and adds log-probabilities.
 
         Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one
         update an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows
-        where they contribute nothing to the gradient; they count in its denominators.
+        where they contribute nothing to the gradient; they count in its denominators. `rounds` are those that a prompt
+        is expected to take (`expected_rounds`); only corrected updates have them in their divisor.
 
         `agree` is called in all processes before each program of the scoring, and may raise to end it. Scores of
         the one before are complete then: programs that are queued would have to end before a checkpoint is written.
         """
         count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
-        rounds = sum(group.pool.rounds for group in groups)
         minibatches = []
         for places in deal([len(group.kept) for group in groups], count):
             dealt = [groups[place] for place in places if groups[place].kept.size]
             if not dealt:
                 continue
-            rows_per_round = count * sum(len(group.kept) for group in dealt) / rounds
-            kept = [example for group in dealt for example in examples(group, rows_per_round)]
+            factor = coefficient_factor(self.config, dealt, rounds)
+            kept = [example for group in dealt for example in examples(group, factor)]
             batch = make_batch(
                 kept,
                 max_prompt_tokens=self.config.data.max_prompt_tokens,

@@ -12,6 +12,7 @@ import pytest
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
+from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
@@ -264,6 +265,7 @@ def test_a_record_and_back():
         estimator={"counts": {"p1": [2.0, 1.0]}},
         pending={"update/loss": 0.1},
         evaluation=0.25,
+        averages=Averages({"rounds": (30.0, 10.0)}),
     )
     back = from_record(learner, to_record(state) | {"iteration": 7, "evaluation": state.evaluation})
     assert to_record(back) == to_record(state)
@@ -272,6 +274,7 @@ def test_a_record_and_back():
         and back.selection == state.selection
         and back.evaluation == 0.25
         and back.pending == state.pending
+        and back.averages == state.averages
     )
 
 

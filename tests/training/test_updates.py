@@ -12,11 +12,12 @@ import pytest
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
-from reinforce_ada_jax.training.updates import TrainingStopped, Updates, batch_rows, update_means
+from reinforce_ada_jax.training.updates import TrainingStopped, Updates, batch_rows, expected_rounds, update_means
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
 
@@ -353,7 +354,7 @@ def test_an_update_that_computed_nothing_says_nothing_of_the_entropy():
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
-def test_a_corrected_update_is_the_sum_per_round_drawn(tmp_path, aggregation):
+def test_a_corrected_update_is_a_sum_with_a_constant_divisor(tmp_path, aggregation):
     config = tiny(**{
         "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 2, "collection.objective": "log",
         "collection.strategy": "positive", "collection.samples_per_round": 2, "collection.max_rounds": 4,
@@ -362,13 +363,16 @@ def test_a_corrected_update_is_the_sum_per_round_drawn(tmp_path, aggregation):
     outcomes = {"one": [1, 1], "two": [0, 0, 0, 1], "never": [0] * 8, "three": [0, 0, 0, 0, 1, 0]}
     groups = [make_group_of(name, drawn, len(drawn) // 2, config) for name, drawn in outcomes.items()]
     made = Updates(config, strategies.build(config.collection), ScriptedLearner([True] * 2), tmp_path)
-    first, second = made.minibatches(groups, {}, None)
-    # 10 rounds in 2 updates: each divides its sum of coefficients by 5. Rows are divided by their number in the loss.
+    first, second = made.minibatches(groups, {}, None, rounds=3.5)
+    # Two prompts an update, 3.5 expected rounds, at most 8 tokens. The 10 rounds drawn are not in it, nor are the rows
+    # and tokens that the loss divides by: draws 0, 2 and 4 have two tokens, draws 1 and 3 have three.
     assert [len(minibatch.groups) for minibatch in (first, second)] == [1, 2]
-    for minibatch, coefficients in ((first, [0.5, 0.5]), (second, [1.0, 1.0])):
+    for minibatch, coefficients, tokens in ((first, [0.5, 0.5], 5), (second, [1.0, 1.0], 5)):
         rows = np.flatnonzero(minibatch.batch.response_mask[:, 0])
-        advantages = minibatch.batch.advantages[rows, 0]
-        np.testing.assert_allclose(advantages / len(rows), np.array(coefficients) / 5, rtol=1e-6)
+        assert minibatch.batch.response_length.sum() == tokens
+        counted = tokens if aggregation == "token-mean" else len(rows)
+        expected = np.array(coefficients) / (2 * 3.5 * 8)
+        np.testing.assert_allclose(minibatch.batch.advantages[rows, 0] / counted, expected, rtol=1e-6)
 
 
 EXACT = {
@@ -396,8 +400,8 @@ def test_a_corrected_update_regularises_the_first_rounds(tmp_path, term, control
     first = [(name, draw) for name in OUTCOMES for draw in (0, 1)]
     assert sorted(rows) == sorted([*first, ("two", 3), ("three", 4)])
     # Prompts weigh the same, solved or not, and so do the draws of a first round. Later ones have no such term.
-    # A coefficient a_i and the 1 / M = 1/2 of a first round's draw have one factor: rows / rounds, of 10 rounds.
-    factor = len(rows) / 10
+    # A coefficient a_i and the 1 / M = 1/2 of a first round's draw have one factor: tokens / (4 prompts * 8 tokens).
+    factor = batch.response_length.sum() / (4 * 8)
     for key, row in rows.items():
         mask = batch.response_mask[row]
         np.testing.assert_allclose(batch.regularization[row][mask], factor * 0.5 * (key in first), rtol=1e-6)
@@ -405,6 +409,18 @@ def test_a_corrected_update_regularises_the_first_rounds(tmp_path, term, control
     advantages = {key: batch.advantages[row, 0] / factor for key, row in rows.items()}
     expected = dict.fromkeys(first, -variates) | {("one", 0): 0.5 - variates, ("one", 1): 0.5 - variates}
     assert advantages == pytest.approx(expected | {("two", 3): 1.0, ("three", 4): 1.0}, rel=1e-6)
+
+
+def test_expected_rounds_are_those_of_the_iterations_before():
+    config = tiny(**EXACT)
+    strategy = strategies.build(config.collection)
+    assert expected_rounds(config, strategy, Averages()) == 4, "the most, until something is known"
+    averages = Averages().after({"rounds": (30.0, 10)}).after({"rounds": (40.0, 20)})
+    assert expected_rounds(config, strategy, averages) == (0.5 * 30 + 40) / (0.5 * 10 + 20)
+    fixed = tiny(**EXACT | {"collection.strategy": "grpo", "collection.correction": "exact"})
+    assert expected_rounds(fixed, strategies.build(fixed.collection), Averages()) == 1
+    endless = tiny(**EXACT | {"collection.strategy": "ngu", "collection.max_draws": 0})
+    assert expected_rounds(endless, strategies.build(endless.collection), Averages()) == 1
 
 
 def test_without_entropy_and_kl_a_corrected_update_has_its_rows_alone(tmp_path):

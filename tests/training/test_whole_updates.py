@@ -1,0 +1,157 @@
+"""Expected updates of corrected prompts, by enumeration of everything that an update depends on.
+
+Two prompts, the outcomes and the lengths of all their responses, the rows that are kept, and the divisors. A response
+is one of a few kinds, each correct or wrong and of one length; the policy of a prompt has one logit for each kind, so
+the score of kind r is e_r - pi. The expected update of a prompt must be f'(p), cut at the most draws, times grad p,
+with one constant for both prompts.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.advantages import make_group
+from reinforce_ada_jax.collection.objectives import Objective
+from reinforce_ada_jax.collection.strategies import PromptProgress
+from reinforce_ada_jax.training.updates import coefficient_factor, examples
+from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from tests.running import tiny
+
+# (correct, tokens) of each kind of response, and the probabilities of the kinds for two prompts: p = 0.25 and 0.7.
+KINDS = [(True, 1), (True, 5), (False, 1), (False, 2)]
+POLICIES = [np.array([0.1, 0.15, 0.45, 0.3]), np.array([0.5, 0.2, 0.1, 0.2])]
+RIGHT = np.array([correct for correct, _ in KINDS], float)
+ROUNDS = 1.7  # expected
+CONSTANT = 1 / (2 * ROUNDS * 8)  # two prompts, and the longest response has 8 tokens
+
+SINGLE = {"strategy": "positive", "samples_per_round": 1, "max_rounds": 4}
+PAIRS = {"strategy": "positive", "samples_per_round": 2, "max_rounds": 2}
+BALANCE = {"strategy": "balance", "samples_per_round": 2, "max_rounds": 2, "group_size": 2}
+EIGHTS = {"strategy": "positive", "samples_per_round": 8, "max_rounds": 1}
+ONE_ROUND = {"strategy": "grpo", "group_size": 8}
+SHAPES = {"single": SINGLE, "pairs": PAIRS, "balance": BALANCE, "eights": EIGHTS, "one round": ONE_ROUND}
+OBJECTIVES = {
+    "identity": Objective("identity"), "log": Objective("log"), "power": Objective("power", 0.5),
+    "pass_at_k": Objective("pass_at_k", k=2),
+}  # fmt: skip
+
+
+def make_config(shape, objective, **changes):
+    collection = shape | {"correction": "exact", "objective": objective.name, "objective_k": objective.k}
+    settings = {f"collection.{name}": value for name, value in collection.items()}
+    sizes = {"collection.prompts_per_iteration": 2, "learning.prompts_per_update": 2}
+    return tiny(**settings | sizes | changes)
+
+
+def rounds_of(size, policy):
+    """Every result of a round, as kinds in draw order, with its probability; large rounds in one order of each."""
+    if size <= 2:
+        return [(kinds, math.prod(policy[list(kinds)])) for kinds in itertools.product(range(len(KINDS)), repeat=size)]
+    results = []
+    for kinds in itertools.combinations_with_replacement(range(len(KINDS)), size):
+        counts = np.bincount(kinds, minlength=len(KINDS))
+        orders = math.factorial(size) / math.prod(math.factorial(count) for count in counts)
+        results.append((kinds, orders * math.prod(policy**counts)))
+    return results
+
+
+def pools_of(strategy, name, policy):
+    """Every pool that a prompt may end with: its kinds in draw order, the pool, and its probability."""
+    prompt = Prompt(name, "", "", np.ones(1, np.int32))
+    open_pools, ended = [((), (), 1.0)], []
+    while open_pools:
+        kinds, sizes, probability = open_pools.pop()
+        correct = sum(KINDS[kind][0] for kind in kinds)
+        progress = PromptProgress(prompt, len(sizes), len(kinds), correct, estimate=0.4)
+        size = strategies.round_size(strategy, progress)
+        if size:
+            of_round = rounds_of(size, policy)
+            open_pools += [((*kinds, *more), (*sizes, size), probability * share) for more, share in of_round]
+            continue
+        responses = tuple(
+            Response(name, draw, np.ones(KINDS[kind][1], np.int32), np.zeros(KINDS[kind][1], np.float32), False)
+            for draw, kind in enumerate(kinds)
+        )
+        verdicts = tuple(Verdict(KINDS[kind][0], float(KINDS[kind][0])) for kind in kinds)
+        pool = Pool(prompt, responses, verdicts, len(sizes), strategy.met(progress), 0.4, sizes)
+        ended.append((kinds, pool, probability))
+    assert math.fsum(probability for *_, probability in ended) == pytest.approx(1.0, abs=1e-12)
+    return ended
+
+
+def expected_updates(config, factor_of=coefficient_factor):
+    """The expected update of each prompt's logits."""
+    strategy = strategies.build(config.collection, regularized=config.regularized)
+    every = []
+    for name, policy in zip("ab", POLICIES, strict=True):
+        found = []
+        for kinds, pool, probability in pools_of(strategy, name, policy):
+            group, update = make_group(pool, strategy), np.zeros(len(KINDS))
+            for draw, example in zip(group.kept.tolist(), examples(group, 1.0), strict=True):
+                assert example.response is pool.responses[draw]
+                update += example.advantage * (np.eye(len(KINDS))[kinds[draw]] - policy)
+            tokens = sum(pool.responses[draw].num_sampled for draw in group.kept.tolist())
+            found.append((group, probability, update, tokens))
+        every.append(found)
+    expected = np.zeros((2, len(KINDS)))
+    by_tokens = config.learning.aggregation == "token-mean"
+    for (first, p, of_first, tokens), (second, q, of_second, more) in itertools.product(*every):
+        dealt = [group for group in (first, second) if group.kept.size]
+        if not dealt:
+            continue
+        counted = tokens + more if by_tokens else len(first.kept) + len(second.kept)  # what the loss divides by
+        factor = factor_of(config, dealt, ROUNDS)
+        expected += p * q * factor / counted * np.array([of_first, of_second])
+    return expected
+
+
+def wanted_updates(config, objective):
+    """f'(p), its series cut at the most draws, times grad p, for each prompt."""
+    most = strategies.build(config.collection).max_draws
+    wanted = []
+    for policy in POLICIES:
+        p = policy @ RIGHT
+        wanted.append(objective.series(most) @ (1 - p) ** np.arange(most) * policy * (RIGHT - p))
+    return np.array(wanted)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_expected_update_is_the_gradient_of_the_objective(shape, objective, aggregation):
+    config = make_config(shape, objective, **{"learning.aggregation": aggregation})
+    np.testing.assert_allclose(
+        expected_updates(config), CONSTANT * wanted_updates(config, objective), rtol=1e-9, atol=1e-12
+    )
+
+
+def error_of(config, factor_of):
+    """The largest relative error of the direction of an expected update, whatever its length is."""
+    found, wanted = expected_updates(config, factor_of), wanted_updates(config, OBJECTIVES["log"])
+    scale = (found * wanted).sum() / (wanted * wanted).sum()
+    return np.abs(found / (scale * wanted) - 1).max()
+
+
+def own_rounds(config, groups, rounds):
+    """As an earlier version had it: divided by the rounds that the two prompts took themselves."""
+    return coefficient_factor(config, groups, sum(group.pool.rounds for group in groups))
+
+
+def own_tokens(config, groups, rounds):
+    """The mean over tokens as it is."""
+    return 1.0
+
+
+def solved_prompts(config, groups, rounds):
+    """A mean over the prompts that have rows."""
+    return coefficient_factor(config, groups, rounds) / len(groups)
+
+
+@pytest.mark.parametrize("wrong", [own_rounds, own_tokens, solved_prompts])
+def test_a_divisor_that_depends_on_outcomes_is_found(wrong):
+    config = make_config(SINGLE, OBJECTIVES["log"])
+    assert error_of(config, coefficient_factor) < 1e-9
+    assert error_of(config, wrong) > 1e-2
