@@ -1,7 +1,8 @@
 """The live page: a small HTTP server of the page and of what is new, in a process that no run waits for.
 
 It listens on loopback unless told otherwise, reads the files of the runs, and writes nothing. A connection has ten
-seconds for its request and ten for its answer, and there are at most `MOST_CONNECTIONS`; more are closed.
+seconds for its request and ten for each part of its answer. There are at most `MOST_CONNECTIONS`: for a further one the
+oldest without a request is closed.
 """
 
 import contextlib
@@ -35,10 +36,11 @@ NICE = 10  # a page may be late, training must not be
 class _Handler(http.server.BaseHTTPRequestHandler):
     """One request."""
 
-    timeout = TIMEOUT_S
+    timeout = TIMEOUT_S  # of each read and write
 
     def do_GET(self) -> None:
         server = cast(_Server, self.server)
+        server.request_arrived(self.connection)
         path, _, query = self.path.partition("?")
         # A page of another site whose name was made to point here: it would read the runs of the user.
         if server.local and not LOCAL_HOST.fullmatch(self.headers.get("Host", "")):
@@ -73,27 +75,64 @@ class _Server(http.server.ThreadingHTTPServer):
     """Connections of the page, each in a thread."""
 
     daemon_threads = True
+    request_s = TIMEOUT_S
 
     def __init__(self, listener: socket.socket, runs: FollowedRuns):
         super().__init__(listener.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.runs = listener, runs
         self.local = listener.getsockname()[0] in (LOOPBACK, "::1")
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        # Open connections, the oldest first, with the timer of those whose request has not arrived.
+        self._open: dict[socket.socket, threading.Timer | None] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begins a thread, or closes the connection if there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        """Begins a thread, in place of the oldest one without a request if there are too many."""
+        # A timer, because the time of a read begins again with each byte.
+        timer = threading.Timer(self.request_s, self._end, [request])
+        timer.daemon = True
+        with self._lock:
+            silent = [each for each, waits in self._open.items() if waits is not None]
+            is_full = len(self._open) >= MOST_CONNECTIONS
+            if not is_full or silent:
+                self._open[request] = timer
+        if is_full and not silent:
             self.shutdown_request(request)
+            return
+        if is_full:
+            self._end(silent[0])
+        timer.start()
+        super().process_request(request, client_address)
+
+    def _end(self, request: socket.socket) -> None:
+        """Ends the thread of a connection, unless its request has arrived."""
+        with self._lock:
+            timer = self._open.get(request)
+            if timer is None:
+                return
+            del self._open[request]
+        timer.cancel()
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def request_arrived(self, request: socket.socket) -> None:
+        """Notes that the headers of a request are complete."""
+        with self._lock:
+            timer = self._open.get(request)
+            if timer is None:
+                raise ConnectionAbortedError("the time of the connection is up")
+            self._open[request] = None
+        timer.cancel()
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers one request."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._lock:
+                timer = self._open.pop(request, None)
+            if timer is not None:
+                timer.cancel()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing of a browser that has gone, or is too slow."""
@@ -109,7 +148,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+        return socket.create_server((host, port), family=family, backlog=4 * MOST_CONNECTIONS)
     except (OSError, OverflowError) as error:
         raise ValueError(f"the page can't listen on {host}, port {port} ({error}): name another port.") from error
 
