@@ -50,7 +50,7 @@ class ServerSettings:
     waiting: int = setting(256, "Requests that may wait for a slot; further ones are refused.", values.NOT_NEGATIVE)
     peer_calls: int = setting(128, "Open calls of one address, with --api=grpc.", values.AT_LEAST_1)
     request_s: float = setting(
-        10.0, "Seconds in which a request must arrive; not with --api=tinker.",
+        10.0, "Seconds for the headers of a request to arrive, and for its body.",
         Allowed("be above 0 and finite", lambda value: 0 < value < math.inf),
     )  # fmt: skip
     # JetStream's longest bucket is 32,768.

@@ -13,6 +13,7 @@ import time
 import httpx
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 import pytest
 
 from reinforce_ada_jax import serve
@@ -21,6 +22,7 @@ from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.rewards import judge
 from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.serving import http as http_lib
+from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.app import App
 from reinforce_ada_jax.serving.openai.server import Worker
 from reinforce_ada_jax.serving.settings import ServerSettings, bind
@@ -369,11 +371,25 @@ def test_bodies_are_json_of_a_bounded_size_and_come_in_time(server, served, work
     ):  # fmt: skip
         answer = client.post("/v1/completions", content=content, headers=headers)
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True), content[:9]
+    many = b'{"model": "cipher", "prompt": [' + b"7," * 300_000 + b"7]}"
+    answer = client.post("/v1/completions", content=many, headers=json_type)
+    assert answer.status_code == 413 and "send less at a time" in answer.json()["error"]["message"]
     with running(dataclasses.replace(SETTINGS, request_s=0.2), served, worker) as (client, _):
         with socket.create_connection((client.base_url.host, client.base_url.port)) as slow:
             slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
             slow.sendall(b"Content-Length: 10\r\n\r\n{")
             assert slow.recv(64).startswith(b"HTTP/1.1 408")
+
+
+def test_the_first_wrong_item_of_a_list_ends_its_check():
+    """The others made 250,000 errors of a megabyte, in 7 s of the event loop."""
+    kind, items = protocol.CompletionRequest, 250_000 * [{}]
+    body = json.dumps({"model": "a", "prompt": items}).encode()
+    with pytest.raises(pydantic.ValidationError) as caught:
+        kind.model_validate_json(body)
+    assert caught.value.error_count() < 10
+    with pytest.raises(protocol.Invalid, match="prompt: Input should be a valid string"):
+        protocol.parse(kind, body)
 
 
 def wait_until(condition, within_s=30.0):

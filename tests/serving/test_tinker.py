@@ -564,8 +564,12 @@ def test_limits_of_the_listener(server, tmp_path):
     status = functools.partial(posted, server[0], parsed=False)
     assert status("/api/v1/healthz", None, method="GET") == 200
     assert status("/api/v1/healthz", None, key="", method="GET") == 401
-    assert status("/api/v1/create_session", b"x" * (32 * 2**20 + 1)) == 413
-    assert [status("/api/v1/create_session", body) for body in (b"", b"[]", b"[" * 10**5, b"\xff")] == [422] * 4
+    # What the event loop parses is small: 2**20 bytes of JSON, and not more values than a prompt and the rest have.
+    assert status("/api/v1/create_session", b" " * 2**20) == 422
+    assert status("/api/v1/create_session", b" " * (2**20 + 1)) == 413
+    assert [status("/api/v1/asample", b"[%s7]" % (b"7," * number)) for number in (4000, 5000)] == [422, 413]
+    assert [status("/api/v1/forward_backward", b"\xff" * (2**23 + more)) for more in (0, 1)] == [422, 413]
+    assert [status("/api/v1/create_session", body) for body in (b"", b"[]", b"[" * 4000, b"\xff")] == [422] * 4
     assert status("/api/v1/create_session", **{"Content-Encoding": "gzip"}) == 415
     assert status("/api/v1/forward_backward", b"\xff" * 100) == 422
     assert status("/api/v1/weights_info", b"7") == 422

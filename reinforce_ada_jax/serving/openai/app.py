@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from reinforce_ada_jax.sampling.state import SamplingParams
-from reinforce_ada_jax.serving.http import HUNG_UP, Refusal, Served, has_key, read_body
+from reinforce_ada_jax.serving.http import HUNG_UP, Bodies, BodyLimits, Refusal, Served, check_json_values, has_key
 from reinforce_ada_jax.serving.openai import protocol
 from reinforce_ada_jax.serving.openai.answer import Answer
 from reinforce_ada_jax.serving.openai.call import Backend, Call, PromptText, Terms
@@ -30,6 +30,8 @@ from reinforce_ada_jax.serving.settings import ServerSettings
 
 # The text of a token is seldom longer: a prompt with more bytes is refused before it is encoded.
 BYTES_PER_TOKEN = 64
+# Of the JSON of a request, such as the tokens of its prompts. The event loop parses them in 0.3 s.
+MAX_VALUES = 300_000
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Handler = Callable[[Request], Awaitable[Response]]
 Prompts = list[PromptText]
@@ -49,6 +51,7 @@ class App:
         self.metrics = Metrics(self._num_running, lambda: self.num_open)
         self._backends: dict[str, Backend] = {}
         self._num_requests = 0
+        self._bodies = Bodies()
         # One thread: a template's limits are counted in one rendering at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
 
@@ -180,7 +183,9 @@ class App:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # A page of another site could make a browser send anything else.
             raise Refusal(415, "send the header Content-Type: application/json.")
-        return await read_body(request, self.settings.request_mib, self.settings.request_s)
+        body = await self._bodies.read(request, BodyLimits(self.settings.request_mib * 2**20, self.settings.request_s))
+        check_json_values(body, MAX_VALUES)
+        return body
 
     async def _tokenize(self, served: Served, make_prompt: Callable[[], PromptText]) -> PromptText:
         try:

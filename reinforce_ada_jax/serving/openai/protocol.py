@@ -72,6 +72,9 @@ def _only(*values: Any) -> AfterValidator:
 Absent = Annotated[Any, _only(None)]
 Off = Annotated[Any, _only(None, False)]
 Zero = Annotated[Any, _only(None, 0)]
+Item = TypeVar("Item")
+# A list whose first wrong item ends its check: 250,000 errors took 7 s and 600 MB.
+Many = Annotated[list[Item], Field(fail_fast=True)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -123,7 +126,7 @@ class Request(BaseModel):
 class CompletionRequest(Request):
     """Request of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: TopLogprobs | None = None
     best_of: Annotated[Any, _only(None, 1)] = None
@@ -172,9 +175,9 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)  # clients send back what they were answered
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -198,11 +201,11 @@ class Tool(BaseModel):
 class ChatRequest(Request):
     """Request of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
     parallel_tool_calls: Annotated[Any, _only(None, True)] = None
     response_format: Annotated[Any, _only(None, {"type": "text"})] = None

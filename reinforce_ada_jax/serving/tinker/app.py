@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from reinforce_ada_jax.serving.http import Refusal, has_key, read_body
+from reinforce_ada_jax.serving.http import Bodies, BodyLimits, Refusal, check_json_values, has_key
 from reinforce_ada_jax.serving.tinker import protocol
 from reinforce_ada_jax.serving.tinker.protocol import types
 from reinforce_ada_jax.serving.tinker.service import KINDS, SCHEME, Service
@@ -23,6 +23,10 @@ from reinforce_ada_jax.serving.tinker.store import CheckpointRow
 # The client waits 45 s for an answer to a poll.
 POLL_S = 30.0
 URL_S = 3600.0
+# Requests in JSON have a prompt at most, of 32,768 tokens. `forward_backward` has the data of a batch, which the client
+# divides by an estimate of its size that leaves out names and headers.
+JSON_BYTES, LOSS_BYTES, CHUNK_BYTES = 2**20, 2**23, 4_000_000
+OTHER_VALUES = 4096  # in JSON, beside the tokens of a prompt
 UNAVAILABLE = "this server does not have it (docs/how_to/tinker.md)."
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -46,6 +50,7 @@ class App:
         self.service = service
         self._key = service.settings.api_key
         self._secret = secrets.token_bytes(32)  # signs the addresses of files
+        self._bodies = Bodies()
         self._polls: dict[str, list[asyncio.Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         service.on_result = self._announce
@@ -111,14 +116,22 @@ class App:
 
         return guarded
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self.service.settings.request_mib)
+    async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
+        settings = self.service.settings
+        limits = BodyLimits(min(most, settings.request_mib * 2**20), settings.request_s)
+        return await self._bodies.read(request, limits)
+
+    async def _json(self, request: Request) -> bytes:
+        """Returns a body that is parsed in the event loop."""
+        body = await self._body(request)
+        check_json_values(body, self.service.settings.max_prompt_tokens + OTHER_VALUES)
+        return body
 
     def _asked(self, kind: type[pydantic.BaseModel], answer: Callable[[Any], pydantic.BaseModel | None]) -> Handler:
         """Returns the handler of requests that the service answers at once."""
 
         async def handle(request: Request) -> Response:
-            found = answer(protocol.parse(kind, await self._body(request)))
+            found = answer(protocol.parse(kind, await self._json(request)))
             return JSONResponse({} if found is None else found.model_dump(mode="json", exclude_none=True))
 
         return handle
@@ -135,8 +148,7 @@ class App:
 
     async def client_config(self, _: Request) -> Response:
         """Tells the client which variants of the interface it may use."""
-        # The client divides large batches by this estimate, which leaves out names and headers.
-        chunk = min(5_000_000, self.service.settings.request_mib * 2**20 // 2)
+        chunk = min(CHUNK_BYTES, self.service.settings.request_mib * 2**20 // 2)
         return JSONResponse({"pjwt_auth_enabled": False, "fwdbwd_max_chunk_bytes_count": chunk})
 
     async def dynamic_config(self, _: Request) -> Response:
@@ -165,14 +177,14 @@ class App:
 
     async def create_model(self, request: Request) -> Response:
         """Makes adapters."""
-        body = await self._body(request)
+        body = await self._json(request)
         asked = protocol.parse(types.CreateModelRequest, body)
         self.service.base(asked.base_model)
         return _future(self.service.create(asked.session_id, asked.model_seq_id, "create_model", body))
 
     async def forward_backward(self, request: Request) -> Response:
         """Sums gradients, or computes log-probabilities alone."""
-        body = await self._body(request)
+        body = await self._body(request, LOSS_BYTES)
         message = protocol.parse_loss_message(body)
         return _future(self.service.submit(message.model_id, message.seq_id, "forward_backward", body))
 
@@ -180,7 +192,7 @@ class App:
         """Returns the handler of a request of one model."""
 
         async def submit(request: Request) -> Response:
-            body = await self._body(request)
+            body = await self._json(request)
             asked = protocol.parse(_ModelRequest, body)
             return _future(self.service.submit(asked.model_id, asked.seq_id, kind, body))
 
@@ -188,7 +200,7 @@ class App:
 
     async def load_weights(self, request: Request) -> Response:
         """Loads a checkpoint into a model, or makes a model of it."""
-        body = await self._body(request)
+        body = await self._json(request)
         asked = protocol.parse(types.LoadWeightsRequest, body)
         if asked.model_id is not None:
             return _future(self.service.submit(asked.model_id, asked.seq_id, "load_weights", body))
@@ -206,7 +218,7 @@ class App:
 
     async def retrieve_future(self, request: Request) -> Response:
         """Answers with a result as soon as it is there, or asks the client to try again."""
-        asked = protocol.parse(types.FutureRetrieveRequest, await self._body(request))
+        asked = protocol.parse(types.FutureRetrieveRequest, await self._json(request))
         ready = asyncio.Event()
         waiters = self._polls.setdefault(asked.request_id, [])
         waiters.append(ready)

@@ -1,0 +1,197 @@
+"""Limits of what a client may hold of the HTTP servers: connections, time, and lines of their log."""
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MOST_CONNECTIONS = 1024
+# Connections that the event loop accepts in one go. Their files are open before the limit closes them.
+ACCEPTED_AT_ONCE = 64
+LISTEN_BACKLOG = 1024
+# The application refuses a slow body first, because it can say why.
+BODY_GRACE_S = 1.0
+UNREAD_S = 60.0
+# What a client may take its time for, in the order in which connections are closed where there are too many.
+LIMITED = (h11.IDLE, h11.SEND_BODY)
+REPEATED_S = 60.0
+TOO_SLOW = (
+    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+    b"content-length: 43\r\n\r\nthe request did not arrive in time (408).\r\n"
+)
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain; charset=utf-8\r\nconnection: close\r\n"
+    b"retry-after: 1\r\ncontent-length: 43\r\n\r\nthere are too many open connections (503).\n"
+)
+
+
+def most_connections() -> int:
+    """Returns how many connections may be open: half of the files of the process, at most 1,024."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if files == resource.RLIM_INFINITY else max(1, min(MOST_CONNECTIONS, files // 2))
+
+
+class RepeatedMessages(logging.Filter):
+    """Lets each message pass once in a minute, with the number of those that it kept back."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._clock = clock
+        self._passed: dict[str, tuple[float, int]] = {}  # time of the last one, and how many came since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind = record.exc_info[0] if record.exc_info else None
+        if kind is asyncio.CancelledError:  # a request that the end of the server broke off
+            return False
+        now, key = self._clock(), f"{record.msg} {kind and kind.__name__}"  # few: clients choose arguments alone
+        last, held = self._passed.get(key, (-REPEATED_S, 0))
+        if now - last < REPEATED_S:
+            self._passed[key] = last, held + 1
+            return False
+        self._passed[key] = now, 0
+        if held:
+            record.msg = f"{record.getMessage()} (and {held:,} times more in the minutes before)"
+            record.args = ()
+        return True
+
+
+class LimitedProtocol(H11Protocol):
+    """A connection whose requests must arrive in time, among a limited number of connections.
+
+    The time of the headers begins with the connection, or with the first byte of a later request. The time of a body
+    begins where the headers end. Where there are too many connections, the oldest one whose request has not arrived is
+    closed: an ordinary client sends its request at once, and so is never the oldest one for long.
+    """
+
+    config: "LimitedConfig"
+    _awaited: Any = None  # what must arrive in time: h11.IDLE for headers, h11.SEND_BODY for a body
+    _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if len(self.connections) > self.config.most_connections and not self._close_oldest():
+            transport.write(FULL)
+            transport.close()
+            self.connections.discard(self)
+            return
+        self._await(h11.IDLE)
+
+    def _close_oldest(self) -> bool:
+        """Closes the oldest connection without a request, first of those without headers; False if there is none."""
+        oldest = next((each for state in LIMITED for each in self.config.waiting[state]), None)
+        if oldest is None:
+            return False
+        oldest._leave()
+        self.connections.discard(oldest)
+        oldest.transport.abort()
+        return True
+
+    def _leave(self) -> None:
+        for waiting in self.config.waiting.values():
+            waiting.pop(self, None)
+
+    def _await(self, state: Any) -> None:
+        """Limits the time of what the client sends now, headers or a body; None if nothing is expected."""
+        if state is self._awaited:
+            return
+        self._awaited = state
+        self._leave()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if state is not None:
+            self.config.waiting[state][self] = None
+            grace = BODY_GRACE_S if state is h11.SEND_BODY else 0.0
+            self._timer = self.loop.call_later(self.config.request_s + grace, self._too_slow)
+
+    def _too_slow(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            if self._awaited is h11.IDLE:
+                self.transport.write(TOO_SLOW)
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        state = self.conn.their_state
+        self._await(state if state in LIMITED else None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._await(None)  # uvicorn limits the time between two requests
+            self.config.waiting[h11.IDLE][self] = None
+
+    def pause_writing(self) -> None:
+        """Ends a client that does not read its answer."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await(None)
+        self._leave()
+        super().connection_lost(exc)
+        self.resume_writing()
+
+
+class LimitedConfig(uvicorn.Config):
+    """Configuration of a server with limits."""
+
+    def __init__(self, application: Any, request_s: float, most: int, **others: Any):
+        super().__init__(
+            application, http=LimitedProtocol, backlog=ACCEPTED_AT_ONCE, log_level="warning", access_log=False,
+            lifespan="off", server_header=False, ws="none", **others,
+        )  # fmt: skip
+        self.request_s, self.most_connections = request_s, most
+        # Connections in the order in which they began to wait for their clients.
+        self.waiting: dict[Any, dict[LimitedProtocol, None]] = {state: {} for state in LIMITED}
+        for name in ("uvicorn.error", "asyncio"):
+            logger = logging.getLogger(name)
+            if not any(isinstance(each, RepeatedMessages) for each in logger.filters):
+                logger.addFilter(RepeatedMessages())
+
+
+class LimitedServer(uvicorn.Server):
+    """Server that says when it listens, and when it begins to stop.
+
+    Attributes:
+      on_listening: is called when clients can connect.
+      on_stop: is called in the event loop when the server begins to stop. Requests in progress then still have time.
+    """
+
+    on_listening: Callable[[], None]
+    on_stop: Callable[[], None]
+
+    def __init__(self, config: LimitedConfig):
+        super().__init__(config)
+        self.on_listening = self.on_stop = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        _listen(sockets or ())
+        self.on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.on_stop()
+        await super().shutdown(sockets)
+
+
+def _listen(sockets: Iterable[socket.socket]) -> None:
+    """Lets more connections wait for their turn than the event loop accepts in one go."""
+    for each in sockets:
+        each.listen(LISTEN_BACKLOG)
