@@ -105,7 +105,7 @@ def clauses_in(source: str) -> Iterator[tuple[int, str]]:
 def main() -> None:
     """Prints what breaks a rule, and fails if there is anything."""
     found = []
-    folders = ("docs", "launch", "reinforce_ada_jax", "configs", "examples", "tests")
+    folders = ("docs", "launch", "bench", "reinforce_ada_jax", "configs", "examples", "tests")
     documents = [*ROOT.glob("*.md"), *(file for folder in folders for file in (ROOT / folder).rglob("*.md"))]
     for file in sorted(documents):
         name = file.relative_to(ROOT)

@@ -1,122 +1,130 @@
-"""Measures parts of a run, and plans runs on machines that aren't there.
+"""Measures what a run would take on this machine: its start, its rollouts, its updates and its memory.
 
-    python -m reinforce_ada_jax.benchmark rollout --model=HF_DIR --workload=FILE --slots=64 --window=64 --json=OUT
-    python -m reinforce_ada_jax.benchmark rollout ... --against=transformers --against_python=.venv-parity/bin/python
-    python -m reinforce_ada_jax.benchmark rollout --model=Qwen2.5-1.5B --dtype=bfloat16 --requests=1024
-        --prompt_tokens=512 --response_tokens=1024 --slots=256 --page_size=64
-    python -m reinforce_ada_jax.benchmark adaptive --slots=256 --scale=0.25 --barrier
-    python -m reinforce_ada_jax.benchmark adaptive --simulate --slots=512 --lengths=RUN --model=Qwen2.5-1.5B
-        --dtype=bfloat16 --bandwidth=8.1e11
-    python -m reinforce_ada_jax.benchmark learning --output=runs/learning --seeds=5 --jobs=2 --json=OUT
-    python -m reinforce_ada_jax.benchmark update --model=HF_DIR --against=transformers
-        --against_python=.venv-parity/bin/python --json=OUT
-    python -m reinforce_ada_jax.benchmark iteration --config=configs/tiny.py --json=OUT
-    python -m reinforce_ada_jax.benchmark iteration ... --against=trl --against_python=PYTHON
-    python -m reinforce_ada_jax.benchmark loss --rows=16 --row_tokens=1024 --words=151936 --columns=256 --json=OUT
-    python -m reinforce_ada_jax.benchmark split --config=configs/tiny.py --shape=128x4 --json=OUT
-    python -m reinforce_ada_jax.benchmark split --config=configs/qwen_1p5b.py --topology=v5e:2x4
-    python -m reinforce_ada_jax.benchmark start --json=OUT
-    python -m reinforce_ada_jax.benchmark accelerator --json=OUT
-    python -m reinforce_ada_jax.benchmark preemption --config=configs/tiny.py --json=OUT
-    python -m reinforce_ada_jax.benchmark turns --shape=512x8 --slots=16 --json=OUT
-    python -m reinforce_ada_jax.benchmark serve --shape=512x8 --slots=64 --requests=256 --json=OUT
+    python -m reinforce_ada_jax.benchmark --config=configs/tiny.py
+    python -m reinforce_ada_jax.benchmark --config=configs/qwen_1p5b.py --config.model.path=HF_DIR --json=FILE
 
-`rollout` draws a fixed number of responses for each prompt. `adaptive` draws rounds until scripted verdicts balance.
-`learning` trains the built-in model with every algorithm. `update` measures one update of the learner, `loss` the
-policy loss and its gradients, and `iteration` whole iterations by their phases. `split` measures iterations that are
-drawn while the one before is learned, and predicts them for a TPU slice. `start` measures the seconds until the first
-sampled token. `turns` draws trajectories of several turns, beside one turn of as many tokens. `serve` samples through
-the server of the tinker client, beside the engine alone. `accelerator` puts hand-over, prefill, decoding, loss and
-update beside the limits of the device. `preemption` tells a run to end in each phase, and measures the work that is
-lost and the seconds to the end. --simulate runs only the scheduling.
-docs/performance.md explains the numbers and lists results.
+The command runs `train` twice in a temporary folder, for --iterations iterations each. The first run begins without
+compiled programs (cold). The second one has the programs of the first (warm). Nothing is evaluated, and nothing is
+reported elsewhere. The figures of collections and updates are medians over both runs, without their first iterations.
+docs/performance.md has the measurements beside other programs.
 """
 
-import importlib
 import json
+import os
+import pathlib
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
 from reinforce_ada_jax import cli
-from reinforce_ada_jax.benchmarks import options
 from reinforce_ada_jax.config.paths import check_output
 from reinforce_ada_jax.files import buckets
+from reinforce_ada_jax.files.durable import write_atomically
 
-# Modules of `benchmarks`, each with a function `run` from the flags to its numbers.
-BENCHMARKS = (
-    "rollout",
-    "adaptive",
-    "learning",
-    "loss",
-    "update",
-    "iteration",
-    "split",
-    "start",
-    "serve",
-    "accelerator",
-    "preemption",
-    "turns",
+FIRST_TOKEN = "first token"
+# Runs the command that the first argument names, and prints FIRST_TOKEN when it has sampled a token.
+LISTENING = f"""
+import runpy, sys
+import jax
+from reinforce_ada_jax.sampling.rollouts import FIRST_WINDOW_EVENT
+jax.monitoring.register_event_listener(
+    lambda event, **_: print({FIRST_TOKEN!r}, flush=True) if event == FIRST_WINDOW_EVENT else None
 )
+del sys.argv[0]
+runpy.run_module("reinforce_ada_jax." + sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+SETTINGS = {"evaluation.benchmarks": "()", "logging.tensorboard": "False", "logging.wandb": "", "logging.trackio": ""}
 
 
-def measured(name: str, values: flags.FlagValues) -> dict[str, Any]:
-    """Runs a benchmark and returns its numbers; impossible flags end the process."""
-    from reinforce_ada_jax.distributed import mesh
+def seconds_until(sign: str, command: Sequence[str], environment: Mapping[str, str]) -> float:
+    """Returns the seconds from the start of a process to a line of its output that begins with `sign`.
 
+    The process then runs to its end; one that is "ready" is told to end.
+
+    Raises:
+      RuntimeError: it ends without that line, or with an exit code other than 0; the message has its output.
+    """
+    begin, seconds, said = time.monotonic(), None, []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None  # a pipe
+        for line in process.stdout:
+            said.append(line)
+            if seconds is None and line.startswith(sign):
+                seconds = time.monotonic() - begin
+                if sign == "ready":
+                    process.terminate()
+    if seconds is None or (process.returncode and sign != "ready"):
+        text = f"{' '.join(command[1:])!r} ended with exit code {process.returncode}"
+        raise RuntimeError(f"{text}{'' if seconds else f' before {sign!r}'}: {''.join(said[-5:])}")
+    return seconds
+
+
+def _iterations(workdir: pathlib.Path) -> list[dict[str, float]]:
+    """Returns the metrics of a run without those of its first iteration, which compiles."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()][1:]
+
+
+def measure(settings: Sequence[str], iterations: int) -> dict[str, Any]:
+    """Trains twice with `settings`, flags of `train`; returns the figures.
+
+    Raises:
+      RuntimeError: a run ended otherwise.
+    """
+    flags_of_train = [*settings, f"--config.iterations={iterations}", "--quiet"]
+    flags_of_train += [f"--config.{key}={value}" for key, value in SETTINGS.items()]
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        flags_of_train.append(f"--config.logging.compilation_cache={folder}/programs")
+        environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+        taken = []
+        for kind in ("cold", "warm"):
+            workdir = pathlib.Path(folder) / kind
+            command = [sys.executable, "-c", LISTENING, "train", *flags_of_train, f"--workdir={workdir}"]
+            result[f"first_token_{kind}_s"] = seconds_until(FIRST_TOKEN, command, environment)
+            taken += _iterations(workdir)
+    result |= {
+        "tokens_per_s": statistics.median(each["collection/tokens"] / each["time/collect_s"] for each in taken),
+        "collect_s": statistics.median(each["time/collect_s"] for each in taken),
+        "update_s": statistics.median(each["time/update_s"] for each in taken),
+        "slot_utilisation": statistics.median(each["collection/slot_utilisation"] for each in taken),
+        "process_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+    }
+    device_bytes = max(each["memory/peak_bytes"] for each in taken)
+    return result | ({"device_peak_bytes": device_bytes} if device_bytes else {})
+
+
+def main(settings: Sequence[str], iterations: int, file: str | None) -> None:
+    """Measures, prints a line for each figure, and writes them into `file`."""
     with cli.user_input():
-        if values.json:
-            check_output("--json", values.json, folder=False)
-        on_cpu = mesh.available_devices()[0].platform == "cpu"
-        if values.dtype == "auto":  # the subprocesses of `accelerator` have another device than this process
-            values.dtype = "float32" if on_cpu and name != "accelerator" else "bfloat16"
-        return importlib.import_module(f"reinforce_ada_jax.benchmarks.{name}").run(values)
-
-
-def summary(result: dict[str, Any], indent: str = "") -> str:
-    """Returns a line for each number, nested ones indented."""
-    lines = []
+        if file:
+            check_output("--json", file, folder=False)
+    try:
+        result = measure(settings, iterations)
+    except RuntimeError as error:
+        cli.fail(f"{error}\nIts own messages are above.", cli.STOPPED)
     for name, value in result.items():
-        if isinstance(value, dict):
-            lines += [f"{indent}{name}", summary(value, indent + "  ")]
-            continue
-        if isinstance(value, float):
-            text = f"{value:,.1f}" if abs(value) >= 100 else f"{value:.3g}"
-        elif isinstance(value, list):
-            text = " ".join(f"{item:.3g}" for item in value)
-        else:
-            text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-        lines.append(f"{indent}{name:<28}{text}")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str], values: flags.FlagValues) -> None:
-    """Runs the benchmark that the first argument names, prints its numbers, and keeps them in --json."""
-    from reinforce_ada_jax.files.durable import write_atomically
-
-    if len(arguments) != 1 or arguments[0] not in BENCHMARKS:
-        cli.fail(f"name one benchmark, and nothing else: {', '.join(BENCHMARKS)}. Options are --name=value.")
-    result = {"benchmark": arguments[0], **measured(arguments[0], values)}
-    print(summary(result))
-    if values.json:
-        with buckets.output(values.json) as file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, json.dumps(result, indent=2) + "\n")
-        print(f"kept in {values.json}")
+        print(f"{name:<24}{value:,.2f}" if isinstance(value, float) else f"{name:<24}{value:,}")
+    if file:
+        with buckets.output(file) as local:
+            local.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(local, json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    options.define_flags(flags.FLAGS)
+    CONFIG = cli.define_config()
+    ITERATIONS = flags.DEFINE_integer("iterations", 3, "Iterations of each of the two runs.", lower_bound=2)
+    JSON = flags.DEFINE_string("json", None, "File for the figures.")
+    GIVEN = tuple(argument for argument in sys.argv[1:] if argument.lstrip("-").startswith("config"))
 
-    def run_named(arguments: list[str]) -> None:
-        import jax
+    def run() -> None:
+        cli.resolved(CONFIG)  # a mistake is said before anything starts
+        main(GIVEN, ITERATIONS.value, JSON.value)
 
-        from reinforce_ada_jax.benchmarks import engines
-
-        if arguments and arguments[0] in ("update", "accelerator", "preemption"):
-            jax.config.update("jax_platforms", "cpu")  # accelerators belong to its subprocesses
-        elif arguments and arguments[0] in ("rollout", "adaptive", "split"):
-            engines.use_one_core_per_replica(flags.FLAGS)
-        main(arguments, flags.FLAGS)
-
-    cli.run_with_arguments(run_named)
+    cli.run(run)

@@ -166,7 +166,8 @@ def interruptible(kept: str) -> Iterator[None]:
 
 def _flags_text() -> str:
     """Returns the flags of the command with their defaults, those of libraries left out."""
-    ours = ("reinforce_ada_jax", sys.argv[0])
+    package = sys.modules["__main__"].__package__ or "reinforce_ada_jax"
+    ours = ("reinforce_ada_jax", package.partition(".")[0], sys.argv[0])
     found = {
         flag.name: flag
         for module, members in flags.FLAGS.flags_by_module_dict().items()

@@ -171,7 +171,7 @@ def written_metrics() -> set[str]:
     """Keys of metrics.jsonl in the sources, with "*" for each inserted value."""
     keys = set()
     for file in PACKAGE.rglob("*.py"):
-        if file.relative_to(PACKAGE).parts[0] in ("reporting", "benchmarks"):
+        if file.relative_to(PACKAGE).parts[0] == "reporting":
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -314,6 +314,14 @@ def test_a_metric_that_is_none_is_found():
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 MODULES = ("train", "sft", "prepare", "evaluate", "export", "serve", "plot", "simulate", "compile_check", "benchmark")
+MEASUREMENTS = tuple(
+    f"bench.{name}"
+    for name in (
+        "rollout", "adaptive", "update", "iteration", "split", "loss", "start", "preemption", "accelerator", "serve",
+        "turns", "learning",
+    )
+)  # fmt: skip
+PROGRAMS = MODULES + MEASUREMENTS
 # Where each command of the documents is run: a test, CI, or by hand and why. One that isn't here is refused below.
 RUN_BY = {
     "train": "tests/training/test_train.py::test_what_a_run_writes",
@@ -325,18 +333,19 @@ RUN_BY = {
     "plot": "tests/reporting/test_plot.py::test_figures_and_page_are_written_and_the_page_is_named_last",
     "simulate": "tests/analysis/test_simulate.py::test_a_mistake_at_the_terminal",
     "compile_check": "tests/planning/test_compile_check.py::test_what_fits",
-    "benchmark rollout": "tests/benchmarks/test_benchmark.py::test_rollout",
-    "benchmark adaptive": "tests/benchmarks/test_benchmark.py::test_adaptive",
-    "benchmark update": "tests/benchmarks/test_update.py::test_the_report",
-    "benchmark iteration": "tests/benchmarks/test_iteration.py::test_one_iteration_by_its_phases",
-    "benchmark split": "tests/benchmarks/test_split.py::test_a_split_and_taking_turns_do_the_same_work",
-    "benchmark loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
-    "benchmark start": "tests/benchmarks/test_start.py::test_second_starts_are_quicker",
-    "benchmark preemption": "tests/benchmarks/test_preemption.py::test_the_command_measures_each_phase_of_a_run",
-    "benchmark accelerator": "tests/benchmarks/test_accelerator.py::test_the_command_runs_all_parts",
-    "benchmark serve": "tests/benchmarks/test_serve.py::test_the_server_beside_its_engine",
-    "benchmark turns": "tests/benchmarks/test_turns.py::test_turns_beside_one_turn",
-    "benchmark learning": "by hand: hours of two cores",
+    "benchmark": "tests/test_benchmark.py::test_the_figures_of_a_run",
+    "bench.rollout": "tests/bench/test_rollout.py::test_rollout",
+    "bench.adaptive": "tests/bench/test_rollout.py::test_adaptive",
+    "bench.update": "tests/bench/test_update.py::test_the_report",
+    "bench.iteration": "tests/bench/test_iteration.py::test_one_iteration_by_its_phases",
+    "bench.split": "tests/bench/test_split.py::test_a_split_and_taking_turns_do_the_same_work",
+    "bench.loss": "tests/learning/test_fused_logprobs.py::test_the_benchmark",
+    "bench.start": "tests/bench/test_start.py::test_second_starts_are_quicker",
+    "bench.preemption": "tests/bench/test_preemption.py::test_the_command_measures_each_phase_of_a_run",
+    "bench.accelerator": "tests/bench/test_accelerator.py::test_the_command_runs_all_parts",
+    "bench.serve": "tests/bench/test_serve.py::test_the_server_beside_its_engine",
+    "bench.turns": "tests/bench/test_turns.py::test_turns_beside_one_turn",
+    "bench.learning": "by hand: hours of two cores",
     "config": "tests/config/test_reference.py::test_the_page_is_the_one_in_docs",
     "environments": "tests/parity/test_verifiers.py::test_tasks_become_a_problem_file",
     "examples": "tests/test_tutorial.py",  # the same file, as a script
@@ -371,7 +380,7 @@ class Command(NamedTuple):
     @property
     def key(self) -> str:
         """Name in RUN_BY: the program, with its action if it has actions."""
-        has_actions = self.program in ("make", "benchmark", "tpu_vm.sh", "tpu_pod.sh")
+        has_actions = self.program in ("make", "tpu_vm.sh", "tpu_pod.sh")
         return f"{self.program} {self.arguments[0]}" if has_actions else self.program
 
 
@@ -391,8 +400,9 @@ def commands(document: pathlib.Path) -> list[Command]:
     found, name = [], str(document.relative_to(ROOT))
     slices = re.search(r"`SLICE` is\s`python -m reinforce_ada_jax\.(compile_check) --topology=`", document.read_text())
     for text in typed(document.read_text()):
-        module = re.match(r"(?:.*\s)?\S*(?:python -m reinforce_ada_jax\.|reinforce-ada )(\w+)(.*)", text)
-        short = re.match(rf"({'|'.join(MODULES)})((?: \w+)? --.*)", text)
+        python = r"(?:.*\s)?\S*(?:python -m reinforce_ada_jax\.|python -m (?=bench\.)|reinforce-ada )"
+        module = re.match(rf"{python}((?:bench\.)?\w+)(.*)", text)
+        short = re.match(rf"({'|'.join(map(re.escape, PROGRAMS))})((?: \w+)? --.*)", text)
         other = re.match(r"(?:launch/)?(make|tpu_vm\.sh|tpu_pod\.sh)( [a-z]+[a-z-]*\b(?: --? ?.*)?)(?:\s+#.*)?$", text)
         match = module or short or other
         if match:
@@ -413,7 +423,7 @@ ALL_COMMANDS = [command for document in DOCUMENTS for command in commands(docume
 PARSER = """
 import importlib, json, os, runpy, sys, tempfile
 from absl import app, flags
-from reinforce_ada_jax import benchmark, cli
+from reinforce_ada_jax import cli
 from reinforce_ada_jax import config as config_lib
 
 def start(program, arguments, whole):
@@ -427,21 +437,20 @@ def start(program, arguments, whole):
             unknown = [name for name in names if name not in flags.FLAGS and not name.startswith("config.")]
             return cli.fail(f"unknown flags {unknown}") if unknown else None
         rest = flags_parser(sys.argv)[1:]
-        known = len(rest) == 1 and rest[0] in benchmark.BENCHMARKS if program == "benchmark" else not without_arguments
-        if rest and not known:
+        if rest and without_arguments:
             cli.fail(f"unexpected arguments {rest}")
         needs_model = "config" in flags.FLAGS and program != "simulate"
         if needs_model and flags.FLAGS.config is not None:
             config_lib.validate(flags.FLAGS.config)
     cli.run, app.run = run, parse
-    name = f"reinforce_ada_jax.{program}"
+    name = program if program.startswith("bench.") else f"reinforce_ada_jax.{program}"
     sys.modules.pop(name)
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__")
 
 given, said = json.load(sys.stdin), []
 for program in {program for program, *_ in given}:
-    importlib.import_module(f"reinforce_ada_jax.{program}")
+    importlib.import_module(program if program.startswith("bench.") else f"reinforce_ada_jax.{program}")
 for command_line in given:
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
@@ -471,7 +480,7 @@ REFUSED = {
     "configs/none.py": Command("", "train", ["--config=configs/none.py", "--workdir=runs/a"]),
     "--workdir must have a value": Command("", "train", TINY[:1]),
     "unexpected arguments ['a']": Command("", "export", ["a", "--workdir=runs/a", "--output=b"]),
-    "unexpected arguments ['rollouts']": Command("", "benchmark", ["rollouts"]),
+    "unexpected arguments ['fast']": Command("", "bench.rollout", ["fast"]),
     "must be a multiple of": Command("", "train", [*TINY, "--config.mesh.fsdp=3"]),
 }
 
@@ -479,7 +488,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     """Messages of the package's own parser on each `python -m` command; empty if it accepts the command."""
-    asked = [command for command in (*ALL_COMMANDS, *REFUSED.values()) if command.program in MODULES]
+    asked = [command for command in (*ALL_COMMANDS, *REFUSED.values()) if command.program in PROGRAMS]
     result = subprocess.run(
         [sys.executable, "-c", PARSER], input=json.dumps([command[1:] for command in asked]), cwd=ROOT,
         env=environment(), capture_output=True, text=True, check=False,
@@ -489,8 +498,8 @@ def said() -> dict[str, str]:
 
 
 def test_commands_are_taken_by_their_programs(said):
-    programs = [command for command in ALL_COMMANDS if command.program in MODULES]
-    assert len(programs) > 40 and {command.program for command in programs} == set(MODULES)
+    programs = [command for command in ALL_COMMANDS if command.program in PROGRAMS]
+    assert len(programs) > 40 and {command.program for command in programs} == set(PROGRAMS)
     assert {key: text for command in programs if (text := said[key := str(command[1:])])} == {}
 
 
@@ -519,7 +528,7 @@ def test_launch_commands_are_taken(tmp_path):
 
 
 def test_files_of_the_repository_that_commands_name_are_there():
-    ours = r"(?:configs|reinforce_ada_jax/benchmarks/baselines|examples|launch|tests|docs)/[\w./-]+"
+    ours = r"(?:configs|bench/baselines|examples|launch|tests|docs)/[\w./-]+"
     named = {name for command in ALL_COMMANDS for word in command.arguments for name in re.findall(ours, word)}
     assert "configs/qwen_1p5b.py" in named
     assert {name for name in named if not (ROOT / name).exists()} == set()

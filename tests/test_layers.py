@@ -103,6 +103,16 @@ def allowed(importer: str, target: str) -> bool:
     return layer(target) < layer(importer)
 
 
+def outside(modules: dict[str, str]) -> list[str]:
+    """Imports of `bench`, which no wheel has."""
+    return [
+        f"{module} imports {name}"
+        for module, source in modules.items()
+        for name in sorted(imported(source))
+        if name.split(".")[0] == "bench"
+    ]
+
+
 def violations(modules: dict[str, str]) -> list[str]:
     return [
         f"{module} imports {name}"
@@ -120,6 +130,11 @@ def run_python(code: str) -> str:
 def test_imports_point_downward_and_stages_do_not_know_each_other():
     assert len(sources()) > 30
     assert violations(sources()) == []
+
+
+def test_the_package_imports_nothing_that_a_wheel_lacks():
+    assert outside(sources()) == []
+    assert len(outside({f"{PACKAGE}.sampling.engine": "def f():\n    from bench.simulation import Cost"})) == 1
 
 
 @pytest.mark.parametrize(
@@ -166,9 +181,8 @@ def test_at_most_15_files_beside_the_rooms():
 
 
 def test_no_torch_and_nothing_that_unpickles():
-    # Other programs, which `benchmark` starts with their own interpreters, are no part of ours.
     found = {(module, name) for module, source in sources().items() for name in imported(source)}
-    assert [entry for entry in sorted(found) if entry[1].split(".")[0] in FOREIGN and "baselines" not in entry[0]] == []
+    assert [entry for entry in sorted(found) if entry[1].split(".")[0] in FOREIGN] == []
 
 
 def test_host_code_imports_no_jax():

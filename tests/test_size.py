@@ -1,9 +1,10 @@
-"""Limits on the length of functions and files of the package (CONTRIBUTING.md)."""
+"""Limits on the length of functions and files of the package and of bench/ (CONTRIBUTING.md)."""
 
 import ast
 import pathlib
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "reinforce_ada_jax"
+ROOT = pathlib.Path(__file__).parents[1]
+SOURCES = [file for folder in ("bench", "reinforce_ada_jax") for file in (ROOT / folder).rglob("*.py")]
 MAX_FUNCTION_LINES = 80
 MAX_FILE_LINES = 400
 MAX_LONG_FILES = 10
@@ -20,13 +21,13 @@ def long_functions(source: str) -> list[str]:
 
 
 def test_functions_fit_on_a_screen():
-    found = {str(file.relative_to(PACKAGE)): long_functions(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    found = {str(file.relative_to(ROOT)): long_functions(file.read_text()) for file in SOURCES}
     assert len(found) > 100
     assert {file: functions for file, functions in found.items() if functions} == {}
 
 
 def test_few_files_are_long():
-    lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in SOURCES}
     assert len([file for file, lines in lengths.items() if lines > MAX_FILE_LINES]) <= MAX_LONG_FILES, lengths
 
 

@@ -142,7 +142,7 @@ def _mesh_over(topology: str, config: Config) -> Mesh:
         raise ValueError(
             f"mesh.sampler is {config.mesh.sampler}: the programs of a slice are checked where all devices draw and "
             "learn. Set mesh.sampler and mesh.learner to 0, and check a slice of the learner's devices, then one of "
-            "the sampler's; `benchmark split --topology` compares their times."
+            "the sampler's; `bench.split --topology` compares their times."
         )
     devices = topology_devices(topology)
     mesh = mesh_lib.make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices)

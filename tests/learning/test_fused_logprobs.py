@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.benchmarks import loss
+from bench import loss
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning import loss as loss_lib

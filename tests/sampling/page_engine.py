@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from bench.simulation import HostArray
+from bench.window_model import WindowModel
 from reinforce_ada_jax.sampling.pages import NULL
-from reinforce_ada_jax.sampling.simulation import HostArray
 from reinforce_ada_jax.sampling.state import EngineOptions, Occupancy, WindowInputs, WindowOutputs
-from reinforce_ada_jax.sampling.window_model import WindowModel
 
 VOCABULARY = 50_000
 

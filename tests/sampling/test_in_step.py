@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from bench.simulation import HostArray, Hosts
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.sampling.simulation import HostArray, Hosts
 from reinforce_ada_jax.sampling.state import EngineOptions, SamplingParams
 from reinforce_ada_jax.types import Pool, Prompt, Verdict
 from tests.sampling import tiny

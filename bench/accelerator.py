@@ -1,0 +1,296 @@
+"""`bench.accelerator`: the parts of a run beside the limits of the device that they run on, within minutes.
+
+    ceilings    bytes a second of a large copy, operations a second of a large product
+    hand_over   the cast of the learner's float32 weights to those that decode
+    sampling    prefill: prompts, with one response token each; decode: whole responses, with their prompts' prefill
+    loss        log-probabilities over the vocabulary, forward and backward
+    attention   of one layer of the learner, forward and backward, by each implementation for the device
+    update      one update of the learner
+
+Each part is a process of its own, so that it has the whole memory, and that a part that fails leaves the others alone.
+The shares are of the ceilings, which the same device has reached minutes before.
+"""
+
+import dataclasses
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from bench import command_line, engines, inputs, loss, models, rollout, update, workloads
+from bench.measuring import machine, median_seconds
+from bench.options import define_flags, log
+from bench.update_worker import UpdateWorker
+from bench.workloads import Workload
+from reinforce_ada_jax.config import LearningConfig
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.learning import platform as platform_lib
+from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
+from reinforce_ada_jax.learning.learner import choose_attention
+from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
+from reinforce_ada_jax.planning import roofline
+from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.policy.architecture import Architecture, to_hf
+from reinforce_ada_jax.sampling.engine import Engine
+
+# Of all parts together; what has not ended by then is reported as missing.
+LIMIT_S = 480.0
+# Sizes of all parts, as the flags of these names; rows of `loss` and `update` are one prompt and one response.
+DEFAULTS = {
+    "slots": 256, "window": 64, "page_size": 64, "prefill_tokens": 512, "requests": 256,
+    "prompt_tokens": 512, "response_tokens": 512, "rows": 16, "micro_batches": 16, "repeat": 3, "samples_per_round": 1,
+}  # fmt: skip
+SIZES = ("dtype", *DEFAULTS, "copy_mb", "seed")
+
+
+def ceilings(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns `ceilings`: the bytes a second of a large copy and the operations a second of a large square product."""
+    del architecture
+    dtype = jnp.dtype(options.dtype)
+    side = int((options.copy_mb * 2**20 / 8 / dtype.itemsize) ** 0.5) // 128 * 128 or 128
+    square = jnp.ones((side, side), dtype)
+    seconds = median_seconds(lambda: product(square), options.repeat)
+    found = {
+        "copy_bytes_per_s": rollout.copy_bytes_per_s(options.copy_mb * 2**20),
+        "product_flops_per_s": 2 * side**3 / seconds,
+    }
+    return {"ceilings": found | machine()}
+
+
+@jax.jit
+def product(x: jax.Array) -> jax.Array:
+    """Returns the product of a square matrix with itself."""
+    return x @ x
+
+
+def hand_over(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns `hand_over`: seconds and bytes, read and written, of the cast from float32."""
+    mesh = mesh_lib.make_mesh(data=1)
+    workload = _workload(architecture, options, options.response_tokens)
+    engine = Engine(architecture, engines.engine_options(workload, options), mesh=mesh)
+    params = transformer.init(architecture, jax.random.key(options.seed), mesh)
+    seconds = median_seconds(lambda: engine.decode_weights(params), options.repeat)
+    itemsize = 0 if engine.decodes_from(params) else 4 + jnp.dtype(options.dtype).itemsize
+    return {"hand_over": {"seconds": seconds, "bytes": architecture.num_parameters * itemsize}}
+
+
+def _workload(architecture: Architecture, options: flags.FlagValues, response_tokens: int) -> Workload:
+    return workloads.synthetic(
+        options.requests, 1, options.prompt_tokens, workloads.constant(response_tokens), architecture.vocab_size,
+        options.seed,
+    )  # fmt: skip
+
+
+def sampling(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns figures of `prefill` and of `decode`, from one engine.
+
+    Those of prefill have the operations of the layers' products, those of decode the bytes that all steps must read.
+    """
+    workload = _workload(architecture, options, options.response_tokens)
+    engine_options = engines.engine_options(workload, options)
+    params = inputs.random_weights(options, architecture, options.dtype)
+    rollouts, params = engines.make_rollouts(architecture, params, engine_options, 1)
+
+    def seconds_of(workload: Workload) -> float:
+        return median_seconds(
+            lambda: engines.check_lengths(engines.draw(rollouts, params, workload), workload), options.repeat
+        )
+
+    seconds = seconds_of(_workload(architecture, options, 1))
+    tokens = rollouts.counts.prefilled_tokens
+    flops = 2 * architecture.num_layers * roofline.layer_weights(architecture) * tokens
+    prefill = {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "flops": flops}
+    seconds = seconds_of(workload)
+    tokens, steps = rollouts.counts.tokens, rollouts.counts.slot_steps // options.slots
+    return {
+        "prefill": prefill,
+        "decode": {
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "steps": steps,
+            "bytes": engines.decode_bytes(architecture, workload, steps, engine_options),
+            "attention": engine_options.attention,
+        },
+    }
+
+
+def head_loss(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns `loss`: seconds of value and gradients at the output head for the responses of a micro-batch."""
+    size, dtype = architecture.hidden_size, jnp.dtype(options.dtype)
+    chosen = platform_lib.of_mesh(mesh_lib.make_mesh(data=1), LearningConfig(), architecture, dtype)
+    rows = options.rows // options.micro_batches
+    shape = rows, options.response_tokens
+    keys = jax.random.split(jax.random.key(options.seed), 3)
+    arguments = (
+        jax.random.normal(keys[0], (*shape, size), dtype),
+        jax.random.normal(keys[1], (architecture.vocab_size, size), jnp.float32) / size**0.5,
+        jax.random.randint(keys[2], shape, 0, architecture.vocab_size),
+    )
+    config = HeadConfig(
+        loss.TEMPERATURE, tied=True, backend=chosen.head_backend, tile=chosen.head_tile,
+        interpret=chosen.interpret,
+    )  # fmt: skip
+    program = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(sum(token_logprobs(config, *x))), argnums=(0, 1)))
+    seconds = median_seconds(lambda: program(*arguments), options.repeat)
+    tokens = rows * options.response_tokens
+    found = {
+        "seconds": seconds, "tokens": tokens, "flops": 6 * architecture.vocab_size * size * tokens,
+        "head_backend": chosen.head_backend, "head_tile": list(chosen.head_tile),
+    }  # fmt: skip
+    return {"loss": found}
+
+
+def attention(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns `attention`: seconds of values and gradients of one layer of the learner, by each implementation.
+
+    Rows have two sequences. `difference` is the largest one from "jnp", in values or a gradient, over their largest.
+    """
+    mesh, dtype = mesh_lib.make_mesh(data=1), jnp.dtype(options.dtype)
+    length, first = options.prompt_tokens + options.response_tokens, options.prompt_tokens
+    query_heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    all_heads = query_heads, kv_heads, kv_heads, query_heads
+    arrays = tuple(
+        jax.random.normal(key, (options.rows, length, heads, architecture.head_dim), dtype)
+        for key, heads in zip(jax.random.split(jax.random.key(options.seed), 4), all_heads, strict=True)
+    )
+    segment_ids = jnp.broadcast_to(jnp.int32(jnp.arange(length) >= first), (options.rows, length))
+
+    def values_and_gradients(attend, query, key, value, slope):
+        mixed, vjp = jax.vjp(lambda *x: attend(*x, 0, None, segment_ids=segment_ids)[0], query, key, value)
+        return mixed, *vjp(slope)
+
+    def measured_by(name: str) -> dict[str, Any]:
+        platform = platform_lib.of_mesh(mesh, LearningConfig(attention=name), architecture, dtype)
+        program = jax.jit(functools.partial(values_and_gradients, choose_attention(platform, mesh)))
+        found = {"seconds": median_seconds(lambda: program(*arrays), options.repeat)}
+        results[name] = program(*arrays)
+        return found
+
+    chosen = platform_lib.of_mesh(mesh, LearningConfig(), architecture, dtype)
+    results: dict[str, tuple[jax.Array, ...]] = {}
+    implementations: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(("jnp", "blocks", chosen.attention)):
+        try:
+            implementations[name] = measured_by(name)
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            implementations[name] = {"failed": str(error).splitlines()[0]}
+            continue
+        if "jnp" in results:
+            implementations[name]["difference"] = _difference(results[name], results["jnp"])
+    # Two products forwards and five backwards, of the scores up to the diagonal.
+    flops = 7 * query_heads * architecture.head_dim * options.rows * (first**2 + (length - first) ** 2)
+    own = implementations[chosen.attention]
+    counted = {"flops": flops, "seconds": own["seconds"]} if "seconds" in own else {}
+    return {"attention": {"chosen": chosen.attention, "refusal": chosen.refusal, **implementations, **counted}}
+
+
+def _difference(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> float:
+    """Returns the largest difference of two arrays over the largest number of the second, the worst pair's."""
+    pairs = [(np.float32(x), np.float32(y)) for x, y in zip(arrays, others, strict=True)]
+    return max(float(np.abs(x - y).max() / np.abs(y).max()) for x, y in pairs)
+
+
+def whole_update(architecture: Architecture, options: flags.FlagValues) -> dict[str, Any]:
+    """Returns `update`: its seconds, and the operations that it needs by the usual rule, without recomputation."""
+    minibatch = update.Sizes(
+        options.rows, options.prompt_tokens, options.response_tokens, options.micro_batches, options.dtype, options.seed
+    )
+    worker = UpdateWorker(
+        model=None, architecture=to_hf(architecture, "float32"), per_row=1, devices=1,
+        **dataclasses.asdict(minibatch),
+    )  # fmt: skip
+    examples = update.make_examples(minibatch, workloads.constant(options.response_tokens), architecture.vocab_size)
+    worker.begin(examples)
+    runs = [worker.run() for _ in range(1 + options.repeat)][1:]
+    seconds = statistics.median(run["seconds"] for run in runs)
+    platform = worker.learner.platform
+    found = {
+        "seconds": seconds,
+        "tokens_per_s": options.rows * (options.prompt_tokens + options.response_tokens) / seconds,
+        "flops": update.necessary_flops(architecture, examples),
+        "memory_bytes": int(max(run["extra_bytes"] for run in runs)) + worker.weights_alone_bytes,
+        "attention": platform.attention,
+        "remat": platform.remat,
+    }
+    return {"update": found}
+
+
+PARTS: dict[str, Callable[[Architecture, flags.FlagValues], dict[str, Any]]] = {
+    "ceilings": ceilings, "hand_over": hand_over, "sampling": sampling, "loss": head_loss,
+    "attention": attention, "update": whole_update,
+}  # fmt: skip
+
+
+def measured(name: str, options: flags.FlagValues, limit_s: float) -> dict[str, Any]:
+    """Returns the figures of a part, or {name: {"failed": reason}}; its process is killed after `limit_s` seconds."""
+    given = [options[each].serialize() for each in (*SIZES, "model", "shape")]
+    program = "from bench import accelerator; accelerator.print_part()"
+    command = [sys.executable, "-c", program, name, *filter(None, given)]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {name: {"failed": f"not finished after {limit_s:.0f} s"}}
+    if done.returncode:
+        return {name: {"failed": f"exit code {done.returncode}; its messages are above"}}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_part() -> None:
+    """Prints the figures of the part that the first argument of this process names."""
+    options = define_flags(flags.FlagValues())
+    part = PARTS[options(sys.argv)[1]]
+    print(json.dumps(part(inputs.architecture_of(options), options)))
+
+
+def with_shares(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Adds the share of its ceiling to each figure of bytes or operations, and the MFU where the peak is published."""
+    top = parts["ceilings"]
+    peaks = {"bytes": top.get("copy_bytes_per_s"), "flops": top.get("product_flops_per_s")}
+    published = update.published_peak(top.get("device", ""))
+    result = {}
+    for name, part in parts.items():
+        shares = {}
+        for unit, peak in peaks.items():
+            if unit in part and peak:
+                shares[f"share_of_{unit}_ceiling"] = part[unit] / part["seconds"] / peak
+        if name == "update" and "flops" in part and published:
+            shares["mfu"] = part["flops"] / part["seconds"] / published
+        result[name] = part | shares
+    return result
+
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures all parts, by default of Qwen2.5-1.5B in bfloat16.
+
+    Raises:
+      ValueError: --model names none, or the rows can't be cut into the micro-batches.
+    """
+    if options.model is None and options.shape is None:
+        options.model = "Qwen2.5-1.5B"
+    for name, default in DEFAULTS.items():
+        options.set_default(name, default)
+    architecture = inputs.architecture_of(options)
+    if options.rows % options.micro_batches:
+        raise ValueError(f"--rows={options.rows} can't be cut into --micro_batches={options.micro_batches}.")
+    parts: dict[str, dict[str, Any]] = {}
+    begin = time.monotonic()
+    for name in PARTS:
+        found = measured(name, options, max(1.0, begin + LIMIT_S - time.monotonic()))
+        log(f"{time.monotonic() - begin:.0f} s: {json.dumps(found)}")
+        parts |= found
+    sizes = {name: options[name].value for name in SIZES}
+    return with_shares(parts) | {"sizes": sizes, "model": models.describe(architecture)}
+
+
+if __name__ == "__main__":
+    command_line.start("accelerator", run, before=command_line.leave_the_device, auto_dtype="bfloat16")

@@ -1,0 +1,403 @@
+"""`bench.iteration`: iterations of training by phase, with rounds free, in step, and overlapping; beside TRL's.
+
+The iterations are those of training, with clocks around their phases. Random weights end no response and solve nothing,
+so with them response lengths and verdicts are scripted too; everything else is done, grading included.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import shutil
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from bench import command_line, inputs, models, workloads
+from bench.json_subprocess import JsonSubprocess
+from bench.measuring import in_turns, machine
+from bench.options import DEFAULT_VARIANTS, VARIANTS, check_baseline
+from bench.workloads import Lengths
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection.collect import VerifyFn
+from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
+from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed.signals import Interrupt
+from reinforce_ada_jax.policy import huggingface, transformer
+from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.transformer import Params
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.rewards.shaping import Shaping
+from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.engine import Engine
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from reinforce_ada_jax.sampling.state import SamplingParams
+from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.draw_ahead import DrawAhead
+from reinforce_ada_jax.training.drawing import Drawn
+from reinforce_ada_jax.training.iteration import train_iteration
+from reinforce_ada_jax.training.startup import begin_or_resume
+from reinforce_ada_jax.training.state import to_record
+from reinforce_ada_jax.training.trainer import Trainer, make_trainer
+from reinforce_ada_jax.training.updates import Updates
+from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
+
+BASELINES = {"trl": pathlib.Path(__file__).parent / "baselines" / "trl_iteration.py"}
+PHASES = ("collect", "score", "update", "checkpoint")
+
+
+# ---- scripted responses ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """Response lengths up to `limit` tokens, and verdicts: each a function of its address, alike in every variant."""
+
+    lengths: Lengths
+    limit: int
+    seed: int
+
+    def _random(self, *address: object) -> np.random.Generator:
+        return np.random.default_rng([self.seed, zlib.crc32("/".join(map(str, address)).encode())])
+
+    def length(self, request: Request) -> int:
+        """Returns the tokens of a response."""
+        drawn = self.lengths(self._random("length", request.prompt.id, request.draw), (1,))[0]
+        return int(np.clip(np.round(drawn), 1, self.limit))
+
+    def verdict(self, prompt: Prompt, draw: int) -> Verdict:
+        """Returns a verdict that is correct at the prompt's pass rate."""
+        pass_rate = self._random("chance", prompt.id).beta(*workloads.PASS_RATES)
+        correct = bool(self._random("verdict", prompt.id, draw).random() < pass_rate)
+        return Verdict(correct, float(correct))
+
+
+class ScriptedRollouts(Rollouts):
+    """Rollouts whose responses have the script's lengths."""
+
+    def __init__(self, engine: Engine, script: Script):
+        super().__init__(engine)
+        self.script = script
+
+    def sampler(
+        self, params: Params | None, *, sampling: SamplingParams | Callable[[Request], SamplingParams], **others: Any
+    ) -> Callable[[RequestQueue], Iterator[list[Response]]]:
+        """As that of `Rollouts`."""
+
+        def scripted(request: Request) -> SamplingParams:
+            configured = sampling if isinstance(sampling, SamplingParams) else sampling(request)
+            return dataclasses.replace(configured, max_tokens=self.script.length(request))
+
+        return super().sampler(params, sampling=scripted, **others)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScriptedComponents(Components):
+    """Components whose verifiers grade, but whose verdicts are the script's."""
+
+    script: Script
+
+    def verify_fn(self, verifiers: VerifierPool, shaping: Shaping, grader: str = "") -> VerifyFn:
+        """As that of `Components`, with the script's verdicts at the time of the graded ones."""
+        grade = super().verify_fn(verifiers, shaping, grader)
+
+        def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
+            scripted = [self.script.verdict(prompt, response.draw) for prompt, response in pairs]
+            graded = grade(pairs)
+            if not isinstance(graded, Future):
+                return scripted
+            replaced: Future[list[Verdict]] = Future()
+
+            def finish(graded: Future[list[Verdict]]) -> None:
+                if replaced.set_running_or_notify_cancel():
+                    error = graded.exception()
+                    replaced.set_result(scripted) if error is None else replaced.set_exception(error)
+
+            graded.add_done_callback(finish)
+            return replaced
+
+        return verify
+
+
+def make_folder(folder: pathlib.Path, tokenizer: pathlib.Path, architecture: Architecture, seed: int) -> None:
+    """Writes a model of random weights with the tokenizer of another folder.
+
+    Raises:
+      ValueError: `tokenizer` is not a folder.
+    """
+    if not tokenizer.is_dir():
+        raise ValueError(f"{tokenizer} is not a folder: --config.model.path must name one, for its tokenizer.")
+    params = transformer.init(architecture, jax.random.key(seed))
+    huggingface.save(folder, architecture, params)
+    for file in tokenizer.iterdir():
+        if file.is_file() and file.name != "config.json" and ".safetensors" not in file.name:
+            shutil.copyfile(file, folder / file.name)
+
+
+# ---- one run with clocks ---------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds of one iteration by phase; "programs" are those of the learner on the device."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    def call(self, phase: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Calls a function and adds its seconds to a phase."""
+        begin = time.perf_counter()
+        result = function(*arguments, **keywords)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - begin
+        return result
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClockedUpdates(Updates):
+    """Updates whose scoring is timed."""
+
+    clock: Clock
+
+    def minibatches(self, *arguments: Any, **keywords: Any) -> Any:
+        """As that of `Updates`."""
+        return self.clock.call("score", super().minibatches, *arguments, **keywords)
+
+    def check_logprobs(self, *arguments: Any, **keywords: Any) -> Any:
+        """As that of `Updates`."""
+        return self.clock.call("score", super().check_logprobs, *arguments, **keywords)
+
+
+class ClockedRun:
+    """A run whose phases are timed, and the programs of its learner; `stack` closes its files."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        verifiers: VerifierPool,
+        params: Params,
+        script: Script | None,
+        stack: contextlib.ExitStack,
+    ):
+        self.clock, learner, self.verifiers, self.script = Clock(), trainer.learner, verifiers, script
+        for name in ("score", "update"):
+            setattr(learner, name, functools.partial(self._on_device, getattr(learner, name)))
+        updates = ClockedUpdates(trainer.config, trainer.strategy, learner, trainer.workdir, self.clock)
+        rollouts = trainer.rollouts if script is None else ScriptedRollouts(trainer.components.engine, script)
+        self.trainer = dataclasses.replace(trainer, updates=updates, rollouts=rollouts)
+        self.checkpoints, self.identity, self.state = begin_or_resume(self.trainer, params, stack)
+        self.interrupt = stack.enter_context(Interrupt())
+        self.ahead = stack.enter_context(DrawAhead[Drawn]())
+        self.progress = Progress(total=1, done=0, quiet=True)
+
+    def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
+        return self.clock.call("programs", lambda: jax.block_until_ready(program(*arguments)))
+
+    def next_iteration(self) -> Mapping[str, float]:
+        """Runs one iteration without a checkpoint; returns its metrics."""
+        run = self.trainer, self.verifiers, self.interrupt, self.progress, self.ahead
+        state, stop = train_iteration(*run, self.state)
+        if stop is not None:
+            raise stop
+        assert state.pending is not None
+        self.state = dataclasses.replace(state, pending=None)
+        return state.pending
+
+    def timed_iteration(self, turn: int) -> dict[str, float]:
+        """Runs one iteration with a checkpoint; returns its seconds by phase, and counts of its collection.
+
+        In a run a checkpoint is written during the next iteration; here writing is waited for, after the clock.
+        """
+        del turn
+        self.clock.seconds = seconds = {}
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        metrics = self.next_iteration()
+        record = to_record(self.state) | self.identity
+        self.clock.call("checkpoint", self.checkpoints.save, self.state.iteration, self.state.learner, record)
+        total, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+        self.checkpoints.wait()
+        written = time.perf_counter() - begin - total
+        seconds["collect"], seconds["update"] = metrics["time/collect_s"], metrics["time/update_s"]
+        # The device is busy in a collection unless it waits for the host.
+        busy = seconds["collect"] - metrics["time/host_between_windows_s"] + seconds.get("programs", 0.0)
+        phases = {f"{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
+        return {
+            "seconds": total,
+            "cpu_seconds": cpu,
+            **phases,
+            "other_s": total - sum(phases.values()),
+            "verify_s": metrics["time/verify_s"],
+            "checkpoint_written_s": written,
+            "host_between_windows_s": metrics["time/host_between_windows_s"],
+            "outside_device_share": 1 - busy / total,
+            "tokens": metrics["collection/tokens"],
+            "responses": metrics["collection/responses"],
+            "tokens_per_s": metrics["collection/tokens"] / total,
+            "slot_utilisation": metrics["collection/slot_utilisation"],
+            "updates": metrics["update/count"],
+        }
+
+
+def begin(
+    config: Config,
+    workdir: pathlib.Path,
+    lengths: Lengths,
+    architecture: Architecture | None,
+    stack: contextlib.ExitStack,
+) -> ClockedRun:
+    """Begins a run in a new work directory; with an architecture, of random weights of that shape.
+
+    Nothing is evaluated.
+    """
+    workdir.mkdir()
+    config = components_lib.for_devices(config_lib.replaced(config, inputs.QUIET | {"evaluation.every": 0}))
+    verifiers = stack.enter_context(components_lib.verifier_pool(config))
+    folder = components_lib.model_folder(config.model.path, config.model.revision)
+    if architecture is not None:
+        make_folder(workdir / "model", folder, architecture, config.seed)
+        folder = workdir / "model"
+    config_lib.check(config)
+    components = components_lib.build(config, folder)
+    prompts = components.prompts(config.data.prompts, config)
+    has_weights, script = any(folder.glob("*.safetensors")), None
+    if architecture is not None or not has_weights:
+        script = Script(lengths, config.sampling.max_response_tokens, config.seed)
+        engine = components.engine
+        options = dataclasses.replace(engine.options, stop_ids=())  # which random weights would draw at times
+        engine = Engine(engine.architecture, options, mesh=engine.mesh, learner_mesh=components.mesh)
+        fields: dict[str, Any] = {each.name: getattr(components, each.name) for each in dataclasses.fields(components)}
+        fields["engine"] = engine
+        components = ScriptedComponents(**fields, script=script)
+    if has_weights:
+        params = components_lib.load_params(config, components)
+    else:
+        dtype = jnp.dtype(config.model.parameter_dtype)
+        params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh, dtype)
+    trainer = make_trainer(config, workdir, components, prompts, params)
+    return ClockedRun(trainer, verifiers, params, script, stack)
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """Another program to measure: its name, the interpreter of its environment, and its micro-batches."""
+
+    name: str
+    python: str
+    micro_batches: int
+
+
+def start_baseline(
+    baseline: Baseline, trainer: Trainer, script: Script | None, iterations: int
+) -> tuple[JsonSubprocess, dict[str, Any]]:
+    """Starts a baseline with the weights, prompts and rewards of a run; returns it and its description.
+
+    Raises:
+      ValueError: its iterations would be other work, or it does not start.
+    """
+    name, collection, limit = baseline.name, trainer.config.collection, trainer.config.sampling.max_response_tokens
+    if script is None or (script.lengths(np.random.default_rng(0), (1_000,)).round() != limit).any():
+        raise ValueError(
+            f"--against={name} needs random weights whose responses all have sampling.max_response_tokens: --shape or "
+            f"--model, and --lengths={limit},0.0001,{limit},{limit}."
+        )
+    if collection.strategy != "grpo" or collection.prompts_per_iteration != trainer.config.learning.prompts_per_update:
+        raise ValueError(
+            f"--against={name} does GRPO with one update an iteration. Set collection.strategy=grpo, and learning."
+            "prompts_per_update to collection.prompts_per_iteration."
+        )
+    chosen, cursor = [], PromptCursor(trainer.config.seed)
+    for _ in range(iterations):
+        prompts, cursor = next_prompts(trainer.prompts, cursor, collection.prompts_per_iteration)
+        chosen += prompts
+    draws = range(collection.group_size)
+    rewards = [[script.verdict(prompt, draw).reward for draw in draws] for prompt in chosen]
+    process = JsonSubprocess(name, [baseline.python, str(BASELINES[name])])
+    return process, process.load_baseline(
+        model=str(trainer.components.folder), rewards=rewards, response_tokens=limit,
+        prompts=[trainer.components.tokenizer.decode(prompt.tokens) for prompt in chosen],
+        prompts_per_iteration=collection.prompts_per_iteration, micro_batches=baseline.micro_batches,
+    )  # fmt: skip
+
+
+def measure(
+    config: Config,
+    *,
+    variants: Sequence[str] = DEFAULT_VARIANTS,
+    repeat: int = 3,
+    lengths: Lengths,
+    architecture: Architecture | None = None,
+    against: Baseline | None = None,
+) -> dict[str, Any]:
+    """Measures iterations of each variant in turns; the first of each compiles and is not timed.
+
+    An architecture gives random weights of that shape, with the configured model's tokenizer, and `lengths` are those
+    of the responses of random weights.
+
+    Returns:
+      By variant, medians over iterations, explained in docs/performance.md; "barrier_ratio", "overlap_ratio" and
+      "invariant_ratio", tokens a second of "rounds" over theirs; with a baseline "time_ratio" and "cpu_time_ratio",
+      seconds of the first variant over its own.
+
+    Raises:
+      ValueError: an unknown variant, or a configuration that can't be run.
+    """
+    unknown = sorted(set(variants) - set(VARIANTS))
+    if unknown or not variants:
+        raise ValueError(f"--variants has {unknown}; it must name some of {', '.join(VARIANTS)}.")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        runs = {
+            name: begin(
+                config_lib.replaced(config, VARIANTS[name]), pathlib.Path(folder) / name, lengths, architecture, stack
+            )
+            for name in variants
+        }
+        iterate = {name: run.timed_iteration for name, run in runs.items()}
+        first, described = runs[variants[0]], {}
+        trainer = first.trainer
+        if against is not None:
+            process, described = start_baseline(against, trainer, first.script, 1 + repeat)
+            stack.callback(process.close)
+            iterate[against.name] = process.run
+        timed = in_turns(iterate, repeat, lambda taken: f"{taken['seconds']:.2f} s")
+    result: dict[str, Any] = {
+        name: {key: statistics.median(one[key] for one in taken[1:]) for key in taken[0]}
+        | {"iterations": repeat, "first_iteration_s": taken[0]["seconds"], "all_seconds": [x["seconds"] for x in taken]}
+        for name, taken in timed.items()
+    }
+    for name in variants:
+        if "rounds" in result and name != "rounds":
+            result[f"{name}_ratio"] = result["rounds"]["tokens_per_s"] / result[name]["tokens_per_s"]
+    if against is not None:
+        ours, theirs = result[variants[0]], result[against.name]
+        theirs |= described | {"micro_batches": against.micro_batches}
+        if ours["tokens"] != theirs["tokens"]:
+            raise ValueError(f"{ours['tokens']:,} tokens, and {theirs['tokens']:,} of {against.name}: other work.")
+        result |= {f"{key}time_ratio": ours[f"{key}seconds"] / theirs[f"{key}seconds"] for key in ("", "cpu_")}
+    scripted, model = isinstance(trainer.rollouts, ScriptedRollouts), models.describe(trainer.components.architecture)
+    return result | machine() | {"scripted": scripted, "model": model}
+
+
+def run(options: flags.FlagValues) -> dict[str, Any]:
+    """Measures the configuration of the flags."""
+    check_baseline(options, BASELINES)
+    against = options.against and Baseline(options.against, options.against_python, options.micro_batches)
+    return measure(
+        inputs.config_of(options),
+        variants=options.variants,
+        repeat=options.repeat or 3,
+        lengths=workloads.parse_lengths(options.lengths or workloads.ADAPTIVE_LENGTHS),
+        architecture=inputs.architecture_of(options) if options.shape or options.model else None,
+        against=against,
+    )
+
+
+if __name__ == "__main__":
+    command_line.start("iteration", run)

@@ -1,0 +1,146 @@
+"""Flags of all measurements; `inputs` has what the flags name."""
+
+import sys
+from collections.abc import Collection
+
+from absl import flags
+
+from reinforce_ada_jax import cli
+from reinforce_ada_jax.policy.presets import PUBLISHED
+
+STRINGS = {
+    "workload": (None, "A rollout workload such as bench/baselines/rollout_tiny.json; without it, --requests."),
+    "model": (None, f"A Hugging Face folder, with weights or without, or one of {', '.join(PUBLISHED)}."),
+    "shape": (
+        None,
+        "HIDDENxLAYERS, or a published name: a random model, written to the folder --model if that does not exist.",
+    ),
+    "dtype": (
+        "auto",
+        "Type of weights and arithmetic; auto: float32 on CPUs and for `update`, bfloat16 on other devices and for "
+        "`accelerator`.",
+    ),
+    "kv_dtype": ("model", "Type of the engine's keys and values: model (as --dtype) or int8."),
+    "weight_dtype": ("model", "Type of the matrices that the engine decodes from: model (as --dtype) or int8."),
+    "attention": ("auto", "The attention backend of the engine."),
+    "against": (None, "Also measure this baseline, in alternating repetitions: transformers, or trl for `iteration`."),
+    "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),
+    "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
+    "topology": (None, "`split`: predict the times of this TPU slice, such as v5e:2x4; nothing runs on it."),
+    "json": (None, "File for the numbers."),
+    "output": ("runs/learning", "Folder for the runs of `learning`, their table and their figure."),
+}
+# Defaults are those that `rollout` was tuned to on two cores.
+INTEGERS = {
+    "slots": (64, "Responses decoded at the same time, in all replicas together."),
+    "replicas": (None, "Copies of the weights, each with an equal share of the slots; default on a CPU: one per core."),
+    "window": (64, "Tokens decoded for all slots in one dispatch."),
+    "page_size": (32, "Tokens of a page."),
+    "pages": (0, "Number of pages; 0: enough that no slot waits for one."),
+    "open_prompts": (
+        0,
+        "Prompts whose pages each replica holds at a time; 0: a quarter more than slots, or half (rounds below 4).",
+    ),
+    "prefill_tokens": (128, "Prompt tokens that a replica prefills before a decode step."),
+    "drafts": (None, "Most tokens that a step of `rollout` guesses for a slot; default: as in a run."),
+    "repeat": (
+        None,
+        "Timed repetitions; 5 of `rollout`, `update` and `split`, 1 of `adaptive`, 3 of the others.",
+    ),
+    "requests": (
+        None,
+        "Number of prompts, if there is no --workload; default of `serve` 256, of `turns` four for each slot.",
+    ),
+    "prompt_tokens": (None, "Length of prompts; default 512, for `update`, `serve` and `turns` 64."),
+    "samples": (1, "Responses to each prompt of --requests."),
+    "response_tokens": (
+        None,
+        "Length of responses, if --lengths is not given; default 1024, for `update`, `serve` and `turns` 128.",
+    ),
+    "prompts": (512, "Prompts of the `adaptive` workload."),
+    "samples_per_round": (8, "Draws of one round of `adaptive`."),
+    "turns": (4, "Turns of a trajectory of `turns`."),
+    "environment_tokens": (8, "Tokens of the environment between two turns, of the --response_tokens of `turns`."),
+    "max_rounds": (4, "Most rounds of `adaptive`."),
+    "hosts": (1, "Simulation: hosts that decode in step, each with --slots and a share of --prompts."),
+    "max_response_tokens": (
+        None,
+        "Simulation: token limit of responses; the prescribed lengths by default.",
+    ),
+    "copy_mb": (1024, "Size of the array whose copying gives the memory bandwidth, with --requests."),
+    "seed": (0, "Seed of workloads and random weights."),
+    "seeds": (5, "Runs of `learning` for each algorithm."),
+    "updates": (None, "Updates of each run of `learning`; default: those of its table."),
+    "jobs": (1, "Runs of `learning` at the same time, one core each."),
+    "rows": (None, "Rows of the batch of `loss` (16), responses of the minibatch of `update` (64)."),
+    "micro_batches": (8, "Micro-batches of `update`, and of the baseline of `iteration`."),
+    "pack": (1, "Above 1: `update` is also measured with at most this many responses in a row."),
+    "threads": (0, "Threads of each process of `update`; 0: all cores."),
+    "layers": (28, "Layers of the small model whose host time `update` measures."),
+    "row_tokens": (1024, "Tokens of a row of `loss`."),
+    "words": (151_936, "Vocabulary size of `loss`."),
+    "columns": (256, "Size of the hidden states of `loss`."),
+}
+FLOATS = {  # default, most, text
+    "zero_rows": (None, 1.0, "Share of responses without advantage; `update` is measured with and without them."),
+    "temperature": (None, None, "Sampling temperature of `rollout`; default: the workload's."),
+    "learning_rate": (None, None, "Learning rate of all runs of `learning`; default: those of its table."),
+    "scale": (1.0, None, "Factor of the response lengths of `adaptive`."),
+    "bandwidth": (None, None, "Memory bandwidth in bytes per second, for a simulation of --model."),
+}
+BOOLEANS = {
+    "against_plain": "PyTorch takes the minibatch of `update` as one piece, and recomputes nothing.",
+    "barrier": "Also measure with the rounds of all prompts in step.",
+    "simulate": "Run only the scheduling, in virtual time.",
+}
+ZERO_ALLOWED = ("drafts", "pages", "open_prompts", "seed", "threads")
+# Settings of each variant of `iteration`; prompts, seeds and everything else are alike.
+VARIANTS = {
+    "rounds": {"collection.barrier": False, "collection.overlap_iterations": 0},
+    "barrier": {"collection.barrier": True, "collection.overlap_iterations": 0},
+    "overlap": {"collection.barrier": False, "collection.overlap_iterations": 1},
+    "invariant": {"collection.barrier": False, "collection.overlap_iterations": 0, "model.numerics": "invariant"},
+}
+DEFAULT_VARIANTS = ("rounds", "barrier", "overlap")  # possible with any configuration
+
+
+def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
+    """Defines every flag of every measurement."""
+    for name, (default, text) in STRINGS.items():
+        flags.DEFINE_string(name, default, text, flag_values=values)
+    for name, (default, text) in INTEGERS.items():
+        flags.DEFINE_integer(name, default, text, lower_bound=0 if name in ZERO_ALLOWED else 1, flag_values=values)
+    for name, text in BOOLEANS.items():
+        flags.DEFINE_bool(name, False, text, flag_values=values)
+    for name, (default, most, text) in FLOATS.items():
+        flags.DEFINE_float(name, default, text, lower_bound=0.0, upper_bound=most, flag_values=values)
+    flags.DEFINE_enum(
+        "strategy", "balance", ("balance", "positive"), "Stopping rule of the adaptive workload.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "speculative", None, "Draw in idle slots before verdicts are there; default: if a round is below a group.",
+        flag_values=values,
+    )  # fmt: skip
+    flags.DEFINE_list("cost", [], "Costs of a simulation in seconds: decode_step=0.01,...", flag_values=values)
+    flags.DEFINE_enum("task", "cipher", ["cipher", "words"], "Problems of `learning`.", flag_values=values)
+    flags.DEFINE_list("algorithms", [], "Algorithms of `learning`; all by default.", flag_values=values)
+    flags.DEFINE_list(
+        "variants", list(DEFAULT_VARIANTS), f"Variants of `iteration`, of {', '.join(VARIANTS)}.", flag_values=values
+    )
+    cli.config_flag(values, "The configuration of `iteration`, `split` and `preemption`: a packaged one, or a file.")
+    return values
+
+
+def log(text: str) -> None:
+    """Prints a line on the progress of a measurement."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def check_baseline(options: flags.FlagValues, baselines: Collection[str]) -> None:
+    """Raises ValueError where --against names no baseline, or one that couldn't read the weights."""
+    if options.against is None:
+        return
+    if options.against not in baselines:
+        raise ValueError(f"--against={options.against} is not one of {', '.join(baselines)}.")
+    if options.model in PUBLISHED:
+        raise ValueError("--against needs a --model folder with weights, which both can read.")

@@ -1,0 +1,48 @@
+"""A training that says on standard output where it is: the process that `preemption.py` tells to end.
+
+python -m bench.preemption_worker CONFIG_JSON WORKDIR
+"""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Mapping
+
+from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.distributed.watchdog import RESTART
+from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.training import loop, startup
+
+
+def say_phases(progress: Progress, iterations: int) -> None:
+    """Lets a progress line print "ITERATIONS TEXT" for each phase, with the number of iterations finished by then."""
+    phase, count = progress.phase, progress.iteration
+
+    def said(text: str) -> None:
+        print(iterations, text, flush=True)
+        phase(text)
+
+    def counted(numbers: Mapping[str, str]) -> None:
+        nonlocal iterations
+        iterations += 1
+        count(numbers)
+
+    progress.phase, progress.iteration = said, counted
+
+
+def main(config: pathlib.Path, workdir: pathlib.Path) -> None:
+    """Trains, or resumes, and ends as `train` does."""
+    with contextlib.ExitStack() as stack:
+        checked = config_lib.from_json(config.read_text(encoding="utf-8"))
+        run, state = startup.start(checked, workdir, make_evaluator_fn, stack, quiet=True)
+        say_phases(run.progress, state.iteration - (state.pending is not None))
+        outcome = loop.run_to_end(run, state)
+    if outcome.ending is loop.Ending.PREEMPTED:
+        sys.exit(RESTART)
+    if outcome.message:
+        sys.exit(outcome.message)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))
