@@ -31,7 +31,6 @@ def get_config() -> ConfigDict:
     config.reward.kind = "math"
     config.collection.prompts_per_iteration = 16
     config.sampling.max_response_tokens = 48
-    config.sampling.slots = 32
     config.sampling.window = 16
     config.sampling.page_size = 16
     config.learning.prompts_per_update = 16

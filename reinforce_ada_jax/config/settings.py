@@ -277,7 +277,8 @@ class CollectionConfig:
     )  # fmt: skip
     speculative: bool | None = setting(
         None, "Idle slots start a prompt's next rounds before its verdicts are there; draws that are not needed are "
-        "discarded: the same samples, less time. Default: where samples_per_round is below group_size.",
+        "discarded: the same samples, less time. Default: where samples_per_round is below group_size, unless "
+        "slots are chosen for a CPU.",
     )  # fmt: skip
     overlap_iterations: int = setting(
         0, "1: idle slots start the next iteration's prompts, with this iteration's weights.", values.ZERO_OR_ONE,
@@ -316,8 +317,9 @@ class SamplingConfig:
     )
     max_response_tokens: int = setting(2048, "Longest training response in tokens.", values.AT_LEAST_1)
     slots: int = setting(
-        256, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas (with mesh.sampler, in each "
-        "of mesh.sampler / mesh.tensor).", values.AT_LEAST_1,
+        0, "Responses decoded at the same time in each of mesh.data * mesh.fsdp replicas (with mesh.sampler, in each "
+        "of mesh.sampler / mesh.tensor); 0: 256, or on CPUs as many as the strategy keeps busy, at most 64.",
+        values.NOT_NEGATIVE,
     )  # fmt: skip
     window: int = setting(32, "Tokens decoded for all slots in one dispatch.", values.AT_LEAST_1)
     page_size: int = setting(64, "Tokens in one page of the key/value cache.", values.AT_LEAST_1)

@@ -17,12 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from reinforce_ada_jax.collection import slot_choice
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.collection.trajectories import Trajectories
 from reinforce_ada_jax.config import (
+    CollectionConfig,
     Config,
     EvaluationConfig,
+    collection_rules,
     least_pages,
     longest_prompt,
     longest_response,
@@ -39,7 +43,7 @@ from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.environments.workers import EnvironmentPool
 from reinforce_ada_jax.files import buckets
-from reinforce_ada_jax.learning import platform
+from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import hub_models, huggingface, lora
 from reinforce_ada_jax.policy.architecture import Architecture
@@ -66,6 +70,8 @@ from reinforce_ada_jax.training.environments import Environments
 from reinforce_ada_jax.training.reward_check import output_file, reward_columns
 from reinforce_ada_jax.types import Prompt, Response, Verdict
 
+# Slots of a replica where steps of many rows take as long as those of few: all devices but CPUs, and small models.
+MOST_SLOTS = 256
 ASSETS = pathlib.Path(__file__).parents[1] / "assets"
 PACKAGE_PREFIX = "package:"
 
@@ -112,7 +118,8 @@ def load_problems(source: str, config: Config) -> list[Problem]:
 class Components:
     """Parts that a configuration and a model folder determine, without the weights; `mesh` is the learner's.
 
-    `environments` is None where a response is one turn.
+    `environments` is None where a response is one turn. `slots_reason` says why the engine has its number of slots, if
+    it was chosen here.
     """
 
     folder: pathlib.Path
@@ -122,6 +129,15 @@ class Components:
     engine: Engine
     reward_columns: Callable[[Prompt], dict[str, Any]]
     environments: Environments | None
+    slots_reason: str = ""
+
+    def draws_speculatively(self, collection: CollectionConfig) -> bool:
+        """Returns True if idle slots start rounds before the verdicts that ask for them.
+
+        Where slots are chosen for a CPU, few are idle, and each token drawn in vain costs time.
+        """
+        chosen = bool(self.slots_reason) and self.engine.options.slots < MOST_SLOTS
+        return collection_rules.draws_speculatively(collection) and not (chosen and collection.speculative is None)
 
     def prompts(self, source: str, config: Config, report: Callable[[str], None] | None = None) -> list[Prompt]:
         """The tokenised prompts of a source; `report` gets a line on what was read."""
@@ -168,15 +184,40 @@ class Components:
         return verify
 
 
-def engine_options(config: Config, architecture: Architecture, stop_ids: tuple[int, ...]) -> EngineOptions:
-    """Returns the options of the engine that a configuration describes; pages and open prompts of 0 are computed."""
+def choose_slots(
+    config: Config, architecture: Architecture, platform: str, strategy: Strategy | None = None
+) -> tuple[int, str]:
+    """Returns the slots of a replica, and why these, if `sampling.slots` leaves the choice open.
+
+    On CPUs the time of a step grows with its rows, idle ones included. So a training, which has a strategy, gets as
+    many slots as its rounds keep busy. Models as small as the built-in ones take the same time with any number.
+    """
+    if config.sampling.slots:
+        return config.sampling.slots, ""
+    if platform != "cpu" or architecture.num_parameters < platform_lib.LARGE:
+        return MOST_SLOTS, f"the default for {'small models' if platform == 'cpu' else platform.upper() + 's'}"
+    if strategy is None:
+        return slot_choice.CHOICES[0], "on a CPU more rows are no cheaper each"
+    prompts = config.collection.prompts_per_iteration
+    slots, share = slot_choice.choose_slots(strategy, prompts)
+    return slots, f"of which {prompts} prompts are expected to keep {share:.0%} busy without draws ahead of verdicts"
+
+
+def engine_options(
+    config: Config, architecture: Architecture, stop_ids: tuple[int, ...], slots: int | None = None
+) -> EngineOptions:
+    """Returns the options of the engine that a configuration describes; what is 0 in it is computed.
+
+    `slots` are those of `choose_slots`; None: `sampling.slots`.
+    """
     sampling = config.sampling
+    slots = slots or sampling.slots or MOST_SLOTS
     # With only as many open prompts as slots, the queue runs dry while next rounds are on their way
     # (docs/performance.md); behind a barrier none is closed before the last round has begun.
-    open_prompts = enough_open_prompts(sampling.slots, config.collection.samples_per_round)
+    open_prompts = enough_open_prompts(slots, config.collection.samples_per_round)
     barrier_prompts = config.collection.prompts_per_iteration if config.collection.barrier else 0
     options = EngineOptions(
-        slots=sampling.slots,
+        slots=slots,
         window=sampling.window,
         page_size=sampling.page_size,
         pages=sampling.pages,
@@ -216,11 +257,13 @@ def for_devices(config: Config, workdir: pathlib.Path | None = None) -> Config:
       ValueError: JAX finds no device, or the work directory is damaged.
     """
     config = config if workdir is None else with_saved_dtype(config, workdir)
-    return platform.chosen_dtype(config, mesh_lib.available_devices()[0].platform)
+    return platform_lib.chosen_dtype(config, mesh_lib.available_devices()[0].platform)
 
 
-def build(config: Config, folder: pathlib.Path) -> Components:
+def build(config: Config, folder: pathlib.Path, strategy: Strategy | None = None) -> Components:
     """Reads the folder's JSON files and builds mesh and engine; no weight is read and nothing is compiled.
+
+    `strategy` is that of a training.
 
     Raises:
       ValueError: the folder, the configuration or the machine is wrong; the message says what to change.
@@ -234,13 +277,14 @@ def build(config: Config, folder: pathlib.Path) -> Components:
             f"the tokenizer of {folder} has {tokenizer.vocab_size} tokens, the model's embedding only "
             f"{architecture.vocab_size} rows: they don't belong together."
         )
-    options = engine_options(config, architecture, tokenizer.stop_ids)
+    slots, reason = choose_slots(config, architecture, jax.default_backend(), strategy)
+    options = engine_options(config, architecture, tokenizer.stop_ids, slots)
     options = with_drafts(options, architecture, config.sampling.drafts, jax.default_backend())
     mesh, sampler_mesh = mesh_lib.split_meshes(config.mesh)
     engine = Engine(architecture, options, mesh=sampler_mesh, learner_mesh=mesh)
     environments = Environments(config, tokenizer) if config.environment.path else None
     columns = functools.partial(reward_columns, config)
-    return Components(folder, architecture, tokenizer, mesh, engine, columns, environments)
+    return Components(folder, architecture, tokenizer, mesh, engine, columns, environments, reason)
 
 
 def deterministic(config: Config) -> bool:

@@ -164,7 +164,7 @@ def _collected(
                 partial=job.partial,
                 prefetch=job.prefetch,
                 broken_off=broken_off,
-                speculative=collection_rules.draws_speculatively(config.collection),
+                speculative=trainer.components.draws_speculatively(config.collection),
                 turns=turns,
                 on_progress=on_progress,
             )
@@ -198,7 +198,7 @@ def _collection_metrics(
     config, pools = trainer.config, [group.pool for group in groups]
     thresholds = collection_rules.goals(config.collection)
     metrics = collection_metrics(groups, config.collection.group_size, num_prompts, thresholds)
-    if collection_rules.draws_speculatively(config.collection):
+    if trainer.components.draws_speculatively(config.collection):
         metrics |= discarded_metrics(pools)
     if trainer.components.environments is not None:
         metrics |= turn_metrics(pools)

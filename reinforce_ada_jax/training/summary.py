@@ -130,6 +130,7 @@ def summary(
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""
     replicas = f" in each of {components.engine.replicas} replicas" if components.engine.replicas > 1 else ""
     prints = f"; it prints to {buckets.origin(output_file(workdir))}" if config.reward.path else ""
+    chosen = f"; {components.slots_reason}" if components.slots_reason else ""
     longest = options.max_prompt_tokens + options.max_response_tokens
     made_for = (
         f"; the model was made for {architecture.max_positions:,}" if longest > architecture.max_positions else ""
@@ -141,7 +142,7 @@ def summary(
             f"problems    {read}",
             f"memory      weights and moments {trained_bytes / 2**20:,.1f} MiB{over}, cache "
             f"{cache_bytes / 2**20:,.1f} MiB{replicas} ({options.pages} pages of {options.page_size} tokens, "
-            f"{options.slots} slots)",
+            f"{options.slots} slots{chosen})",
             f"budget      {config.iterations} iterations of {collection.prompts_per_iteration} prompts (of "
             f"{num_prompts:,}), {updates_each} each{ahead}; {collection.strategy}: {limit} responses a prompt, "
             f"groups of {collection.group_size}",

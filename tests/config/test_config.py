@@ -39,12 +39,12 @@ def test_the_defaults_are_valid_once_model_and_prompts_are_named():
 AT_LEAST_ONE = """
     data.max_prompt_tokens evaluation.samples evaluation.max_response_tokens checkpoint.keep
     collection.samples_per_round collection.max_rounds collection.prompts_per_iteration sampling.max_response_tokens
-    sampling.slots sampling.window sampling.page_size sampling.prefill_tokens learning.prompts_per_update
+    sampling.window sampling.page_size sampling.prefill_tokens learning.prompts_per_update
     learning.responses_per_row mesh.data mesh.fsdp mesh.tensor
 """.split()
 AT_LEAST_ZERO = """
     seed iterations reward.workers sampling.pages sampling.open_prompts learning.warmup_updates checkpoint.every
-    evaluation.every learning.micro_batches logging.sampled_prompts
+    evaluation.every learning.micro_batches logging.sampled_prompts sampling.slots
 """.split()
 POSITIVE = """
     sampling.temperature learning.learning_rate learning.clip_norm learning.epsilon learning.clip_high

@@ -376,7 +376,7 @@ def test_an_error_of_another_kind_is_no_lack_of_memory():
         (dict(attention="pallas_gpu"), ["sampling.attention is 'pallas_gpu': a TPU", "auto, pallas_tpu or jnp"]),
         (dict(response_tokens=9), ["--mean_response_tokens is 9", "1 to 8"]),
         (dict(draws=0.0), ["--mean_draws is 0.0", "above 0"]),
-        (dict(slots=0), ["sampling.slots is 0"]),
+        (dict(slots=-1), ["sampling.slots is -1"]),
         (dict(file="pyproject.toml/results.json"), ["--json is 'pyproject.toml/results.json'", "is a file"]),
         (dict(), ["needs its compiler", "pip install libtpu"]),
     ],
