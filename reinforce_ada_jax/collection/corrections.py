@@ -9,7 +9,8 @@ to the update; A+ and A- are the sums of a_i over correct and over wrong respons
 signal = f'. analysis/enumeration.py computes the signal of every strategy.
 
     stratified   the kept group stands for the whole pool: signal = E[w(p_hat) p_hat (1 - p_hat)] / (p (1 - p))
-    exact        the first round with a correct response decides: signal = the series of f', cut at the most draws
+    exact        the first round with a correct response sets the weight that all correct draws share: signal = the
+                 series of f', cut at the most draws
     maxrl        (r - p_hat) / p_hat over one round of N: the series of 1 / p, cut at N - 1 draws (arXiv 2602.02710)
 
 Each returns a function of a pool and a mask of its usable draws, which returns the draw indices that are kept and their
@@ -105,17 +106,18 @@ def exact(
     """Returns coefficients with which the update climbs E[f(p)] without bias, for any stopping rule by whole rounds.
 
     The rule must not stop before the first round with a correct response, except at its limit of draws. That round's k
-    correct draws share the weight C(t, k), times their rewards; every other draw has 0. The signal is the series of f',
-    cut at the most draws. A prompt that is never solved adds nothing. The rounds before the first correct response may
-    have any sizes.
+    correct draws decide the weight C(t, k). All correct draws of the pool share it, times their rewards: given that
+    they are correct they are samples of one distribution, and signal(p) has only the sum of their coefficients. Every
+    other draw has 0. The signal is the series of f', cut at the most draws. A prompt that is never solved adds nothing.
+    The rounds before the first correct response may have any sizes.
 
     `control_variate` is subtracted from each draw of the first round. These M draws are always made, so the sum of
     their scores has the mean 0, and nothing is changed in expectation; later rounds need no further rows.
 
     Args:
       objective: gives the series of f'.
-      max_rows: most of the k correct draws that are kept, the first in draw order: the same expectation from fewer
-        rows. None: all.
+      max_rows: most correct draws that are kept, the first in draw order: the same expectation from fewer rows. None:
+        all.
       control_variate: (estimate of the pass rate before drawing, M) -> b. None: 0.
       continue_probability: probability of each further round that no outcome decides; weights are divided by it.
     """
@@ -123,15 +125,14 @@ def exact(
 
     def coefficients(pool: Pool, usable: Bool[np.ndarray, " N"]) -> Coefficients:
         coefficient = np.zeros(len(pool.responses))
-        hits = np.flatnonzero(pool.correct)
-        if hits.size:
+        correct = np.flatnonzero(pool.correct)
+        if correct.size:
             ends = np.cumsum(pool.round_sizes)
-            number = int(np.searchsorted(ends, hits[0], side="right"))
-            hits = hits[hits < ends[number]]
-            size = pool.round_sizes[number]
-            share = weight(size, int(ends[number]) - size, len(hits)) / continue_probability**number
-            rows = hits[:max_rows]
-            coefficient[rows] = share / len(rows) * pool.rewards[rows]
+            number = int(np.searchsorted(ends, correct[0], side="right"))
+            size, hits = pool.round_sizes[number], int((correct < ends[number]).sum())
+            rows = correct[:max_rows]
+            share = weight(size, int(ends[number]) - size, hits) / continue_probability**number / len(rows)
+            coefficient[rows] = share * pool.rewards[rows]
         if control_variate is not None:
             size = pool.round_sizes[0]
             coefficient[:size] -= control_variate(_estimate(pool), size)
@@ -206,18 +207,23 @@ def from_settings(config: CollectionConfig, objective: Objective, max_draws: int
 
 
 def _exact(config: CollectionConfig, objective: Objective, max_draws: int | None) -> dict[str, Any]:
-    """Returns the correction `exact`; `keep` = "group" limits a prompt's correct rows to n."""
+    """Returns the correction `exact`.
+
+    A prompt has at most as many correct rows as a round or a group has draws, or n with `keep` = "group", or all that
+    the rule allows with "pool".
+    """
     control_variates = {
         "none": None,
         "constant": lambda estimate, size: config.control_variate_constant,
         "estimate": lambda estimate, size: control_variate_at(objective, size, estimate),
     }
-    limit = config.group_size if config.keep == "group" else None
     size = collection_rules.first_round(config)
     assert size is not None  # `correction_fits`
-    most = size if limit is None else min(size, limit)
-    if config.control_variate != "none":  # the first round, and the correct rows of a later one
-        most = size if max_draws == size else size + most
+    limit = {"group": config.group_size, "pool": None}.get(config.keep, max(size, config.group_size))
+    possible = [number for number in (limit, collection_rules.max_correct(config), max_draws) if number is not None]
+    most = min(possible, default=None)
+    if config.control_variate != "none" and most is not None:  # the first round, and the correct rows of later ones
+        most = size + most if max_draws is None else min(max_draws, size + most)
     coefficients = exact(
         objective,
         max_rows=limit,

@@ -38,6 +38,15 @@ def goals(collection: CollectionConfig) -> tuple[int, int]:
     )
 
 
+def max_correct(collection: CollectionConfig) -> int | None:
+    """Returns the most correct draws of a prompt whose rounds end by correct ones alone; None where they may go on."""
+    if collection.strategy == "balance":
+        return None
+    before = goals(collection)[0] - 1 if collection.strategy == "positive" else 0
+    size = first_round(collection)
+    return None if size is None else before + size
+
+
 def draw_budget(collection: CollectionConfig) -> float:
     """Returns the mean draws of a prompt under `estimate`."""
     return float(collection.samples_per_round if collection.budget is None else collection.budget)

@@ -80,15 +80,32 @@ def test_rounds_of_different_sizes_climb_the_same_series(sizes):
     assert signal == pytest.approx(5 * 0.7**4 * (most >= 5), rel=1e-12)
 
 
-def test_the_first_successful_round_alone_has_weight():
-    # balance goes on after round 1 for a second correct response, which adds nothing.
+def test_all_correct_draws_share_the_weight():
+    # balance goes on after round 1 for a second correct response; the round after that has two more.
     group = group_of(config("balance", 4, 4), [0, 0, 0, 0, 0, 1, 0, 0, 1, 1, 0, 0] + [0] * 4)
-    assert (group.kept.tolist(), group.advantages.tolist()) == ([5], [1.0])
+    assert group.kept.tolist() == [5, 8, 9]
+    np.testing.assert_allclose(group.advantages, [1 / 3] * 3, rtol=1e-14)
     group = group_of(config("balance", 4, 4), [0, 1, 1, 0] + [0] * 12)
     assert (group.kept.tolist(), group.advantages.tolist()) == ([1, 2], [0.5, 0.5])
     # All correct is a success too, and never solved is nothing.
     assert group_of(config("positive", 4, 4), [1] * 16).advantages.tolist() == [0.25] * 4
     assert not group_of(config("positive", 4, 4), [0] * 16).kept.size
+    # The first successful round sets it: of one correct draw among 4, c is that of the mean order, 1/4 for identity.
+    group = group_of(config("balance", 4, 4, objective="identity", correction="exact"), [0, 0, 0, 1, 1] + [0] * 11)
+    assert (group.kept.tolist(), group.advantages.tolist()) == ([3, 4], [0.125, 0.125])
+
+
+def test_rows_of_correct_draws_are_limited_without_a_change_of_the_weight():
+    # All correct, so balance looks for wrong ones until the end: 16 correct draws.
+    for keep, rows in (("", 4), ("group", 2), ("pool", 16)):
+        settings = config("balance", 4, 4, keep=keep, group_size=2)
+        group = group_of(settings, [1] * 16)
+        assert group.kept.tolist() == list(range(rows)) and group.advantages.sum() == pytest.approx(1.0, rel=1e-14)
+        assert strategies.build(settings).max_kept == rows
+    # Where rounds end by correct draws alone, no more rows are reserved than there can be.
+    assert strategies.build(config("positive", 1, 16)).max_kept == 1
+    assert strategies.build(config("positive", 8, 4)).max_kept == 8
+    assert strategies.build(config("positive", 4, 8, k_pos=3, keep="pool")).max_kept == 6
 
 
 def test_single_draws_until_the_first_success():
