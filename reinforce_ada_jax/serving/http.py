@@ -4,8 +4,11 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
+import os
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import jax
 from starlette.applications import Starlette
@@ -21,6 +24,7 @@ from reinforce_ada_jax.serving.settings import ServerSettings
 HUNG_UP = 499  # nobody reads this status; it is counted
 # Bodies with more bytes are large. Those of 1,024 connections below it are 256 MiB at most.
 LARGE_BODY, LARGE_BODIES = 2**18, 8
+ENDING_S = 3  # for the ends of answers that are broken off after --grace_s
 DRAINED = 2**26  # bytes of a refused body that are read, and not kept
 
 
@@ -124,11 +128,21 @@ def check_json_values(body: bytes, most: int) -> None:
         )
 
 
+def end_process() -> NoReturn:
+    """Ends the process while a program runs on the devices, which can't be interrupted; there is nothing to save.
+
+    An ordinary end takes the devices from the thread that uses them, and aborts.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def http_server(settings: ServerSettings, application: Starlette) -> LimitedServer:
     """Returns an HTTP server of an application."""
     return LimitedServer(LimitedConfig(
         application, settings.request_s, most_connections(),
-        timeout_graceful_shutdown=int(min(settings.grace_s, 3600)),
+        timeout_graceful_shutdown=int(min(settings.grace_s, 3600)) + ENDING_S,
     ))  # fmt: skip
 
 

@@ -547,7 +547,7 @@ def test_the_official_client(server):
 def test_the_command_answers_early_and_ends_with_a_signal():
     command = ["-m", "reinforce_ada_jax.serve", "--api=openai", "--model=cipher=package:cipher", "--port=0"]
     options = ["--dtype=float32", "--slots=4", "--page_size=16", "--max_prompt_tokens=16", "--max_response_tokens=16"]
-    options += ["--grace_s=1"]
+    options += ["--grace_s=1", "--waiting=6000"]
     process = Forked(command + options, environment())
     try:
         wait_until(lambda: process.said().count("\n") >= 2)
@@ -557,8 +557,18 @@ def test_the_command_answers_early_and_ends_with_a_signal():
         wait_until(lambda: _status(address) == 503)
         wait_until(lambda: process.said().count("\n") >= 3)
         assert process.said().splitlines()[2].startswith("ready") and _status(address) == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0 and process.communicate()[0].splitlines()[3:] == ["stopped"]
+        # Five thousand responses, which take longer than --grace_s: the stream ends in order, with an error.
+        body = {"model": "cipher", "prompt": [PROMPT] * 5, "n": 1000, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGINT)
+            *_, last = (line for line in lines if line)
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["code"] == "not_ready" and "the server stops" in error["message"]
+        assert process.wait(30) == 0
+        out, err = process.communicate()
+        assert out.splitlines()[3:] == ["stopped"] and "Traceback" not in err and "Exception" not in err, err
     finally:
         process.kill()
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import json
+import pathlib
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from reinforce_ada_jax.data.tokenizer import Tokenizer  # noqa: E402
 from reinforce_ada_jax.policy import adapter_files, huggingface  # noqa: E402
 from reinforce_ada_jax.serving import http as http_lib  # noqa: E402
 from reinforce_ada_jax.serving.settings import ServerSettings, bind  # noqa: E402
+from reinforce_ada_jax.serving.tinker import adapters as adapters_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import server as server_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import service as service_lib  # noqa: E402
 from reinforce_ada_jax.serving.tinker import store as store_lib  # noqa: E402
@@ -358,10 +360,10 @@ def test_a_silent_session_ends_alone(server, client, other):
     # Its client dies before it has sent the request before this one, which so can never run.
     step = {"model_id": lost.model_id, "seq_id": 50, "adam_params": {}}
     future = posted(address, "/api/v1/optim_step", step)[1]
-    assert service.store.num_waiting() == 1
+    assert service.store.num_waiting() == {lost.model_id: 1}
     service.seen[lost.model_id.split(":")[0]] -= 1000
     service.end_silent_sessions()
-    assert service.store.num_waiting() == 0
+    assert service.store.num_waiting() == {}
     _, answer = posted(address, "/api/v1/retrieve_future", {"request_id": future["request_id"]})
     assert "no heartbeat came for 300 s (--session_s). Create a training client" in answer["error"]
     with pytest.raises(
@@ -533,7 +535,7 @@ def test_requests_that_wait_have_a_limit_and_can_be_cancelled(server, monkeypatc
     session = post("/api/v1/create_session", begin)[1]["session_id"]
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "cipher"}
     sampler = post("/api/v1/create_sampling_session", asked)[1]["sampling_session_id"]
-    limits = {"waiting": 2, "sessions": len(service.seen)}
+    limits = {"waiting": 2, "sessions": len(service.seen) + 1}
     monkeypatch.setattr(service, "settings", dataclasses.replace(service.settings, **limits))
     monkeypatch.setattr(service.bases["cipher"].sampler, "submit", lambda job: None)  # nothing is answered
 
@@ -547,7 +549,13 @@ def test_requests_that_wait_have_a_limit_and_can_be_cancelled(server, monkeypatc
 
     assert [sample(number)[0] for number in (0, 1, 1)] == [200, 200, 200]  # the third is the second, sent again
     status, answer = sample(2)
-    assert (status, answer["detail"]) == (429, "2 requests are waiting (--waiting): try again later.")
+    assert (status, answer["detail"]) == (429, "2 requests of this session are waiting (--waiting): try again later.")
+    # Another session has its own share, of two sessions one each.
+    second = post("/api/v1/create_session", begin)[1]["session_id"]
+    theirs = post("/api/v1/create_sampling_session", asked | {"session_id": second})[1]["sampling_session_id"]
+    assert [sample(number, sampling_session_id=theirs)[0] for number in (0, 1)] == [200, 429]
+    service.end_session(second, "of this test")
+    assert post("/api/v1/create_session", begin)[0] == 200
     status, answer = post("/api/v1/create_session", begin)
     assert status == 429 and "more may not (--sessions)" in answer["detail"]
     for _ in range(2):  # the second time there is nothing to cancel
@@ -558,6 +566,126 @@ def test_requests_that_wait_have_a_limit_and_can_be_cancelled(server, monkeypatc
     service.end_session(session, "of this test")
     assert result(1)[1]["error"] == f"session {session} has ended: of this test."
     assert sample(3)[0] == 404 and result(3)[0] == 410
+
+
+def opened(service):
+    """A session of a service without HTTP, and a row of a model in it that no worker trains."""
+    session = service.create_session(
+        types.CreateSessionRequest(tags=[], user_metadata=None, sdk_version="0")
+    ).session_id
+    model = store_lib.ModelRow(f"{session}:train:0", session, "cipher", 2, ("q_proj",), {}, 1, 0, time.time(), None)
+    service.store.add_model(model)
+    return session, model.id
+
+
+def test_a_gap_before_requests_takes_no_place_of_other_clients(tmp_path):
+    """64 requests after one that never comes were all that could wait, and kept all other clients out."""
+    service = service_lib.Service(settings_for(tmp_path, waiting=64), tmp_path, {})
+    (_, rude), (_, other) = opened(service), opened(service)
+    taken = 0
+    for seq in range(1000, 0, -1):  # all but the first, which the others wait for
+        with contextlib.suppress(http_lib.Refusal):
+            taken += bool(seq > 1 and service.submit(rude, seq, "optim_step", b"{}"))
+    assert taken == 63  # 2 to 64
+    for seq in range(32, 0, -1):  # of two models each has half
+        service.submit(other, seq, "optim_step", b"{}")
+    with pytest.raises(http_lib.Refusal, match=r"seq_id is 33, the model's next request is 1, and 32 may wait") as late:
+        service.submit(other, 33, "optim_step", b"{}")
+    assert late.value.status == 429
+    assert service.submit(rude, 1, "optim_step", b"{}") == f"{rude}:1"  # always taken: it lets the others run
+    for seq in (2**63, 10**400, -1):
+        with pytest.raises(http_lib.Refusal, match="must number the requests of a model from 1") as wrong:
+            service.submit(rude, seq, "optim_step", b"{}")
+        assert wrong.value.status == 400 and len(str(wrong.value)) < 120
+    service.store.close()
+
+
+def test_a_full_disk_refuses_requests_and_keeps_those_that_were_accepted(server, client, capsys, monkeypatch):
+    """SQLite itself says that there is no space: its file may have no further page."""
+    address, service, _ = server
+    training, _ = trained(client)
+    monkeypatch.setattr("reinforce_ada_jax.serving.tinker.worker.IDLE_S", 0.05)
+    (pages,) = service.store._run("PRAGMA page_count")[0]
+    service.store._run(f"PRAGMA max_page_count={pages}")
+    body = {"model_id": training.model_id, "seq_id": 3, "adam_params": {}, "padding": "x" * 10**5}
+    status, answer = posted(address, "/api/v1/optim_step", body)
+    assert (status, answer["detail"]) == (507, "The disk of --workdir is full: free some space. Nothing was accepted.")
+    # A request that was accepted before the disk was full waits for space, and is then answered once.
+    full, finish = [True], service.store.finish
+
+    def finish_later(request, result, *, replayed):
+        if full[0]:
+            full[0] = False
+            service.store._run("INSERT INTO sessions VALUES (?, ?)", "x" * 10**6, None)
+        finish(request, result, replayed=replayed)
+
+    service.store._run(f"PRAGMA max_page_count={pages + 8}")
+    monkeypatch.setattr(service.store, "finish", finish_later)
+    losses = [training.forward_backward([datum()], "cross_entropy").result(timeout=60).metrics["loss:sum"]]
+    service.store._run("PRAGMA max_page_count=1000000")
+    monkeypatch.undo()
+    losses.append(training.forward([datum()], "cross_entropy").result(timeout=60).metrics["loss:sum"])
+    assert not full[0] and losses[0] == losses[1]
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and error.count("Requests wait until then") == 1
+
+
+def test_weights_that_are_overwritten_are_never_gone(server, client, monkeypatch):
+    """A kill at any moment leaves the old weights or the new ones under their path."""
+    training, _ = trained(client)
+    path = training.save_state("kept").result().path
+    folder = server[1].folder(path)
+    before, worker = (folder / "adapter_model.safetensors").read_bytes(), server[2]
+    model = worker.models[training.model_id]
+
+    class Killed(BaseException):
+        pass
+
+    def save():
+        adapters_lib.save(
+            folder, model.base.learner, model.lora, model.state, model.base.folder, optimizer=True
+        )  # fmt: skip
+
+    def dying(count):
+        """Lets `count` changes of names happen, and dies before the next."""
+        rename, left = pathlib.Path.rename, [count]
+
+        def renamed(source, target):
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            return rename(source, target)
+
+        return renamed
+
+    for count in (0, 1):
+        with monkeypatch.context() as patched, pytest.raises(Killed):
+            patched.setattr(pathlib.Path, "rename", dying(count))
+            save()
+        adapters_lib.recover(folder)
+        assert (folder / "adapter_model.safetensors").read_bytes() == before
+    save()
+    assert sorted(each.name for each in folder.parent.iterdir()) == ["kept"]
+
+
+def test_ready_is_said_when_clients_can_connect(tmp_path, monkeypatch):
+    """The line came up to a second before, and a client that waited for it was refused."""
+    connected_to, service = [], service_lib.Service(settings_for(tmp_path), tmp_path, {})
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    address = "127.0.0.1", free_port()
+
+    def said(line, **_):
+        if line.startswith("ready"):
+            with socket.create_connection(address, timeout=60) as connection:
+                connected_to.append(connection.getpeername())
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server_lib, "start_worker", lambda *_: (service, server_lib.Worker(service)))
+    monkeypatch.setattr("builtins.print", said)
+    server_lib.run(settings_for(tmp_path, port=address[1]), [])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert connected_to == [address]
 
 
 def test_limits_of_the_listener(server, tmp_path):

@@ -122,8 +122,9 @@ class Answer:
             if self._asked.includes_usage:
                 yield _event([self._frame(self._kind, []) | {"usage": self._usage()}])
             yield "data: [DONE]\n\n"
-        except Exception as error:  # the sampler's; the status is sent already
-            yield _event([protocol.error_body(Refusal(500, f"{type(error).__name__}: {error!s:.300}"))])
+        except Exception as error:  # the sampler's, or the end of the server; the status is sent already
+            refusal = error if isinstance(error, Refusal) else Refusal(500, f"{type(error).__name__}: {error!s:.300}")
+            yield _event([protocol.error_body(refusal)])
         finally:
             call.cancel()
 

@@ -51,6 +51,8 @@ class App:
         self.metrics = Metrics(self._num_running, lambda: self.num_open)
         self._backends: dict[str, Backend] = {}
         self._num_requests = 0
+        self._calls: set[Call] = set()
+        self._is_ending = False
         self._bodies = Bodies()
         # One thread: a template's limits are counted in one rendering at a time.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizer")
@@ -58,6 +60,16 @@ class App:
     def set_ready(self, backends: dict[str, Backend]) -> None:
         """Begins to answer requests, with the backend of each model."""
         self._backends = backends
+
+    def stop(self) -> None:
+        """Ends what runs when --grace_s have passed; what comes then is refused."""
+        asyncio.get_running_loop().call_later(self.settings.grace_s, self._end_all)
+
+    def _end_all(self) -> None:
+        self._is_ending = True
+        for call in list(self._calls):
+            call.fail(_stopping())
+        self._wake.set()
 
     def _num_running(self) -> int:
         return sum(backend.sampler.num_running for backend in self._backends.values())
@@ -259,10 +271,13 @@ class App:
         prompts: Prompts,
         terms: Terms,
     ) -> Response:
+        if self._is_ending:
+            raise _stopping()
         self._admit(terms.num_samples * len(prompts))  # again: others were admitted while these were encoded
         self._num_requests += 1
         name, backend = f"request {self._num_requests}", self._backends[served.name]
         call = Call(prompts, terms, served.tokenizer, backend, name, self._response_ended)
+        self._calls.add(call)
         self.num_open += len(call.choices)
         self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
         call.submit()
@@ -295,12 +310,17 @@ class App:
 
     async def _end_call(self, call: Call) -> None:
         call.cancel()
+        self._calls.discard(call)
         if call.is_cancelled:
             self.metrics.cancelled.inc()
         self._wake.set()  # slots to free
         self.metrics.request_s.observe(call.seconds)
         if call.first_token_s is not None:
             self.metrics.first_token_s.observe(call.first_token_s)
+
+
+def _stopping() -> Refusal:
+    return Refusal(503, "the server stops: it ended the response after --grace_s.")
 
 
 async def _finished(request: Request, call: Call) -> bool:

@@ -118,7 +118,8 @@ class Call:
           name: decides the randomness where `terms` have no seed.
           on_end: is called with the generated tokens of each response when it has ended.
         """
-        self.created, self.error = time.time(), None
+        self.created = time.time()
+        self.error: Exception | None = None
         self.first_token_s: float | None = None
         self.num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
         self.terms, self.tokenizer, self._backend = terms, tokenizer, backend
@@ -154,7 +155,7 @@ class Call:
 
     def _done(self, found: list[Sampled] | Exception) -> None:
         if isinstance(found, Exception):
-            self._in_loop(self._fail, found)
+            self._in_loop(self.fail, found)
 
     def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
         try:
@@ -197,14 +198,15 @@ class Call:
         if choice.finish_reason:
             return
         if isinstance(found, Exception):
-            self._fail(found)
+            self.fail(found)
             return
         first = len(found.logprobs) - len(choice.text.pieces)
         choice.scores = Scores(*(values[first:] for values in found))
         self._end(choice, reason)
         self._changed.set()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Ends all responses; `changed` raises the error."""
         self.error = error
         self.cancel()
         self._changed.set()

@@ -1,9 +1,7 @@
 """The OpenAI-compatible server from start to end: it listens, loads, compiles, and serves until a signal."""
 
 import asyncio
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -56,11 +54,12 @@ class Worker:
         """Starts the thread."""
         self._thread.start()
 
-    def stop(self, within_s: float) -> None:
-        """Ends the thread after the window that it runs."""
+    def stop(self, within_s: float) -> bool:
+        """Ends the thread after the window that it runs; returns False if that did not end in time."""
         self._stopping.set()
         self.wake.set()
         self._thread.join(within_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -88,8 +87,8 @@ def _turn(backends: Sequence[Backend]) -> bool:
     return bool(busy) or any(scored)
 
 
-async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
-    """Serves until a signal comes; returns False if that was before the models were loaded.
+async def serve(settings: ServerSettings, models: Sequence[Served]) -> tuple[bool, bool]:
+    """Serves until a signal comes; returns (the models were loaded, the thread of the devices has ended).
 
     Raises:
       Exception: a model could not be loaded.
@@ -101,12 +100,13 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
     wake = threading.Event()
     app = App(settings, models, wake)
     server = http.http_server(settings, app.asgi())
+    server.on_stop = app.stop
     worker = Worker(models, wake)
     worker.start()
     serving, loaded = asyncio.create_task(server.serve(sockets=[listener])), asyncio.wrap_future(worker.loaded)
     await asyncio.wait((serving, loaded), return_when=asyncio.FIRST_COMPLETED)
     if not loaded.done():
-        return False
+        return False, False
     if loaded.exception() is not None:
         server.should_exit = True
         await serving
@@ -115,9 +115,9 @@ async def serve(settings: ServerSettings, models: Sequence[Served]) -> bool:
     following = asyncio.create_task(_stop_with_others(server))
     await serving
     following.cancel()
-    worker.stop(settings.grace_s)
+    has_ended = worker.stop(settings.grace_s)
     hosts.end()
-    return True
+    return True, has_ended
 
 
 async def _stop_with_others(server: uvicorn.Server) -> None:
@@ -142,8 +142,7 @@ def run(settings: ServerSettings, models: Sequence[Served]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
         signal.signal(number, lambda *_: None)
     with cli.user_input():
-        was_ready = asyncio.run(serve(settings, models))
+        was_ready, has_ended = asyncio.run(serve(settings, models))
     print("stopped" if was_ready else "stopped     before it was ready", flush=True)
-    if not was_ready:
-        sys.stderr.flush()
-        os._exit(0)  # a compilation cannot be interrupted, and there is nothing to save
+    if not has_ended:
+        http.end_process()

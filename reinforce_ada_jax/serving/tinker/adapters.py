@@ -22,22 +22,44 @@ def save(
     folder: pathlib.Path, learner: AdapterLearner, chosen: Lora, state: AdapterState, base: pathlib.Path,
     *, optimizer: bool,
 ) -> None:  # fmt: skip
-    """Writes adapters to `folder`, in place of what is there, and the optimiser's state if wanted."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a request that a kill broke off
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    adapter_files.save(partial, learner.architecture, state.params, chosen, base=base)
-    if optimizer:
-        leaves = jax.device_get(jax.tree.leaves(state.optimizer))
-        arrays = {str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)}
-        save_file(arrays, partial / OPTIMIZER)
-    for file in partial.iterdir():
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    durable.sync_names(partial)
+    """Writes adapters to `folder`, in place of what is there, and the optimiser's state if wanted.
+
+    What is there stays until the new files are complete; `recover` brings it back after a kill between the two.
+    """
+    recover(folder)
+    partial, aside = folder.with_name(f".{folder.name}.partial"), _aside(folder)
+    shutil.rmtree(partial, ignore_errors=True)  # of a request that a kill broke off
+    try:
+        adapter_files.save(partial, learner.architecture, state.params, chosen, base=base)
+        if optimizer:
+            leaves = jax.device_get(jax.tree.leaves(state.optimizer))
+            arrays = {str(number): np.asarray(leaf) for number, leaf in enumerate(leaves)}
+            save_file(arrays, partial / OPTIMIZER)
+        for file in partial.iterdir():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        durable.sync_names(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # what is left to write on a full disk needs its place
+        raise
+    if folder.exists():
+        folder.rename(aside)
     partial.rename(folder)
     durable.sync_names(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(folder: pathlib.Path) -> pathlib.Path:
+    return folder.with_name(f".{folder.name}.aside")
+
+
+def recover(folder: pathlib.Path) -> None:
+    """Brings back adapters that `save` had moved aside, where a kill came before the new ones were in their place."""
+    if folder.exists():
+        shutil.rmtree(_aside(folder), ignore_errors=True)
+    elif _aside(folder).exists():
+        _aside(folder).rename(folder)
 
 
 def load_params(folder: pathlib.Path, learner: AdapterLearner) -> tuple[Lora, Params]:

@@ -1,9 +1,11 @@
 """The HTTP interface that the `tinker` client speaks: routes, authentication, limits of bodies, long polls."""
 
 import asyncio
+import contextlib
 import datetime
 import hmac
 import secrets
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,7 +20,7 @@ from reinforce_ada_jax.serving.http import Bodies, BodyLimits, Refusal, check_js
 from reinforce_ada_jax.serving.tinker import protocol
 from reinforce_ada_jax.serving.tinker.protocol import types
 from reinforce_ada_jax.serving.tinker.service import KINDS, SCHEME, Service
-from reinforce_ada_jax.serving.tinker.store import CheckpointRow
+from reinforce_ada_jax.serving.tinker.store import FULL_DISK, CheckpointRow, disk_is_full
 
 # The client waits 45 s for an answer to a poll.
 POLL_S = 30.0
@@ -53,6 +55,7 @@ class App:
         self._bodies = Bodies()
         self._polls: dict[str, list[asyncio.Event]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopping = False
         service.on_result = self._announce
 
     def asgi(self) -> Starlette:
@@ -113,6 +116,10 @@ class App:
                 return _error(refusal.status, str(refusal))
             except ValueError as error:
                 return _error(422, str(error))
+            except (OSError, sqlite3.Error) as error:
+                if not disk_is_full(error):
+                    raise
+                return _error(507, f"{FULL_DISK} Nothing was accepted.")
 
         return guarded
 
@@ -225,11 +232,9 @@ class App:
         try:
             result = self.service.result(asked.request_id)
             if result is None:
-                try:
-                    async with asyncio.timeout(POLL_S):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0 if self._is_stopping else POLL_S):
                         await ready.wait()
-                except TimeoutError:
-                    pass
                 result = self.service.result(asked.request_id)
         finally:
             waiters.remove(ready)
@@ -243,6 +248,12 @@ class App:
         """Wakes the polls of a future, from any thread."""
         if self._loop is not None and request_id in self._polls:
             self._loop.call_soon_threadsafe(self._wake, request_id)
+
+    def stop(self) -> None:
+        """Answers all polls: their clients ask again, until the next server is there."""
+        self._is_stopping = True
+        for request_id in self._polls:
+            self._wake(request_id)
 
     def _wake(self, request_id: str) -> None:
         for ready in self._polls.get(request_id, ()):

@@ -31,6 +31,10 @@ class SampleFutures:
     def __contains__(self, request_id: str) -> bool:
         return any(request_id in each for each in (self.waiting, self._answered, self._fetched))
 
+    def num_waiting(self) -> collections.Counter[str]:
+        """Returns the number of requests that wait of each session."""
+        return collections.Counter(future.session for future in self.waiting.values())
+
     def add(self, request_id: str, session: str) -> SampleFuture:
         """Returns a future that waits for its answer."""
         self.waiting[request_id] = future = SampleFuture(session)

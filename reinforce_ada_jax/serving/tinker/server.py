@@ -59,9 +59,16 @@ def run(settings: ServerSettings, models: list[Served]) -> None:
         print(http.summary(settings, models, listener.getsockname()[1]), flush=True)
         service, worker = start_worker(settings, models)
     worker.start()
-    print(f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True)
+    app = App(service)
+    server = http.http_server(settings, app.asgi())
+    server.on_stop = app.stop
+    server.on_listening = lambda: print(
+        f"ready       after {time.monotonic() - started:.1f} s; Ctrl-C stops", flush=True
+    )
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn stops at one, and raises it again when it has stopped
         signal.signal(number, lambda *_: None)
-    asyncio.run(http.http_server(settings, App(service).asgi()).serve(sockets=[listener]))
-    worker.stop(settings.grace_s)
+    asyncio.run(server.serve(sockets=[listener]))
+    has_ended = worker.stop(settings.grace_s)
     print("stopped     requests that were accepted for training run at the next start", flush=True)
+    if not has_ended:
+        http.end_process()

@@ -29,7 +29,7 @@ from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.adapter_bank import AdapterBank, LoadedAdapter
 from reinforce_ada_jax.serving.tinker.futures import SampleFuture, SampleFutures
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
-from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, SamplerRow, Store
+from reinforce_ada_jax.serving.tinker.store import MOST_SEQ, CheckpointRow, ModelRow, SamplerRow, Store
 
 # Stop tokens of one request.
 MAX_STOPS = 8
@@ -62,6 +62,14 @@ class Base(Served):
     def max_tokens(self) -> int:
         """Tokens of the longest sequence."""
         return self.options.max_prompt_tokens + self.options.max_response_tokens
+
+
+def share(waiting: int, num_owners: int) -> int:
+    """Returns how many of `waiting` requests one of those may have who have some: at least one.
+
+    What waited before others came stays, so all together have at most waiting * (1 + 1/2 + ... + 1/num_owners).
+    """
+    return max(1, waiting // num_owners)
 
 
 def checked_name(name: str | None) -> str:
@@ -164,14 +172,22 @@ class Service:
 
     def submit(self, model_id: str, seq: int | None, kind: str, body: bytes) -> str:
         """Stores a request of a model, which runs after those with smaller numbers; returns the id of its future."""
-        if seq is None or seq < 0:
-            raise Refusal(422, f"seq_id is {seq}; it must number the requests of a model from 1.")
-        request_id = f"{model_id}:{seq}"
+        if seq is None or not 0 <= seq <= MOST_SEQ:
+            raise Refusal(400, f"seq_id is {seq!s:.40}; it must number the requests of a model from 1.")
+        request_id, waiting = f"{model_id}:{seq}", self.store.num_waiting()
         if seq:
             model = self.model(model_id)
             if model.ended is not None:
                 raise Refusal(410, f"model {model_id} has ended with its session: {model.ended}. {RESUME}")
-        if self.store.num_waiting() >= self.settings.waiting:
+            # By its place and not by how many wait: the request that the others wait for is always taken.
+            room = share(self.settings.waiting, len(waiting.keys() | {model_id}))
+            if seq >= model.next_seq + room:
+                raise Refusal(
+                    429,
+                    f"seq_id is {seq}, the model's next request is {model.next_seq}, and {room} may wait (--waiting): "
+                    "try again later.",
+                )
+        elif self.store.num_creating() >= self.settings.waiting:
             raise Refusal(429, f"{self.settings.waiting} requests are waiting (--waiting): try again later.")
         self.store.add_request(request_id, model_id, seq, kind, body)
         self.wake.set()
@@ -216,9 +232,10 @@ class Service:
         request_id = f"{sampler.id}:{request.seq_id}"
         with self.lock:
             if request_id not in self.samples:
-                waiting = len(self.samples.waiting)
-                if waiting >= self.settings.waiting:
-                    raise Refusal(429, f"{waiting} requests are waiting (--waiting): try again later.")
+                waiting = self.samples.num_waiting()
+                room = share(self.settings.waiting, len(waiting.keys() | {sampler.session}))
+                if waiting[sampler.session] >= room:
+                    raise Refusal(429, f"{room} requests of this session are waiting (--waiting): try again later.")
                 # Saved again under the same path, a checkpoint is another one.
                 adapter = f"{sampler.path}#{self.checkpoint(sampler.path).created}" if sampler.path else ""
                 future = self.samples.add(request_id, sampler.session)

@@ -5,6 +5,7 @@ stores its result and names the model's new state. So every request counts once,
 """
 
 import dataclasses
+import errno
 import json
 import pathlib
 import sqlite3
@@ -17,6 +18,8 @@ from typing import Any, TypeVar
 from reinforce_ada_jax.serving.tinker.protocol import Result
 
 FILE = "service.sqlite"
+FULL_DISK = "The disk of --workdir is full: free some space."
+MOST_SEQ = 2**63 - 1  # an integer of SQLite
 # A result that the client has fetched may be asked for again, if the answer was lost on its way.
 KEPT_AFTER_FETCH_S = 600.0
 SCHEMA = """
@@ -99,6 +102,13 @@ class RequestRow:
     body: bytes
 
 
+def disk_is_full(error: BaseException) -> bool:
+    """Returns True if an error is that of a disk without space."""
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 Row = TypeVar("Row", ModelRow, SamplerRow, CheckpointRow, RequestRow)
 
 
@@ -141,10 +151,11 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk may have ended it
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     def _run(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self._lock:
@@ -214,9 +225,16 @@ class Store:
             request_id, model, seq, kind, body,
         )  # fmt: skip
 
-    def num_waiting(self) -> int:
-        """Returns the number of requests without a result."""
-        return self._run("SELECT COUNT(*) AS n FROM requests WHERE result IS NULL AND content_type IS NULL")[0]["n"]
+    def num_waiting(self) -> dict[str, int]:
+        """Returns the number of requests without a result of each model that has some."""
+        rows = self._run(
+            "SELECT model, COUNT(*) AS n FROM requests WHERE result IS NULL AND content_type IS NULL GROUP BY model"
+        )
+        return {row["model"]: row["n"] for row in rows}
+
+    def num_creating(self) -> int:
+        """Returns the number of requests without a result that make models."""
+        return self._run("SELECT COUNT(*) AS n FROM requests WHERE content_type IS NULL AND seq = 0")[0]["n"]
 
     def next_request(self) -> RequestRow | None:
         """Returns the oldest request whose predecessors of the same model have their results."""

@@ -7,6 +7,7 @@ load. Gradients summed since then are in memory only: after a kill they are comp
 import dataclasses
 import pathlib
 import shutil
+import sqlite3
 import sys
 import threading
 import time
@@ -22,7 +23,14 @@ from reinforce_ada_jax.serving.http import Refusal
 from reinforce_ada_jax.serving.tinker import adapters, protocol
 from reinforce_ada_jax.serving.tinker.protocol import Result, types
 from reinforce_ada_jax.serving.tinker.service import ALPHA, RESUME, SCHEME, Base, Service, checked_name
-from reinforce_ada_jax.serving.tinker.store import CheckpointRow, ModelRow, RequestRow, SamplerRow
+from reinforce_ada_jax.serving.tinker.store import (
+    FULL_DISK,
+    CheckpointRow,
+    ModelRow,
+    RequestRow,
+    SamplerRow,
+    disk_is_full,
+)
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -30,6 +38,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 REPLAYED = "forward_backward"
 # Weights of unnamed sampling clients, for each model; older ones are removed.
 UNNAMED_KEPT = 64
+MOST_TTL_S = 10 * 365 * 86_400
 IDLE_S = 1.0
 HOUSEKEEPING_S = 5.0
 
@@ -54,6 +63,7 @@ class Worker:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="devices", daemon=True)
         self._cleaned = time.monotonic()
+        self._is_full = False
         self._run_kind: dict[str, Callable[[RequestRow], Result]] = {
             "create_model": self._create_model,
             "load_weights": self._load_weights,
@@ -68,6 +78,8 @@ class Worker:
 
     def recover(self) -> None:
         """Brings every model back to where it was when the last process ended, gradients included."""
+        for checkpoint in self.store.checkpoints():
+            adapters.recover(self.service.folder(checkpoint.path))
         for row in self.store.models():
             if row.ended is None:
                 self._restore(row)
@@ -88,13 +100,15 @@ class Worker:
         """Starts the thread."""
         self._thread.start()
 
-    def stop(self, within_s: float) -> None:
-        """Ends the thread after the request that it runs, and closes the store."""
+    def stop(self, within_s: float) -> bool:
+        """Ends the thread after the request that it runs, and closes the store; returns False if it did not end."""
         self._stopping.set()
         self.service.wake.set()
         self._thread.join(within_s)
-        if not self._thread.is_alive():  # else it ends with the process; its request runs at the next start
-            self.store.close()
+        if self._thread.is_alive():  # it ends with the process; its request runs at the next start
+            return False
+        self.store.close()
+        return True
 
     def _run(self) -> None:
         with hosts.ending_all():  # such as a full disk under the store: what was accepted runs at the next start
@@ -118,15 +132,37 @@ class Worker:
 
     def _execute(self, request: RequestRow) -> None:
         try:
-            result = self._run_kind[request.kind](request)
+            self.store.finish(request, self._result_of(request), replayed=False)  # unless its state was stored with it
+        except sqlite3.Error as error:
+            if not disk_is_full(error):
+                raise
+            self._wait_for_space(request)
+        else:
+            self._is_full = False
+            self.service.on_result(request.id)
+
+    def _result_of(self, request: RequestRow) -> Result:
+        """Runs a request; sqlite3.Error if its result could not be stored."""
+        try:
+            return self._run_kind[request.kind](request)
         except (ValueError, Refusal) as error:
-            result = protocol.error_result(str(error))
+            return protocol.error_result(str(error))
+        except sqlite3.Error:
+            raise
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            result = protocol.error_result(f"{type(error).__name__}: {error!s:.500}", protocol.SERVER)
             self._forget_gradients(request.model)
-        self.store.finish(request, result, replayed=False)  # unless it was stored together with a state
-        self.service.on_result(request.id)
+            if disk_is_full(error):  # under a checkpoint
+                return protocol.error_result(FULL_DISK, protocol.SERVER)
+            traceback.print_exc(file=sys.stderr)
+            return protocol.error_result(f"{type(error).__name__}: {error!s:.500}", protocol.SERVER)
+
+    def _wait_for_space(self, request: RequestRow) -> None:
+        """Waits before a request runs again whose result has no room on the disk."""
+        if not self._is_full:
+            print(f"warning: {FULL_DISK} Requests wait until then.", file=sys.stderr, flush=True)
+        self._is_full = True
+        self._forget_gradients(request.model)
+        self._stopping.wait(IDLE_S)
 
     def _forget_gradients(self, model_id: str) -> None:
         """Restores a model whose summed gradients a failure may have left half used."""
@@ -137,6 +173,13 @@ class Worker:
     def _clean(self) -> None:
         """Ends silent sessions, and removes what ended sessions and expired checkpoints leave."""
         self._cleaned = time.monotonic()
+        try:
+            self._remove_ended()
+        except sqlite3.Error as error:
+            if not disk_is_full(error):
+                raise
+
+    def _remove_ended(self) -> None:
         self.service.end_silent_sessions()
         for row in self.store.models():
             if row.ended is not None:
@@ -292,6 +335,8 @@ class Worker:
         sampler: str | None = None,
     ) -> Result:
         """Writes a checkpoint, which appears together with the result of the request."""
+        if ttl_s is not None and not 1 <= ttl_s <= MOST_TTL_S:
+            raise ValueError(f"ttl_seconds is {ttl_s!s:.40}; it must be 1 to {MOST_TTL_S:,}, or absent.")
         model = self._model(request.model)
         path = f"{SCHEME}{model.id}/{kind}/{checked_name(name)}"
         folder = self.service.folder(path)
