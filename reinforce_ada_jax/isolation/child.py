@@ -64,10 +64,13 @@ class Child:
         """Returns the next message, None after `limit_s` seconds without one; raises as `messages.Inbox.read` does."""
         deadline, poll = time.monotonic() + limit_s, select.poll()
         poll.register(self.connection, select.POLLIN)
-        while (left_s := deadline - time.monotonic()) > 0:
+        while True:
+            # Also once after the deadline: a process that was stopped may be late to read what came in time.
+            left_s = max(0.0, deadline - time.monotonic())
             if poll.poll(1000 * left_s) and (message := self.inbox.read()) is not None:
                 return message
-        return None
+            if not left_s:
+                return None
 
 
 def start(

@@ -46,13 +46,13 @@ def verdict_to_json(verdict: Verdict, request: str, failure: str) -> dict[str, A
     }
 
 
-def verdict_from_json(message: Mapping[str, Any], request: str) -> tuple[Verdict, str]:
+def verdict_from_json(message: Mapping[str, Any]) -> tuple[Verdict, str]:
     """Returns the verdict and the failure's traceback of `verdict_to_json`.
 
     Raises:
-      Malformed: a field is missing or has another type, a reward is not finite, or it answers another request.
+      Malformed: a field is missing or has another type, or a reward is not finite.
     """
-    if message.get("request") != request or not isinstance(message.get("correct"), bool):
+    if not isinstance(message.get("correct"), bool):
         raise Malformed
     rewards = message.get("rewards")
     if not isinstance(rewards, dict):
@@ -64,10 +64,3 @@ def verdict_from_json(message: Mapping[str, Any], request: str) -> tuple[Verdict
         rewards={name: _number(reward) for name, reward in rewards.items()},
     )
     return verdict, _text(message.get("failure"))
-
-
-def start_error(message: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Returns None for the message of a worker that is ready, else its error as (one line, traceback)."""
-    if message.get("ready") is True:
-        return None
-    return _text(message.get("error")), _text(message.get("trace"))

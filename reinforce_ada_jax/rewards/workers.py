@@ -1,46 +1,33 @@
 """Verifier processes: many gradings at a time, each under a wall-clock limit that nothing can outlast.
 
-A checker may loop for hours in C, abort, or take all memory, and a thread can be neither limited nor killed
-(Math-Verify even raises off the main thread). `multiprocessing` would import the parent's `__main__` in its children,
-which here imports jax and would claim the accelerator. So each worker is a plain
-`python -m reinforce_ada_jax.rewards.worker` with one socket to the parent (`protocol`).
+The processes are those of `isolation.workers`, and run `rewards.worker`. Math-Verify even raises off the main thread.
 """
 
-import collections
+import contextlib
 import copy
+import dataclasses
 import json
 import math
 import os
 import pathlib
-import select
-import socket
+import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from reinforce_ada_jax.isolation import messages, process_tree
+from reinforce_ada_jax.isolation import workers as workers_lib
+from reinforce_ada_jax.isolation.workers import MAX_TRIES, CannotStart, Lost, Program, Worker
 from reinforce_ada_jax.rewards import dialects, grading, loading, protocol
 from reinforce_ada_jax.rewards.loading import GradeFn, Made
-from reinforce_ada_jax.rewards.worker_process import START_LIMIT_S, Pair, WorkerProcess
 from reinforce_ada_jax.types import Verdict
 
-# Starts in a row that may end without a message before the pool fails. A worker that can report a traceback fails it at
-# once; workers that were killed from outside while they start have a limit of their own.
-MAX_FAILED_STARTS = 3
-MAX_KILLED_STARTS = 20
-# A pair whose worker was killed from outside is graded again, at most this often in all: the pair itself may have
-# brought the system's out-of-memory killer.
-MAX_GRADINGS = 4
-KILLED_FROM_OUTSIDE = tuple(-number for number in process_tree.ENDED_FROM_OUTSIDE)
-
-
-class CannotStart(RuntimeError):
-    """Failure of the workers to start: `line` says why, and `str()` adds the worker's traceback where there is one."""
-
-    def __init__(self, references: Sequence[str], line: str, trace: str = ""):
-        self.line = f"A verifier worker cannot start with {', '.join(references)}: {line}" if trace else line
-        super().__init__(f"{self.line}\n{trace}" if trace else line)
+# (response text, answer), or with the problem's columns, which functions of other signatures ask for.
+Pair = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
+# sympy on Python integers: with gmpy2 some inputs hang in C or abort the process; mpmath has a switch of its own.
+_VARIABLES = {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
+# What a worker made of a pair: the verdict and the traceback of a failure, or an error.
+_Outcome = tuple[Verdict, str] | BaseException
 
 
 class GradingFailed(ValueError):
@@ -62,16 +49,6 @@ def _entry(grade_fn: GradeFn | Made | str, weights: Sequence[float]) -> dict[str
     if weights and len(weights) != len(names):
         raise ValueError(f"there are {len(weights)} weights for {len(names)} functions ({grade_fn!r}): one for each.")
     return {"references": references, "names": names, "weights": list(weights) or [1.0] * len(names)}
-
-
-def _readable(connections: Sequence[socket.socket], limit_s: float) -> set[socket.socket]:
-    """Returns the sockets that have something to read, or have ended, at the latest after `limit_s`."""
-    poll = select.poll()  # select.select refuses file descriptors above 1,023
-    by_number = {connection.fileno(): connection for connection in connections}
-    for number in by_number:
-        poll.register(number, select.POLLIN)
-    limit_ms = None if limit_s == math.inf else math.ceil(1000 * limit_s)
-    return {by_number[number] for number, _ in poll.poll(limit_ms)}
 
 
 class VerifierPool:
@@ -120,15 +97,24 @@ class VerifierPool:
         self._graders: dict[str, Any] = {"": grade_fn, **(others or {})}
         self._time_limit_s = time_limit_s
         entries = [_entry(each, weights) for each in (self._graders.values() if workers else ())]
-        self._references = [reference for entry in entries for reference in entry["references"]]
-        self._entries = json.dumps(entries)
+        references = ", ".join(reference for entry in entries for reference in entry["references"])
+        self._program = Program(
+            module="reinforce_ada_jax.rewards.worker",
+            arguments=[str(time_limit_s), json.dumps(entries)],
+            variables=_VARIABLES,
+            names="verifier workers",
+            loads=references,
+            refusal=f"A verifier worker cannot start with {references}",
+            limit="reward.time_limit_s",
+            number="reward.workers",
+            output=output,
+        )
         self._takes_columns = {
             name: isinstance(each, str | Made) or dialects.takes_columns(each) for name, each in self._graders.items()
         }
-        self.workers, self.output, self.failure = workers, output, ""
+        self.workers, self.failure = workers, ""
         self.busy_s = 0.0  # seconds spent in `grade_all`, all calls together
-        self._workers: list[WorkerProcess] = []
-        self._num_failed_starts = self._num_killed_starts = 0
+        self._workers: list[Worker] = []
         self._entered = False
 
     def check(self, pair: Pair | None = None) -> Verdict | None:
@@ -143,7 +129,8 @@ class VerifierPool:
         """
         single = copy.copy(self)
         single.workers, single._workers, single.failure = min(self.workers, 1), [], ""
-        single.output = pathlib.Path(os.devnull)  # the message has the error already
+        # The message has the error already.
+        single._program = dataclasses.replace(self._program, output=pathlib.Path(os.devnull))
         try:
             with single:
                 verdict = None if pair is None else single.grade_all([pair])[0]
@@ -155,14 +142,11 @@ class VerifierPool:
 
     def __enter__(self) -> "VerifierPool":
         self._entered = True
-        if self.output is not None:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
+        self._workers = [Worker(self._program) for _ in range(self.workers)]
         try:
-            for _ in range(self.workers):
-                self._workers.append(self._new_worker())
-            while not all(worker.ready for worker in self._workers):
-                self._wait()
+            for started in [worker.thread.submit(worker.start) for worker in self._workers]:
+                started.result()
         except BaseException:
             self.__exit__()
             raise
@@ -170,10 +154,9 @@ class VerifierPool:
 
     def __exit__(self, *_: object) -> None:
         self._entered = False
+        workers_lib.stop(self._workers)  # a grading in the thread fails
         self._thread.shutdown(cancel_futures=True)
-        for worker in self._workers:
-            worker.kill()
-        self._workers.clear()
+        self._workers = []
 
     def submit(
         self,
@@ -199,7 +182,9 @@ class VerifierPool:
             raise ValueError(f"there is no grader {grader!r}; the others of this pool are: {others}.")
         begin = time.monotonic()
         try:
-            return self._grade_all(list(pairs), grader)
+            if self.workers == 0:
+                return self._grade_here(list(pairs), grader)
+            return self._grade_all([self._request(grader, pair) for pair in pairs])
         finally:
             self.busy_s += time.monotonic() - begin
 
@@ -207,127 +192,70 @@ class VerifierPool:
         if not self._entered:
             raise ValueError("grading outside of the pool's `with` block: its workers live only inside. Enter it.")
 
-    def _grade_all(self, pairs: list[Pair], grader: str) -> list[Verdict]:
-        if self.workers == 0:
-            return self._grade_here(pairs, grader)
+    def _request(self, grader: str, pair: Pair) -> dict[str, Any]:
+        """Returns what `rewards.worker` is asked."""
+        columns = dict(pair[2]) if len(pair) > 2 and self._takes_columns[grader] else {}
         index = list(self._graders).index(grader)
-        if not self._takes_columns[grader]:
-            pairs = [(response, answer) for response, answer, *_ in pairs]
+        return {"grader": index, "response": pair[0], "answer": pair[1], "columns": columns}
+
+    def _grade_all(self, requests: list[dict[str, Any]]) -> list[Verdict]:
+        waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        outcomes: queue.SimpleQueue[tuple[int, _Outcome]] = queue.SimpleQueue()
+        for item in range(len(requests)):
+            waiting.put(item)
         verdicts: dict[int, Verdict] = {}
-        waiting, gradings = collections.deque(range(len(pairs))), [0] * len(pairs)
-        self._wait(limit_s=0.0)  # replaces workers that died while idle, which no pair may pay for
+        num_losses = [0] * len(requests)
         try:
-            while len(verdicts) < len(pairs):
-                self._check_entered()  # another thread may leave the block meanwhile
-                for worker in self._workers:
-                    if waiting and worker.ready and worker.item is None:
-                        item = waiting.popleft()
-                        gradings[item] += 1
-                        worker.send(item, index, pairs[item], self._time_limit_s)
-                for item, verdict in self._wait():
-                    if verdict is None and gradings[item] < MAX_GRADINGS:
-                        waiting.appendleft(item)
-                    else:
-                        verdicts[item] = verdict or self._failed("crash", "its process was killed at every try")
+            for worker in self._workers:
+                worker.thread.submit(self._grade_waiting, worker, requests, waiting, outcomes)
+            while len(verdicts) < len(requests):
+                item, outcome = outcomes.get()
+                if isinstance(outcome, Lost):
+                    num_losses[item] += 1
+                    if outcome.is_innocent and num_losses[item] < MAX_TRIES:
+                        waiting.put(item)
+                        continue
+                    outcome = Verdict(False, 0.0, outcome.reason), f"{self._program.loads}: {outcome}"
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                verdicts[item], failure = outcome
+                self.failure = self.failure or failure
+        except BaseException:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    waiting.get_nowait()
+            for worker in self._workers:
+                worker.interrupt()  # its pair is in flight, and the next call must not wait for it
+            raise
         finally:
-            # After an interrupt some pairs are still in flight; the next call must not receive their verdicts.
-            for slot, worker in enumerate(self._workers):
-                if worker.item is not None:
-                    self._replace(slot)
-        return [verdicts[item] for item in range(len(pairs))]
+            for _ in self._workers:
+                waiting.put(None)
+        return [verdicts[item] for item in range(len(requests))]
+
+    def _grade_waiting(
+        self,
+        worker: Worker,
+        requests: Sequence[Mapping[str, Any]],
+        waiting: "queue.SimpleQueue[int | None]",
+        outcomes: "queue.SimpleQueue[tuple[int, _Outcome]]",
+    ) -> None:
+        """Grades items of `requests` that wait, until it gets None; in the thread of a worker."""
+        try:
+            # The process is ready before an item is taken: meanwhile another worker may take it.
+            while (process := worker.start()) and (item := waiting.get()) is not None:
+                try:
+                    request, limit_s = requests[item], self._time_limit_s
+                    outcomes.put((item, worker.ask(process, request, limit_s, protocol.verdict_from_json)))
+                except Lost as lost:
+                    outcomes.put((item, lost))
+        except BaseException as error:
+            outcomes.put((0, error))
 
     def _grade_here(self, pairs: list[Pair], grader: str) -> list[Verdict]:
         graded_by = dialects.adapt(self._graders[grader])
-        grade, verdicts = grading.guarded(graded_by, caught=Exception, log=self.output is None), []
+        grade, verdicts = grading.guarded(graded_by, caught=Exception, log=self._program.output is None), []
         for response, answer, *columns in pairs:
             verdict, failure = grade(response, answer, columns[0] if columns else {})
             self.failure = self.failure or failure
             verdicts.append(verdict)
         return verdicts
-
-    def _failed(self, reason: str, why: str) -> Verdict:
-        """Returns the verdict of a pair whose worker was lost."""
-        self.failure = self.failure or f"{', '.join(self._references)}: {why}"
-        return Verdict(False, 0.0, reason)
-
-    def _new_worker(self) -> WorkerProcess:
-        return WorkerProcess.start(self._entries, self._time_limit_s, None if self.output is None else str(self.output))
-
-    def _replace(self, slot: int) -> None:
-        self._workers[slot].kill()
-        self._workers[slot] = self._new_worker()
-
-    def _wait(self, limit_s: float = math.inf) -> list[tuple[int, Verdict | None]]:
-        """Sleeps until a worker sends a message, ends or is out of time.
-
-        Returns the pairs that this settles, with None for one whose worker was killed from outside.
-        """
-        now = time.monotonic()
-        patience_s = min(limit_s, *(worker.deadline - now for worker in self._workers))
-        readable = _readable([worker.connection for worker in self._workers], max(0.0, patience_s))
-        now = time.monotonic()
-        settled = []
-        for slot, worker in enumerate(self._workers):
-            item = worker.item
-            try:
-                message = worker.inbox.read() if worker.connection in readable else None
-                if message is None and now < worker.deadline:
-                    continue
-                verdict = self._lose(slot, "timeout") if message is None else self._receive(worker, message)
-            except (EOFError, ConnectionError):
-                verdict = self._end(slot)
-            except messages.Malformed:
-                verdict = self._lose(slot, "crash", "wrote to the socket of its process")
-            if item is not None:
-                settled.append((item, verdict))
-        return settled
-
-    def _receive(self, worker: WorkerProcess, message: dict[str, Any]) -> Verdict | None:
-        """Processes a message of `rewards.worker`: a verdict, ready, or an error of its start."""
-        verdict = None
-        if worker.item is not None:
-            verdict, failure = protocol.verdict_from_json(message, worker.request)
-            self.failure = self.failure or failure
-        elif worker.ready:  # it was asked nothing
-            raise messages.Malformed
-        elif error := protocol.start_error(message):
-            raise CannotStart(self._references, *error)
-        worker.ready, worker.item, worker.deadline = True, None, math.inf
-        self._num_failed_starts = self._num_killed_starts = 0
-        return verdict
-
-    def _end(self, slot: int) -> Verdict | None:
-        """Replaces a worker that closed its socket; returns the verdict of its pair, None to grade it again."""
-        late = time.monotonic() >= self._workers[slot].deadline
-        code = self._workers[slot].end()
-        if late:
-            return self._lose(slot, "timeout")
-        how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
-        return self._lose(slot, "crash", how, code in KILLED_FROM_OUTSIDE)
-
-    def _lose(self, slot: int, reason: str, why: str = "", from_outside: bool = False) -> Verdict | None:
-        """Replaces a worker; returns the verdict of its pair, None to grade it again."""
-        worker = self._workers[slot]
-        worker.kill()
-        if not worker.ready:
-            self._count_failed_start(from_outside)
-        self._replace(slot)
-        if worker.item is None or from_outside:
-            return None
-        return self._failed(reason, why or f"took more than {self._time_limit_s:g} s (reward.time_limit_s)")
-
-    def _count_failed_start(self, from_outside: bool) -> None:
-        self._num_killed_starts += from_outside
-        self._num_failed_starts += not from_outside
-        if self._num_killed_starts == MAX_KILLED_STARTS:
-            raise CannotStart(
-                self._references,
-                f"{MAX_KILLED_STARTS} verifier workers in a row were killed while they started. Check for lack of "
-                "memory, or lower reward.workers.",
-            )
-        if self._num_failed_starts == MAX_FAILED_STARTS:
-            raise CannotStart(
-                self._references,
-                f"{MAX_FAILED_STARTS} verifier workers in a row did not start with {', '.join(self._references)}: each "
-                f"died, or was not ready within {START_LIMIT_S:g} s. Import it in a new interpreter to see why.",
-            )

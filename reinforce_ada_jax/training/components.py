@@ -60,8 +60,7 @@ from reinforce_ada_jax.rewards import (
 )
 from reinforce_ada_jax.rewards.loading import GradeFn, Made, judge_template
 from reinforce_ada_jax.rewards.shaping import Shaping
-from reinforce_ada_jax.rewards.worker_process import Pair
-from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.rewards.workers import Pair, VerifierPool
 from reinforce_ada_jax.sampling.draft_choice import with_drafts
 from reinforce_ada_jax.sampling.engine import Engine, choose_tail, enough_open_prompts, enough_pages
 from reinforce_ada_jax.sampling.paged_attention import choose_backend

@@ -19,7 +19,8 @@ from reinforce_ada_jax.data.templates import Chat, chat_from_config
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.data.turns import following
 from reinforce_ada_jax.environments import loading
-from reinforce_ada_jax.environments.workers import CannotStart, EnvironmentPool, Episode, Reply
+from reinforce_ada_jax.environments.workers import EnvironmentPool, Episode, Reply
+from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.types import Prompt, Request, Response, Verdict

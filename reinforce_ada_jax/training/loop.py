@@ -21,13 +21,13 @@ from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Ready, always_ready
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
-from reinforce_ada_jax.environments import workers as environment_workers
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.local_copy import LocalCopy
+from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter
-from reinforce_ada_jax.rewards.workers import CannotStart, VerifierPool
+from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
@@ -205,7 +205,7 @@ def loop(run: Run, begin: RunState) -> Outcome:
             raise
         save(run, state)
         run.checkpoints.wait()
-        if not isinstance(error, CannotStart | environment_workers.CannotStart):
+        if not isinstance(error, CannotStart):
             raise
         return Outcome(Ending.STOPPED, f"{error.line} Iteration {state.iteration} is saved. {resuming}", state)
     return Outcome(Ending.FINISHED, state=state)

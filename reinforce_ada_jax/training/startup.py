@@ -131,7 +131,7 @@ def start(
     take_workdir(config, workdir, stack, copy)
     # From here on no mistake is to be told, whose message would wait for the compiler.
     if components.environments is not None:
-        components.environments.pool.output = output_file(workdir, "environment")
+        components.environments.pool.program.output = output_file(workdir, "environment")
         stack.callback(components.environments.pool.close)
     compiles, compilation = CompileCounter(), stack.enter_context(EarlyCompilation())
     ready_to_sample = compilation.add(components.engine.programs())

@@ -83,18 +83,18 @@ def test_the_answer_of_a_fork_is_not_taken_for_that_of_a_neighbour(pool):
 def test_an_episode_that_closes_the_outputs_leaves_them_to_its_neighbours(pool, tmp_path):
     silent, neighbour = episode(pool), episode(pool)
     assert says(pool, silent, "silence") == "silence"
-    pool.output = tmp_path / "output.log"  # of a run, which exists when its processes have begun
+    pool.program.output = tmp_path / "output.log"  # of a run, which exists when its processes have begun
     assert says(pool, neighbour, "speak") == "spoken"
     assert says(pool, silent, "silence") == "silence"
     assert says(pool, silent, "speak") == "spoken"
-    assert pool.output.read_text() == 2 * "a line\nanother line\n"
-    pool.output = None
+    assert pool.program.output.read_text() == 2 * "a line\nanother line\n"
+    pool.program.output = None
 
 
 def test_a_worker_killed_from_outside_is_replaced_and_no_trajectory_fails(pool):
     trajectory = episode(pool)
     assert says(pool, trajectory, "x") == "turn 1 of 2 messages"
-    pool._workers[0].start().process.kill()
+    pool._workers[0].child.process.kill()
     assert says(pool, trajectory, "x") == "turn 2 of 4 messages"
     pool.failure = ""
     assert says(pool, trajectory, "die") == "crash"  # at every try
@@ -189,7 +189,7 @@ def test_close_ends_every_process():
     left = int(says(pool, episode(pool), "leave"))
     assert process_tree.is_running(left)
     hanging = pool.step(episode(pool), "hang")
-    running = [worker.start().process for worker in pool._workers[:1]]
+    running = [worker.child.process for worker in pool._workers if worker.child]
     pool.close()
     assert all(process.returncode is not None for process in running)
     assert isinstance(hanging.exception(), RuntimeError)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reinforce_ada_jax.data.files import read_file
 from reinforce_ada_jax.data.templates import render_chat
 from reinforce_ada_jax.data.tokenizer import Tokenizer
-from reinforce_ada_jax.isolation import messages
+from reinforce_ada_jax.isolation import messages, workers
 from reinforce_ada_jax.policy import huggingface, weight_files
 from reinforce_ada_jax.rewards import protocol
 from reinforce_ada_jax.training import records
@@ -185,8 +185,8 @@ def check_protocol(case: Any, scratch: pathlib.Path) -> None:
 
         def read() -> None:
             message = inbox.read() or {}
-            protocol.start_error(message)
-            verdict, failure = protocol.verdict_from_json(message, "7f")
+            workers.start_error(message)
+            verdict, failure = protocol.verdict_from_json(message)
             assert isinstance(verdict.reward, float) and isinstance(failure, str)
 
         allowed(messages.Malformed, read)

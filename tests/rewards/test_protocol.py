@@ -29,7 +29,7 @@ def test_a_verdict_arrives_in_pieces(connected):
         theirs.send(bytes([byte]))
         assert inbox.read() is None
     theirs.send(b"\n")
-    verdict, failure = protocol.verdict_from_json(inbox.read(), "7f")
+    verdict, failure = protocol.verdict_from_json(inbox.read())
     assert (verdict, dict(verdict.rewards), failure) == (Verdict(True, 0.5), {"style": 0.25}, "")
     theirs.close()
     with pytest.raises(EOFError):
@@ -39,8 +39,6 @@ def test_a_verdict_arrives_in_pieces(connected):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"request": "80"},  # of another pair: a verdict that was written before it was asked for
-        {"request": None},
         {"correct": 1},
         {"correct": "true"},
         {"reward": True},
@@ -61,19 +59,11 @@ def test_a_verdict_arrives_in_pieces(connected):
 def test_a_verdict_of_wrong_values_is_malformed(changed):
     message = json.loads(json.dumps(WRITTEN | changed))
     with pytest.raises(Malformed):
-        protocol.verdict_from_json(message, "7f")
+        protocol.verdict_from_json(message)
     for name in changed:
         del message[name]
     with pytest.raises(Malformed):
-        protocol.verdict_from_json(message, "7f")
-
-
-def test_a_worker_is_ready_or_says_why_not():
-    assert protocol.start_error({"ready": True}) is None
-    assert protocol.start_error({"error": "ImportError: no b", "trace": "..."}) == ("ImportError: no b", "...")
-    for message in ({}, {"ready": 1}, {"ready": False}, {"error": "a"}, {"error": 1, "trace": ""}):
-        with pytest.raises(Malformed):
-            protocol.start_error(message)
+        protocol.verdict_from_json(message)
 
 
 def test_long_texts_are_cut():

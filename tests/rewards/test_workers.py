@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -30,9 +31,12 @@ def failed(reason):
 
 
 def children():
-    """Process ids of this process's children, zombies included; without the one that forks commands for tests."""
-    with open(f"/proc/self/task/{threading.get_native_id()}/children") as file:
-        return [child for child in file.read().split() if int(child) not in forked.parents()]
+    """Process ids of this process's children, zombies included; without the one that forks commands for tests.
+
+    A worker is a child of the thread that started it.
+    """
+    found = [child for path in pathlib.Path("/proc/self/task").glob("*/children") for child in path.read_text().split()]
+    return sorted(child for child in found if int(child) not in forked.parents())
 
 
 def is_running(pid):
@@ -51,9 +55,16 @@ def wait_until(condition, limit_s):
 
 
 @pytest.fixture(scope="module")
-def pool():
+def shared_pool():
     with VerifierPool(graders.obedient, workers=2, time_limit_s=1.0) as pool:
         yield pool
+
+
+@pytest.fixture
+def pool(shared_pool):
+    yield shared_pool
+    # Its lost workers start again beside what follows; other tests count processes.
+    assert wait_until(lambda: all(worker.ready for worker in shared_pool._workers), limit_s=60.0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,7 @@ def test_long_texts_and_all_of_unicode_arrive(pool):
 
 def test_a_pair_whose_worker_is_killed_from_outside_is_graded_again(pool):
     def busy():
-        return [worker.process.pid for worker in pool._workers if worker.item is not None]
+        return [worker.child.process.pid for worker in pool._workers if worker.is_busy]
 
     # The killed worker was grading the first pair; another one does it again.
     with ThreadPoolExecutor(1) as thread:
@@ -189,11 +200,11 @@ def test_workers_killed_at_random_change_no_verdict(kills):
 
     def kill(pool):
         while len(killed) < kills and not done.is_set():
-            if any(worker.ready for worker in pool._workers):
-                victim = pool._workers[random.integers(2)].process.pid
+            victim = pool._workers[random.integers(2)].child
+            if victim is not None and any(worker.ready for worker in pool._workers):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(victim, signal.SIGKILL)
-                    killed.append(victim)
+                    os.kill(victim.process.pid, signal.SIGKILL)
+                    killed.append(victim.process.pid)
             time.sleep(0.1 * random.random())
 
     with VerifierPool(graders.obedient, workers=2, time_limit_s=60.0) as pool:
@@ -209,7 +220,7 @@ def test_workers_killed_at_random_change_no_verdict(kills):
         finally:
             done.set()
             killer.join()
-        last = [worker.process.pid for worker in pool._workers]
+        last = [worker.child.process.pid for worker in pool._workers if worker.child is not None]
     assert len(killed) == kills
     assert children() == before and not any(map(is_running, {*killed, *last}))
 

@@ -1,0 +1,265 @@
+"""Worker processes that can be killed, each with a thread that waits for its answers under a wall-clock limit.
+
+What runs in a worker may loop for hours in C, abort, or take all memory, and a thread can be neither limited nor
+killed. `multiprocessing` would import the parent's `__main__` in its children, which here imports jax and would claim
+the accelerator. So a worker is a plain `python -m MODULE FD ARGUMENTS` with one socket to the parent (`child`). It
+writes {"ready": true}, or {"error", "trace"} if it cannot start. Then it answers each request with its number.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from reinforce_ada_jax.isolation import child, messages, process_tree
+
+# Importing sympy takes one second on an idle machine. No request pays for it.
+START_LIMIT_S = 120.0
+# Starts in a row that may end without a message. A worker that can report a traceback fails at once; those that are
+# killed from outside while they start have a limit of their own.
+MAX_FAILED_STARTS = 3
+MAX_KILLED_STARTS = 20
+# Times that a request is asked whose worker is lost for no fault of its own, as it seems (`Lost.is_innocent`). It may
+# have brought the system's out-of-memory killer all the same.
+MAX_TRIES = 4
+_CLOSED = "the workers were closed."
+
+
+_T = TypeVar("_T")
+
+
+class CannotStart(RuntimeError):
+    """Failure of a worker to start: `line` says why, and `str()` adds the worker's traceback where there is one."""
+
+    def __init__(self, line: str, trace: str = ""):
+        self.line = line
+        super().__init__(f"{line}\n{trace}" if trace else line)
+
+
+class Lost(Exception):
+    """A worker was lost while it had a request.
+
+    Attributes:
+      reason: "timeout" or "crash"; the text says how.
+      is_innocent: the request may be asked again: the worker was killed from outside, or it wrote what is no answer,
+        perhaps of what an earlier request has left running.
+    """
+
+    def __init__(self, reason: str, how: str, *, is_innocent: bool = False):
+        self.reason, self.is_innocent = reason, is_innocent
+        super().__init__(how)
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """Program of workers, and the names that messages give it.
+
+    Attributes:
+      module: of this package.
+      arguments: of the program, after its socket.
+      variables: of its environment, beside those of this process.
+      names: of the workers, in the plural.
+      loads: name of what the program loads, such as a file and a function.
+      refusal: begins the message of a program that says why it cannot start.
+      limit: name of the setting that is the time limit of a request.
+      number: name of the setting that is the number of workers.
+      output: file that gets what workers print; its folder is created. None: this process's stderr. May be changed
+        between requests.
+      num_failed, num_killed: starts without a message, and starts that were killed from outside, since a worker of this
+        program was last ready or answered.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    variables: Mapping[str, str]
+    names: str
+    loads: str
+    refusal: str
+    limit: str
+    number: str
+    output: pathlib.Path | None = None
+    num_failed: int = 0
+    num_killed: int = 0
+
+    def start(self) -> child.Child:
+        """Starts a process."""
+        if self.output is not None:
+            self.output.parent.mkdir(parents=True, exist_ok=True)
+        output = None if self.output is None else str(self.output)
+        return child.Child(*child.start(self.module, self.arguments, self.variables, output))
+
+    def count_start(self, is_from_outside: bool) -> None:
+        """Counts a start that has ended without a message; raises `CannotStart` after too many in a row."""
+        self.num_killed += is_from_outside
+        self.num_failed += not is_from_outside
+        if self.num_killed >= MAX_KILLED_STARTS:
+            raise CannotStart(
+                f"{MAX_KILLED_STARTS} {self.names} in a row were killed while they started. Check for lack of memory, "
+                f"or lower {self.number}."
+            )
+        if self.num_failed >= MAX_FAILED_STARTS:
+            raise CannotStart(
+                f"{MAX_FAILED_STARTS} {self.names} in a row did not start with {self.loads}: each died, or was not "
+                f"ready within {START_LIMIT_S:g} s. Import it in a new interpreter to see why."
+            )
+
+
+class Worker:
+    """One process, which is started when it is needed, and the thread that waits for it.
+
+    `start` and `ask` are for that thread, the other methods for any other.
+
+    Attributes:
+      child: the running process, or None. It may still be starting.
+      ready: its first message; None before.
+      is_busy: True while a request is unanswered.
+      thread: of the worker, with one call at a time.
+    """
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._is_stopped = self._is_interrupted = False
+        self.child: child.Child | None = None
+        self.ready: dict[str, Any] | None = None
+        self.is_busy = False
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+
+    def start(self) -> child.Child:
+        """Returns a process that is ready; it is another one if the last one has ended, or wrote without a request.
+
+        Raises:
+          CannotStart: the program says why, or several processes in a row did not start.
+        """
+        if self.child is not None and _is_readable(self.child):
+            self._end(kill=True)
+        while self.child is None:
+            self._is_interrupted = False
+            self.child = self._program.start()
+            if self._is_stopped:
+                self._end(kill=True)
+                raise RuntimeError(_CLOSED)
+            message, error, code = None, None, None
+            try:
+                message = self.child.read(START_LIMIT_S)
+                error = None if message is None else start_error(message)
+            except (EOFError, ConnectionError):
+                code = self._end()
+            except messages.Malformed:
+                message = None
+            if message is not None and error is None:
+                self.ready = message
+                self._program.num_failed = self._program.num_killed = 0
+                break
+            self._end(kill=True)
+            if error is not None:
+                raise CannotStart(f"{self._program.refusal}: {error[0]}", error[1])
+            self._program.count_start(_is_from_outside(code))
+        return self.child
+
+    def ask(
+        self,
+        process: child.Child,
+        message: Mapping[str, Any],
+        limit_s: float,
+        read: Callable[[Mapping[str, Any]], _T],
+    ) -> _T:
+        """Returns what `read` makes of the answer to a message.
+
+        Args:
+          process: as `start` returned it.
+          limit_s: wall-clock limit of the answer.
+          read: raises `messages.Malformed` for what is no answer.
+
+        Raises:
+          Lost: the process took too long, or ended.
+        """
+        deadline, number = time.monotonic() + limit_s, secrets.token_hex(8)
+        self.is_busy = True
+        try:
+            with contextlib.suppress(OSError):  # it has ended, or reads nothing: found below
+                messages.send(process.connection, messages.to_line({"request": number, **message}), limit_s)
+            answer = process.read(deadline - time.monotonic())
+            if answer is None:
+                self._end(kill=True)
+                raise Lost("timeout", f"took more than {limit_s:g} s ({self._program.limit})")
+            if answer.get("request") != number:
+                raise messages.Malformed
+            result = read(answer)
+        except (EOFError, ConnectionError):
+            code = self._end(kill=self._is_interrupted)
+            if self._is_stopped:
+                raise RuntimeError(_CLOSED) from None
+            if _is_from_outside(code):
+                raise Lost("crash", "its process was killed at every try", is_innocent=True) from None
+            how = "closed the socket of its process" if code is None else f"ended its process with exit code {code}"
+            raise Lost("crash", how) from None
+        except messages.Malformed:
+            self._end(kill=True)
+            raise Lost("crash", "its process wrote to its socket at every try", is_innocent=True) from None
+        finally:
+            self.is_busy = False
+        self._program.num_failed = self._program.num_killed = 0
+        return result
+
+    def _end(self, *, kill: bool = False) -> int | None:
+        """Ends the process; returns its exit code, None if it had to be killed."""
+        ended, self.child, self.ready = self.child, None, None
+        if ended is None or kill:
+            return None if ended is None else ended.kill()
+        return ended.end()
+
+    def interrupt(self) -> None:
+        """Kills a process with an unanswered request, which fails."""
+        if self.is_busy:
+            self._is_interrupted = True
+            self._shut()
+
+    def _shut(self) -> None:
+        if (running := self.child) is not None:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                running.connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads it
+
+    def close(self) -> None:
+        """Closes the socket for good: a request in flight fails, and the process ends, by itself if it can."""
+        self._is_stopped = True
+        self._shut()
+
+    def join(self) -> None:
+        """Waits for the thread and the process of a worker that was closed."""
+        self.thread.shutdown(cancel_futures=True)
+        self._end()
+
+
+def _is_readable(running: child.Child) -> bool:
+    """Returns True if an idle process has ended, or has written without a request."""
+    poll = select.poll()  # select.select refuses file descriptors above 1,023
+    poll.register(running.connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _is_from_outside(code: int | None) -> bool:
+    return code is not None and -code in process_tree.ENDED_FROM_OUTSIDE
+
+
+def start_error(message: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns None for the message of a worker that is ready, else its error as (one line, traceback)."""
+    if message.get("ready") is True:
+        return None
+    error, trace = message.get("error"), message.get("trace")
+    if not isinstance(error, str) or not isinstance(trace, str):
+        raise messages.Malformed
+    return error, trace
+
+
+def stop(workers: Sequence[Worker]) -> None:
+    """Ends workers, all at a time."""
+    for worker in workers:
+        worker.close()
+    for worker in workers:
+        worker.join()
