@@ -125,7 +125,7 @@ class Learner:
         """Makes the programs; nothing is compiled. `decay_updates` is that of `optimizer.make_schedule`."""
         self.architecture, self.mesh = architecture, mesh
         platform = mesh.devices.flat[0].platform
-        self.micro_rows = platform_lib.micro_rows(platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
+        self.micro_rows = platform_lib.micro_rows_on(mesh, config, architecture)
         self._is_invariant = config.model.numerics == "invariant"
         if self._is_invariant:
             invariant.check_platform(platform)
@@ -172,7 +172,7 @@ class Learner:
             gathered_layers=self._gathered_layers if self.gathers_once else None,
             gathered_shardings=gathered_shardings,
             gap_limits=gap_lib.gap_limits(config),
-            micro_batches_per_program=platform_lib.update_program(mesh, config, architecture.num_parameters),
+            micro_batches_per_program=platform_lib.update_program(mesh, config, architecture),
         )
         self.shardings = self.update.shardings
         # A pass forwards takes a third of the time.

@@ -128,7 +128,7 @@ class Components:
     engine: Engine
     reward_columns: Callable[[Prompt], dict[str, Any]]
     environments: Environments | None
-    slots_reason: str = ""
+    slots_reason: str
 
     def draws_speculatively(self, collection: CollectionConfig) -> bool:
         """Returns True if idle slots start rounds before the verdicts that ask for them.

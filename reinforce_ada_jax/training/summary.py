@@ -43,8 +43,8 @@ def _compute(config: Config, components: Components) -> str:
         components.mesh, config.learning, components.architecture, jnp.dtype(config.model.compute_dtype)
     )
     mesh = components.mesh
-    in_program = platform_lib.update_program(mesh, config, components.architecture.num_parameters)
-    rows = platform_lib.micro_rows(platform, config, mesh.shape["data"] * mesh.shape["fsdp"])
+    in_program = platform_lib.update_program(mesh, config, components.architecture)
+    rows = platform_lib.micro_rows_on(mesh, config, components.architecture)
     minibatch = config.learning.prompts_per_update * config.collection.group_size
     chain = f", {in_program} micro-batches of an update in a program" if minibatch > rows * in_program else ""
     gathered = ""

@@ -15,11 +15,13 @@ from reinforce_ada_jax.learning.platform import (
     chosen_dtype,
     describe_dtype,
     gathers_once,
+    kept_bytes,
     micro_batches_per_program,
     micro_rows,
     resolve,
     tpu_bytes,
 )
+from reinforce_ada_jax.policy.architecture import from_hf
 
 
 @pytest.mark.parametrize(
@@ -127,23 +129,38 @@ MODEL = ("model", "model")
 
 
 @pytest.mark.parametrize(
-    ("name", "micro_batches", "row_tokens", "row_shards", "expected"),
+    ("name", "micro_batches", "row_tokens", "row_shards", "token_bytes", "expected"),
     [
-        ("cpu", 0, 144, 1, 12),  # 1,728 tokens: 14 rows do not divide 96
-        ("cpu", 0, 16, 1, 96),  # all of them have 1,536
-        ("cpu", 0, 144, 8, 8),  # 12 rows are not the same on 8 devices
-        ("cpu", 0, 4096, 1, 1), ("cpu", 0, 4096, 8, 8),
-        ("cpu", 2, 128, 1, 48), ("gpu", 0, 128, 1, 96), ("tpu", 0, 128, 1, 96), ("tpu", 4, 128, 1, 24),
+        ("cpu", 0, 144, 1, 1, 12),  # 1,728 tokens: 14 rows do not divide 96
+        ("cpu", 0, 16, 1, 1, 96),  # all of them have 1,536
+        ("cpu", 0, 144, 8, 1, 8),  # 12 rows are not the same on 8 devices
+        ("cpu", 0, 4096, 1, 1, 1), ("cpu", 0, 4096, 8, 1, 8),
+        ("cpu", 0, 96, 1, 2**20, 4),  # 512 tokens have 512 MiB, 5 rows do not divide 96
+        ("cpu", 2, 128, 1, 2**20, 48), ("gpu", 0, 128, 1, 2**20, 96),
+        ("tpu", 0, 128, 1, 1, 96), ("tpu", 4, 128, 1, 1, 24),
     ],
 )  # fmt: skip
-def test_micro_batches_of_cpus_fit_their_caches(name, micro_batches, row_tokens, row_shards, expected):
+def test_micro_batches_of_cpus_fit_their_caches(name, micro_batches, row_tokens, row_shards, token_bytes, expected):
     config = Config(
         data=DataConfig(max_prompt_tokens=row_tokens // 2),
         sampling=SamplingConfig(max_response_tokens=row_tokens // 2),
         collection=CollectionConfig(group_size=4),
         learning=LearningConfig(prompts_per_update=24, micro_batches=micro_batches),
     )
-    assert micro_rows(name, config, row_shards) == expected
+    assert micro_rows(name, config, row_shards, token_bytes) == expected
+
+
+def test_activations_of_smollm2_are_those_of_its_products():
+    """Seven products of a layer are kept, the result of attention, and the layer's input."""
+    architecture = from_hf(
+        dict(
+            model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+            num_attention_heads=9, num_key_value_heads=3,
+        )
+    )  # fmt: skip
+    outputs = 576 + 192 + 192 + 576 + 1536 + 1536 + 576
+    assert kept_bytes(architecture, "dots", "float32") == 30 * 4 * (outputs + 576 + 576)
+    assert kept_bytes(architecture, "full", "float32") == 30 * 4 * 576
 
 
 @pytest.mark.parametrize(
