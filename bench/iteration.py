@@ -28,10 +28,13 @@ from bench.measuring import in_turns, machine
 from bench.options import DEFAULT_VARIANTS, VARIANTS, check_baseline
 from bench.workloads import Lengths
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection import selection as selection_lib
+from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.collect import VerifyFn
 from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed.signals import Interrupt
+from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy import huggingface, transformer
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.transformer import Params
@@ -42,14 +45,13 @@ from reinforce_ada_jax.sampling.engine import Engine
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import SamplingParams
 from reinforce_ada_jax.training import components as components_lib
+from reinforce_ada_jax.training import resume, startup
+from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.drawing import Drawn
 from reinforce_ada_jax.training.iteration import train_iteration
-from reinforce_ada_jax.training.startup import begin_or_resume
-from reinforce_ada_jax.training.state import to_record
-from reinforce_ada_jax.training.trainer import Trainer, make_trainer
-from reinforce_ada_jax.training.updates import Updates
+from reinforce_ada_jax.training.loop import save
+from reinforce_ada_jax.training.run import Run
+from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Request, RequestQueue, Response, Verdict
 
 BASELINES = {"trl": pathlib.Path(__file__).parent / "baselines" / "trl_iteration.py"}
@@ -101,7 +103,7 @@ class ScriptedRollouts(Rollouts):
         return super().sampler(params, sampling=scripted, **others)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ScriptedComponents(Components):
     """Components whose verifiers grade, but whose verdicts are the script's."""
 
@@ -161,52 +163,22 @@ class Clock:
         return result
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ClockedUpdates(Updates):
-    """Updates whose scoring is timed."""
-
-    clock: Clock
-
-    def minibatches(self, *arguments: Any, **keywords: Any) -> Any:
-        """As that of `Updates`."""
-        return self.clock.call("score", super().minibatches, *arguments, **keywords)
-
-    def check_logprobs(self, *arguments: Any, **keywords: Any) -> Any:
-        """As that of `Updates`."""
-        return self.clock.call("score", super().check_logprobs, *arguments, **keywords)
-
-
 class ClockedRun:
-    """A run whose phases are timed, and the programs of its learner; `stack` closes its files."""
+    """A run whose phases are timed, and the programs of its learner."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        verifiers: VerifierPool,
-        params: Params,
-        script: Script | None,
-        stack: contextlib.ExitStack,
-    ):
-        self.clock, learner, self.verifiers, self.script = Clock(), trainer.learner, verifiers, script
+    def __init__(self, run: Run, state: RunState, script: Script | None):
+        self.clock, self.run, self.state, self.script = Clock(), run, state, script
         for name in ("score", "update"):
-            setattr(learner, name, functools.partial(self._on_device, getattr(learner, name)))
-        updates = ClockedUpdates(trainer.config, trainer.strategy, learner, trainer.workdir, self.clock)
-        rollouts = trainer.rollouts if script is None else ScriptedRollouts(trainer.components.engine, script)
-        self.trainer = dataclasses.replace(trainer, updates=updates, rollouts=rollouts)
-        self.checkpoints, self.identity, self.state = begin_or_resume(self.trainer, params, stack)
-        self.interrupt = stack.enter_context(Interrupt())
-        self.ahead = stack.enter_context(DrawAhead[Drawn]())
-        self.progress = Progress(total=1, done=0, quiet=True)
+            setattr(run.learner, name, functools.partial(self._on_device, getattr(run.learner, name)))
 
     def _on_device(self, program: Callable[..., Any], *arguments: Any) -> Any:
         return self.clock.call("programs", lambda: jax.block_until_ready(program(*arguments)))
 
     def next_iteration(self) -> Mapping[str, float]:
         """Runs one iteration without a checkpoint; returns its metrics."""
-        run = self.trainer, self.verifiers, self.interrupt, self.progress, self.ahead
-        state, stop = train_iteration(*run, self.state)
-        if stop is not None:
-            raise stop
+        state, stopped = train_iteration(self.run, self.state)
+        if stopped is not None:
+            raise stopped
         assert state.pending is not None
         self.state = dataclasses.replace(state, pending=None)
         return state.pending
@@ -220,12 +192,11 @@ class ClockedRun:
         self.clock.seconds = seconds = {}
         begin, cpu_begin = time.perf_counter(), time.process_time()
         metrics = self.next_iteration()
-        record = to_record(self.state) | self.identity
-        self.clock.call("checkpoint", self.checkpoints.save, self.state.iteration, self.state.learner, record)
+        self.clock.call("checkpoint", save, self.run, self.state)
         total, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
-        self.checkpoints.wait()
+        self.run.checkpoints.wait()
         written = time.perf_counter() - begin - total
-        seconds["collect"], seconds["update"] = metrics["time/collect_s"], metrics["time/update_s"]
+        seconds |= {phase: metrics[f"time/{phase}_s"] for phase in ("collect", "score", "update")}
         # The device is busy in a collection unless it waits for the host.
         busy = seconds["collect"] - metrics["time/host_between_windows_s"] + seconds.get("programs", 0.0)
         phases = {f"{phase}_s": seconds.get(phase, 0.0) for phase in PHASES}
@@ -281,8 +252,36 @@ def begin(
     else:
         dtype = jnp.dtype(config.model.parameter_dtype)
         params = transformer.init(components.architecture, jax.random.key(config.seed), components.mesh, dtype)
-    trainer = make_trainer(config, workdir, components, prompts, params)
-    return ClockedRun(trainer, verifiers, params, script, stack)
+    strategy = strategies.build(config.collection, regularized=config.regularized)
+    selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
+    learner = Learner(components.architecture, config, components.mesh)
+    base, reference = startup.frozen_weights(config, components, learner, params)
+    estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
+    interrupt, progress = stack.enter_context(Interrupt()), Progress(total=1, done=0, quiet=True)
+    run = Run(
+        config=config,
+        workdir=workdir,
+        components=components,
+        prompts=prompts,
+        selection=selection,
+        strategy=strategy,
+        verifiers=verifiers,
+        rollouts=Rollouts(components.engine) if script is None else ScriptedRollouts(components.engine, script),
+        estimator=estimator,
+        learner=learner,
+        base=base,
+        reference=reference,
+        iterate=train_iteration,
+        stop=interrupt.stop(progress.phase),
+        interrupt=interrupt,
+        progress=progress,
+        checkpoints=startup.open_checkpoints(config, workdir, stack),
+        identity=resume.identity(config, components, prompts),
+        compiles=CompileCounter(),
+    )
+    stack.enter_context(run.ahead)
+    state = startup.first_state(config, components, learner, params, selection.to_json(), estimator)
+    return ClockedRun(run, state, script)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,34 +294,34 @@ class Baseline:
 
 
 def start_baseline(
-    baseline: Baseline, trainer: Trainer, script: Script | None, iterations: int
+    baseline: Baseline, run: Run, script: Script | None, iterations: int
 ) -> tuple[JsonSubprocess, dict[str, Any]]:
     """Starts a baseline with the weights, prompts and rewards of a run; returns it and its description.
 
     Raises:
       ValueError: its iterations would be other work, or it does not start.
     """
-    name, collection, limit = baseline.name, trainer.config.collection, trainer.config.sampling.max_response_tokens
+    name, collection, limit = baseline.name, run.config.collection, run.config.sampling.max_response_tokens
     if script is None or (script.lengths(np.random.default_rng(0), (1_000,)).round() != limit).any():
         raise ValueError(
             f"--against={name} needs random weights whose responses all have sampling.max_response_tokens: --shape or "
             f"--model, and --lengths={limit},0.0001,{limit},{limit}."
         )
-    if collection.strategy != "grpo" or collection.prompts_per_iteration != trainer.config.learning.prompts_per_update:
+    if collection.strategy != "grpo" or collection.prompts_per_iteration != run.config.learning.prompts_per_update:
         raise ValueError(
             f"--against={name} does GRPO with one update an iteration. Set collection.strategy=grpo, and learning."
             "prompts_per_update to collection.prompts_per_iteration."
         )
-    chosen, cursor = [], PromptCursor(trainer.config.seed)
+    chosen, cursor = [], PromptCursor(run.config.seed)
     for _ in range(iterations):
-        prompts, cursor = next_prompts(trainer.prompts, cursor, collection.prompts_per_iteration)
+        prompts, cursor = next_prompts(run.prompts, cursor, collection.prompts_per_iteration)
         chosen += prompts
     draws = range(collection.group_size)
     rewards = [[script.verdict(prompt, draw).reward for draw in draws] for prompt in chosen]
     process = JsonSubprocess(name, [baseline.python, str(BASELINES[name])])
     return process, process.load_baseline(
-        model=str(trainer.components.folder), rewards=rewards, response_tokens=limit,
-        prompts=[trainer.components.tokenizer.decode(prompt.tokens) for prompt in chosen],
+        model=str(run.components.folder), rewards=rewards, response_tokens=limit,
+        prompts=[run.components.tokenizer.decode(prompt.tokens) for prompt in chosen],
         prompts_per_iteration=collection.prompts_per_iteration, micro_batches=baseline.micro_batches,
     )  # fmt: skip
 
@@ -361,9 +360,8 @@ def measure(
         }
         iterate = {name: run.timed_iteration for name, run in runs.items()}
         first, described = runs[variants[0]], {}
-        trainer = first.trainer
         if against is not None:
-            process, described = start_baseline(against, trainer, first.script, 1 + repeat)
+            process, described = start_baseline(against, first.run, first.script, 1 + repeat)
             stack.callback(process.close)
             iterate[against.name] = process.run
         timed = in_turns(iterate, repeat, lambda taken: f"{taken['seconds']:.2f} s")
@@ -381,7 +379,7 @@ def measure(
         if ours["tokens"] != theirs["tokens"]:
             raise ValueError(f"{ours['tokens']:,} tokens, and {theirs['tokens']:,} of {against.name}: other work.")
         result |= {f"{key}time_ratio": ours[f"{key}seconds"] / theirs[f"{key}seconds"] for key in ("", "cpu_")}
-    scripted, model = isinstance(trainer.rollouts, ScriptedRollouts), models.describe(trainer.components.architecture)
+    scripted, model = first.script is not None, models.describe(first.run.components.architecture)
     return result | machine() | {"scripted": scripted, "model": model}
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.distributed.watchdog import RESTART
-from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+from reinforce_ada_jax.evaluation.evaluator import load_evaluator
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.training import loop, startup
 
@@ -35,7 +35,7 @@ def main(config: pathlib.Path, workdir: pathlib.Path) -> None:
     """Trains, or resumes, and ends as `train` does."""
     with contextlib.ExitStack() as stack:
         checked = config_lib.from_json(config.read_text(encoding="utf-8"))
-        run, state = startup.start(checked, workdir, make_evaluator_fn, stack, quiet=True)
+        run, state = startup.start(checked, workdir, load_evaluator, stack, quiet=True)
         say_phases(run.progress, state.iteration - (state.pending is not None))
         outcome = loop.run_to_end(run, state)
     if outcome.ending is loop.Ending.PREEMPTED:

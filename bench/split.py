@@ -22,7 +22,9 @@ from bench.iteration import ClockedRun
 from bench.measuring import in_turns, machine
 from bench.workloads import Lengths
 from reinforce_ada_jax import config as config_lib
+from reinforce_ada_jax.collection.selection import Shuffled
 from reinforce_ada_jax.config import Config
+from reinforce_ada_jax.distributed.signals import Stop
 from reinforce_ada_jax.policy.architecture import Architecture
 
 # Iterations of a block: the variants take turns by blocks, and a block ends when nothing is in flight.
@@ -52,7 +54,7 @@ def timed_block(run: ClockedRun, iterations: int, turn: int) -> dict[str, Any]:
     iterations = iterations if turn else 2
     begin = time.perf_counter()
     all_metrics = [run.next_iteration() for _ in range(iterations)]
-    run.ahead.wait(lambda text: None)
+    run.run.ahead.wait(Stop())
     seconds = time.perf_counter() - begin
     times = {name: statistics.mean(metrics[key] for metrics in all_metrics) for name, key in TIMES.items()}
     work = [tuple(metrics[key] for key in WORK) for metrics in all_metrics]
@@ -91,8 +93,9 @@ def measure(
             changed = config_lib.replaced(config, changes | {"iterations": 10**6})
             run = iteration.begin(changed, pathlib.Path(folder) / name, lengths, architecture, stack)
             # Every iteration draws the same prompts, whose scripted lengths are the same each time.
-            prompts = run.trainer.prompts[: changed.collection.prompts_per_iteration]
-            run.trainer = dataclasses.replace(run.trainer, prompts=prompts)
+            prompts = run.run.prompts[: changed.collection.prompts_per_iteration]
+            selection = Shuffled(prompts, changed.seed)
+            run.run = dataclasses.replace(run.run, prompts=prompts, selection=selection)
             runs[name] = functools.partial(timed_block, run, iterations)
         timed = in_turns(runs, repeat, _described)
     work = {each for blocks in timed.values() for block in blocks for each in block.pop("work")}

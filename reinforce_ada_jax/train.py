@@ -59,24 +59,23 @@ def train(
     """
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.signals import Interrupted
-    from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+    from reinforce_ada_jax.evaluation.evaluator import load_evaluator
     from reinforce_ada_jax.training import loop, startup
+    from reinforce_ada_jax.training.run import TrainingStopped
     from reinforce_ada_jax.training.trained import trained_run
-    from reinforce_ada_jax.training.updates import TrainingStopped
 
     config = config if isinstance(config, Config) else config_lib.resolve(config)
     if processes.count() > 1:
         raise ValueError(f"train() is for one process, and there are {processes.count()}: use the command for several.")
     with contextlib.ExitStack() as stack:
         folder, copy = stack.enter_context(local_copy.opened(workdir))
-        run, state = startup.start(config, folder, make_evaluator_fn, stack, reward=reward, copy=copy, quiet=quiet)
+        run, state = startup.start(config, folder, load_evaluator, stack, reward=reward, copy=copy, quiet=quiet)
         outcome = loop.run_to_end(run, state)
         if outcome.ending is loop.Ending.STOPPED:
             raise TrainingStopped(outcome.message)
         if outcome.ending is not loop.Ending.FINISHED or outcome.state is None:
             raise Interrupted(outcome.message)
-        assert run.trainer is not None
-        return dataclasses.replace(trained_run(run.trainer, outcome.state), workdir=pathlib.Path(workdir))
+        return dataclasses.replace(trained_run(run, outcome.state), workdir=pathlib.Path(workdir))
 
 
 def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: int | None = None) -> None:
@@ -86,7 +85,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
     """
     from reinforce_ada_jax.distributed import processes
     from reinforce_ada_jax.distributed.watchdog import RESTART
-    from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+    from reinforce_ada_jax.evaluation.evaluator import load_evaluator
     from reinforce_ada_jax.training import host_log, loop, startup
     from reinforce_ada_jax.training.loop import Ending
     from reinforce_ada_jax.training.reward_check import not_graded
@@ -96,7 +95,7 @@ def main(config: Config, workdir: pathlib.Path, *, quiet: bool = False, page: in
             folder, copy = stack.enter_context(local_copy.opened(workdir))
             if page is not None and processes.is_writer():
                 _show_page(folder, page, stack)
-            run, state = startup.start(config, folder, make_evaluator_fn, stack, copy=copy, quiet=quiet)
+            run, state = startup.start(config, folder, load_evaluator, stack, copy=copy, quiet=quiet)
             stack.enter_context(host_log.kept(folder, f"begins after iteration {state.iteration}"))
         outcome = loop.run_to_end(run, state)
         host_log.add(outcome.message or "finished")
@@ -127,13 +126,13 @@ def _show_page(workdir: pathlib.Path, port: int, stack: contextlib.ExitStack) ->
 def dry_run(config: Config, workdir: pathlib.Path) -> None:
     """Checks all input of a run, and prints the configuration and the summary; writes and compiles nothing."""
     from reinforce_ada_jax.distributed import processes
-    from reinforce_ada_jax.evaluation.evaluator import make_evaluator_fn
+    from reinforce_ada_jax.evaluation.evaluator import load_evaluator
     from reinforce_ada_jax.training import startup, summary
 
     with contextlib.ExitStack() as stack, cli.user_input():
         check_output("--workdir", workdir, folder=True)
         folder, _ = stack.enter_context(local_copy.opened(workdir))
-        inputs = startup.read_inputs(config, folder, make_evaluator_fn)
+        inputs = startup.read_inputs(config, folder, load_evaluator)
         if processes.is_writer():
             print(summary.dry_run(inputs.config, inputs.summary(folder)))
 

@@ -17,7 +17,7 @@ from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.sampling import engine, programs
-from reinforce_ada_jax.training import trainer
+from reinforce_ada_jax.training import startup
 from tests import running
 
 NOT_OF_A_LEARNER = ("iterations", "checkpoint", "evaluation", "logging")
@@ -61,6 +61,6 @@ def shared_programs() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "make_programs", make_programs)
         patch.setattr(AdapterLearner, "_make_programs", of_adapters)
-        for module in (trainer, running):
+        for module in (startup, running):
             patch.setattr(module, "Learner", learner)
         yield

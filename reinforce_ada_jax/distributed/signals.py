@@ -5,11 +5,15 @@ Python runs a signal's handler when its main thread comes back from a program of
 thread also reads the signals: it tells the other processes, and ends this one at the second signal, without that delay.
 """
 
+import dataclasses
+import functools
+import math
 import os
 import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from reinforce_ada_jax import cli
@@ -98,36 +102,59 @@ class Interrupt:
         self._request(preempted=True)
         processes.ask_to_stop()
 
-    def seconds_since_request(self) -> float:
-        """Returns the time since the first request that this process got; 0 without one."""
-        return 0.0 if self._requested_at is None else time.monotonic() - self._requested_at
-
-    def out_of_time(self, needed_s: float, notice_s: float) -> bool:
-        """Returns True if a machine will be gone before something is done; every process must call it.
-
-        Args:
-          needed_s: time until it is done.
-          notice_s: time that a machine stays after a request; 0: long enough.
-        """
-        late = self._preempted and self.seconds_since_request() + needed_s > notice_s > 0
-        return processes.any_of(late)
-
-    def check(self) -> None:
-        """Raises `Interrupted` after a request, here or in another process; others may not have seen it yet.
-
-        If a program of all processes follows, the one that raises must tell the others (`sharded_collection`, `agree`).
-        """
-        if self._requested_at is not None or processes.asked_to_stop():
-            raise Interrupted
+    def asked(self) -> bool:
+        """Returns True after a request, here or in another process; other processes may not have seen it yet."""
+        return self._requested_at is not None or processes.asked_to_stop()
 
     def preempted(self) -> bool:
         """Returns True if a machine of any process is taken away; every process must call it."""
         return processes.any_of(self._preempted)
 
+    def time_left(self, notice_s: float) -> float:
+        """Returns the seconds until this machine is taken away, `notice_s` after the request; infinite if it stays.
+
+        With `notice_s` 0 a machine stays long enough.
+        """
+        if not (self._preempted and notice_s > 0) or self._requested_at is None:
+            return math.inf
+        return notice_s - (time.monotonic() - self._requested_at)
+
+    def stop(self, show: Callable[[str], None] = lambda phase: None, notice_s: float = 0.0) -> "Stop":
+        """Returns the signal to stop that these requests give; `show` and `notice_s` as for `Stop` and `time_left`."""
+        return Stop(self.asked, show, functools.partial(self.time_left, notice_s))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stop:
+    """The signal to stop: the questions that a run asks wherever it may have to end.
+
+    Attributes:
+      asked: returns True if this process knows of a request to end.
+      show: shows the phase of the run.
+      time_left: returns the seconds until the machine is taken away.
+    """
+
+    asked: Callable[[], bool] = lambda: False
+    show: Callable[[str], None] = lambda phase: None
+    time_left: Callable[[], float] = lambda: math.inf
+
+    def check(self, phase: str) -> None:
+        """Raises `Interrupted` if this process was asked to end; otherwise shows the phase.
+
+        If a program of all processes follows, the one that raises must tell the others (`sharded_collection`, `agree`).
+        """
+        if self.asked():
+            raise Interrupted
+        self.show(phase)
+
     def agree(self) -> None:
         """Raises `Interrupted` in all processes if any was asked to end; every process must call it."""
-        if processes.any_of(self._requested_at is not None or processes.asked_to_stop()):
+        if processes.any_of(self.asked()):
             raise Interrupted
+
+    def has_time(self, seconds: float) -> bool:
+        """Returns True if no machine is taken away within this time; every process must call it."""
+        return not processes.any_of(seconds > self.time_left())
 
 
 def end(interrupt: Interrupt, kept: str) -> NoReturn:

@@ -134,9 +134,10 @@ def fill(
     """
     done = progress.done
     with Interrupt() as interrupt:
+        stop = interrupt.stop()
 
         def report(closed: int, drawn: int) -> None:
-            interrupt.check()
+            stop.check(name)
             progress.reach(done + closed, f"{name}{drawn:,} responses")
 
         try:

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +16,16 @@ from reinforce_ada_jax.evaluation import drawing
 from reinforce_ada_jax.evaluation.response_store import hash_of_problems
 from reinforce_ada_jax.evaluation.scores import Statistics, by_difficulty, difficulty_statistics, statistics
 from reinforce_ada_jax.files.durable import write_atomically
-from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.history import PROBLEMS
 from reinforce_ada_jax.reporting.writers import Metrics
 from reinforce_ada_jax.rewards.shaping import Shaping
 from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import reward_check
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.loop import EvaluatorFn
-from reinforce_ada_jax.training.updates import TrainingStopped
+from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt
 
 Benchmarks = dict[str, list[Prompt]]
@@ -62,10 +59,10 @@ def known_pass_rates(prompts: Sequence[Prompt]) -> dict[str, float]:
     return {prompt.id: prompt.pass_rate for prompt in prompts if prompt.pass_rate is not None}
 
 
-def make_evaluator_fn(config: Config, workdir: pathlib.Path, components: Components) -> EvaluatorFn | None:
-    """Returns the function that makes the evaluator of a training run; None without benchmarks."""
+def load_evaluator(config: Config, components: Components) -> "Evaluator | None":
+    """Returns the evaluator of a training run; None without benchmarks."""
     benchmarks = load_benchmarks(components, config)
-    return functools.partial(Evaluator, components, config, workdir, benchmarks) if benchmarks else None
+    return Evaluator(benchmarks) if benchmarks else None
 
 
 def streams(benchmarks: Mapping[str, Sequence[Prompt]], iteration: int) -> dict[str, int]:
@@ -115,59 +112,44 @@ def save_results(file: pathlib.Path, about: Mapping[str, int | str | None], metr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Evaluation function of one training run, which `train` builds and hands to the loop.
+    """Evaluation of a training run on benchmarks, which `train` hands to the loop."""
 
-        evaluate = Evaluator(components, config, workdir, benchmarks, rollouts, verifiers)
-        metrics = evaluate(params, iteration, report)
-
-    `benchmarks` come from `load_benchmarks` at start-up; `verifiers` are entered before the first call.
-    """
-
-    components: Components
-    config: Config
-    workdir: pathlib.Path
     benchmarks: Benchmarks
-    rollouts: Rollouts
-    verifiers: VerifierPool
 
-    def __call__(self, params: Params, iteration: int, report: Callable[[str], None]) -> Metrics:
-        """Returns `evaluation/BENCHMARK/...` of a policy, and writes evaluations/<iteration>.json.
-
-        Args:
-          params: the policy's weights, as the learner has them.
-          iteration: finished iterations; part of the addresses of the samples.
-          report: called with a line about the progress; may raise to stop the evaluation.
+    def __call__(self, run: Run, state: RunState) -> Metrics:
+        """Returns `evaluation/BENCHMARK/...` of a run's policy, and writes evaluations/<iteration>.json.
 
         Raises:
+          Interrupted: the run was asked to end.
           TrainingStopped: no response could be graded.
         """
-        evaluation = self.config.evaluation
-        weights, words = self.rollouts.decode_weights(params), streams(self.benchmarks, iteration)
-        verify = verify_fns(self.components, self.verifiers, self.config)
-        graders = self.components.graders(self.verifiers)
+        assert run.rollouts is not None
+        config, components, iteration = run.config, run.components, state.iteration
+        weights, words = run.rollouts.decode_weights(run.policy(state)), streams(self.benchmarks, iteration)
+        verify = verify_fns(components, run.verifiers, config)
+        graders = components.graders(run.verifiers)
         results, verdicts, graders.failure = {}, [], ""
         for name, prompts in self.benchmarks.items():
 
             def on_progress(closed: int, drawn: int, name: str = name, count: int = len(prompts)) -> None:
-                report(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
+                run.stop.check(f"evaluating {name}: {closed}/{count} problems, {drawn:,} responses")
 
-            draw = drawing.from_policy(weights, self.rollouts, evaluation, words[name], self.config, self.components)
-            drawn = draw(prompts, verify_fn=verify[name], samples=evaluation.samples, on_progress=on_progress)
+            draw = drawing.from_policy(weights, run.rollouts, config.evaluation, words[name], config, components)
+            drawn = draw(prompts, verify_fn=verify[name], samples=config.evaluation.samples, on_progress=on_progress)
             verdicts += [response.verdict for responses in drawn.values() for response in responses]
             difficulties = by_difficulty(known_pass_rates(prompts), drawn)
             results[name] = statistics(drawn.values()) | difficulty_statistics(difficulties)
-        remedy = reward_check.training_remedy(self.config)
-        what = f"the evaluation after iteration {iteration}"
-        if message := reward_check.too_many_failed(self.config, graders, what, verdicts, remedy):
+        what, remedy = f"the evaluation after iteration {iteration}", reward_check.training_remedy(config)
+        if message := reward_check.too_many_failed(config, graders, what, verdicts, remedy):
             raise TrainingStopped(message)
         metrics = as_metrics(results)
         if processes.is_writer():
             problems = {name: hash_of_problems(prompts) for name, prompts in self.benchmarks.items()}
-            save_results(results_file(self.workdir, iteration), {"iteration": iteration}, metrics | hashes(problems))
+            save_results(results_file(run.workdir, iteration), {"iteration": iteration}, metrics | hashes(problems))
         return metrics
 
-    def is_done(self, iteration: int) -> bool:
+    def is_done(self, run: Run, iteration: int) -> bool:
         """Returns True in every process if evaluations/<iteration>.json has all benchmarks."""
-        file = results_file(self.workdir, iteration)
+        file = results_file(run.workdir, iteration)
         saved = json.loads(file.read_text()) if file.exists() else {}
         return processes.any_of(all(f"evaluation/{name}/avg" in saved for name in self.benchmarks))

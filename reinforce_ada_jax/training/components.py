@@ -369,8 +369,8 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
       ValueError: `reward.path` names no function of a Python file, or there is `grade_fn` too.
     """
     reward = config.reward
-    if config.environment.path:  # it gives the rewards, and no process is started
-        return VerifierPool(math_answer.grade, 0, reward.time_limit_s)
+    if config.environment.path:  # it gives the rewards
+        return no_verifiers(config)
     kinds: dict[str, GradeFn | Made] = {
         "cipher": cipher.grade,
         "math": math_answer.grade,
@@ -392,6 +392,11 @@ def verifier_pool(config: Config, folder: pathlib.Path | None = None, grade_fn: 
     output = output_file(folder) if folder is not None and reward.path else None
     graded_by = reward.path or kinds[reward.kind]
     return VerifierPool(graded_by, reward.workers, reward.time_limit_s, others, weights=reward.weights, output=output)
+
+
+def no_verifiers(config: Config) -> VerifierPool:
+    """A pool for runs in which no verifier grades: it has no process."""
+    return VerifierPool(math_answer.grade, 0, config.reward.time_limit_s)
 
 
 def load_params(config: Config, components: Components, dtype: str | None = None) -> Params:

@@ -11,17 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
-from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.signals import Stop
 
 LOOK_EVERY_S = 0.2
 
 Drawn = TypeVar("Drawn")
-# Is called with text for the progress line; raises Interrupted if the run was asked to end.
-Report = Callable[[str], None]
 
 
 class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[Drawn]):
-    """At most one collection in flight. On exit it is broken off at its next report, and its thread ends."""
+    """At most one collection in flight. On exit it is broken off where it next asks whether to stop."""
 
     def __init__(self):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="drawing")
@@ -29,31 +27,30 @@ class DrawAhead(contextlib.AbstractContextManager["DrawAhead[Drawn]"], Generic[D
         self._drawing: Future[Drawn] | None = None
         self._phase = "collecting"
 
-    def begin(self, draw: Callable[[Report], Drawn]) -> None:
-        """Starts a collection, after the one before was taken; its progress is shown where it is waited for."""
+    def begin(self, draw: Callable[[Stop], Drawn]) -> None:
+        """Starts a collection, after the one before was taken; its phase is shown where it is waited for."""
         assert self._drawing is None
-        self._drawing = self._pool.submit(draw, self._report)
+        self._drawing = self._pool.submit(draw, Stop(self._ended.is_set, self._show))
 
-    def wait(self, report: Report) -> None:
+    def wait(self, stop: Stop) -> None:
         """Waits until nothing is in flight; `take` then says how it ended."""
         while self._drawing is not None and not self._drawing.done():
-            report(self._phase)
+            stop.check(self._phase)
             wait([self._drawing], LOOK_EVERY_S)
 
-    def take(self, report: Report) -> Drawn | None:
+    def take(self, stop: Stop) -> Drawn | None:
         """Waits for the collection in flight and returns it, once; None if none was started.
 
         Raises:
-          Exception: what ended the collection, or what `report` raised.
+          Interrupted: the run was asked to end.
+          Exception: what ended the collection.
         """
-        self.wait(report)
+        self.wait(stop)
         drawing, self._drawing = self._drawing, None
         return None if drawing is None else drawing.result()
 
-    def _report(self, text: str) -> None:
-        if self._ended.is_set():
-            raise Interrupted
-        self._phase = text
+    def _show(self, phase: str) -> None:
+        self._phase = phase
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()

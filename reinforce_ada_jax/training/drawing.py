@@ -1,4 +1,4 @@
-"""Drawing of one iteration: its prompts, their pools and groups, and the metrics of the collection."""
+"""The prompts of an iteration, their responses and groups, and the metrics of the collection."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from reinforce_ada_jax.collection import selection as selection_lib
+from reinforce_ada_jax.collection import selection
 from reinforce_ada_jax.collection.advantages import Group, make_group
 from reinforce_ada_jax.collection.collect import EstimateFn, collect
 from reinforce_ada_jax.collection.estimators import calibration
@@ -18,20 +18,17 @@ from reinforce_ada_jax.collection.selection import Choice
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Reshard
 from reinforce_ada_jax.sampling.token import stream
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import sharded_collection
-from reinforce_ada_jax.training.draw_ahead import Report
 from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampling
+from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
-from reinforce_ada_jax.training.trainer import Trainer
-from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
 
 
@@ -41,6 +38,7 @@ class Source:
 
     Attributes:
       iteration: number of the iteration.
+      choice: its prompts.
       weights: to draw from: the learner's, or those that the engine made of them.
       policy_version: iterations whose updates are in the weights.
       partial_rollouts: of `RunState`.
@@ -49,6 +47,7 @@ class Source:
     """
 
     iteration: int
+    choice: Choice
     weights: Params
     policy_version: int
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
@@ -58,21 +57,37 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawn:
-    """Collected prompts of one iteration: pools, groups with advantages, and metrics."""
+    """Responses of one iteration with their verdicts.
 
-    choice: Choice
+    Attributes:
+      source: what they were drawn from.
+      collected: pools and counts.
+      seconds: metrics of the time that drawing and grading took.
+    """
+
+    source: Source
     collected: CollectedShard
-    groups: list[Group]
-    metrics: dict[str, float]
+    seconds: dict[str, float]
 
 
-def next_source(trainer: Trainer, state: RunState) -> Source:
-    """Returns what the iteration after `state` is drawn from."""
+def choose(run: Run, state: RunState, kept: CollectedShard | None = None) -> Source:
+    """Returns the prompts of the iteration after `state`, and the weights that it is drawn from.
+
+    `kept` are the responses that an earlier start kept of it.
+    """
+    iteration, count = state.iteration + 1, run.config.collection.prompts_per_iteration
     if state.sampler is None:
-        weights, version = trainer.policy(state), state.iteration
+        weights, version = run.policy(state), state.iteration
     else:
         weights, version = state.sampler, state.iteration - 1
-    return Source(state.iteration + 1, weights, version, state.partial_rollouts)
+    return Source(
+        iteration=iteration,
+        choice=selection.choose(run.selection, count, run.config.seed, iteration),
+        weights=weights,
+        policy_version=version,
+        partial_rollouts=state.partial_rollouts,
+        kept=kept,
+    )
 
 
 def check_drawn(responses: Iterable[Response], config: Config, iteration: int) -> None:
@@ -89,45 +104,40 @@ def check_drawn(responses: Iterable[Response], config: Config, iteration: int) -
             )
 
 
-def draw(trainer: Trainer, source: Source, verifiers: VerifierPool, report: Report) -> Drawn:
+def draw(run: Run, source: Source, stop: Stop) -> Drawn:
     """Draws and grades responses until every prompt's rule is met.
 
     Raises:
-      Interrupted: `report` raised it.
+      Interrupted: `stop` raised it.
       TrainingStopped: the engine's log-probabilities are not finite.
     """
-    begin, verify_s = time.monotonic(), verifiers.busy_s
-    trainer.components.graders(verifiers).failure = ""
-    count, seed = trainer.config.collection.prompts_per_iteration, trainer.config.seed
-    choice = selection_lib.choose(trainer.selection, count, seed, source.iteration)
+    begin, verify_s = time.monotonic(), run.verifiers.busy_s
+    run.components.graders(run.verifiers).failure = ""
     if source.kept is not None and source.kept.pools:
         collected = source.kept
-        choice.upcoming.partial.update(collected.partial)
-        if isinstance(trainer.estimator, ValueHead):  # `observe` needs the features of the prompts
-            trainer.estimator.estimate(source.weights, choice.prompts)
+        source.choice.upcoming.partial.update(collected.partial)
+        if isinstance(run.estimator, ValueHead):  # `observe` needs the features of the prompts
+            run.estimator.estimate(source.weights, source.choice.prompts)
     else:
-        collected = _collected(trainer, source, choice, verifiers, report)
+        collected = _collected(run, source, stop)
     for pool in collected.pools:
-        check_drawn(pool.responses, trainer.config, source.iteration)
-    groups = _groups(trainer, source, collected.pools, choice)
-    metrics = _collection_metrics(trainer, source, groups, len(choice.prompts), collected.counts)
-    metrics |= {
+        check_drawn(pool.responses, run.config, source.iteration)
+    seconds = {
         "time/collect_s": time.monotonic() - begin,
-        "time/verify_s": verifiers.busy_s - verify_s,
+        "time/verify_s": run.verifiers.busy_s - verify_s,
     }
-    return Drawn(choice, collected, groups, metrics)
+    return Drawn(source, collected, seconds)
 
 
-def _collected(
-    trainer: Trainer, source: Source, choice: Choice, verifiers: VerifierPool, report: Report
-) -> CollectedShard:
+def _collected(run: Run, source: Source, stop: Stop) -> CollectedShard:
     """Returns pools, counts and prefetched rollouts of an iteration, in all processes.
 
     Raises:
-      Interrupted: `report` raised it, here or in another process; `trainer.kept` has what was drawn, where it keeps it.
+      Interrupted: `stop` raised it, here or in another process; `run.kept` has what was drawn, where it keeps it.
     """
-    config, rollouts, begin = trainer.config, trainer.rollouts, time.monotonic()
-    turns = trainer.components.trajectories(config, stream(source.iteration), config.sampling.max_response_tokens)
+    assert run.rollouts is not None
+    config, rollouts, begin = run.config, run.rollouts, time.monotonic()
+    turns = run.components.trajectories(config, stream(source.iteration), config.sampling.max_response_tokens)
     sample_fn = rollouts.sampler(
         source.weights,
         stream=stream(source.iteration),
@@ -136,7 +146,7 @@ def _collected(
         policy_version=source.policy_version,
     )
     shaping = components_lib.shaping(config)
-    verify_fn = trainer.components.verify_fn(verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
+    verify_fn = run.components.verify_fn(run.verifiers, shaping) if turns is None else shaped_verdicts(turns, shaping)
 
     def verify(pairs: list[tuple[Prompt, Response]]) -> list[Verdict] | Future[list[Verdict]]:
         if processes.count() == 1:  # several stop together, at the end of the collection
@@ -146,7 +156,7 @@ def _collected(
     def draw_job(job: Job) -> tuple[list[Pool], sharded_collection.Counts]:
         def on_progress(closed: int, drawn: int) -> None:
             rate = rollouts.counts.tokens / (time.monotonic() - begin)
-            report(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
+            stop.check(f"collecting: {closed}/{len(job.prompts)} prompts, {drawn:,} responses, {rate:,.0f} tokens/s")
 
         broken_off = None if job.broken_off is None else job.broken_off.partial
         try:
@@ -164,7 +174,7 @@ def _collected(
                 partial=job.partial,
                 prefetch=job.prefetch,
                 broken_off=broken_off,
-                speculative=trainer.components.draws_speculatively(config.collection),
+                speculative=run.components.draws_speculatively(config.collection),
                 turns=turns,
                 on_progress=on_progress,
             )
@@ -176,40 +186,37 @@ def _collected(
 
     kept = source.kept or CollectedShard([])
     job = Job(
-        choice.prompts,
-        trainer.strategy,
-        choice.replacements,
-        _estimate_fn(trainer, source),
+        source.choice.prompts,
+        run.strategy,
+        source.choice.replacements,
+        _estimate_fn(run, source),
         {**source.partial_rollouts, **kept.partial},
-        choice.upcoming,
-        None if trainer.kept is None else trainer.kept.begin(source.iteration),
+        source.choice.upcoming,
+        None if run.kept is None else run.kept.begin(source.iteration),
     )
     pools, counts = sharded_collection.collect_everywhere(job, draw_job)
-    return CollectedShard(pools, choice.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
+    return CollectedShard(pools, source.choice.upcoming.partial, dict(counts + collections.Counter(kept.counts)))
 
 
-def _collection_metrics(
-    trainer: Trainer, source: Source, groups: Sequence[Group], num_prompts: int, counts: Mapping[str, float]
-) -> dict[str, float]:
-    """Returns the metrics of a collection, without its times.
-
-    `num_prompts` are those asked for, without replacements; `counts` are those of `RolloutCounts`.
-    """
-    config, pools = trainer.config, [group.pool for group in groups]
+def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the metrics of a collection."""
+    assert run.rollouts is not None
+    config, source, pools = run.config, drawn.source, [group.pool for group in groups]
     thresholds = collection_rules.goals(config.collection)
-    metrics = collection_metrics(groups, config.collection.group_size, num_prompts, thresholds)
-    if trainer.components.draws_speculatively(config.collection):
+    metrics = collection_metrics(groups, config.collection.group_size, len(source.choice.prompts), thresholds)
+    if run.components.draws_speculatively(config.collection):
         metrics |= discarded_metrics(pools)
-    if trainer.components.environments is not None:
+    if run.components.environments is not None:
         metrics |= turn_metrics(pools)
-    counts = collections.Counter(counts)
-    if trainer.components.engine.options.drafts:
+    counts = collections.Counter(drawn.collected.counts)
+    if run.components.engine.options.drafts:
         metrics["collection/draft_tokens"] = counts["drafted"]
         metrics["collection/draft_acceptance"] = counts["accepted"] / max(counts["drafted"], 1)
     staleness = [source.iteration - 1 - response.policy_version for pool in pools for response in pool.responses]
-    reshard = source.reshard or trainer.rollouts.reshard
+    reshard = source.reshard or run.rollouts.reshard
     return {
         **metrics,
+        **drawn.seconds,
         **calibration(pools),
         "collection/slot_utilisation": (counts["tokens"] - counts["accepted"]) / max(counts["slot_steps"], 1),
         "collection/redone_tokens": counts["redone"],
@@ -227,21 +234,19 @@ def _collection_metrics(
     }
 
 
-def _estimate_fn(trainer: Trainer, source: Source) -> EstimateFn | None:
+def _estimate_fn(run: Run, source: Source) -> EstimateFn | None:
     """Returns the function that estimates pass rates under the weights, where the strategy plans with them."""
-    if isinstance(trainer.estimator, ValueHead):
-        return functools.partial(trainer.estimator.estimate, source.weights)
-    return None if trainer.estimator is None else trainer.estimator.estimate
+    if isinstance(run.estimator, ValueHead):
+        return functools.partial(run.estimator.estimate, source.weights)
+    return None if run.estimator is None else run.estimator.estimate
 
 
-def _groups(trainer: Trainer, source: Source, pools: Sequence[Pool], choice: Choice) -> list[Group]:
-    """Returns the groups of the pools; ages of responses count updates."""
-    weight_of = choice.weight_of()
-    config = trainer.config
+def make_groups(run: Run, drawn: Drawn) -> list[Group]:
+    """Returns the group of each prompt: its kept responses and their advantages. Ages of responses count updates."""
+    config, iteration = run.config, drawn.source.iteration
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
-    groups = []
-    for pool in pools:
-        ages = np.array([(source.iteration - 1 - response.policy_version) * updates for response in pool.responses])
-        weight = weight_of.get(pool.prompt.id, 1.0)
-        groups.append(make_group(pool, trainer.strategy, ages, prompt_weight=weight))
+    weights, groups = drawn.source.choice.weight_of(), []
+    for pool in drawn.collected.pools:
+        ages = np.array([(iteration - 1 - response.policy_version) * updates for response in pool.responses])
+        groups.append(make_group(pool, run.strategy, ages, prompt_weight=weights.get(pool.prompt.id, 1.0)))
     return groups

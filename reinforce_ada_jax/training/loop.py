@@ -1,111 +1,25 @@
 """The training loop: the iterations, what follows each of them, and the ways in which a run ends.
 
-A run is a sequence of `RunState`s: `iterate` (training/iteration.py) makes the next one, an evaluation and a line of
-metrics complete it, and a checkpoint holds it. `Run` is what the loop works with; it never changes.
+A run is a sequence of `RunState`s: `run.iterate` (training/iteration.py) makes the next one, an evaluation and a line
+of metrics complete it, and a checkpoint holds it.
 """
 
 import contextlib
 import dataclasses
 import enum
-import functools
-import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
-from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
-from reinforce_ada_jax.distributed.compilation import Ready, always_ready
-from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.files import buckets
-from reinforce_ada_jax.files.local_copy import LocalCopy
 from reinforce_ada_jax.isolation.workers import CannotStart
-from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.progress import Progress
-from reinforce_ada_jax.reporting.writers import MetricsWriter
-from reinforce_ada_jax.rewards.workers import VerifierPool
-from reinforce_ada_jax.sampling.rollouts import Rollouts
-from reinforce_ada_jax.training.compile_counter import CompileCounter
-from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.iteration import (
-    Drawn,
-    Trainer,
-    report_unless_asked_to_end,
-)
-from reinforce_ada_jax.training.kept_responses import KeptResponses
+from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState, to_record
-from reinforce_ada_jax.training.updates import TrainingStopped
-
-if TYPE_CHECKING:
-    from reinforce_ada_jax.training.checkpoint import Checkpoints
-
-
-@runtime_checkable
-class Evaluator(Protocol):
-    """Evaluation of weights on benchmarks; the command provides it, because `evaluation` is a layer above."""
-
-    def is_done(self, iteration: int) -> bool:
-        """Returns True, in every process, if the work directory has this iteration's results on all benchmarks."""
-        ...
-
-    def __call__(self, params: Params, iteration: int, report: Callable[[str], None], /) -> dict[str, float]:
-        """Returns `evaluation/<set>/...` of the weights, and keeps them in the work directory."""
-        ...
-
-
-# Makes the evaluator of a run from its rollouts and verifiers.
-EvaluatorFn = Callable[[Rollouts, VerifierPool], Evaluator]
-IterateFn = Callable[[RunState], tuple[RunState, TrainingStopped | None]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-    """Settings, programs and files of a training run.
-
-    Attributes:
-      config: of the run.
-      workdir: its work directory.
-      trainer: data and programs; None without drawing, in supervised training.
-      iterate: returns the next state, and why the run must end if it must (`train_iteration`).
-      evaluator: None if the run doesn't evaluate. It gets the trained weights; without a trainer adapters alone.
-      verifiers: the verifier processes; `run_to_end` starts and ends them.
-      ahead: the collection that is drawn during the updates, where the sampler has devices of its own.
-      identity: what a resumed run must find unchanged.
-      checkpoints: the folder of checkpoints.
-      writer: of the metrics, in process 0.
-      progress: the line at the terminal.
-      interrupt: Ctrl-C, SIGTERM, and notices that a machine is taken away.
-      compiles: counter of XLA compilations.
-      copy: local copy of a work directory in a bucket.
-      ready_to_sample: waits until the engine's programs are compiled.
-      command: name of the command, to resume the run with.
-    """
-
-    config: Config
-    workdir: pathlib.Path
-    trainer: Trainer | None
-    iterate: IterateFn
-    evaluator: Evaluator | None
-    verifiers: contextlib.AbstractContextManager[Any]
-    ahead: DrawAhead[Drawn]
-    identity: Mapping[str, Any]
-    checkpoints: "Checkpoints"
-    writer: MetricsWriter | None
-    progress: Progress
-    interrupt: Interrupt
-    compiles: CompileCounter
-    copy: LocalCopy | None
-    ready_to_sample: Ready = always_ready
-    command: str = "train"
-
-    @property
-    def kept(self) -> KeptResponses | None:
-        """Responses of iterations that no checkpoint holds yet; None: none are kept."""
-        return None if self.trainer is None else self.trainer.kept
 
 
 class Ending(enum.Enum):
@@ -135,80 +49,83 @@ class Outcome:
 # ---- the loop --------------------------------------------------------------------------------------------------------
 
 
-def iterations(run: Run, state: RunState) -> Iterator[RunState]:
-    """Runs the iterations that are left, and yields each new state: the last one is the one to save.
+def run_to_end(run: Run, state: RunState) -> Outcome:
+    """Runs the iterations that are left, and saves the last state however they end; it is on disk when this returns.
 
     Raises:
-      Interrupted: the run was asked to end.
-      TrainingStopped: it must not go on.
-    """
-    config, last = run.config, run.config.iterations
-    if state.pending is not None or state.iteration < last:
-        run.ready_to_sample(functools.partial(report_unless_asked_to_end, run.interrupt, run.progress))
-    if state.iteration == 0 and config.evaluation.every and run.evaluator and not run.evaluator.is_done(0):
-        before = evaluate(run, run.evaluator, state)
-        if run.writer is not None:
-            run.writer.plot(0, before)
-    while state.pending is not None or state.iteration < last:
-        run.interrupt.agree()
-        run.checkpoints.check()
-        _forget_saved(run)
-        stop = None
-        if state.pending is None:  # otherwise the iteration was saved before its evaluation
-            with _traced(run, state.iteration + 1):
-                state, stop = run.iterate(state)
-            yield state
-        if state.pending is not None:  # otherwise nothing of the iteration is in the weights
-            if run.evaluator and is_due(config.evaluation.every, state.iteration, last):
-                state = dataclasses.replace(state, pending={**state.pending, **evaluate(run, run.evaluator, state)})
-            state = write_metrics(run, state)
-            yield state
-        if stop is not None:
-            raise stop
-        if slow := run.checkpoints.times.slow(config.checkpoint, state.num_bytes):
-            run.progress.say(slow)
-        if _is_save_due(run, state):
-            save(run, state)
-
-
-def loop(run: Run, begin: RunState) -> Outcome:
-    """Runs the iterations that are left, and saves the last state however they end.
-
-    Raises:
-      OSError: a file of the run can't be read or written.
       Exception: an error in this package or in a user's function; the last finished iteration is saved if possible.
     """
-    state, resuming = begin, _resuming(run)
+    last = run.config.iterations
     try:
-        with run.verifiers, run.ahead:
-            for state in iterations(run, begin):  # noqa: B007  (the last one is used below)
-                pass
-    except Interrupted:
-        ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
-        event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
-        responses = None if state.donated else run.kept
-        kept = 0 if responses is None else responses.write_broken_off(state)
-        if state.donated or _is_late(run, state):
-            return Outcome(ending, f"{event}; {_not_saved(run, state)} {resuming}", state)
-        save(run, state)
-        more = f"{kept:,} responses of the next one are kept. " if kept else ""
-        return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{resuming}", state)
-    except TrainingStopped as error:
-        save(run, state)
-        message = f"{error} The state before it is saved as iteration {state.iteration}."
-        return Outcome(Ending.STOPPED, message, state)
-    except OSError:
-        raise
-    except Exception as error:
-        # Nothing to save if an update has taken the arrays, or if other processes may not have met the error.
-        if state.donated or processes.count() > 1:
+        try:
+            with run.verifiers, run.ahead:
+                if state.pending is not None or state.iteration < last:
+                    run.ready_to_sample(run.stop.check)
+                _evaluate_before(run, state)
+                while state.pending is not None or state.iteration < last:
+                    run.stop.agree()
+                    run.checkpoints.check()
+                    _forget_saved(run)
+                    stopped = None
+                    if state.pending is None:  # otherwise the iteration was saved before its evaluation
+                        with _traced(run, state.iteration + 1):
+                            state, stopped = run.iterate(run, state)
+                    if state.pending is not None:  # otherwise nothing of the iteration is in the weights
+                        state = write_metrics(run, state, evaluate_if_due(run, state))
+                    if stopped is not None:
+                        raise stopped
+                    _save_if_due(run, state)
+            outcome = Outcome(Ending.FINISHED, state=state)
+        except OSError:
             raise
-        save(run, state)
+        except Exception as error:
+            outcome = _outcome_of(run, state, error)
+            if outcome is None:
+                raise
         run.checkpoints.wait()
-        if not isinstance(error, CannotStart):
-            raise
-        return Outcome(Ending.STOPPED, f"{error.line} Iteration {state.iteration} is saved. {resuming}", state)
-    return Outcome(Ending.FINISHED, state=state)
+        _forget_saved(run)
+        processes.leave()
+    except OSError as error:
+        processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
+        newest = run.checkpoints.latest()
+        saved = "No checkpoint was finished yet" if newest is None else f"The last complete checkpoint is {newest}"
+        remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
+        return Outcome(Ending.STOPPED, f"{error}. Training stopped. {saved}. {remedy}")
+    return outcome
+
+
+def _outcome_of(run: Run, state: RunState, error: Exception) -> Outcome | None:
+    """Saves the last state before an error; returns the end of the run, or None if the error is to be raised.
+
+    Raises:
+      OSError: the state can't be saved.
+    """
+    if isinstance(error, Interrupted):
+        return _interrupted(run, state)
+    if isinstance(error, TrainingStopped):
+        save(run, state)
+        return Outcome(Ending.STOPPED, f"{error} The state before it is saved as iteration {state.iteration}.", state)
+    # Nothing to save if an update has taken the arrays, or if other processes may not have met the error.
+    if state.donated or processes.count() > 1:
+        return None
+    save(run, state)
+    run.checkpoints.wait()
+    if isinstance(error, CannotStart):
+        message = f"{error.line} Iteration {state.iteration} is saved. {_resuming(run)}"
+        return Outcome(Ending.STOPPED, message, state)
+    return None
+
+
+def _interrupted(run: Run, state: RunState) -> Outcome:
+    """Saves the state of a run that was asked to end, where there is time."""
+    ending = Ending.PREEMPTED if run.interrupt.preempted() else Ending.INTERRUPTED
+    event = "told to end" if ending is Ending.PREEMPTED else "interrupted"
+    kept = 0 if run.kept is None or state.donated else run.kept.write_broken_off(state)
+    if state.donated or _is_late(run, state):
+        return Outcome(ending, f"{event}; {_not_saved(run, state)} {_resuming(run)}", state)
+    save(run, state)
+    more = f"{kept:,} responses of the next one are kept. " if kept else ""
+    return Outcome(ending, f"{event}; iteration {state.iteration} is saved. {more}{_resuming(run)}", state)
 
 
 def is_due(every: int, iteration: int, iterations: int) -> bool:
@@ -216,22 +133,26 @@ def is_due(every: int, iteration: int, iterations: int) -> bool:
     return every > 0 and (iteration % every == 0 or iteration == iterations)
 
 
-def _is_save_due(run: Run, state: RunState) -> bool:
-    """Returns True if a finished iteration is to be saved, or its checkpoint amended; every process must call it."""
-    checkpoint, last = run.config.checkpoint, run.config.iterations
+def _save_if_due(run: Run, state: RunState) -> None:
+    """Saves a finished iteration, or amends its checkpoint, where that is due; every process must call it."""
+    checkpoint, times, last = run.config.checkpoint, run.checkpoints.times, run.config.iterations
+    if slow := times.slow(checkpoint, state.num_bytes):
+        run.progress.say(slow)
     saved = state.iteration in run.checkpoints.iterations()
-    if saved or state.iteration == last or is_due(checkpoint.every, state.iteration, last):
-        return True
-    minutes = run.checkpoints.times.minutes(checkpoint, state.num_bytes)
-    late = minutes > 0 and run.checkpoints.seconds_since_save() >= 60 * minutes
-    return processes.any_of(late)  # clocks differ
+    due = saved or state.iteration == last or is_due(checkpoint.every, state.iteration, last)
+    if not due:
+        minutes = times.minutes(checkpoint, state.num_bytes)
+        late = minutes > 0 and run.checkpoints.seconds_since_save() >= 60 * minutes
+        due = processes.any_of(late)  # clocks differ
+    if due:
+        save(run, state)
 
 
 def _is_late(run: Run, state: RunState) -> bool:
     """Returns True if a state that is not saved can't be saved before the machine is taken away, in all processes."""
     if state.iteration in run.checkpoints.iterations():
         return False
-    return run.interrupt.out_of_time(run.checkpoints.times.expected_s(state.num_bytes), run.config.checkpoint.notice_s)
+    return not run.stop.has_time(run.checkpoints.times.expected_s(state.num_bytes))
 
 
 def _not_saved(run: Run, state: RunState) -> str:
@@ -245,16 +166,24 @@ def _not_saved(run: Run, state: RunState) -> str:
     )
 
 
-def evaluate(run: Run, evaluator: Evaluator, state: RunState) -> dict[str, float]:
-    """Returns avg@k and pass@k of the current weights, or their loss on held-out rows."""
-    report = functools.partial(report_unless_asked_to_end, run.interrupt, run.progress)
+def _evaluate_before(run: Run, state: RunState) -> None:
+    """Evaluates the weights that the run begins with, once."""
+    if state.iteration == 0 and run.config.evaluation.every and run.evaluator and not run.evaluator.is_done(run, 0):
+        metrics = evaluate_if_due(run, state)
+        if run.writer is not None:
+            run.writer.plot(0, metrics)
+
+
+def evaluate_if_due(run: Run, state: RunState) -> dict[str, float]:
+    """Returns avg@k and pass@k of the weights, or their loss on held-out rows; nothing where no evaluation is due."""
+    if run.evaluator is None or not is_due(run.config.evaluation.every, state.iteration, run.config.iterations):
+        return {}
     begin = time.monotonic()
-    run.ahead.wait(report)  # it has the engine
-    params = state.learner.params if run.trainer is None else run.trainer.policy(state)
-    metrics = evaluator(params, state.iteration, report)
+    run.ahead.wait(run.stop)  # it has the engine
+    metrics = run.evaluator(run, state)
     averages = (f"{key.split('/')[1]} {value:.3f}" for key, value in metrics.items() if key.endswith("/avg"))
     text = f"avg@{run.config.evaluation.samples} {', '.join(averages)}"
-    if run.trainer is None:
+    if "validation/loss" in metrics:
         text = f"validation loss {metrics['validation/loss']:.4f}"
     run.progress.note(f"iteration {state.iteration}: {text}")
     return metrics | {"time/evaluate_s": time.monotonic() - begin}
@@ -267,10 +196,12 @@ def _traced(run: Run, iteration: int) -> contextlib.AbstractContextManager[None]
     return jax.profiler.trace(run.workdir / "profile")
 
 
-def write_metrics(run: Run, state: RunState) -> RunState:
-    """Writes the pending metrics of an iteration; returns the state without them, with its evaluation."""
+def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> RunState:
+    """Writes the pending metrics of an iteration with its evaluation; returns the state without them."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    metrics = dict(state.pending or {}) | {
+    metrics = {
+        **(state.pending or {}),
+        **evaluated,
         "compile/count": run.compiles.since_last(),
         "memory/peak_bytes": memory.get("peak_bytes_in_use", 0),  # 0 if the backend doesn't count
     }
@@ -311,19 +242,3 @@ def _forget_saved(run: Run) -> None:
 def _resuming(run: Run) -> str:
     named = buckets.origin(run.workdir)
     return f"python -m reinforce_ada_jax.{run.command} with the same --config and --workdir={named} goes on from there."
-
-
-def run_to_end(run: Run, state: RunState) -> Outcome:
-    """Runs the loop; the last state is on disk when this returns."""
-    try:
-        outcome = loop(run, state)
-        run.checkpoints.wait()
-        _forget_saved(run)
-        processes.leave()
-    except OSError as error:
-        processes.wait_for_news()  # a save that fails because a process is gone looks like a full disk
-        newest = run.checkpoints.latest()
-        saved = "No checkpoint was finished yet" if newest is None else f"The last complete checkpoint is {newest}"
-        remedy = f"Fix this (on a full disk, free space), then: {_resuming(run)}"
-        return Outcome(Ending.STOPPED, f"{error}. Training stopped. {saved}. {remedy}")
-    return outcome

@@ -4,11 +4,15 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.collection import selection, strategies
+from reinforce_ada_jax.collection import selection as selection_lib
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.estimators import Ema
+from reinforce_ada_jax.collection.selection import Selection
+from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import EarlyCompilation, abstract
@@ -16,25 +20,26 @@ from reinforce_ada_jax.distributed.program_cache import keep_programs
 from reinforce_ada_jax.distributed.signals import Interrupt
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.local_copy import LocalCopy
+from reinforce_ada_jax.learning.learner import Learner
+from reinforce_ada_jax.learning.value_head import ValueHead
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.policy.transformer import Params
 from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.reporting.writers import MetricsWriter
 from reinforce_ada_jax.rewards.loading import GradeFn
 from reinforce_ada_jax.rewards.workers import VerifierPool
+from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import fingerprints, resume, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.drawing import Drawn
 from reinforce_ada_jax.training.iteration import train_iteration
 from reinforce_ada_jax.training.kept_responses import KeptResponses
-from reinforce_ada_jax.training.loop import EvaluatorFn, Run
 from reinforce_ada_jax.training.records import holds_checkpoint
 from reinforce_ada_jax.training.reward_check import check_reward, output_file
+from reinforce_ada_jax.training.run import Evaluator, Run
 from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
-from reinforce_ada_jax.training.trainer import Trainer, make_trainer
+from reinforce_ada_jax.training.updates import update_programs
 from reinforce_ada_jax.training.workdir import WorkdirLock, check_not_evaluation, run_id, write_config, write_started
 from reinforce_ada_jax.types import Prompt
 
@@ -42,34 +47,41 @@ if TYPE_CHECKING:
     from reinforce_ada_jax.training.checkpoint import Checkpoints
 
 # Reads the benchmarks at start-up; None without benchmarks. Raises ValueError if the user must change something.
-LoadBenchmarksFn = Callable[[Config, pathlib.Path, Components], EvaluatorFn | None]
+LoadBenchmarksFn = Callable[[Config, Components], Evaluator | None]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
     """Checked input of a run, without weights and programs.
 
     Attributes:
       config: with the precision that is computed in.
       components: model, tokenizer, mesh and engine.
+      selection: choice of prompts.
+      strategy: stopping rule and choice of responses.
       prompts: tokenised prompts of data.prompts.
       read: one line on the columns that they were read from.
-      make_evaluator: of the benchmarks; None without benchmarks.
+      evaluator: of the benchmarks; None without benchmarks.
       verifiers: the verifier processes, not started.
       reward: what `reward.path` gives to a reference answer; "" for a built-in reward.
     """
 
     config: Config
     components: Components
+    selection: Selection
+    strategy: Strategy
     prompts: list[Prompt]
     read: str
-    make_evaluator: EvaluatorFn | None
+    evaluator: Evaluator | None
     verifiers: VerifierPool
     reward: str
 
     def summary(self, workdir: pathlib.Path) -> str:
         """Returns the text that a run prints before it begins."""
-        return summary.summary(self.config, workdir, self.components, len(self.prompts), self.read, self.reward)
+        return summary.summary(
+            self.config, workdir, self.components, self.strategy,
+            num_prompts=len(self.prompts), read=self.read, reward=self.reward,
+        )  # fmt: skip
 
 
 def read_inputs(
@@ -83,7 +95,7 @@ def read_inputs(
       ValueError: the user must change the configuration, a file or the work directory.
     """
     config_lib.check(config)
-    strategy = strategies.build(config.collection, regularized=config.regularized)  # reads a user's own file
+    strategy = strategies.build(config.collection, regularized=config.regularized)
     config_lib.check_strategy(config, max_age=strategy.max_age, estimates=strategy.estimates)
     config = components_lib.for_devices(config, workdir)
     config_lib.check_workdir(config, workdir)
@@ -94,11 +106,14 @@ def read_inputs(
         huggingface.check_weights(components.folder, components.architecture)
     read: list[str] = []
     prompts = components.prompts(config.data.prompts, config, read.append)
-    selection.build(config.collection, prompts, config.seed)  # reads a user's own file
-    make_evaluator = load_benchmarks(config, workdir, components)
+    selection = selection_lib.build(config.collection, prompts, config.seed, extra_batches=strategy.extra_batches)
+    evaluator = load_benchmarks(config, components)
     verifiers = components_lib.verifier_pool(config, workdir, reward)
     checked = check_reward(config, verifiers, prompts[:1], "reward" if reward else None)
-    return Inputs(config, components, prompts, read[0], make_evaluator, verifiers, checked)
+    return Inputs(
+        config=config, components=components, selection=selection, strategy=strategy, prompts=prompts, read=read[0],
+        evaluator=evaluator, verifiers=verifiers, reward=checked,
+    )  # fmt: skip
 
 
 def start(
@@ -119,45 +134,69 @@ def start(
     Raises:
       ValueError: the user must change the configuration, a file or the work directory.
     """
+    # 1. Input. An error in the weights, too, shows before the first file is written.
     inputs = read_inputs(config, workdir, load_benchmarks, reward)
-    config, components, prompts, verifiers = inputs.config, inputs.components, inputs.prompts, inputs.verifiers
-    silent = quiet or not processes.is_writer()
+    config, components, strategy, prompts = inputs.config, inputs.components, inputs.strategy, inputs.prompts
     keep_programs(config.logging.compilation_cache)
-    # An error in the weights shows before the first file is written.
     params = None if holds_checkpoint(workdir) else components_lib.load_params(config, components)
     processes.check_same("the configurations", config_lib.to_json(config))
     processes.check_same("the prompts", resume.prompts_hash(prompts))
     processes.check_same("the reward functions", resume.reward_hash(config, prompts))
+
+    # 2. The work directory.
     take_workdir(config, workdir, stack, copy)
-    # From here on no mistake is to be told, whose message would wait for the compiler.
+
+    # 3. The engine's programs begin to compile. From here on no mistake is to be told, whose message would wait for it.
+    compiles = CompileCounter()
+    compilation = stack.enter_context(EarlyCompilation())
+    ready_to_sample = compilation.add(components.engine.programs())
     if components.environments is not None:
         components.environments.pool.program.output = output_file(workdir, "environment")
         stack.callback(components.environments.pool.close)
-    compiles, compilation = CompileCounter(), stack.enter_context(EarlyCompilation())
-    ready_to_sample = compilation.add(components.engine.programs())
-    trainer = make_trainer(config, workdir, components, prompts, params)
-    checkpoints, identity, state = begin_or_resume(trainer, params, stack, reward)
+
+    # 4. The learner and the frozen weights.
+    learner = Learner(components.architecture, config, components.mesh)
+    base, reference = frozen_weights(config, components, learner, params)
+    rollouts = Rollouts(components.engine)
+    estimator = components_lib.make_estimator(config, components) if strategy.estimates else None
+
+    # 5. The state: that of the newest checkpoint, or a new one.
+    checkpoints = open_checkpoints(config, workdir, stack)
+    identity = resume.identity(config, components, prompts, reward)
+    state = newest_state(checkpoints, config, components, learner, workdir, identity)
+    if state is None:
+        state = first_state(config, components, learner, params, inputs.selection.to_json(), estimator)
+    inputs.selection.load_json(state.selection)
+    if estimator is not None and state.estimator is not None:
+        estimator.load_json(state.estimator)
+
+    # 6. The programs of the updates, for these arrays.
     shapes = abstract(state.learner)
     fingerprint = compilation.add({"checksum of a checkpoint": lambda: fingerprints.of_arrays.lower(shapes)})
-    programs = trainer.updates.programs(state.learner, trainer.policy(state), trainer.base, trainer.reference)
-    ready_to_update = compilation.add(programs)
-    evaluator = None if inputs.make_evaluator is None else inputs.make_evaluator(trainer.rollouts, verifiers)
+    ready_to_update = compilation.add(update_programs(config, strategy, learner, state.learner, base, reference))
+
+    # 7. Signals, metrics and the terminal.
     interrupt = stack.enter_context(Interrupt())
     writer = open_writer(config, workdir, state, stack, quiet=quiet)
-    if not silent:
-        resumed = f"\nresuming after iteration {state.iteration}" if state.iteration else ""
-        print(inputs.summary(workdir) + resumed, flush=True)  # a log file has it from the beginning
-    progress = Progress(config.iterations, state.iteration, quiet=silent)
-    stack.callback(progress.close)
+    progress = begin_progress(inputs.summary(workdir), state, config.iterations, stack, quiet=quiet)
     kept = KeptResponses(
         workdir, identity, limit_bytes=config.checkpoint.responses_mb * 10**6,
         broken_off=components_lib.rounds_alike(config), ready=functools.partial(fingerprint, progress.phase),
     )  # fmt: skip
-    trainer = dataclasses.replace(trainer, kept=kept, ready_to_update=ready_to_update)
-    ahead = DrawAhead[Drawn]()
-    iterate = functools.partial(train_iteration, trainer, verifiers, interrupt, progress, ahead)
-    files = (identity, checkpoints, writer, progress, interrupt, compiles, copy, ready_to_sample)
-    return Run(config, workdir, trainer, iterate, evaluator, verifiers, ahead, *files), state
+
+    run = Run(
+        config=config, workdir=workdir, components=components, prompts=prompts,
+        selection=inputs.selection, strategy=strategy, verifiers=inputs.verifiers, rollouts=rollouts,
+        estimator=estimator, learner=learner, base=base, reference=reference,
+        ready_to_sample=ready_to_sample, ready_to_update=ready_to_update,
+        iterate=train_iteration, evaluator=inputs.evaluator,
+        stop=interrupt.stop(progress.phase, config.checkpoint.notice_s), interrupt=interrupt, progress=progress,
+        checkpoints=checkpoints, identity=identity, kept=kept, writer=writer, compiles=compiles, copy=copy,
+    )  # fmt: skip
+    return run, state
+
+
+# ---- the steps that supervised training shares -----------------------------------------------------------------------
 
 
 def take_workdir(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack, copy: LocalCopy | None) -> None:
@@ -196,41 +235,89 @@ def open_writer(
     return writer
 
 
-def begin_or_resume(
-    trainer: Trainer, params: Params | None, stack: contextlib.ExitStack, reward: GradeFn | None = None
-) -> tuple["Checkpoints", dict[str, Any], RunState]:
-    """Returns checkpoints, identity and state: that of the newest checkpoint, else one that begins with `params`."""
+def begin_progress(
+    text: str, state: RunState, iterations: int, stack: contextlib.ExitStack, unit: str = "iteration", *, quiet: bool
+) -> Progress:
+    """Prints the summary of a run and begins its progress line, in process 0 and unless `quiet`; `stack` ends it."""
+    silent = quiet or not processes.is_writer()
+    if not silent:
+        resumed = f"\nresuming after {unit} {state.iteration}" if state.iteration else ""
+        print(text + resumed, flush=True)  # a log file has it from the beginning
+    progress = Progress(iterations, state.iteration, unit, quiet=silent)
+    stack.callback(progress.close)
+    return progress
+
+
+def open_checkpoints(config: Config, workdir: pathlib.Path, stack: contextlib.ExitStack) -> "Checkpoints":
+    """Opens the checkpoints of the one training in a work directory; `stack` closes them."""
     from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax: while programs compile)
 
-    config, components, learner = trainer.config, trainer.components, trainer.learner
-    identity = resume.identity(config, components, trainer.prompts, reward)
-    kept = config.checkpoint
+    chosen = config.checkpoint
     checkpoints = Checkpoints(
-        trainer.workdir, keep=kept.keep, keep_best=kept.keep_best, keep_every=kept.keep_every,
-        run_id=run_id(trainer.workdir), writes=True,
+        workdir, keep=chosen.keep, keep_best=chosen.keep_best, keep_every=chosen.keep_every, run_id=run_id(workdir),
+        writes=True,
     )  # fmt: skip
     stack.callback(checkpoints.close)
+    return checkpoints
+
+
+def newest_state(
+    checkpoints: "Checkpoints", config: Config, components: Components, learner: Learner, workdir: pathlib.Path,
+    identity: dict[str, Any],
+) -> RunState | None:  # fmt: skip
+    """Returns the state in the newest checkpoint; None if there is none.
+
+    Raises:
+      ValueError: it belongs to another run than `identity`.
+    """
     restored = checkpoints.restore_newest(
         abstract_state(config, learner),
         accept=functools.partial(
-            resume.check, trainer.workdir, components.folder, identity, accept_reward=kept.accept_changed_reward
+            resume.check, workdir, components.folder, identity,
+            accept_reward=config.checkpoint.accept_changed_reward,
         ),
         say=lambda text: print(f"warning: {text}"),
         sampler=components.engine.abstract_weights() if config.draws_ahead else None,
-    )
+    )  # fmt: skip
     if restored is None:
-        if learner.lora is not None:
-            params = components_lib.new_adapters(config, components, learner.lora)
-        elif params is None:
-            params = components_lib.load_params(config, components)
-        estimator = None if trainer.estimator is None else trainer.estimator.to_json()
-        state = RunState(learner.init(params), trainer.selection.to_json(), estimator=estimator)
-    else:
-        state = from_record(*restored)
-        if restored[1]["reward"] != identity["reward"]:
-            partial = {name: rollouts.ungraded() for name, rollouts in state.partial_rollouts.items()}
-            state = dataclasses.replace(state, partial_rollouts=partial)
-    trainer.selection.load_json(state.selection)
-    if trainer.estimator is not None and state.estimator is not None:
-        trainer.estimator.load_json(state.estimator)
-    return checkpoints, identity, state
+        return None
+    state = from_record(*restored)
+    if restored[1]["reward"] != identity["reward"]:
+        partial = {name: rollouts.ungraded() for name, rollouts in state.partial_rollouts.items()}
+        state = dataclasses.replace(state, partial_rollouts=partial)
+    return state
+
+
+def first_state(
+    config: Config,
+    components: Components,
+    learner: Learner,
+    params: Params | None,
+    selection: Mapping[str, Any],
+    estimator: Ema | ValueHead | None = None,
+) -> RunState:
+    """Returns the state before the first iteration.
+
+    `params` are the weights of the model folder, if they are read, and `selection` is the state of `Run.selection`.
+    """
+    if learner.lora is not None:
+        params = components_lib.new_adapters(config, components, learner.lora)
+    elif params is None:  # a save that was cut off looked like a checkpoint
+        params = components_lib.load_params(config, components)
+    return RunState(learner.init(params), selection, estimator=None if estimator is None else estimator.to_json())
+
+
+def frozen_weights(
+    config: Config, components: Components, learner: Learner, params: Params | None
+) -> tuple[Params | None, Params | None]:
+    """Returns the base under the adapters, and the reference of the KL term; None where there is none.
+
+    `params` are the weights of the model folder, if they are read.
+    """
+    base = reference = None
+    if learner.lora is not None:
+        base = components_lib.load_params(config, components) if params is None else params
+    if config.learning.kl_coefficient:  # adapters begin as no change, so their base is the reference
+        dtype = config.model.compute_dtype
+        reference = components_lib.load_params(config, components, dtype) if base is None else base
+    return base, reference

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.strategies import Strategy
 from reinforce_ada_jax.config import Config, EvaluationConfig, SamplingConfig, to_json
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.learning import layer_gather
@@ -109,7 +109,14 @@ def dry_run(config: Config, text: str) -> str:
 
 
 def summary(
-    config: Config, workdir: pathlib.Path, components: Components, num_prompts: int, read: str, reward: str = ""
+    config: Config,
+    workdir: pathlib.Path,
+    components: Components,
+    strategy: Strategy,
+    *,
+    num_prompts: int,
+    read: str,
+    reward: str = "",
 ) -> str:
     """Returns the summary of a run: model, machine, budget, what a reward of the user's gives, where the files go."""
     architecture, options = components.architecture, components.engine.options
@@ -123,8 +130,7 @@ def summary(
         over = f" of {trained:,} adapter weights (rank {adapters.rank}, alpha {adapters.alpha:g}, on "
         over += f"{', '.join(adapters.targets)}), their base {base_bytes / 2**20:,.1f} MiB"
     cache_bytes = components.engine.cache_bytes
-    draws = strategies.build(collection).max_draws
-    limit = "any number of" if draws is None else f"at most {draws}"
+    limit = "any number of" if strategy.max_draws is None else f"at most {strategy.max_draws}"
     updates = collection.prompts_per_iteration // config.learning.prompts_per_update
     updates_each = "one update" if updates == 1 else f"{updates} updates"
     ahead = ", while the next iteration is drawn" if config.draws_ahead else ""

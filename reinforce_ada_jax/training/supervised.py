@@ -9,13 +9,14 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from reinforce_ada_jax import config as config_lib
-from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
+from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection.selection import PromptCursor, Shuffled, next_prompts
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.config.rules import updates_are_whole_micro_batches
 from reinforce_ada_jax.data import demonstrations as demonstrations_lib
@@ -31,19 +32,14 @@ from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
 from reinforce_ada_jax.learning.optimizer import make_schedule
 from reinforce_ada_jax.learning.supervised import SupervisedLearner
 from reinforce_ada_jax.policy import huggingface
-from reinforce_ada_jax.policy.transformer import Params
-from reinforce_ada_jax.reporting.progress import Progress
 from reinforce_ada_jax.training import components as components_lib
-from reinforce_ada_jax.training import resume, summary
+from reinforce_ada_jax.training import resume, startup, summary
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 from reinforce_ada_jax.training.components import Components
-from reinforce_ada_jax.training.draw_ahead import DrawAhead
-from reinforce_ada_jax.training.loop import Run
 from reinforce_ada_jax.training.records import holds_checkpoint
-from reinforce_ada_jax.training.startup import open_writer, take_workdir
-from reinforce_ada_jax.training.state import RunState, abstract_state, from_record
-from reinforce_ada_jax.training.updates import TrainingStopped
-from reinforce_ada_jax.training.workdir import check_not_evaluation, run_id
+from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.training.workdir import check_not_evaluation
 from reinforce_ada_jax.types import Response
 
 
@@ -117,88 +113,81 @@ def read_inputs(config: Config, workdir: pathlib.Path) -> Inputs:
     return Inputs(config, components, training, validation, lines)
 
 
-class Supervised:
-    """Data and programs of a run; `iterate` makes an update."""
-
-    def __init__(self, inputs: Inputs, base: Params | None, interrupt: Interrupt):
-        """Makes the programs; `base` has the frozen weights under adapters, where adapters are trained."""
-        self.config, self.base, self.interrupt = inputs.config, base, interrupt
-        self._training = {each.prompt.id: each for each in inputs.training}
-        self._prompts = [each.prompt for each in inputs.training]
-        decay = self.config.iterations if self.config.sft.schedule == "cosine" else 0
-        self.schedule = make_schedule(self.config.learning, decay)
-        components = inputs.components
-        self.learner = SupervisedLearner(components.architecture, self.config, components.mesh, decay_updates=decay)
-
-    def batch(self, rows: Sequence[Demonstration]) -> Batch:
-        examples = [
-            Example(
-                row.prompt.tokens,
-                Response(row.prompt.id, 0, row.tokens, np.zeros(len(row.tokens), np.float32), truncated=False),
-                advantage=1.0,
-            )
-            for row in rows
-        ]
-        config = self.config
-        batch = make_batch(
-            examples, max_prompt_tokens=config.data.max_prompt_tokens,
-            max_response_tokens=config.sampling.max_response_tokens,
-            num_rows=config.learning.prompts_per_update, per_row=config.learning.responses_per_row,
-        )  # fmt: skip
-        return self.learner.put(batch)
-
-    def iterate(self, state: RunState) -> tuple[RunState, TrainingStopped | None]:
-        """Returns the state after one more update with its metrics, or why the run must end."""
-        begin, number = time.monotonic(), state.iteration + 1
-        prompts, cursor = next_prompts(
-            self._prompts, PromptCursor(**state.selection), self.config.learning.prompts_per_update
+def supervised_batch(run: Run, rows: Sequence[Demonstration]) -> Batch:
+    """Returns demonstrations as a batch on the devices; each response has the advantage 1."""
+    config = run.config
+    examples = [
+        Example(
+            row.prompt.tokens,
+            Response(row.prompt.id, 0, row.tokens, np.zeros(len(row.tokens), np.float32), truncated=False),
+            advantage=1.0,
         )
-        rows = [self._training[prompt.id] for prompt in prompts]
-        learner, result = self.learner.update(state.learner, self.batch(rows), self.base, between=self.interrupt.agree)
-        result = jax.device_get(result)
-        if not result.finite:
-            stop = TrainingStopped(
-                f"update {number}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: not finite. The "
-                "update was not applied. Lower learning.learning_rate, or look for damaged rows."
-            )
-            return dataclasses.replace(state, learner=learner), stop
-        tokens = sum(len(row.tokens) for row in rows)
-        metrics = {
-            "update/loss": float(result.loss),
-            "update/entropy": float(result.entropy),
-            "update/grad_norm": float(result.grad_norm),
-            "update/learning_rate": float(np.asarray(self.schedule(number - 1))),
-            "update/epoch": cursor.epoch,
-            "update/response_tokens": tokens,
-            "update/tokens": tokens + sum(len(row.prompt.tokens) for row in rows),
-            "time/update_s": time.monotonic() - begin,
-        }
-        selection = dataclasses.asdict(cursor)
-        return dataclasses.replace(state, learner=learner, selection=selection, iteration=number, pending=metrics), None
+        for row in rows
+    ]
+    batch = make_batch(
+        examples, max_prompt_tokens=config.data.max_prompt_tokens,
+        max_response_tokens=config.sampling.max_response_tokens,
+        num_rows=config.learning.prompts_per_update, per_row=config.learning.responses_per_row,
+    )  # fmt: skip
+    return run.learner.put(batch)
 
 
+def decay_updates(config: Config) -> int:
+    """Returns the updates after which the learning rate is 0; 0: it doesn't decay."""
+    return config.iterations if config.sft.schedule == "cosine" else 0
+
+
+def supervised_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStopped | None]:
+    """Returns the state after one more update with its metrics, or why the run must end."""
+    begin, number = time.monotonic(), state.iteration + 1
+    cursor = PromptCursor(**state.selection)
+    prompts, cursor = next_prompts(run.prompts, cursor, run.config.learning.prompts_per_update)
+    rows = [run.demonstrations[prompt.id] for prompt in prompts]
+    batch = supervised_batch(run, rows)
+    learner, result = run.learner.update(state.learner, batch, run.base, between=run.stop.agree)
+    result = jax.device_get(result)
+    if not result.finite:
+        stopped = TrainingStopped(
+            f"update {number}: loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}: not finite. The "
+            "update was not applied. Lower learning.learning_rate, or look for damaged rows."
+        )
+        return dataclasses.replace(state, learner=learner), stopped
+    schedule = make_schedule(run.config.learning, decay_updates(run.config))
+    tokens = sum(len(row.tokens) for row in rows)
+    metrics = {
+        "update/loss": float(result.loss),
+        "update/entropy": float(result.entropy),
+        "update/grad_norm": float(result.grad_norm),
+        "update/learning_rate": float(np.asarray(schedule(number - 1))),
+        "update/epoch": cursor.epoch,
+        "update/response_tokens": tokens,
+        "update/tokens": tokens + sum(len(row.prompt.tokens) for row in rows),
+        "time/update_s": time.monotonic() - begin,
+    }
+    return dataclasses.replace(
+        state, learner=learner, selection=dataclasses.asdict(cursor), iteration=number, pending=metrics
+    ), None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Validation:
     """The loss on held-out rows, as the evaluation of a run."""
 
-    def __init__(self, supervised: Supervised, rows: Sequence[Demonstration]):
-        """Takes the rows and the programs to score them with."""
-        self._supervised, self._rows = supervised, rows
+    rows: Sequence[Demonstration]
 
-    def is_done(self, iteration: int) -> bool:
+    def is_done(self, run: Run, iteration: int) -> bool:
         """Returns False: no file has the result."""
-        del iteration
+        del run, iteration
         return False
 
-    def __call__(self, params: Params, iteration: int, report: Callable[[str], None], /) -> dict[str, float]:
+    def __call__(self, run: Run, state: RunState) -> dict[str, float]:
         """Returns the mean of -log p over the response tokens."""
-        del iteration
-        supervised, total = self._supervised, 0.0
-        size, policy = supervised.config.learning.prompts_per_update, supervised.learner.policy(params, supervised.base)
-        for begin in range(0, len(self._rows), size):
-            report(f"validation, row {begin:,} of {len(self._rows):,}")
-            logprobs = supervised.learner.score(policy, supervised.batch(self._rows[begin : begin + size]))
+        size, policy, total = run.config.learning.prompts_per_update, run.policy(state), 0.0
+        for begin in range(0, len(self.rows), size):
+            run.stop.check(f"validation, row {begin:,} of {len(self.rows):,}")
+            logprobs = run.learner.score(policy, supervised_batch(run, self.rows[begin : begin + size]))
             total -= float(processes.fetch(logprobs).sum(dtype=np.float64))
-        return {"validation/loss": total / sum(len(row.tokens) for row in self._rows)}
+        return {"validation/loss": total / sum(len(row.tokens) for row in self.rows)}
 
 
 def start(
@@ -214,50 +203,60 @@ def start(
     Raises:
       ValueError: the user must change the configuration, a file or the work directory.
     """
-    from reinforce_ada_jax.training.checkpoint import Checkpoints  # noqa: PLC0415  (Orbax takes 0.2 s)
-
+    # 1. Input. An error in the weights, too, shows before the first file is written.
     inputs = read_inputs(config, workdir)
     config = dataclasses.replace(config, model=inputs.config.model)  # config.json keeps the dtype that was chosen
-    components, silent = inputs.components, quiet or not processes.is_writer()
+    components, prompts = inputs.components, [each.prompt for each in inputs.training]
     keep_programs(config.logging.compilation_cache)
-    prompts = [each.prompt for each in inputs.training]
     processes.check_same("the configurations", config_lib.to_json(config))
     held_out = [each.prompt for each in inputs.validation]
     processes.check_same("the demonstrations", resume.prompts_hash([*prompts, *held_out]))
-    weights = None  # of the model folder; an error in them shows before the first file is written
+    params = None
     if config.lora.rank or not holds_checkpoint(workdir):
-        weights = components_lib.load_params(config, components)
-    take_workdir(config, workdir, stack, copy)
+        params = components_lib.load_params(config, components)
+
+    # 2. The work directory.
+    startup.take_workdir(config, workdir, stack, copy)
+
+    # 3. The learner, and the state: that of the newest checkpoint, or a new one.
     compiles, interrupt = CompileCounter(), stack.enter_context(Interrupt())
-    supervised = Supervised(inputs, weights if config.lora.rank else None, interrupt)
-    identity = resume.identity(config, components, prompts, supervised=True)
-    kept = config.checkpoint
-    checkpoints = Checkpoints(workdir, keep=kept.keep, keep_every=kept.keep_every, run_id=run_id(workdir), writes=True)
-    stack.callback(checkpoints.close)
-    restored = checkpoints.restore_newest(
-        abstract_state(inputs.config, supervised.learner),
-        accept=functools.partial(resume.check, workdir, components.folder, identity),
-        say=lambda text: print(f"warning: {text}"),
+    learner = SupervisedLearner(
+        components.architecture, inputs.config, components.mesh, decay_updates=decay_updates(inputs.config)
     )
-    if restored is not None:
-        state = from_record(*restored)
-    else:
-        adapters = supervised.learner.lora
-        if adapters is not None:
-            params = components_lib.new_adapters(config, components, adapters)
-        else:  # read again where a save that was cut off looked like a checkpoint
-            params = components_lib.load_params(config, components) if weights is None else weights
-        state = RunState(supervised.learner.init(params), dataclasses.asdict(PromptCursor(config.seed)))
-    del weights
-    writer = open_writer(config, workdir, state, stack, quiet=quiet)
-    if not silent:
-        resumed = f"\nresuming after update {state.iteration}" if state.iteration else ""
-        print(inputs.summary(workdir) + resumed, flush=True)
-    progress = Progress(inputs.config.iterations, state.iteration, "update", quiet=silent)
-    stack.callback(progress.close)
-    validation = Validation(supervised, inputs.validation) if inputs.validation else None
+    base = params if config.lora.rank else None
+    checkpoints = startup.open_checkpoints(config, workdir, stack)
+    identity = resume.identity(config, components, prompts, supervised=True)
+    state = startup.newest_state(checkpoints, inputs.config, components, learner, workdir, identity)
+    if state is None:
+        state = startup.first_state(config, components, learner, params, dataclasses.asdict(PromptCursor(config.seed)))
+
+    # 4. Metrics and the terminal.
+    writer = startup.open_writer(config, workdir, state, stack, quiet=quiet)
+    iterations = inputs.config.iterations
+    progress = startup.begin_progress(inputs.summary(workdir), state, iterations, stack, "update", quiet=quiet)
+
     run = Run(
-        inputs.config, workdir, None, supervised.iterate, validation, contextlib.nullcontext(), DrawAhead(), identity,
-        checkpoints, writer, progress, interrupt, compiles, copy, command="sft",
-    )  # fmt: skip
+        config=inputs.config,
+        workdir=workdir,
+        components=components,
+        prompts=prompts,
+        demonstrations={each.prompt.id: each for each in inputs.training},
+        selection=Shuffled(prompts, config.seed),  # it draws no pools to observe, so `supervised_iteration` moves on
+        strategy=strategies.fixed(1),
+        verifiers=components_lib.no_verifiers(config),
+        rollouts=None,
+        learner=learner,
+        base=base,
+        iterate=supervised_iteration,
+        evaluator=Validation(inputs.validation) if inputs.validation else None,
+        stop=interrupt.stop(progress.phase, config.checkpoint.notice_s),
+        interrupt=interrupt,
+        progress=progress,
+        checkpoints=checkpoints,
+        identity=identity,
+        writer=writer,
+        compiles=compiles,
+        copy=copy,
+        command="sft",
+    )
     return run, state

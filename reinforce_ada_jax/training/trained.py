@@ -18,8 +18,8 @@ from reinforce_ada_jax.policy.transformer import Params, flatten, param_sharding
 from reinforce_ada_jax.reporting.writers import read_metrics
 from reinforce_ada_jax.training.components import Components, load_params
 from reinforce_ada_jax.training.records import holds_checkpoint, read_run_id
+from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState, abstract_state
-from reinforce_ada_jax.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from reinforce_ada_jax.training.checkpoint import Checkpoints
@@ -139,9 +139,9 @@ class TrainedRun:
         huggingface.save(pathlib.Path(folder), self.architecture, self.params, tokenizer_from=self.model_folder)
 
 
-def trained_run(trainer: Trainer, state: RunState) -> TrainedRun:
+def trained_run(run: Run, state: RunState) -> TrainedRun:
     """Returns the handle of a run that finished with `state`."""
-    components, workdir = trainer.components, trainer.workdir
-    params = merged(trainer.config, components, state.learner.params)
+    components, workdir = run.components, run.workdir
+    params = merged(run.config, components, state.learner.params)
     metrics = read_metrics(workdir)
     return TrainedRun(workdir, state.iteration, metrics, components.architecture, params, components.folder)

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from reinforce_ada_jax.config import Config, collection_rules
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.compilation import Lower, abstract
-from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.files.durable import write_atomically
 from reinforce_ada_jax.learning.batch import Batch, Example, make_batch
@@ -27,10 +26,8 @@ from reinforce_ada_jax.learning.learner import Learner, scores_in_update
 from reinforce_ada_jax.learning.logprob_gap import ALARMING_LOGPROB_GAP, LogprobGap, gap_limits
 from reinforce_ada_jax.learning.update import ESTIMATES, LearnerState, UpdateMetrics
 from reinforce_ada_jax.policy.transformer import Params
-
-
-class TrainingStopped(Exception):
-    """The run must not go on as it is; its state can be saved."""
+from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.state import RunState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,6 +138,144 @@ def abstract_batch(config: Config, strategy: Strategy, learner: Learner) -> Batc
     return jax.tree.map(abstract, micro)
 
 
+# ---- minibatches -----------------------------------------------------------------------------------------------------
+
+
+def make_minibatches(run: Run, state: RunState, groups: Sequence[Group]) -> list[Minibatch]:
+    """Deals the iteration's groups to one minibatch per update, and adds log-probabilities.
+
+    Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one update
+    an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows where they
+    contribute nothing to the gradient; they count in its denominators.
+
+    All processes agree before each program of the scoring that the run goes on. Scores of the one before are complete
+    then: programs that are queued would have to end before a checkpoint is written.
+    """
+    config = run.config
+    count = config.collection.prompts_per_iteration // config.learning.prompts_per_update
+    rounds = expected_rounds(config, run.strategy, state.averages)
+    minibatches = []
+    for places in deal([len(group.kept) for group in groups], count):
+        dealt = [groups[place] for place in places if groups[place].kept.size]
+        if not dealt:
+            continue
+        factor = coefficient_factor(config, dealt, rounds)
+        kept = [example for group in dealt for example in examples(group, factor)]
+        batch = make_batch(
+            kept,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_response_tokens=config.sampling.max_response_tokens,
+            num_rows=batch_rows(config, run.strategy, run.learner.micro_rows, len(kept)),
+            per_row=config.learning.responses_per_row,
+            micro_rows=None if config.regularized else run.learner.micro_rows,
+            regularized=regularizes_first_rounds(config, run.strategy),
+        )
+        if minibatches:
+            before = minibatches[-1].batch
+            jax.block_until_ready((before.old_logprobs, before.reference_logprobs))
+        run.stop.agree()
+        minibatches.append(Minibatch(dealt, _scored(run, state, batch)))
+    return minibatches
+
+
+def _scored(run: Run, state: RunState, batch: Batch) -> Batch:
+    """Returns the batch on the devices, with the log-probabilities that the update does not compute itself."""
+    learner, agree = run.learner, run.stop.agree
+    if scores_in_update(run.config):
+        batch = learner.put(dataclasses.replace(batch, old_logprobs=None))
+    else:
+        batch = learner.put(batch)
+        batch = dataclasses.replace(batch, old_logprobs=learner.score(run.policy(state), batch, agree))
+    if run.reference is None:
+        return batch
+    return dataclasses.replace(batch, reference_logprobs=learner.score(run.reference, batch, agree))
+
+
+def update_programs(
+    config: Config, strategy: Strategy, learner: Learner, state: LearnerState, base: Params | None,
+    reference: Params | None,
+) -> dict[str, Lower]:  # fmt: skip
+    """Returns the programs of an iteration's updates, lowered on demand for the arguments that they will get.
+
+    `state` is that of the learner before the first update; the others are fields of `Run`.
+    """
+    scored = abstract_batch(config, strategy, learner)
+    batch = dataclasses.replace(scored, reference_logprobs=None)
+    policy = learner.policy(state.params, base)
+    state, policy, base, reference = abstract((state, policy, base, reference))
+    programs = learner.update.programs(state, scored, base)
+    for name, weights in (("reference", reference), ("policy", None if scores_in_update(config) else policy)):
+        if weights is not None:
+            scores = learner.score_programs(weights, batch)
+            programs |= {f"{program} of the {name}": lower for program, lower in scores.items()}
+    return programs
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_logprobs(
+    run: Run, state: RunState, minibatches: Sequence[Minibatch]
+) -> tuple[list[Minibatch], dict[str, float]]:
+    """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
+
+    The responses compared are those in the rows of the minibatches. Prefetched ones were drawn from earlier weights and
+    are not compared. With one update an iteration nothing is compared here: `make_updates` does it.
+
+    Returns:
+      The minibatches, with `finite` set; the metrics, none with one update an iteration, or where all responses are
+      from earlier weights.
+
+    Raises:
+      TrainingStopped: they disagree by more than rounding.
+    """
+    if scores_in_update(run.config):
+        return list(minibatches), {}
+    total, largest, num_tokens, checked = 0.0, 0.0, 0, []
+    names = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
+    for minibatch in minibatches:
+        mask, version, behaviour, old = (processes.fetch(getattr(minibatch.batch, name)) for name in names)
+        gaps = np.abs(old - behaviour)
+        finite = bool(np.isfinite(gaps[mask]).all())
+        checked.append(dataclasses.replace(minibatch, finite=finite))
+        if finite:
+            fresh = mask & (version == state.iteration)
+            total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
+            num_tokens += int(fresh.sum())
+    mean = total / max(num_tokens, 1)
+    stopped = gap_too_large(run, mean, largest, state.iteration + 1)
+    if stopped is not None:
+        raise stopped
+    compared = num_tokens or not any(minibatch.finite for minibatch in checked)
+    return checked, _gap_metrics(mean, largest) if compared else {}
+
+
+def _skip_or_stop(
+    run: Run, minibatch: Minibatch, iteration: int, number: int, where: str, in_a_row: int
+) -> TrainingStopped | None:
+    """Writes down the data of an update that is not finite; returns why the run must end, or None to skip it."""
+    file = run.workdir / "non_finite" / f"{iteration:06d}-{number}.json"
+    if processes.is_writer():
+        file.parent.mkdir(exist_ok=True)
+        text = json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
+        write_atomically(file, text)
+    message = f"iteration {iteration}, {where} finite. Its data are in {buckets.origin(file)}."
+    learning = run.config.learning
+    if learning.non_finite == "stop":
+        return TrainingStopped(
+            f"{message} The update was not applied; learning.non_finite='skip' would go on without it."
+        )
+    if in_a_row > learning.max_skipped:
+        return TrainingStopped(
+            f"{message} That makes {in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
+        )
+    run.progress.say(f"{message} It is skipped.")
+    return None
+
+
+# ---- updates ---------------------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class UpdatesDone:
     """Result of the updates of one iteration.
@@ -149,230 +284,71 @@ class UpdatesDone:
       learner: the new state; the one before the update that stopped the run, if one did.
       skipped_in_a_row: updates skipped because they were not finite, since the last one that was made.
       metrics: means over the updates made, and their number.
-      stop: why the run must end; None if it goes on.
+      stopped: why the run must end; None if it goes on.
     """
 
     learner: LearnerState
     skipped_in_a_row: int
     metrics: dict[str, float]
-    stop: TrainingStopped | None
+    stopped: TrainingStopped | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Updates:
-    """The updates of a run: every process makes the same ones, from the same groups.
+def make_updates(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> UpdatesDone:
+    """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
 
-    Attributes:
-      config: of the run.
-      strategy: how many responses a group may keep.
-      learner: the compiled scoring and update.
-      workdir: where the data of an update that is not finite are written.
+    One that is not finite stops the run or is skipped, in its turn, as `learning.non_finite` says.
+
+    `state.learner` is donated by the end of the first update. Until then all processes agree between the programs of
+    the update that the run goes on: the state is whole. After that they ask there, and before each update, whether
+    there is time for the rest.
+
+    Raises:
+      Interrupted: the run was asked to end during the first update; or there is no time, and the state is lost.
     """
-
-    config: Config
-    strategy: Strategy
-    learner: Learner
-    workdir: pathlib.Path
-
-    # ---- minibatches -------------------------------------------------------------------------------------------------
-
-    def minibatches(
-        self,
-        groups: Sequence[Group],
-        policy: Params,
-        reference: Params | None,
-        agree: Callable[[], None] = lambda: None,
-        rounds: float = 1.0,
-    ) -> list[Minibatch]:
-        """Deals the iteration's groups to one minibatch per update, and adds log-probabilities.
-
-        Those of the policy are computed before the first update and stay fixed (the `old` policy of PPO); with one
-        update an iteration the update itself computes them. Responses whose advantage is 0 are left out of the rows
-        where they contribute nothing to the gradient; they count in its denominators. `rounds` are those that a prompt
-        is expected to take (`expected_rounds`); only corrected updates have them in their divisor.
-
-        `agree` is called in all processes before each program of the scoring, and may raise to end it. Scores of
-        the one before are complete then: programs that are queued would have to end before a checkpoint is written.
-        """
-        count = self.config.collection.prompts_per_iteration // self.config.learning.prompts_per_update
-        minibatches = []
-        for places in deal([len(group.kept) for group in groups], count):
-            dealt = [groups[place] for place in places if groups[place].kept.size]
-            if not dealt:
+    learner, in_a_row, iteration = state.learner, state.skipped_in_a_row, state.iteration + 1
+    begin, results, stopped, gaps = time.monotonic(), [], None, {}
+    if scores_in_update(run.config):
+        gaps = _gap_metrics(0.0, 0.0)
+    done, count = 0, sum(minibatch.finite for minibatch in minibatches)
+    for number, minibatch in enumerate(minibatches, start=1):
+        what = "a log-probability is"
+        if minibatch.finite:
+            between = run.stop.agree
+            if done:
+                now = time.monotonic()
+                end = now + (count - done) * (now - begin) / done
+                between = functools.partial(_end_if_late, run.stop, end)
+                between()
+            learner, result = run.learner.update(learner, minibatch.batch, run.base, np.int32(state.iteration), between)
+            result, done = jax.device_get(result), done + 1
+            if result.finite and result.gap is not None:
+                gaps, stopped = _compared(run, result.gap, iteration)
+                if stopped is not None:
+                    break
+            if result.finite:
+                results.append(result)
+                in_a_row = 0
                 continue
-            factor = coefficient_factor(self.config, dealt, rounds)
-            kept = [example for group in dealt for example in examples(group, factor)]
-            batch = make_batch(
-                kept,
-                max_prompt_tokens=self.config.data.max_prompt_tokens,
-                max_response_tokens=self.config.sampling.max_response_tokens,
-                num_rows=batch_rows(self.config, self.strategy, self.learner.micro_rows, len(kept)),
-                per_row=self.config.learning.responses_per_row,
-                micro_rows=None if self.config.regularized else self.learner.micro_rows,
-                regularized=regularizes_first_rounds(self.config, self.strategy),
-            )
-            if minibatches:
-                before = minibatches[-1].batch
-                jax.block_until_ready((before.old_logprobs, before.reference_logprobs))
-            agree()
-            minibatches.append(Minibatch(dealt, self._scored(batch, policy, reference, agree)))
-        return minibatches
-
-    def _scored(self, batch: Batch, policy: Params, reference: Params | None, agree: Callable[[], None]) -> Batch:
-        """Returns the batch on the devices, with the log-probabilities that the update does not compute itself."""
-        if scores_in_update(self.config):
-            batch = self.learner.put(dataclasses.replace(batch, old_logprobs=None))
-        else:
-            batch = self.learner.put(batch)
-            batch = dataclasses.replace(batch, old_logprobs=self.learner.score(policy, batch, agree))
-        if reference is None:
-            return batch
-        return dataclasses.replace(batch, reference_logprobs=self.learner.score(reference, batch, agree))
-
-    def programs(
-        self, state: LearnerState, policy: Params, base: Params | None, reference: Params | None
-    ) -> dict[str, Lower]:
-        """Returns the programs of an iteration's updates, lowered on demand for the arguments that they will get.
-
-        `state` is that of the learner before the first update; the others are as for `minibatches` and `update`.
-        """
-        scored = abstract_batch(self.config, self.strategy, self.learner)
-        batch = dataclasses.replace(scored, reference_logprobs=None)
-        state, policy, base, reference = abstract((state, policy, base, reference))
-        programs = self.learner.update.programs(state, scored, base)
-        for name, weights in (("reference", reference), ("policy", None if scores_in_update(self.config) else policy)):
-            if weights is not None:
-                scores = self.learner.score_programs(weights, batch)
-                programs |= {f"{program} of the {name}": lower for program, lower in scores.items()}
-        return programs
-
-    # ---- checks ------------------------------------------------------------------------------------------------------
-
-    def check_logprobs(
-        self, minibatches: Sequence[Minibatch], iteration: int, say: Callable[[str], None]
-    ) -> tuple[list[Minibatch], dict[str, float]]:
-        """Compares the engine's log-probabilities of its own tokens with the learner's, under the same weights.
-
-        The responses compared are those in the rows of the minibatches. Prefetched ones were drawn from earlier weights
-        and are not compared. With one update an iteration nothing is compared here: `update` does it.
-
-        Returns:
-          The minibatches, with `finite` set; the metrics, none with one update an iteration, or where all responses are
-          from earlier weights.
-
-        Raises:
-          TrainingStopped: they disagree by more than rounding.
-        """
-        if scores_in_update(self.config):
-            return list(minibatches), {}
-        total, largest, num_tokens, checked = 0.0, 0.0, 0, []
-        names = ("response_mask", "policy_version", "behaviour_logprobs", "old_logprobs")
-        for minibatch in minibatches:
-            mask, version, behaviour, old = (processes.fetch(getattr(minibatch.batch, name)) for name in names)
-            gaps = np.abs(old - behaviour)
-            finite = bool(np.isfinite(gaps[mask]).all())
-            checked.append(dataclasses.replace(minibatch, finite=finite))
-            if finite:
-                fresh = mask & (version == iteration - 1)
-                total, largest = total + float(gaps[fresh].sum()), max(largest, float(gaps[fresh].max(initial=0.0)))
-                num_tokens += int(fresh.sum())
-        mean = total / max(num_tokens, 1)
-        stop = gap_too_large(self.config, mean, largest, iteration, say)
-        if stop is not None:
-            raise stop
-        compared = num_tokens or not any(minibatch.finite for minibatch in checked)
-        return checked, _gap_metrics(mean, largest) if compared else {}
-
-    def _skip_or_stop(
-        self, minibatch: Minibatch, iteration: int, number: int, where: str, in_a_row: int, say: Callable[[str], None]
-    ) -> TrainingStopped | None:
-        """Writes down the data of an update that is not finite; returns why the run must end, or None to skip it."""
-        file = self.workdir / "non_finite" / f"{iteration:06d}-{number}.json"
-        if processes.is_writer():
-            file.parent.mkdir(exist_ok=True)
-            text = json.dumps(described(minibatch) | {"iteration": iteration, "update": number}, indent=1)
-            write_atomically(file, text)
-        message = f"iteration {iteration}, {where} finite. Its data are in {buckets.origin(file)}."
-        learning = self.config.learning
-        if learning.non_finite == "stop":
-            return TrainingStopped(
-                f"{message} The update was not applied; learning.non_finite='skip' would go on without it."
-            )
-        if in_a_row > learning.max_skipped:
-            return TrainingStopped(
-                f"{message} That makes {in_a_row} in a row; learning.max_skipped is {learning.max_skipped}."
-            )
-        say(f"{message} It is skipped.")
-        return None
-
-    # ---- updates -----------------------------------------------------------------------------------------------------
-
-    def update(
-        self,
-        state: LearnerState,
-        base: Params | None,
-        minibatches: Sequence[Minibatch],
-        iteration: int,
-        skipped_in_a_row: int,
-        say: Callable[[str], None],
-        agree: Callable[[], None] = lambda: None,
-        out_of_time: Callable[[float], bool] = lambda _: False,
-    ) -> UpdatesDone:
-        """Makes one optimiser step per minibatch; after one that must stop the run, the others are left out.
-
-        One that is not finite stops the run or is skipped, in its turn, as `learning.non_finite` says.
-
-        `state` is donated by the end of the first update. Until then `agree` is called in all processes between the
-        programs of the update, and may raise: the state is whole. After that `out_of_time` is called there and before
-        each update, with the seconds that the rest will take.
-
-        Raises:
-          Interrupted: `agree` raised it; or `out_of_time` returned True, and the state is lost.
-        """
-        begin, results, stop, gaps = time.monotonic(), [], None, {}
-        if scores_in_update(self.config):
-            gaps = _gap_metrics(0.0, 0.0)
-        done, count = 0, sum(minibatch.finite for minibatch in minibatches)
-        for number, minibatch in enumerate(minibatches, start=1):
-            what = "a log-probability is"
-            if minibatch.finite:
-                between = agree
-                if done:
-                    now = time.monotonic()
-                    end = now + (count - done) * (now - begin) / done
-                    between = functools.partial(_end_if_late, out_of_time, end)
-                    between()
-                state, result = self.learner.update(state, minibatch.batch, base, np.int32(iteration - 1), between)
-                result, done = jax.device_get(result), done + 1
-                if result.finite and result.gap is not None:
-                    gaps, stop = self._compared(result.gap, iteration, say)
-                    if stop is not None:
-                        break
-                if result.finite:
-                    results.append(result)
-                    skipped_in_a_row = 0
-                    continue
-                what = _not_finite(result)
-            where = f"update {number} of {len(minibatches)}: {what} not"
-            stop = self._skip_or_stop(minibatch, iteration, number, where, skipped_in_a_row + 1, say)
-            if stop is not None:
-                break
-            skipped_in_a_row += 1
-        metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
-        return UpdatesDone(state, skipped_in_a_row, metrics, stop)
-
-    def _compared(
-        self, gap: LogprobGap, iteration: int, say: Callable[[str], None]
-    ) -> tuple[dict[str, float], TrainingStopped | None]:
-        """Returns the metrics of what the only update compared, and why the run must end, if it must."""
-        mean, largest = float(gap.total / max(gap.num_tokens, 1)), float(gap.largest)
-        metrics = _gap_metrics(mean, largest) if gap.num_tokens else {}
-        return metrics, gap_too_large(self.config, mean, largest, iteration, say)
+            what = _not_finite(result)
+        where = f"update {number} of {len(minibatches)}: {what} not"
+        stopped = _skip_or_stop(run, minibatch, iteration, number, where, in_a_row + 1)
+        if stopped is not None:
+            break
+        in_a_row += 1
+    metrics = update_means(results) | gaps | {"time/update_s": time.monotonic() - begin}
+    return UpdatesDone(learner, in_a_row, metrics, stopped)
 
 
-def _end_if_late(out_of_time: Callable[[float], bool], end: float) -> None:
-    """Raises Interrupted where the updates, which would end at the time `end`, are out of time."""
-    if out_of_time(max(0.0, end - time.monotonic())):
+def _compared(run: Run, gap: LogprobGap, iteration: int) -> tuple[dict[str, float], TrainingStopped | None]:
+    """Returns the metrics of what the only update compared, and why the run must end, if it must."""
+    mean, largest = float(gap.total / max(gap.num_tokens, 1)), float(gap.largest)
+    metrics = _gap_metrics(mean, largest) if gap.num_tokens else {}
+    return metrics, gap_too_large(run, mean, largest, iteration)
+
+
+def _end_if_late(stop: Stop, end: float) -> None:
+    """Raises Interrupted where there is no time for the updates, which would end at the time `end`."""
+    if not stop.has_time(max(0.0, end - time.monotonic())):
         raise Interrupted
 
 
@@ -402,14 +378,12 @@ def _not_finite(result: UpdateMetrics) -> str:
     return f"loss {result.loss:.4g}, gradient norm {result.grad_norm:.4g}:"
 
 
-def gap_too_large(
-    config: Config, mean: float, largest: float, iteration: int, say: Callable[[str], None]
-) -> TrainingStopped | None:
+def gap_too_large(run: Run, mean: float, largest: float, iteration: int) -> TrainingStopped | None:
     """Returns why the run must end, if engine and learner differ by more than rounding; says so if they differ much.
 
     `mean` and `largest` are absolute differences of the log-probability of a sampled token.
     """
-    limits = gap_limits(config)
+    limits = gap_limits(run.config)
     if limits is not None and not limits.hold(mean, largest):
         numbers = "in float32" if limits.largest else "with invariant numerics"
         return TrainingStopped(
@@ -423,9 +397,9 @@ def gap_too_large(
             "rounds more than the learner's, or the weights have grown. learning.truncated_is_cap = 2.0 would bound "
             "the effect."
         )
-        if config.draws_in_int8:
+        if run.config.draws_in_int8:
             causes = "int8 is too coarse for this model: set sampling.weight_dtype or sampling.kv_dtype to model."
-        say(
+        run.progress.say(
             f"iteration {iteration}: engine and learner differ by {mean:.2g} a token on average; the ratio of the "
             f"update is off by as much. {causes}"
         )

@@ -76,15 +76,16 @@ def test_a_notice_asks_the_run_to_end(metadata, monkeypatch):
     with signals.Interrupt() as asked:
         thread = preemption.watch(asked.on_notice, threading.Event(), server=address, poll_s=0.01)
         thread.join(0.2)
-        asked.check()
-        assert not asked.out_of_time(1000.0, 25.0)
+        stop, unlimited = asked.stop(notice_s=25.0), asked.stop()
+        stop.check("drawing")
+        assert stop.has_time(1000.0)
         answers["preempted"] = "TRUE"
         thread.join(20)
         assert not thread.is_alive() and asked.preempted()
-        assert asked.out_of_time(25.0, 25.0) and not asked.out_of_time(24.0 - asked.seconds_since_request(), 25.0)
-        assert not asked.out_of_time(1000.0, 0.0), "no limit"
+        assert not stop.has_time(25.0) and stop.has_time(asked.time_left(25.0) - 1.0)
+        assert unlimited.has_time(1000.0), "no limit"
         with pytest.raises(signals.Interrupted):
-            asked.check()
+            stop.check("drawing")
 
 
 def test_nobody_asks_for_notices_after_the_end(metadata, monkeypatch):

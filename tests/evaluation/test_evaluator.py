@@ -1,5 +1,6 @@
 import collections
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from reinforce_ada_jax.rewards.workers import VerifierPool
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training.components import Components
+from reinforce_ada_jax.training.run import Run
+from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.types import Prompt, Verdict
 from tests.running import tiny
 
@@ -28,15 +31,13 @@ def test_other_benchmarks_stay_in_the_file(tmp_path):
 
 
 def test_an_evaluation_is_done_when_its_file_has_every_benchmark(tmp_path):
-    components, rollouts = object.__new__(Components), object.__new__(Rollouts)
-    benchmarks, verifiers = {"heldout": [], "math500": []}, VerifierPool(cipher.grade, workers=0, time_limit_s=1.0)
-    made = evaluator.Evaluator(components, tiny(), tmp_path, benchmarks, rollouts, verifiers)
-    assert not made.is_done(0)
+    run, made = Mock(spec=Run, workdir=tmp_path), evaluator.Evaluator({"heldout": [], "math500": []})
+    assert not made.is_done(run, 0)
     file = evaluator.results_file(tmp_path, 0)
     evaluator.save_results(file, {"iteration": 0}, {"evaluation/heldout/avg": 0.5})
-    assert not made.is_done(0), "one of them is missing"
+    assert not made.is_done(run, 0), "one of them is missing"
     evaluator.save_results(file, {"iteration": 0}, {"evaluation/math500/avg": 0.25})
-    assert made.is_done(0) and not made.is_done(1)
+    assert made.is_done(run, 0) and not made.is_done(run, 1)
 
 
 def test_benchmarks_of_one_name_are_refused(monkeypatch):
@@ -68,8 +69,10 @@ def test_benchmarks_with_equal_ids_are_drawn_independently(monkeypatch, tmp_path
     verifiers = VerifierPool(cipher.grade, workers=0, time_limit_s=1.0)
     monkeypatch.setattr(Rollouts, "decode_weights", lambda _, params: params)
     monkeypatch.setattr(Components, "graders", lambda *_: verifiers)
+    run = Mock(spec=Run, components=components, config=config, workdir=tmp_path, rollouts=rollouts, verifiers=verifiers)
+    run.policy = lambda state: {}
     for iteration in range(3):
-        evaluator.Evaluator(components, config, tmp_path, benchmarks, rollouts, verifiers)({}, iteration, print)
+        evaluator.Evaluator(benchmarks)(run, Mock(spec=RunState, iteration=iteration))
     # Every problem of every benchmark and iteration has an address of its own, and none is one of training.
     assert len(addresses) == 3 * 6 and addresses.total() == 3 * 6
     assert all(0 <= stream < 2**32 and stream % 2 == 1 for stream, _ in addresses)

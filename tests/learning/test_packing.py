@@ -1,6 +1,6 @@
 """Several responses to a row: the layout by hand, and that no result knows of it."""
 
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,9 @@ import pytest
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.batch import Example, make_batch, pack
-from reinforce_ada_jax.training.updates import Minibatch, Updates
+from reinforce_ada_jax.training.run import Run
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.training.updates import Minibatch, check_logprobs
 from reinforce_ada_jax.types import Response
 from tests.learning.test_learner import (
     PARAMS,
@@ -77,8 +79,8 @@ def test_the_gap_between_engine_and_learner_is_of_fresh_responses(per_row):
     rows = make_batch(examples, max_prompt_tokens=4, max_response_tokens=5, num_rows=3, per_row=per_row)
     older, far = rows.behaviour_logprobs == -1, rows.behaviour_logprobs == np.float32(-0.3)
     rows = rows.replace(old_logprobs=rows.behaviour_logprobs + 0.5 * older + 6e-5 * far)
-    updates = SimpleNamespace(config=Config())
-    _, gaps = Updates.check_logprobs(updates, [Minibatch([], rows)], iteration=5, say=print)
+    run, state = Mock(spec=Run, config=Config()), Mock(spec=RunState, iteration=4)
+    _, gaps = check_logprobs(run, state, [Minibatch([], rows)])
     assert gaps["update/logprob_gap"] == pytest.approx(2e-5, rel=0.01)
     assert gaps["update/logprob_gap_max"] == pytest.approx(6e-5, rel=0.01)
 

@@ -13,13 +13,12 @@ import pytest
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.collection.selection import PromptCursor, next_prompts
-from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.distributed.watchdog import RESTART
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.training import components, drawing
+from reinforce_ada_jax.training import components, drawing, iteration
 from reinforce_ada_jax.training.draw_ahead import DrawAhead
 from reinforce_ada_jax.training.loop import Ending
-from reinforce_ada_jax.training.updates import Updates
 from tests import compiling, running
 from tests.forked import Forked
 from tests.running import cipher_file, environment, killed_after, reproducible, restored, tiny
@@ -37,7 +36,7 @@ SPLIT = {"mesh.sampler": 1, "mesh.learner": 1}
 
 def train(workdir, evaluator=None, **changes):
     """The outcome of a run in this process."""
-    load = (lambda *_: lambda *_: evaluator) if evaluator else (lambda *_: None)
+    load = (lambda *_: evaluator) if evaluator else (lambda *_: None)
     return running.train(tiny(**SMALL | SPLIT | changes), workdir, load)
 
 
@@ -93,7 +92,7 @@ def _prompts_in_order(count):
 @pytest.mark.parametrize("slow", ["draw", "learn"])
 def test_time_decides_nothing(unbroken, tmp_path, monkeypatch, slow):
     # Whichever side is late, the same weights draw the same iteration.
-    name, owner = ("collect", drawing) if slow == "draw" else ("update", Updates)
+    name, owner = ("collect", drawing) if slow == "draw" else ("make_updates", iteration)
     original, threads = getattr(owner, name), set()
 
     def delayed(*arguments, **keywords):
@@ -132,18 +131,18 @@ def test_an_evaluation_waits_for_the_engine(unbroken, tmp_path):
     busy = []
 
     class Evaluator:
-        def is_done(self, iteration):
+        def is_done(self, run, iteration):
             return False
 
-        def __call__(self, params, iteration, report):
+        def __call__(self, run, state):
             drawing = [thread for thread in threading.enumerate() if thread.name.startswith("drawing")]
-            busy.append((iteration, len(drawing)))
+            busy.append((state.iteration, len(drawing)))
             return {"evaluation/heldout/avg": 0.0}
 
     original = DrawAhead.wait
     waited = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DrawAhead, "wait", lambda self, report: waited.append(original(self, report)))
+        patch.setattr(DrawAhead, "wait", lambda self, stop: waited.append(original(self, stop)))
         train(tmp_path / "run", Evaluator(), **{"evaluation.every": 2})
     assert [iteration for iteration, _ in busy] == [0, 2, 3]
     assert len(waited) == 3 + 3  # before each evaluation, and in each iteration
@@ -155,39 +154,36 @@ def test_an_evaluation_waits_for_the_engine(unbroken, tmp_path):
 
 def test_a_collection_is_taken_once():
     with DrawAhead() as ahead:
-        assert ahead.take(print) is None
-        ahead.begin(lambda report: report("collecting: 1/2") or 7)
-        assert ahead.take(lambda text: None) == 7
-        assert ahead.take(print) is None
+        assert ahead.take(Stop()) is None
+        ahead.begin(lambda stop: stop.check("collecting: 1/2") or 7)
+        assert ahead.take(Stop()) == 7
+        assert ahead.take(Stop()) is None
 
 
 def test_a_fault_of_a_collection_shows_where_it_is_taken():
-    def fail(report):
+    def fail(stop):
         raise RuntimeError("no grader")
 
     with DrawAhead() as ahead:
         ahead.begin(fail)
-        ahead.wait(lambda text: None)
+        ahead.wait(Stop())
         with pytest.raises(RuntimeError, match="no grader"):
-            ahead.take(print)
+            ahead.take(Stop())
 
 
 def test_a_run_that_is_asked_to_end_does_not_wait_for_the_collection():
     ended = threading.Event()
 
-    def draw(report):
+    def draw(stop):
         with contextlib.suppress(Interrupted):
             while True:
-                report("collecting: 0/2")
+                stop.check("collecting: 0/2")
                 time.sleep(0.01)
         ended.set()
 
-    def asked(text):
-        raise Interrupted
-
     with pytest.raises(Interrupted), DrawAhead() as ahead:
         ahead.begin(draw)
-        ahead.take(asked)
+        ahead.take(Stop(asked=lambda: True))
     assert ended.is_set()
 
 

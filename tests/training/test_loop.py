@@ -14,16 +14,16 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax import train
 from reinforce_ada_jax.collection.averages import Averages
 from reinforce_ada_jax.distributed.signals import Interrupt, Interrupted
+from reinforce_ada_jax.isolation.workers import CannotStart
 from reinforce_ada_jax.learning.update import LearnerState
 from reinforce_ada_jax.policy import huggingface
 from reinforce_ada_jax.reporting import writers
-from reinforce_ada_jax.rewards.workers import CannotStart
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import loop, startup
 from reinforce_ada_jax.training.kept_responses import KeptResponses
 from reinforce_ada_jax.training.loop import Ending
+from reinforce_ada_jax.training.run import TrainingStopped
 from reinforce_ada_jax.training.state import RunState, from_record, to_record
-from reinforce_ada_jax.training.updates import TrainingStopped
 from reinforce_ada_jax.types import PartialRollouts, Response, Verdict
 from tests.running import cipher_file, compiles_nothing_early, reproducible, restored, tiny
 from tests.running import train as train_here
@@ -34,7 +34,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def iterate(state):
+def iterate(run, state):
     """An iteration that costs nothing."""
     iteration = state.iteration + 1
     return dataclasses.replace(state, iteration=iteration, pending=dict.fromkeys(NAMES, iteration / 3)), None
@@ -46,15 +46,15 @@ class Evaluator:
     def __init__(self, interrupt_at=None):
         self.interrupt_at, self.evaluated = interrupt_at, []
 
-    def is_done(self, iteration):
+    def is_done(self, run, iteration):
         return False
 
-    def __call__(self, params, iteration, report):
-        if iteration == self.interrupt_at:
+    def __call__(self, run, state):
+        if state.iteration == self.interrupt_at:
             signal.raise_signal(signal.SIGINT)
-        report("evaluating")
-        self.evaluated.append(iteration)
-        return {"evaluation/heldout/avg": iteration / 7}
+        run.stop.check("evaluating")
+        self.evaluated.append(state.iteration)
+        return {"evaluation/heldout/avg": state.iteration / 7}
 
 
 def run(workdir, iterate=iterate, evaluator=None, **changes):
@@ -63,7 +63,9 @@ def run(workdir, iterate=iterate, evaluator=None, **changes):
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         compiles_nothing_early(patch)
         made, state = startup.start(config, workdir, lambda *_: None, stack, quiet=True)
-        made = dataclasses.replace(made, iterate=iterate, evaluator=evaluator, verifiers=contextlib.nullcontext())
+        made = dataclasses.replace(
+            made, iterate=iterate, evaluator=evaluator, verifiers=components_lib.no_verifiers(config)
+        )
         return loop.run_to_end(made, state), state
 
 
@@ -85,11 +87,11 @@ def test_an_interrupt_during_an_evaluation_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("donated", [False, True])
-@pytest.mark.parametrize("error", [CannotStart(["mine.py:grade"], "NameError", "Traceback ..."), TypeError("yours")])
+@pytest.mark.parametrize("error", [CannotStart("mine.py:grade: NameError", "Traceback ..."), TypeError("yours")])
 def test_a_fault_costs_nothing_that_is_finished(tmp_path, error, donated):
-    def fail_at_4(state):
+    def fail_at_4(run, state):
         if state.iteration < 3:
-            return iterate(state)
+            return iterate(run, state)
         if donated:
             jax.tree.map(lambda x: x.delete(), state.learner)
         raise error
@@ -125,10 +127,10 @@ def test_a_model_that_draws_nan_stops_the_run(tmp_path, monkeypatch):
 def test_one_iteration_is_traced(tmp_path):
     seen = []
 
-    def watched(state):
+    def watched(run, state):
         seen.append((state.iteration + 1, (tmp_path / "profile").exists()))
         jnp.add(state.iteration, 1).block_until_ready()
-        return iterate(state)
+        return iterate(run, state)
 
     run(tmp_path, watched, **{"logging.profile": 3, "iterations": 4})
     assert seen == [(1, False), (2, False), (3, False), (4, True)]
@@ -140,12 +142,12 @@ def test_a_full_disk_ends_the_run(tmp_path):
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def full_at_4(state):
+    def full_at_4(run, state):
         if state.iteration == 3:
             while not (tmp_path / "checkpoints" / "3").exists():
                 time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # a write beyond it fails, as on a full disk
-        return iterate(state)
+        return iterate(run, state)
 
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -178,10 +180,10 @@ def test_a_checkpoint_is_written_after_some_minutes(tmp_path, minutes, saved):
 @pytest.mark.parametrize("updates_made", [0, 1])
 def test_an_iteration_that_stops_the_run(tmp_path, updates_made):
     # With an update in the weights the iteration counts; without one it is drawn again.
-    def stop_at_3(state):
+    def stop_at_3(run, state):
         if state.iteration < 2:
-            return iterate(state)
-        return (iterate(state)[0] if updates_made else state), TrainingStopped("update 2 is not finite.")
+            return iterate(run, state)
+        return (iterate(run, state)[0] if updates_made else state), TrainingStopped("update 2 is not finite.")
 
     outcome, _ = run(tmp_path, stop_at_3)
     last = 2 + updates_made
@@ -197,11 +199,11 @@ def test_a_preemption_saves_only_what_is_written_in_time(tmp_path, seconds, monk
     kept = []
     monkeypatch.setattr(KeptResponses, "write_broken_off", lambda _, state: kept.append(state.iteration) or 7)
 
-    def told_at_4(state):
+    def told_at_4(run, state):
         if state.iteration == 4:
             signal.raise_signal(signal.SIGTERM)
             raise Interrupted
-        return iterate(state)
+        return iterate(run, state)
 
     (tmp_path / "saves.jsonl").write_text(f'{{"iteration": 1, "bytes": 1000000, "seconds": {seconds}}}\n')
     outcome, _ = run(tmp_path, told_at_4, **{"checkpoint.every": 3, "checkpoint.minutes": 0})
@@ -225,17 +227,18 @@ def test_weights_are_evaluated_before_training_once(tmp_path):
     first, second = Evaluator(), Evaluator(interrupt_at=0)
     run(tmp_path, evaluator=first)
     assert first.evaluated == [0, 2, 4, 6]
-    second.is_done = lambda iteration: iteration == 0
+    second.is_done = lambda run, iteration: iteration == 0
     assert run(tmp_path / "second", evaluator=second)[0].ending is Ending.FINISHED
 
 
 def test_the_first_interrupt_waits_and_the_second_does_not():
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
-        interrupt.check()
+        stop = interrupt.stop()
+        stop.check("drawing")
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Interrupted):
-            interrupt.check()
+            stop.check("drawing")
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -306,6 +309,22 @@ def test_processes_compare_what_they_have_read(tmp_path, monkeypatch):
     ours, theirs, others = compared({}, "1.0"), compared({"answer": "?"}, "1.0"), compared({}, "0.0")
     assert {what for what in ours if ours[what] != theirs[what]} == {"the prompts"}
     assert {what for what in ours if ours[what] != others[what]} == {"the reward functions"}
+
+
+def test_a_strategy_of_the_users_is_built_once(tmp_path, monkeypatch):
+    """The instance that was checked trains: a second one would have another state."""
+    (tmp_path / "mine.py").write_text(
+        "from reinforce_ada_jax.collection import strategies\n\n"
+        "def grpo(section):\n"
+        f"    with open({str(tmp_path / 'calls')!r}, 'a') as calls:\n"
+        "        calls.write('.')\n"
+        "    return strategies.fixed(section.group_size)\n"
+    )
+    compiles_nothing_early(monkeypatch)
+    config = tiny(**{"collection.strategy": f"{tmp_path / 'mine.py'}:grpo", "logging.tensorboard": False})
+    with contextlib.ExitStack() as stack:
+        made, _ = startup.start(config, tmp_path / "run", lambda *_: None, stack)
+    assert (tmp_path / "calls").read_text() == "." and made.strategy.max_draws == config.collection.group_size
 
 
 def test_training_from_a_notebook(tmp_path):

@@ -138,16 +138,16 @@ def test_a_second_start_finds_the_dtype_that_the_first_chose(settings, whole):
 @pytest.mark.parametrize("at", [3, 5])
 def test_an_interrupted_run_ends_with_the_same_bits(settings, whole, tmp_path, monkeypatch, capsys, at):
     """At 3 the evaluation is due and not done; at 5 the checkpoint is the last update's, made for the request."""
-    workdir, iterate = tmp_path / "run", supervised.Supervised.iterate
+    workdir, iterate = tmp_path / "run", supervised.supervised_iteration
 
-    def until(made, state):
-        after = iterate(made, state)
+    def until(run, state):
+        after = iterate(run, state)
         if after[0].iteration == at:
-            made.interrupt.on_notice()
+            run.interrupt.on_notice()
         return after
 
     with monkeypatch.context() as patch:
-        patch.setattr(supervised.Supervised, "iterate", until)
+        patch.setattr(supervised, "supervised_iteration", until)
         with pytest.raises(SystemExit):
             sft.main(tiny(**settings), workdir, quiet=True)
     assert "python -m reinforce_ada_jax.sft with the same --config" in capsys.readouterr().err

@@ -174,21 +174,20 @@ def pointers(tree):
 
 def test_learner_policy_and_reference_share_one_base(tmp_path, begin):
     run, state = begin(tmp_path / "run", **{"lora.rank": 4, "learning.kl_coefficient": 0.1})
-    trainer = run.trainer
-    assert trainer.reference is trainer.base
-    assert pointers(trainer.policy(state)) == pointers(trainer.base) | pointers(state.learner.params)
-    assert isinstance(state.learner, LearnerState) and not pointers(state.learner) & pointers(trainer.base)
+    assert run.reference is run.base
+    assert pointers(run.policy(state)) == pointers(run.base) | pointers(state.learner.params)
+    assert isinstance(state.learner, LearnerState) and not pointers(state.learner) & pointers(run.base)
 
 
 def test_a_frozen_base_is_kept_in_the_precision_of_its_products(tmp_path, begin):
     run, state = begin(tmp_path / "run", **{"lora.rank": 4, "model.compute_dtype": "bfloat16"})
-    assert {leaf.dtype for leaf in jax.tree.leaves(run.trainer.base)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(run.base)} == {jnp.dtype("bfloat16")}
     assert {leaf.dtype for leaf in jax.tree.leaves(state.learner.params)} == {jnp.dtype("float32")}
 
 
 def test_without_a_rank_there_is_no_base(tmp_path, begin, capsys):
     run, state = begin(tmp_path / "run")
-    assert run.trainer.base is None and run.trainer.policy(state) is state.learner.params
+    assert run.base is None and run.policy(state) is state.learner.params
     loop.save(run, state)
     run.checkpoints.wait()
     with pytest.raises(SystemExit, match=str(cli.BAD_INPUT)):

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,11 +14,21 @@ from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.averages import Averages
-from reinforce_ada_jax.distributed.signals import Interrupted
+from reinforce_ada_jax.distributed.signals import Interrupted, Stop
 from reinforce_ada_jax.learning.learner import Learner
 from reinforce_ada_jax.learning.logprob_gap import LogprobGap
 from reinforce_ada_jax.learning.update import LearnerState, UpdateMetrics
-from reinforce_ada_jax.training.updates import TrainingStopped, Updates, batch_rows, expected_rounds, update_means
+from reinforce_ada_jax.reporting.progress import Progress
+from reinforce_ada_jax.training.run import Run, TrainingStopped
+from reinforce_ada_jax.training.state import RunState
+from reinforce_ada_jax.training.updates import (
+    batch_rows,
+    check_logprobs,
+    expected_rounds,
+    make_minibatches,
+    make_updates,
+    update_means,
+)
 from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
 from tests.running import tiny
 
@@ -82,14 +93,44 @@ class ScriptedLearner(Learner):
         return after(state.updates + made), UpdateMetrics(**numbers | {"finite": np.bool(finite), "gap": gap})
 
 
+def make_run(config, learner, workdir, strategy=None, stop=None):
+    """A run of which only the updates are made; it has no weights."""
+    run = Mock(
+        spec=Run, config=config, strategy=strategy or strategies.build(config.collection), learner=learner,
+        workdir=workdir, base=None, reference=None, progress=Mock(spec=Progress), stop=stop or Stop(),
+    )  # fmt: skip
+    run.policy = lambda state: {}
+    return run
+
+
+def before(iteration, updates=0, skipped=0, rounds=1.0):
+    """The state before an iteration, in which prompts are expected to take as many rounds."""
+    averages = Averages({"rounds": (rounds, 1.0)})
+    return RunState(after(updates), {}, iteration=iteration - 1, skipped_in_a_row=skipped, averages=averages)
+
+
+def deal(run, groups, rounds=1.0):
+    return make_minibatches(run, before(1, rounds=rounds), groups)
+
+
+def check(run, minibatches, iteration, say):
+    run.progress.say = say
+    return check_logprobs(run, before(iteration), minibatches)
+
+
+def update(run, minibatches, iteration, say, updates=0, skipped=0):
+    run.progress.say = say
+    return make_updates(run, before(iteration, updates, skipped), minibatches)
+
+
 @pytest.fixture
 def updates(tmp_path):
     def make(finite=(True,) * COUNT, score=lambda logprobs: logprobs, gap=(0.0, 0.0, 1.0, 0.0), **changes):
         config = tiny(**{
             "collection.prompts_per_iteration": 2 * COUNT, "learning.prompts_per_update": 2, **changes,
         })  # fmt: skip
-        made = Updates(config, strategies.build(config.collection), ScriptedLearner(finite, score, gap), tmp_path)
-        return made, made.minibatches(make_groups(config), {}, None)
+        made = make_run(config, ScriptedLearner(finite, score, gap), tmp_path)
+        return made, deal(made, make_groups(config))
 
     return make
 
@@ -97,11 +138,11 @@ def updates(tmp_path):
 def test_every_update_counts(updates):
     made, minibatches = updates()
     said = []
-    checked, gap = made.check_logprobs(minibatches, 1, said.append)
+    checked, gap = check(made, minibatches, 1, said.append)
     assert all(minibatch.finite for minibatch in checked)
     assert gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
-    done = made.update(after(0), None, checked, 1, 2, said.append)
-    assert done.learner.updates == COUNT and done.metrics["update/count"] == COUNT and not said and done.stop is None
+    done = update(made, checked, 1, said.append, skipped=2)
+    assert done.learner.updates == COUNT and done.metrics["update/count"] == COUNT and not said and done.stopped is None
     assert done.skipped_in_a_row == 0 and done.metrics["update/loss"] == np.mean(range(COUNT))
 
 
@@ -109,14 +150,19 @@ def test_updates_that_would_outlast_the_machine_are_broken_off(updates):
     made, minibatches = updates()
     asked, agreed = [], []
 
-    def out_of_time(seconds):
-        asked.append(seconds)
-        return len(asked) == 4
+    class Late(Stop):
+        def agree(self):
+            agreed.append(0)
+
+        def has_time(self, seconds):
+            asked.append(seconds)
+            return len(asked) < 4
 
     scripted = made.learner.update
     made.learner.update = lambda *arguments: (time.sleep(0.05), scripted(*arguments))[1]
+    made.stop = Late()
     with pytest.raises(Interrupted):
-        made.update(after(0), None, minibatches, 1, 0, pytest.fail, lambda: agreed.append(0), out_of_time)
+        update(made, minibatches, 1, pytest.fail)
     # Before the second and the third of them, and inside of them, with the time that those left take.
     assert COUNT > 2 and len(asked) == 4 and all(seconds > 0 for seconds in asked[::2])
     assert asked[1] <= asked[0] and asked[3] <= asked[2]
@@ -125,18 +171,15 @@ def test_updates_that_would_outlast_the_machine_are_broken_off(updates):
 
 def test_a_request_to_end_breaks_off_the_first_update(updates):
     made, minibatches = updates()
-
-    def agree():
-        raise Interrupted
-
+    made.stop = Stop(asked=lambda: True, time_left=pytest.fail)
     with pytest.raises(Interrupted):
-        made.update(after(0), None, minibatches, 1, 0, pytest.fail, agree, pytest.fail)
+        update(made, minibatches, 1, pytest.fail)
 
 
 def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_path):
     made, minibatches = updates([True, False])
-    done = made.update(after(0), None, minibatches, 7, 0, print)
-    stopped = done.stop
+    done = update(made, minibatches, 7, print)
+    stopped = done.stopped
     assert done.learner.updates == 1 and done.metrics["update/count"] == 1, "the state before it; the third is left out"
     assert re.match(r"iteration 7, update 2 of 3: loss nan, .* not finite\.", str(stopped))
     file = tmp_path / "non_finite" / "000007-2.json"
@@ -156,17 +199,17 @@ def test_a_gradient_that_is_not_finite_stops_and_is_written_down(updates, tmp_pa
 def test_skipped_updates_are_counted_and_do_not_spoil_the_means(updates):
     made, minibatches = updates([False, True, False], **{"learning.non_finite": "skip"})
     said = []
-    done = made.update(after(5), None, minibatches, 1, 0, said.append)
-    assert done.stop is None and done.learner.updates == 6
+    done = update(made, minibatches, 1, said.append, updates=5)
+    assert done.stopped is None and done.learner.updates == 6
     assert done.metrics["update/count"] == 1 and done.metrics["update/loss"] == 5.0
     assert done.skipped_in_a_row == 1 and len(said) == 2 and all("It is skipped." in text for text in said)
 
 
 def test_too_many_in_a_row_stop(updates):
     made, minibatches = updates([False] * 9, **{"learning.non_finite": "skip", "learning.max_skipped": 4})
-    first = made.update(after(0), None, minibatches, 1, 0, [].append)
-    second = made.update(first.learner, None, minibatches, 2, first.skipped_in_a_row, [].append)
-    assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(second.stop))
+    first = update(made, minibatches, 1, [].append)
+    second = update(made, minibatches, 2, [].append, skipped=first.skipped_in_a_row)
+    assert re.search(r"update 2 of 3: .* makes 5 in a row; learning.max_skipped is 4", str(second.stopped))
 
 
 def poison(logprobs):
@@ -176,14 +219,14 @@ def poison(logprobs):
 
 def test_a_log_probability_that_is_not_finite(updates, tmp_path):
     made, minibatches = updates([], score=poison)
-    checked, gap = made.check_logprobs(minibatches, 1, print)
+    checked, gap = check(made, minibatches, 1, print)
     assert gap["update/logprob_gap_max"] == 0.0
-    done = made.update(after(0), None, checked, 1, 0, print)
-    assert re.match(r"iteration 1, update 1 of 3: a log-probability is not finite\.", str(done.stop))
+    done = update(made, checked, 1, print)
+    assert re.match(r"iteration 1, update 1 of 3: a log-probability is not finite\.", str(done.stopped))
     assert (tmp_path / "non_finite" / "000001-1.json").exists() and done.metrics["update/count"] == 0
     made, minibatches = updates([], score=poison, **{"learning.non_finite": "skip"})
-    done = made.update(after(0), None, made.check_logprobs(minibatches, 1, print)[0], 1, 0, [].append)
-    assert done.stop is None and done.skipped_in_a_row == 3 and done.metrics["update/count"] == 0
+    done = update(made, check(made, minibatches, 1, print)[0], 1, [].append)
+    assert done.stopped is None and done.skipped_in_a_row == 3 and done.metrics["update/count"] == 0
 
 
 def test_skipped_updates_are_in_a_row_only_without_one_between_them(updates, tmp_path):
@@ -193,15 +236,15 @@ def test_skipped_updates_are_in_a_row_only_without_one_between_them(updates, tmp
         score=lambda logprobs: logprobs if next(scores) == 1 else poison(logprobs),
         **{"learning.non_finite": "skip", "learning.max_skipped": 1},
     )
-    checked, _ = made.check_logprobs(minibatches, 4, print)
+    checked, _ = check(made, minibatches, 4, print)
     assert [minibatch.finite for minibatch in checked] == [False, True, False]
-    done = made.update(after(0), None, checked, 4, 0, [].append)
-    assert done.stop is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 1
+    done = update(made, checked, 4, [].append)
+    assert done.stopped is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 1
     assert sorted(file.name for file in (tmp_path / "non_finite").iterdir()) == ["000004-1.json", "000004-3.json"]
     # A gradient of the second one that is not finite has a file of its own, and ends the run: two in a row.
     made.learner.finite = iter([False])
-    done = made.update(after(0), None, checked, 5, 0, [].append)
-    assert re.match(r"iteration 5, update 2 of 3: loss .* makes 2 in a row", str(done.stop))
+    done = update(made, checked, 5, [].append)
+    assert re.match(r"iteration 5, update 2 of 3: loss .* makes 2 in a row", str(done.stopped))
     assert (tmp_path / "non_finite" / "000005-2.json").exists()
 
 
@@ -211,7 +254,7 @@ def test_what_padding_holds_is_no_log_probability(updates):
         return logprobs
 
     made, minibatches = updates(score=poison_padding)
-    checked, gap = made.check_logprobs(minibatches, 1, print)
+    checked, gap = check(made, minibatches, 1, print)
     assert all(minibatch.finite for minibatch in checked)
     assert gap == {"update/logprob_gap": 0.0, "update/logprob_gap_max": 0.0}
 
@@ -229,13 +272,13 @@ def test_a_gap_between_engine_and_learner(updates, dtype, weight_dtype, remedy):
     said = []
     if remedy is None:
         with pytest.raises(TrainingStopped, match=r"engine and learner disagree by 0\.1 .* explains 1e-05 and 0\.01\."):
-            made.check_logprobs(minibatches, 1, said.append)
+            check(made, minibatches, 1, said.append)
         return
-    checked, gap = made.check_logprobs(minibatches, 1, said.append)
+    checked, gap = check(made, minibatches, 1, said.append)
     assert len(checked) == COUNT and gap["update/logprob_gap"] == pytest.approx(0.1, rel=1e-5)
     assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0] and remedy in said[0]
     # Samples of an earlier policy may differ as much as they like.
-    assert made.check_logprobs(minibatches, 2, said.append)[1] == {}
+    assert check(made, minibatches, 2, said.append)[1] == {}
 
 
 def test_rows_of_a_batch_are_one_number_or_grow_by_doubling(updates):
@@ -254,9 +297,9 @@ def test_groups_without_kept_responses_make_no_minibatch(updates):
     made, _ = updates()
     nothing = {"kept": np.zeros(0, int), "advantages": np.zeros(0)}
     groups = [dataclasses.replace(group, **nothing) for group in make_groups(made.config)]
-    assert made.minibatches(groups, {}, None) == []
-    done = made.update(after(3), None, [], 1, 0, print)
-    assert done.stop is None and done.learner.updates == 3
+    assert deal(made, groups) == []
+    done = update(made, [], 1, print, updates=3)
+    assert done.stopped is None and done.learner.updates == 3
     assert done.metrics["update/count"] == 0 and done.metrics["update/loss"] == 0.0
 
 
@@ -269,9 +312,9 @@ def test_one_update_compares_its_own_log_probabilities(updates):
     # Of 40 tokens drawn from these weights, 3e-4 in all; one of them is ill-conditioned.
     made, (minibatch,) = updates(score=pytest.fail, gap=(3e-4, 2e-4, 40.0, 0.0), **ONE)
     assert minibatch.batch.old_logprobs is None
-    assert made.check_logprobs([minibatch], 5, pytest.fail) == ([minibatch], {})
-    done = made.update(after(0), None, [minibatch], 5, 0, pytest.fail)
-    assert done.stop is None and done.learner.updates == 1
+    assert check(made, [minibatch], 5, pytest.fail) == ([minibatch], {})
+    done = update(made, [minibatch], 5, pytest.fail)
+    assert done.stopped is None and done.learner.updates == 1
     assert done.metrics["update/logprob_gap"] == pytest.approx(7.5e-6)
     assert done.metrics["update/logprob_gap_max"] == pytest.approx(2e-4)
     assert made.learner.versions == [4]  # responses of the fifth iteration are drawn from the weights of the fourth
@@ -280,32 +323,32 @@ def test_one_update_compares_its_own_log_probabilities(updates):
 def test_one_token_may_not_differ_by_more_than_rounding(updates):
     # Of 100,000 tokens, 2e-7 on average.
     made, minibatches = updates(gap=(0.02, 0.02, 1e5, 0.0), **ONE)
-    done = made.update(after(0), None, minibatches, 1, 0, pytest.fail)
-    assert re.match(r"engine and learner disagree by 2e-07 .* on average, and by 0\.02 at most; in", str(done.stop))
+    done = update(made, minibatches, 1, pytest.fail)
+    assert re.match(r"engine and learner disagree by 2e-07 .* on average, and by 0\.02 at most; in", str(done.stopped))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gap_of_the_only_update(updates, dtype):
     made, minibatches = updates(gap=(1.0, 0.11, 10.0, 0.0), **ONE, **{"model.compute_dtype": dtype})
     said = []
-    done = made.update(after(0), None, minibatches, 1, 0, said.append)
+    done = update(made, minibatches, 1, said.append)
     if dtype == "float32":
         # The learner leaves the state as it was, and nothing counts as an update.
-        assert re.match(r"engine and learner disagree by 0\.1 .* by 0\.11 at most; in", str(done.stop)) and not said
+        assert re.match(r"engine and learner disagree by 0\.1 .* by 0\.11 at most; in", str(done.stopped)) and not said
         assert done.learner.updates == 0 and done.metrics["update/count"] == 0
         return
-    assert done.stop is None and done.metrics["update/logprob_gap"] == pytest.approx(0.1)
+    assert done.stopped is None and done.metrics["update/logprob_gap"] == pytest.approx(0.1)
     assert "iteration 1: engine and learner differ by 0.1 a token on average" in said[0]
 
 
 def test_a_log_probability_of_the_only_update_that_is_not_finite(updates, tmp_path):
     made, minibatches = updates(gap=(np.nan, np.nan, 4.0, 1.0), **ONE)
-    done = made.update(after(0), None, minibatches, 1, 0, print)
-    assert re.match(r"iteration 1, update 1 of 1: a log-probability is not finite\.", str(done.stop))
+    done = update(made, minibatches, 1, print)
+    assert re.match(r"iteration 1, update 1 of 1: a log-probability is not finite\.", str(done.stopped))
     assert done.learner.updates == 0 and (tmp_path / "non_finite" / "000001-1.json").exists()
     made, minibatches = updates(gap=(np.nan, np.nan, 4.0, 1.0), **ONE, **{"learning.non_finite": "skip"})
-    done = made.update(after(0), None, minibatches, 1, 0, [].append)
-    assert done.stop is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 0
+    done = update(made, minibatches, 1, [].append)
+    assert done.stopped is None and done.skipped_in_a_row == 1 and done.metrics["update/count"] == 0
     assert done.metrics["update/logprob_gap"] == done.metrics["update/logprob_gap_max"] == 0.0
 
 
@@ -325,14 +368,14 @@ def all_correct(groups, rows):
 def test_zero_advantages_are_left_out_where_that_saves_a_micro_batch(updates):
     # 24 responses, 8 rows a micro-batch. Four groups of six without advantages leave 8 responses, one micro-batch.
     made, _ = updates(**ONE)
-    (minibatch,) = made.minibatches(all_correct(make_groups(made.config), {0, 1, 3, 4}), {}, None)
+    (minibatch,) = deal(made, all_correct(make_groups(made.config), {0, 1, 3, 4}))
     batch = minibatch.batch
     assert (batch.response_length > 0).sum() == 8 and batch.response_length[:8].all()
     assert batch.left_out.sum(axis=0).tolist() == [4 * 10, 16]  # draws of 2, 3, 2 and 3 tokens
     assert batch.advantages[:8].any(axis=-1).all() and len(batch.tokens) == 24  # compiled for 24 rows, whatever is left
     # Two such groups leave 16: two micro-batches. Three leave 12, and the other four rows are filled.
     for rows, computed in (({0, 5}, 16), ({0, 2, 5}, 16), ({0}, 24), (set(), 24), (set(range(6)), 0)):
-        (minibatch,) = made.minibatches(all_correct(make_groups(made.config), rows), {}, None)
+        (minibatch,) = deal(made, all_correct(make_groups(made.config), rows))
         assert (minibatch.batch.response_length > 0).sum() == computed
         assert minibatch.batch.left_out[0, 1] == 24 - computed
 
@@ -340,7 +383,7 @@ def test_zero_advantages_are_left_out_where_that_saves_a_micro_batch(updates):
 @pytest.mark.parametrize("term", ["entropy_coefficient", "kl_coefficient"])
 def test_zero_advantages_are_computed_where_another_term_needs_them(updates, term):
     made, _ = updates(**ONE, **{f"learning.{term}": 0.01})
-    (minibatch,) = made.minibatches(all_correct(make_groups(made.config), {0, 1, 3, 4}), {}, None)
+    (minibatch,) = deal(made, all_correct(make_groups(made.config), {0, 1, 3, 4}))
     assert (minibatch.batch.response_length > 0).sum() == 24 and not minibatch.batch.left_out.any()
 
 
@@ -362,8 +405,8 @@ def test_a_corrected_update_is_a_sum_with_a_constant_divisor(tmp_path, aggregati
     })  # fmt: skip
     outcomes = {"one": [1, 1], "two": [0, 0, 0, 1], "never": [0] * 8, "three": [0, 0, 0, 0, 1, 0]}
     groups = [make_group_of(name, drawn, len(drawn) // 2, config) for name, drawn in outcomes.items()]
-    made = Updates(config, strategies.build(config.collection), ScriptedLearner([True] * 2), tmp_path)
-    first, second = made.minibatches(groups, {}, None, rounds=3.5)
+    made = make_run(config, ScriptedLearner([True] * 2), tmp_path)
+    first, second = deal(made, groups, rounds=3.5)
     # Two prompts an update, 3.5 expected rounds, at most 8 tokens. The 10 rounds drawn are not in it, nor are the rows
     # and tokens that the loss divides by: draws 0, 2 and 4 have two tokens, draws 1 and 3 have three.
     assert [len(minibatch.groups) for minibatch in (first, second)] == [1, 2]
@@ -387,7 +430,7 @@ def one_minibatch(tmp_path, **changes):
     config = tiny(**EXACT | changes)
     strategy = strategies.build(config.collection, regularized=config.regularized)
     groups = [make_group_of(name, drawn, len(drawn) // 2, config, strategy) for name, drawn in OUTCOMES.items()]
-    (minibatch,) = Updates(config, strategy, ScriptedLearner([True]), tmp_path).minibatches(groups, {}, None)
+    (minibatch,) = deal(make_run(config, ScriptedLearner([True]), tmp_path, strategy), groups)
     rows = [(group.pool.prompt.id, draw) for group in groups for draw in group.kept.tolist()]
     return minibatch.batch, {key: row for row, key in enumerate(rows)}
 
@@ -439,10 +482,9 @@ def test_an_aggregation_that_divides_by_length_is_refused():
 def test_a_request_to_end_is_heard_before_each_minibatch_is_scored(updates, calls):
     asked, scored = [], []
 
-    def agree() -> None:
+    def is_asked() -> bool:
         asked.append(len(scored))
-        if len(asked) == calls:
-            raise Interrupted
+        return len(asked) == calls
 
     def score(logprobs):
         scored.append(logprobs)
@@ -450,6 +492,7 @@ def test_a_request_to_end_is_heard_before_each_minibatch_is_scored(updates, call
 
     made, _ = updates([], score)
     scored.clear()
+    made.stop = Stop(is_asked)
     with pytest.raises(Interrupted):
-        made.minibatches(make_groups(made.config), {}, None, agree)
+        deal(made, make_groups(made.config))
     assert asked == [*range(calls)] and len(scored) == calls - 1
