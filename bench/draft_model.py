@@ -1,12 +1,38 @@
-"""Drafts of the window model: the texts and guesses of drafts.py in numpy, with prescribed responses."""
+"""Drafts of the window model: its texts in numpy, with prescribed responses. What is guessed is drafts.py's choice."""
 
+import functools
 from collections.abc import Mapping
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from reinforce_ada_jax.sampling import draft_choice, drafts
 from reinforce_ada_jax.sampling.state import EngineOptions, Prompts, Slots
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _guess(
+    options: EngineOptions,
+    text: Int[jax.Array, "S max_response"],
+    prompt: Int[jax.Array, "S max_prompt"],
+    prompt_length: Int[jax.Array, " S"],
+    response: Int[jax.Array, "S max_response"],
+    recent: Int[jax.Array, "S 2"],
+    slots: Slots,
+) -> tuple[Int[jax.Array, "S drafts"], Bool[jax.Array, "S drafts"]]:
+    """Returns the guesses, and which of them are verified."""
+    sizes = draft_choice.step_sizes(options)
+    guessed = drafts.guess(text, prompt, prompt_length, response, slots.count, options.drafts)
+    guessed = jnp.where(jnp.sum(slots.active) < sizes[-1], guessed, drafts.NONE)
+    fits = drafts.verifiable(guessed, slots, options.page_size)
+    chosen, _ = draft_choice.choose(fits, draft_choice.chances(recent, options.drafts), slots, options, sizes)
+    return jnp.where(fits, guessed, drafts.NONE), chosen
+
+
+_text_rows = jax.jit(drafts.text_rows, static_argnums=2)
+_accepted, _num_compared = jax.jit(drafts.accepted), jax.jit(drafts.num_compared)
 
 
 class DraftModel:
@@ -23,7 +49,7 @@ class DraftModel:
     def open_prompt(self, row: int, tokens: Int[np.ndarray, " max_prompt"], length: int) -> None:
         """Finds the text of a prompt."""
         self._prompts[row], self._recent[row] = tokens, 0
-        self._row[row] = drafts.text_rows(tokens[None], np.array([length]), len(self._texts), np)[0]
+        self._row[row] = _text_rows(tokens[None], np.array([length]), len(self._texts))[0]
         if not self._options.keep_drafts:
             self._texts[self._row[row]] = drafts.NONE
 
@@ -46,30 +72,25 @@ class DraftModel:
           The number of guesses that are verified for each active slot, and how many of them are right.
         """
         o, active = self._options, np.flatnonzero(slots.active)
-        sizes = draft_choice.step_sizes(o)
         response, left = np.zeros((o.slots, o.max_response_tokens), np.int32), np.zeros(o.slots, int)
         for slot in active.tolist():
             tokens = responses[int(slots.output_row[slot])][0]
             response[slot, : len(tokens)], left[slot] = tokens, len(tokens) - slots.count[slot]
         text_row, prompt = self._row[slots.prompt_row], self._prompts[slots.prompt_row]
         length, ahead = prompts.length[slots.prompt_row], np.arange(o.drafts)[None]
-        guessed = drafts.guess(self._texts[text_row], prompt, length, response, slots.count, o.drafts, np)
-        if len(active) == sizes[-1]:
-            guessed[:] = drafts.NONE
-        fits = drafts.verifiable(guessed, slots, o.page_size, np)
-        guessed = np.where(fits, guessed, drafts.NONE)
-        chance = draft_choice.chances(self._recent[slots.prompt_row], o.drafts, np)
-        chosen, _ = draft_choice.choose(fits, chance, slots, o, sizes, np)
+        guessed, chosen = _guess(
+            o, self._texts[text_row], prompt, length, response, self._recent[slots.prompt_row], slots
+        )
         place = np.minimum(slots.count[:, None] + ahead, o.max_response_tokens - 1)
         tokens = np.take_along_axis(response, place, axis=1)
         stopped = ahead >= left[:, None] - 1
-        right = drafts.accepted(guessed, chosen, tokens, stopped, np)
-        compared = drafts.num_compared(guessed, chosen, tokens, stopped, np)
+        right = np.asarray(_accepted(guessed, chosen, tokens, stopped))
+        compared = np.asarray(_num_compared(guessed, chosen, tokens, stopped))
         np.add.at(self._recent, slots.prompt_row[active], compared[active])
         self._recent = draft_choice.recent(self._recent)
         for slot in active.tolist():
             new = slice(slots.count[slot], slots.count[slot] + 1 + right[slot])
             self._texts[text_row[slot], new] = response[slot, new]
-        verified = chosen.sum(1)
+        verified = np.asarray(chosen).sum(1)
         self._counts += [verified[active].sum(), right[active].sum()]
         return verified[active], right[active]

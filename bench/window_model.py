@@ -26,6 +26,8 @@ from reinforce_ada_jax.sampling.state import (
     empty_occupancy,
 )
 
+# The forecast is the engine's own function.
+expected_pages, admissible = jax.jit(admission.expected_pages), jax.jit(admission.admissible)
 # (address, max_tokens) -> the tokens of the response, and True if max_tokens ended it.
 Respond = Callable[[np.ndarray, int], tuple[np.ndarray, bool]]
 
@@ -41,7 +43,7 @@ class WindowModel:
 
     def __init__(self, options: EngineOptions, respond: Respond):
         self.options, self._respond = options, respond
-        self.state = empty_occupancy(options, np)
+        self.state = jax.tree.map(np.array, empty_occupancy(options))
         self.responses: dict[int, tuple[np.ndarray, bool]] = {}
         self.start, self.length = np.zeros((2, options.output_rows), np.int32)
         self._drafts = DraftModel(options)
@@ -77,7 +79,7 @@ class WindowModel:
         self._open_prompts(inputs.opened)
         self._cancel(inputs.cancelled)
         self._enqueue(inputs)
-        reserve, expected = int(inputs.reserve), admission.expected_pages(inputs.survivors, np)
+        reserve, expected = int(inputs.reserve), expected_pages(inputs.survivors)
         floor = min(reserve, int(self.state.pool.available))
 
         def choose_width() -> int:
@@ -194,7 +196,7 @@ class WindowModel:
         self.start = self.length.copy()
         queue.end[...] += inputs.count
 
-    def _refill(self, reserve: int, expected: np.ndarray) -> None:
+    def _refill(self, reserve: int, expected: jax.Array) -> None:
         """Idle slots take requests from the head of the queue, in order, as many as are admissible."""
         slots, queue, prompts = self.state.slots, self.state.queue, self.state.prompts
         page_size = self.options.page_size
@@ -211,7 +213,7 @@ class WindowModel:
         limit[idle & (unready.cumsum() > 0)] = 0
         held = slots.used - slots.shared
         room = np.asarray(self.state.pool.available + held.sum() - reserve)
-        for slot in np.flatnonzero(admission.admissible(expected, held, limit, room, np)).tolist():
+        for slot in np.flatnonzero(admissible(expected, held, limit, room)).tolist():
             length = int(prompts.length[row[slot]])
             shared = (length - 1) // page_size
             queue.head[...] += 1

@@ -5,8 +5,6 @@ the responses seen so far: of those that needed at least h pages, the share that
 so that the compiled window and its model in numpy decide alike.
 """
 
-import types
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
@@ -43,16 +41,16 @@ class Lengths:
         return self._ended[::-1].cumsum()[::-1][1:].astype(np.int32)
 
 
-def expected_pages(survivors: Int[ArrayLike, " width"], xp: types.ModuleType = jnp) -> Int[ArrayLike, "rows ahead"]:
+def expected_pages(survivors: Int[ArrayLike, " width"]) -> Int[ArrayLike, "rows ahead"]:
     """Returns pages that a draw which holds h of its own is expected to hold after growing by j, in 1 / FRACTION.
 
     Row h = 0 is zero: an idle slot. A draw that ends before it has grown by j holds none.
     """
     width = survivors.shape[0]
-    held, grown = xp.arange(1, width + 1)[:, None], xp.arange(width)[None]
-    later = xp.where(held + grown <= width, survivors[xp.minimum(held + grown, width) - 1], 0)
-    expected = later * FRACTION // xp.maximum(survivors, 1)[:, None] * (held + grown)
-    return xp.concatenate([xp.zeros((1, width), xp.int32), expected.astype(xp.int32)])
+    held, grown = jnp.arange(1, width + 1)[:, None], jnp.arange(width)[None]
+    later = jnp.where(held + grown <= width, survivors[jnp.minimum(held + grown, width) - 1], 0)
+    expected = later * FRACTION // jnp.maximum(survivors, 1)[:, None] * (held + grown)
+    return jnp.concatenate([jnp.zeros((1, width), jnp.int32), expected.astype(jnp.int32)])
 
 
 def admissible(
@@ -60,7 +58,6 @@ def admissible(
     held: Int[ArrayLike, " S"],
     limit: Int[ArrayLike, " S"],
     room: Int[ArrayLike, ""],
-    xp: types.ModuleType = jnp,
 ) -> Bool[ArrayLike, " S"]:
     """Returns True for idle slots whose draws may start: with them the forecast stays within `room` at all times.
 
@@ -71,13 +68,12 @@ def admissible(
       held: own pages of each slot; 0 for idle ones.
       limit: own pages that a slot's draw needs at most; of an idle slot the draw that it would start, 0 for none.
       room: pages that slots may hold in all.
-      xp: jnp or numpy.
     """
     idle = held == 0
-    pages = xp.maximum(held, 1)
-    in_reach = pages[:, None] + xp.arange(expected.shape[1])[None] <= limit[:, None]
-    needed = xp.where(in_reach, expected[pages], 0)
-    new = xp.where(idle[:, None], needed, 0)
+    pages = jnp.maximum(held, 1)
+    in_reach = pages[:, None] + jnp.arange(expected.shape[1])[None] <= limit[:, None]
+    needed = jnp.where(in_reach, expected[pages], 0)
+    new = jnp.where(idle[:, None], needed, 0)
     spare = room * FRACTION - (needed - new).sum(0)
     # Where a draw is not expected to last so long, it is in nobody's way.
     fits = ((new.cumsum(0) <= spare[None]) | (new == 0)).all(1)

@@ -2,11 +2,10 @@
 
 A row more makes a step longer, and a guess that is right makes a token more. A step verifies as many guesses as give
 most tokens for its time. The chance that a guess is right is counted for each prompt. The time is that of a formula:
-nothing here is measured while an engine runs, so equal runs choose equally. Functions with `xp` also run in numpy.
+nothing here is measured while an engine runs, so equal runs choose equally.
 """
 
 import dataclasses
-import types
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -60,20 +59,19 @@ def recent(counts: Int[ArrayLike, "R 2"]) -> Int[ArrayLike, "R 2"]:
     return counts >> (counts[:, :1] >= RECENT).astype(counts.dtype)
 
 
-def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int, xp: types.ModuleType = jnp) -> Int[ArrayLike, "S drafts"]:
+def chances(counts: Int[ArrayLike, "S 2"], num_drafts: int) -> Int[ArrayLike, "S drafts"]:
     """Returns the chances, of `CERTAIN`, that a slot's first guess is right, its first two are, and so on.
 
     Args:
       counts: recent guesses for the slot's prompt, and the right ones of them. They are counted whether they are
         verified or not, so nothing has to be tried: without any the first chance is 1/4, and right ones raise it.
       num_drafts: guesses of a slot.
-      xp: jnp or numpy.
     """
     first = (counts[:, 1] + 1) * CERTAIN // (counts[:, 0] + 4)
     each = [first]
     for _ in range(num_drafts - 1):
         each.append(each[-1] * first // CERTAIN)
-    return xp.stack(each, axis=1)
+    return jnp.stack(each, axis=1)
 
 
 def choose(
@@ -82,7 +80,6 @@ def choose(
     slots: Slots,
     options: EngineOptions,
     sizes: Sequence[int],
-    xp: types.ModuleType = jnp,
 ) -> tuple[Bool[ArrayLike, "S drafts"], Int[ArrayLike, ""]]:
     """Chooses the guesses of a step: those with which it makes most tokens for its time.
 
@@ -95,25 +92,24 @@ def choose(
       slots: before the step.
       options: of the engine.
       sizes: numbers of rows that a step may have (`step_sizes`).
-      xp: jnp or numpy.
 
     Returns:
       The guesses, and the rows of the step.
     """
 
     def real(x):
-        return xp.asarray(x, xp.float32)
+        return jnp.asarray(x, jnp.float32)
 
     # The most probable first; of equal ones those that come first in their slots.
-    value = xp.where(fits, chance, 0).T.reshape(-1)
-    order = xp.argsort(-value, stable=True)
-    rank = xp.argsort(order, stable=True).reshape(fits.shape[::-1]).T
-    num_active, allowed = xp.sum(slots.active, dtype=xp.int32), xp.asarray(sizes, xp.int32)
-    rows = num_active + xp.arange(1 + value.shape[0], dtype=xp.int32)
-    tokens = CERTAIN * num_active + xp.pad(xp.cumsum(value[order], dtype=xp.int32), (1, 0))
-    index = xp.minimum(xp.sum(allowed[None] < rows[:, None], axis=1), len(sizes) - 1)
-    cached = xp.sum(xp.where(slots.active, slots.position + 1, 0), dtype=xp.int32)
-    cached = real(cached) / real(xp.maximum(num_active, 1))
+    value = jnp.where(fits, chance, 0).T.reshape(-1)
+    order = jnp.argsort(-value, stable=True)
+    rank = jnp.argsort(order, stable=True).reshape(fits.shape[::-1]).T
+    num_active, allowed = jnp.sum(slots.active, dtype=jnp.int32), jnp.asarray(sizes, jnp.int32)
+    rows = num_active + jnp.arange(1 + value.shape[0], dtype=jnp.int32)
+    tokens = CERTAIN * num_active + jnp.pad(jnp.cumsum(value[order], dtype=jnp.int32), (1, 0))
+    index = jnp.minimum(jnp.sum(allowed[None] < rows[:, None], axis=1), len(sizes) - 1)
+    cached = jnp.sum(jnp.where(slots.active, slots.position + 1, 0), dtype=jnp.int32)
+    cached = real(cached) / real(jnp.maximum(num_active, 1))
     time = 1 + real(options.row_time) * real(allowed[index]) + real(options.token_time) * cached * real(rows)
-    best = xp.argmax(xp.where(rows <= sizes[-1], real(tokens) / time, real(0)))
-    return fits & (rank < best), xp.asarray(allowed[index[best]])
+    best = jnp.argmax(jnp.where(rows <= sizes[-1], real(tokens) / time, real(0)))
+    return fits & (rank < best), jnp.asarray(allowed[index[best]])

@@ -6,10 +6,9 @@ next row is right as well. The first token that differs is kept, and the rows af
 are, the response is the one that decoding token by token gives.
 
 Guesses come from the last responses to the same prompt, in a table of fixed size on the device, and else from the
-prompt and the response itself. Functions with `xp` also run in numpy, for draft_model.py.
+prompt and the response itself.
 """
 
-import types
 from typing import NamedTuple
 
 import jax
@@ -28,14 +27,14 @@ FACTOR = 0x9E3779B1
 
 
 def text_rows(
-    tokens: Int[ArrayLike, "R max_prompt"], length: Int[ArrayLike, " R"], num_rows: int, xp: types.ModuleType = jnp
+    tokens: Int[ArrayLike, "R max_prompt"], length: Int[ArrayLike, " R"], num_rows: int
 ) -> Int[ArrayLike, " R"]:
     """Returns each prompt's row in the table of texts, a hash of its tokens: prompts that share a row guess worse."""
     place = np.arange(tokens.shape[1])
     powers = np.cumprod(np.full(tokens.shape[1], FACTOR, np.uint32), dtype=np.uint32)
-    words = xp.where(place[None] < length[:, None], tokens.astype(xp.uint32) + xp.uint32(1), xp.uint32(0))
-    mixed = xp.sum(words * powers[None], axis=1, dtype=xp.uint32)
-    return ((mixed >> 8) % xp.uint32(num_rows)).astype(xp.int32)
+    words = jnp.where(place[None] < length[:, None], tokens.astype(jnp.uint32) + jnp.uint32(1), jnp.uint32(0))
+    mixed = jnp.sum(words * powers[None], axis=1, dtype=jnp.uint32)
+    return ((mixed >> 8) % jnp.uint32(num_rows)).astype(jnp.int32)
 
 
 def begin_window(drafts: Drafts, opened: OpenedPrompts, keep: bool) -> Drafts:
@@ -58,7 +57,6 @@ def guess(
     response: Int[ArrayLike, "S max_response"],
     count: Int[ArrayLike, " S"],
     num_drafts: int,
-    xp: types.ModuleType = jnp,
 ) -> Int[ArrayLike, "S drafts"]:
     """Returns tokens that may follow each response, up to the first `NONE`.
 
@@ -72,52 +70,49 @@ def guess(
       response: its tokens so far, then any others.
       count: their number.
       num_drafts: tokens to guess.
-      xp: jnp or numpy.
     """
-    rows, room = xp.arange(text.shape[0])[:, None], text.shape[1]
-    place = xp.arange(prompt.shape[1] + room)[None]
-    before = xp.minimum(place, prompt.shape[1] - 1)
-    within = xp.clip(place - prompt_length[:, None], 0, room - 1)
-    sequence = xp.where(place < prompt_length[:, None], prompt[rows, before], response[rows, within])
+    rows, room = jnp.arange(text.shape[0])[:, None], text.shape[1]
+    place = jnp.arange(prompt.shape[1] + room)[None]
+    before = jnp.minimum(place, prompt.shape[1] - 1)
+    within = jnp.clip(place - prompt_length[:, None], 0, room - 1)
+    sequence = jnp.where(place < prompt_length[:, None], prompt[rows, before], response[rows, within])
     position = (prompt_length + count - 1)[:, None]
-    last, second_last = sequence[rows, position], sequence[rows, xp.maximum(position - 1, 0)]
+    last, second_last = sequence[rows, position], sequence[rows, jnp.maximum(position - 1, 0)]
 
     def follows(tokens):
         """Returns places of tokens that follow the last two of the sequence."""
         pair = (tokens[:, :-2] == second_last) & (tokens[:, 1:-1] == last) & (position > 0)
-        return xp.pad(pair, ((0, 0), (2, 0)))
+        return jnp.pad(pair, ((0, 0), (2, 0)))
 
     # The prompt's last two tokens in front: response token t is at place t + 2.
-    start = [sequence[rows, xp.maximum(prompt_length[:, None] - back, 0)] for back in (2, 1)]
-    text = xp.concatenate([*start, text], axis=1)
+    start = [sequence[rows, jnp.maximum(prompt_length[:, None] - back, 0)] for back in (2, 1)]
+    text = jnp.concatenate([*start, text], axis=1)
     own, far = count[:, None] + 2, text.shape[1] + place.shape[1]
-    text_place = xp.arange(text.shape[1])[None]
+    text_place = jnp.arange(text.shape[1])[None]
     in_text = follows(text) & (text != NONE)
-    distance = xp.where(in_text, xp.abs(text_place - own), far)
-    nearest = xp.argmin(distance, axis=1)[:, None]
-    in_sequence = xp.where(follows(sequence) & (place <= position), place, NONE)
-    latest = xp.max(in_sequence, axis=1)[:, None]
+    distance = jnp.where(in_text, jnp.abs(text_place - own), far)
+    nearest = jnp.argmin(distance, axis=1)[:, None]
+    in_sequence = jnp.where(follows(sequence) & (place <= position), place, NONE)
+    latest = jnp.max(in_sequence, axis=1)[:, None]
 
-    ahead = xp.arange(num_drafts)[None]
-    from_text = xp.where(in_text.any(1, keepdims=True), nearest, own) + ahead
-    known = xp.where(from_text < text.shape[1], text[rows, xp.minimum(from_text, text.shape[1] - 1)], NONE)
+    ahead = jnp.arange(num_drafts)[None]
+    from_text = jnp.where(in_text.any(1, keepdims=True), nearest, own) + ahead
+    known = jnp.where(from_text < text.shape[1], text[rows, jnp.minimum(from_text, text.shape[1] - 1)], NONE)
     again = latest + ahead
-    repeated = xp.where(again <= position, sequence[rows, xp.clip(again, 0, place.shape[1] - 1)], NONE)
-    return xp.where(~in_text.any(1, keepdims=True) & (latest >= 0), repeated, known)
+    repeated = jnp.where(again <= position, sequence[rows, jnp.clip(again, 0, place.shape[1] - 1)], NONE)
+    return jnp.where(~in_text.any(1, keepdims=True) & (latest >= 0), repeated, known)
 
 
-def verifiable(
-    guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int, xp: types.ModuleType = jnp
-) -> Bool[ArrayLike, "S drafts"]:
+def verifiable(guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int) -> Bool[ArrayLike, "S drafts"]:
     """Returns the guesses that can be verified: the first ones of each active slot.
 
     A draft takes no page: it is verified where its slot holds one already, and before the response's last token.
     """
-    ahead = xp.arange(1, guessed.shape[1] + 1)[None]
+    ahead = jnp.arange(1, guessed.shape[1] + 1)[None]
     in_page = slots.position[:, None] + ahead < (slots.used * page_size)[:, None]
     in_limit = slots.count[:, None] + ahead < slots.sampling.max_tokens[:, None]
     fits = slots.active[:, None] & (guessed != NONE) & in_page & in_limit
-    return xp.cumsum(~fits, axis=1) == 0
+    return jnp.cumsum(~fits, axis=1) == 0
 
 
 def accepted(
@@ -125,11 +120,10 @@ def accepted(
     chosen: Bool[ArrayLike, "S drafts"],
     tokens: Int[ArrayLike, "S drafts"],
     stopped: Bool[ArrayLike, "S drafts"],
-    xp: types.ModuleType = jnp,
 ) -> Int[ArrayLike, " S"]:
     """Returns how many of the chosen guesses are the tokens drawn in their places; none after a stop token."""
     right = chosen & (guessed == tokens) & ~stopped
-    return xp.sum(xp.cumsum(~right, axis=1) == 0, axis=1, dtype=xp.int32)
+    return jnp.sum(jnp.cumsum(~right, axis=1) == 0, axis=1, dtype=jnp.int32)
 
 
 def num_compared(
@@ -137,16 +131,15 @@ def num_compared(
     chosen: Bool[ArrayLike, "S drafts"],
     tokens: Int[ArrayLike, "S drafts"],
     stopped: Bool[ArrayLike, "S drafts"],
-    xp: types.ModuleType = jnp,
 ) -> Int[ArrayLike, "S 2"]:
     """Returns how many guesses the tokens drawn confirm or refute, and how many they confirm.
 
     The first guess of a slot is compared without a row, too: so it is known when guesses begin to be right.
     """
-    first = xp.arange(guessed.shape[1])[None] == 0
+    first = jnp.arange(guessed.shape[1])[None] == 0
     compared = chosen | (first & (guessed != NONE))
-    right = accepted(guessed, compared, tokens, stopped, xp)
-    return xp.stack([xp.minimum(right + 1, xp.sum(compared, axis=1, dtype=xp.int32)), right], axis=1)
+    right = accepted(guessed, compared, tokens, stopped)
+    return jnp.stack([jnp.minimum(right + 1, jnp.sum(compared, axis=1, dtype=jnp.int32)), right], axis=1)
 
 
 class Rows(NamedTuple):

@@ -7,7 +7,6 @@ Page `NULL` is never handed out: idle slots and padding write there, and unused 
 Which physical page a row gets depends on history; what is computed from it does not.
 """
 
-import types
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
@@ -52,10 +51,10 @@ class PagePool(Record):
     available: Int[ArrayLike, ""]
 
 
-def make_pool(num_pages: int, xp: types.ModuleType = jnp) -> PagePool:
-    """Returns a pool of `num_pages` pages with all but `NULL` free, as arrays of `xp` (jnp or numpy)."""
-    stack = xp.concatenate([xp.arange(num_pages - 1, 0, -1), xp.zeros(1, int)]).astype(xp.int32)
-    return PagePool(stack=stack, available=xp.asarray(num_pages - 1, xp.int32))
+def make_pool(num_pages: int) -> PagePool:
+    """Returns a pool of `num_pages` pages with all but `NULL` free."""
+    stack = jnp.concatenate([jnp.arange(num_pages - 1, 0, -1), jnp.zeros(1, int)]).astype(jnp.int32)
+    return PagePool(stack=stack, available=jnp.asarray(num_pages - 1, jnp.int32))
 
 
 def allocate(pool: PagePool, counts: Int[Array, " R"], width: int) -> tuple[PagePool, Int[Array, "R width"]]:

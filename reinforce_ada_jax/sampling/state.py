@@ -5,7 +5,6 @@ They have no behaviour: decode.py has the programs, pages.py the allocation of p
 
 import dataclasses
 import math
-import types
 from typing import Any
 
 import jax
@@ -326,33 +325,33 @@ class EngineOptions:
         return pages_lib.num_pages(self.max_prompt_tokens, self.page_size)
 
 
-def empty_occupancy(o: EngineOptions, xp: types.ModuleType = jnp) -> Occupancy:
-    """Returns records of no open prompt, no active slot and free pages, as arrays of `xp` (jnp or numpy)."""
+def empty_occupancy(o: EngineOptions) -> Occupancy:
+    """Returns records of no open prompt, no active slot and free pages."""
 
     def integers(*shape: int) -> Any:
-        return xp.zeros(shape, xp.int32)
+        return jnp.zeros(shape, jnp.int32)
 
     def sampling(rows: int) -> Sampling:
-        floats = dict(temperature=xp.ones(rows, xp.float32), top_p=xp.ones(rows, xp.float32))
+        floats = dict(temperature=jnp.ones(rows, jnp.float32), top_p=jnp.ones(rows, jnp.float32))
         return Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats)
 
     rows, slots, no_row = o.output_rows, o.slots, o.open_prompts
     return Occupancy(
-        pool=pages_lib.make_pool(o.pages, xp),
+        pool=pages_lib.make_pool(o.pages),
         prompts=Prompts(
             table=integers(o.open_prompts, o.prompt_width),
-            length=xp.ones(o.open_prompts, xp.int32),
+            length=jnp.ones(o.open_prompts, jnp.int32),
             last_token=integers(o.open_prompts),
             cached=integers(o.open_prompts),
             number=integers(o.open_prompts),
         ),
         queue=Queue(
             prompt_row=integers(rows), output_row=integers(rows), park_row=integers(rows) + no_row,
-            key=xp.zeros((rows, 2), xp.uint32), sampling=sampling(rows), head=integers(), end=integers(),
+            key=jnp.zeros((rows, 2), jnp.uint32), sampling=sampling(rows), head=integers(), end=integers(),
         ),
         slots=Slots(
-            active=xp.zeros(slots, bool), token=integers(slots), position=integers(slots), count=integers(slots),
-            sampling=sampling(slots), key=xp.zeros((slots, 2), xp.uint32), prompt_row=integers(slots),
+            active=jnp.zeros(slots, bool), token=integers(slots), position=integers(slots), count=integers(slots),
+            sampling=sampling(slots), key=jnp.zeros((slots, 2), jnp.uint32), prompt_row=integers(slots),
             output_row=integers(slots), park_row=integers(slots) + no_row, table=integers(slots, o.table_width),
             shared=integers(slots), used=integers(slots),
         ),

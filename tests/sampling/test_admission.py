@@ -1,6 +1,7 @@
 """Numbers of draws that may start, by forecasts worked out by hand."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,12 +25,9 @@ def compiled(survivors, held, limit, room):
 
 
 def starts(lengths, held, limit, room) -> list[int]:
-    """Slots that may start, in numpy; the compiled answer is the same."""
-    survivors = lengths.survivors()
-    arguments = integers(*held), integers(*limit), np.asarray(room, np.int32)
-    plain = admissible(expected_pages(survivors, np), *arguments, np)
-    np.testing.assert_array_equal(compiled(survivors, *arguments), plain)
-    return np.flatnonzero(plain).tolist()
+    """Slots that may start."""
+    found = compiled(lengths.survivors(), integers(*held), integers(*limit), np.asarray(room, np.int32))
+    return np.flatnonzero(found).tolist()
 
 
 def test_survivors_count_responses_that_needed_at_least_so_many_pages():
@@ -39,7 +37,7 @@ def test_survivors_count_responses_that_needed_at_least_so_many_pages():
 
 def test_expected_pages():
     # Of four responses two needed a second page, and one a third.
-    expected = expected_pages(integers(4, 2, 1), np) / FRACTION
+    expected = np.asarray(expected_pages(jnp.array([4, 2, 1]))) / FRACTION
     assert expected[1].tolist() == [1, 2 * 2 / 4, 3 * 1 / 4]
     assert expected[2].tolist() == [2, 3 * 1 / 2, 0]
     assert expected[3].tolist() == [3, 0, 0]

@@ -32,7 +32,6 @@ LARGE = from_hf(
 def test_chances_follow_from_counts(guesses, right, expected):
     counts = np.array([[guesses, right]], np.int32)
     assert draft_choice.chances(jnp.asarray(counts), 3).tolist() == [expected]
-    assert draft_choice.chances(counts, 3, np).tolist() == [expected]
 
 
 def test_old_guesses_count_half():
@@ -69,16 +68,12 @@ def test_a_step_verifies_what_makes_most_tokens_for_its_time(
     chance, position, sizes, row_time, token_time, expected, rows
 ):
     options = dataclasses.replace(tiny.OPTIONS, slots=2, drafts=3, row_time=row_time, token_time=token_time)
-    for xp in (np, jnp):
-        active = xp.asarray([each is not None for each in chance])
-        slots = empty_occupancy(options, xp).slots
-        slots = slots.replace(active=active, position=xp.asarray(position, xp.int32))
-        fits = xp.tile(active[:, None], (1, 3))
-        found, size = draft_choice.choose(
-            fits, xp.asarray([each or [0, 0, 0] for each in chance], xp.int32), slots, options, sizes, xp
-        )
-        assert (found.sum(1).tolist(), int(size)) == (expected, rows)
-        assert found.tolist() == np.sort(found)[:, ::-1].tolist()  # the first guesses of each slot
+    active = jnp.asarray([each is not None for each in chance])
+    slots = empty_occupancy(options).slots.replace(active=active, position=jnp.asarray(position))
+    given = jnp.asarray([each or [0, 0, 0] for each in chance])
+    found, size = draft_choice.choose(jnp.tile(active[:, None], (1, 3)), given, slots, options, sizes)
+    assert (found.sum(1).tolist(), int(size)) == (expected, rows)
+    assert found.tolist() == np.sort(found)[:, ::-1].tolist()  # the first guesses of each slot
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ compiled = jax.jit(drafts.guess, static_argnums=5)
 
 
 def guess(text, prompt, response, num_drafts=3, room=8):
-    """Guesses for one slot, by jax and by numpy."""
+    """Guesses for one slot."""
 
     def padded(tokens, width, empty):
         return np.array([list(tokens) + [empty] * (width - len(tokens))], np.int32)
@@ -21,9 +21,7 @@ def guess(text, prompt, response, num_drafts=3, room=8):
         padded(text, room, N), padded(prompt, 6, 9), np.array([len(prompt)], np.int32), padded(response, room, 99),
         np.array([len(response)], np.int32),
     )  # fmt: skip
-    expected = drafts.guess(*arguments, num_drafts, np)
-    np.testing.assert_array_equal(compiled(*arguments, num_drafts), expected)
-    return expected[0].tolist()
+    return compiled(*arguments, num_drafts)[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def with_texts(texts):
     state = rollouts.engine.init_decode_state()
     table = np.array(state.drafts.text)
     for prompt in tiny.PROMPTS:
-        row = drafts.text_rows(prompt.tokens[None], np.array([len(prompt.tokens)]), len(table), np)[0]
+        row = drafts.text_rows(prompt.tokens[None], np.array([len(prompt.tokens)]), len(table))[0]
         assert (table[row] == N).all()  # no two share one
         table[row, : len(texts[prompt.id])] = texts[prompt.id]
     text = jax.device_put(table, state.drafts.text.sharding)
