@@ -63,7 +63,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Writes news, such as the result of an evaluation, above the progress line, unless it is quiet."""
-        if not self._quiet:
+        if text and not self._quiet:
             self.say(text)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.distributed.signals import Interrupted
 from reinforce_ada_jax.files import buckets
 from reinforce_ada_jax.isolation.workers import CannotStart
+from reinforce_ada_jax.reporting import idle_slots
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState, to_record
 
@@ -208,8 +209,16 @@ def write_metrics(run: Run, state: RunState, evaluated: Mapping[str, float]) -> 
     if run.writer is not None:
         run.writer.write(state.iteration, metrics)
     run.progress.iteration(_shown(metrics))
+    if state.iteration == idle_slots.ADVICE_AT and run.rollouts is not None:
+        run.progress.note(_on_idle_slots(run, metrics["collection/slot_utilisation"]))
     averages = [value for key, value in metrics.items() if re.fullmatch("evaluation/.*/avg", key)]
     return dataclasses.replace(state, pending=None, evaluation=float(np.mean(averages)) if averages else None)
+
+
+def _on_idle_slots(run: Run, busy: float) -> str:
+    engine, speculative = run.components.engine, run.components.draws_speculatively(run.config.collection)
+    num_slots = engine.options.slots * engine.replicas
+    return idle_slots.advice(run.config, busy=busy, num_slots=num_slots, speculative=speculative)
 
 
 def _shown(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -1,0 +1,50 @@
+"""Advice where slots stay idle during a collection: the setting that would fill them."""
+
+import math
+
+from reinforce_ada_jax.config import Config, collection_rules
+
+ADVICE_AT = 3  # iterations: the first ones may be short of kept responses or of prefetched ones
+BUSY_ENOUGH = 0.6
+
+
+def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) -> str:
+    """Returns a line that names the setting which would fill idle slots; "" where enough are busy.
+
+    Args:
+      config: of the run.
+      busy: share of decode steps whose slot had a response, `collection/slot_utilisation`.
+      num_slots: of all replicas.
+      speculative: idle slots start rounds before the verdicts that ask for them.
+    """
+    if busy >= BUSY_ENOUGH:
+        return ""
+    collection = config.collection
+    size = collection_rules.first_round(collection) or collection.group_size
+    started = collection.prompts_per_iteration * size
+    if started < num_slots:
+        prompts = math.ceil(num_slots / size)
+        remedy = (
+            f"an iteration begins with {collection.prompts_per_iteration} prompts * {size} = {started} responses. "
+            f"collection.prompts_per_iteration={prompts} fills the slots, sampling.slots={started} leaves fewer of them idle"
+        )
+    elif collection.barrier:
+        remedy = "collection.barrier=False starts the next round of a prompt before all others have ended theirs"
+    elif not speculative and collection_rules.max_draws(collection) != size:
+        remedy = "collection.speculative=True starts rounds before their verdicts, with the same samples"
+    elif _may_overlap(config):
+        remedy = "collection.overlap_iterations=1 starts the next prompts in idle slots, with weights one iteration old"
+    else:
+        fewer = max(1, math.ceil(busy * num_slots * 1.25))
+        remedy = f"sampling.slots={fewer} costs less for each token where the devices are slow"
+    return f"{busy:.0%} of {num_slots} slots were busy in iteration {ADVICE_AT}: {remedy}."
+
+
+def _may_overlap(config: Config) -> bool:
+    collection = config.collection
+    return (
+        not collection.overlap_iterations
+        and not config.mesh.sampler
+        and collection.strategy != "estimate"
+        and collection.selection == "shuffled"
+    )
