@@ -26,7 +26,7 @@ def advice(config: Config, *, busy: float, num_slots: int, speculative: bool) ->
         prompts = math.ceil(num_slots / size)
         remedy = (
             f"an iteration begins with {collection.prompts_per_iteration} prompts * {size} = {started} responses. "
-            f"collection.prompts_per_iteration={prompts} fills the slots, sampling.slots={started} leaves fewer of them idle"
+            f"collection.prompts_per_iteration={prompts} fills the slots, sampling.slots={started} leaves fewer idle"
         )
     elif collection.barrier:
         remedy = "collection.barrier=False starts the next round of a prompt before all others have ended theirs"
