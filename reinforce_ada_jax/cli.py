@@ -29,6 +29,12 @@ DEFINE = {
     float | None: flags.DEFINE_float, str: flags.DEFINE_string,
 }  # fmt: skip
 
+# Messages of Python and absl on a value of the wrong type: what the flag takes.
+TYPE_ERRORS = {
+    "could not convert string to float": "a number", "invalid literal for int": "a whole number",
+    "Non-boolean argument": "True or False",
+}  # fmt: skip
+
 # Errors of a path that come again however often the command is started;
 _FOR_GOOD = frozenset({
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR,
@@ -204,6 +210,20 @@ def _show_help(section: str) -> NoReturn:
     sys.exit(0)
 
 
+def _wrong_type(message: str) -> str:
+    """Returns which values a flag takes, for absl's message on a value of another type; "" for other messages."""
+    found = re.fullmatch(rf"flag --([\w.]+)=(.*?): .*(?:{'|'.join(TYPE_ERRORS)}).*", message)
+    if not found:
+        return ""
+    name, value = found.groups()
+    expected = next(text for error, text in TYPE_ERRORS.items() if error in message)
+    default = flags.FLAGS[name].default if name in flags.FLAGS else None
+    example = "" if default is None else f", such as {default}"
+    section = re.fullmatch(r"config\.(\w+)\.\w+", name)
+    described = f" --help={section[1]} describes it." if section else ""
+    return f"--{name} is {value!r}; it must be {expected}{example}.{described}"
+
+
 def _parse(argv: list[str]) -> list[str]:
     for argument in argv[1:]:
         asked = re.fullmatch(r"-h|--?help(?:full)?(?:=(\w*))?", argument)
@@ -224,7 +244,7 @@ def _parse(argv: list[str]) -> list[str]:
     except flags.Error as error:
         # Where a config file fails, ml_collections puts the whole stack trace in between.
         lines = str(error).strip().splitlines()
-        fail(" ".join(dict.fromkeys((lines[0], lines[-1]))))
+        fail(_wrong_type(lines[-1]) or " ".join(dict.fromkeys((lines[0], lines[-1]))))
     except _UnknownKeyError as error:
         fail(error.args[0])
     except (AttributeError, KeyError) as error:

@@ -39,7 +39,7 @@ def with_flags(config: Config, benchmarks: Sequence[str], samples: int | None) -
         names = [benchmark_name(source) for source in benchmarks]
         graders = [entry for entry in config.evaluation.graders if entry.rpartition("=")[0] in names]
         changes |= {"evaluation.benchmarks": tuple(benchmarks), "evaluation.graders": tuple(graders)}
-    config = config_lib.check(config_lib.replaced(config, changes))
+    config = config_lib.check(config_lib.replaced(config, changes), trains=False)
     if not config.evaluation.benchmarks:
         raise ValueError("there is nothing to evaluate on: --benchmarks=FILE.jsonl[,FILE.jsonl].")
     return config
@@ -73,6 +73,8 @@ def main(
                 raise ValueError("--dry_run checks what would be drawn, and --regrade draws nothing: drop one of them.")
             for name, path in {"--workdir": workdir, "--model": model, "--initial": initial}.items():
                 check_input(name, path)
+            if model is None and not config.model.path:
+                raise ValueError("model.path is empty: name the model that the run trains, --config.model.path=DIR.")
             if output is not None:
                 check_output("--output", output, folder=True)
             config = with_flags(config, benchmarks, samples)

@@ -53,6 +53,9 @@ def model_and_prompts_are_named(config: Config) -> None:
         raise ValueError("model.path is empty: name a Hugging Face folder, --config.model.path=DIR.")
     if not config.data.prompts:
         raise ValueError("data.prompts is empty: name a source of problems, --config.data.prompts=FILE.jsonl.")
+
+
+def _check_paths(config: Config) -> None:
     check_input("model.path", config.model.path)
     check_source("data.prompts", config.data.prompts)
     check_input("logging.compilation_cache", config.logging.compilation_cache)
@@ -226,9 +229,8 @@ def penalty_fits_the_response(config: Config) -> None:
 def _check_multiple(name: str, value: int, of_name: str, of: int) -> None:
     if value % of:
         lower, upper = value - value % of, value + of - value % of
-        raise ValueError(
-            f"{name} must be a multiple of {of_name}: {value} is not one of {of}. Use {lower or upper} or {upper}."
-        )
+        use = f"{lower} or {upper}" if lower else upper
+        raise ValueError(f"{name} must be a multiple of {of_name}: {value} is not one of {of}. Use {use}.")
 
 
 def iterations_are_whole_updates(config: Config) -> None:
@@ -405,10 +407,14 @@ RULES: tuple[Callable[[Config], None], ...] = (
 )  # fmt: skip
 
 
-def check(config: Config) -> Config:
-    """Returns `config`, or raises ValueError for the first rule broken. Touches no device and no file."""
-    for rule in FIRST:
+def check(config: Config, *, trains: bool = True) -> Config:
+    """Returns `config`, or raises ValueError for the first rule broken. Touches no device and no file.
+
+    An evaluation, with `trains` False, needs no prompts to train on, and may name its model by a flag.
+    """
+    for rule in FIRST if trains else ():
         rule(config)
+    _check_paths(config)
     check_values(config)
     check_collection(config.collection)
     for rule in RULES:

@@ -62,12 +62,12 @@ def _names(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{name:.40}" for name in names) + (", ..." if len(row) > 30 else "")
 
 
-def _get(row: Mapping[str, Any], name: str) -> Any:
-    """Returns a column, or None; "a.b" is also field b of the object in column a."""
+def _get(row: Mapping[str, Any], name: str, missing: Any = None) -> Any:
+    """Returns a column, or `missing`; "a.b" is also field b of the object in column a."""
     if row.get(name) is None and "." in name:
         outer, _, inner = name.partition(".")
-        return _get(row[outer], inner) if isinstance(row.get(outer), Mapping) else None
-    return row.get(name)
+        return _get(row[outer], inner, missing) if isinstance(row.get(outer), Mapping) else missing
+    return row.get(name, missing)
 
 
 def _find(row: Mapping[str, Any], part: str, columns: Columns, where: str) -> tuple[str, Any]:
@@ -77,10 +77,16 @@ def _find(row: Mapping[str, Any], part: str, columns: Columns, where: str) -> tu
         names = ("messages",)
     elif part == "problem" and isinstance(row.get("prompt"), list):
         names = ("prompt",)
-    for name in (named,) if named and columns.required else (named, *names):
-        if name and (value := _get(row, name)) is not None:
+    searched = [named] if named and columns.required else [named, *names] if named else names
+    for name in searched:
+        if (value := _get(row, name)) is not None:
             return name, value
     setting = f"data.{part}_column"
+    if empty := [name for name in searched if _get(row, name, missing="") is None]:
+        raise ValueError(
+            f"{where}: {empty[0]} is null. Give the row its {part}, remove the row, or name another column: "
+            f"--config.{setting}=NAME."
+        )
     if named and columns.required:
         raise ValueError(f"{where}: no column {named!r}, which {setting} names, among {_names(row)}.")
     without = f", or --config.{setting}={NO_ANSWER} for a reward that reads no answer" if part == "answer" else ""
