@@ -33,12 +33,17 @@ NOT_RAISED = (
     UnicodeTranslateError,
 )  # fmt: skip
 # Modules and functions that are Python's in a test which uses them without an import.
-MODULES = {name: name for name in (*sys.stdlib_module_names, "numpy", "pandas", "pytest", "scipy", "sympy")}
-MODULES |= {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
+OTHERS = ("networkx", "numpy", "pandas", "pytest", "scipy", "sklearn", "sympy", "torch")
+MODULES = {name: name for name in (*sys.stdlib_module_names, *OTHERS)}
+MODULES |= {"np": "numpy", "nx": "networkx", "pd": "pandas", "plt": "matplotlib.pyplot", "npt": "numpy.testing"}
 FUNCTIONS = {
     "isclose": "math", "deepcopy": "copy", "Counter": "collections", "OrderedDict": "collections",
-    "defaultdict": "collections", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest",
+    "defaultdict": "collections", "allclose": "numpy", "array_equal": "numpy", "approx": "pytest", "raises": "pytest",
 }  # fmt: skip
+FUNCTIONS |= dict.fromkeys(
+    ("assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_array_almost_equal", "assert_equal"),
+    "numpy.testing",
+)
 PYTHON = {*dir(builtins), *FUNCTIONS}
 
 
@@ -308,6 +313,18 @@ def same(value, expected):
     return value == expected and isinstance(value, Remote) == isinstance(expected, Remote)
 
 
+def run_class(kind):
+    """Runs the test methods of a class, as unittest or pytest does."""
+    if "unittest" in sys.modules and issubclass(kind, sys.modules["unittest"].TestCase):
+        tests = sys.modules["unittest"].defaultTestLoader.loadTestsFromTestCase(kind)
+        assert tests.run(sys.modules["unittest"].TestResult()).wasSuccessful()
+    elif kind.__name__.startswith("Test"):
+        for name in [name for name in dir(kind) if name.startswith("test_")]:
+            case = kind()
+            getattr(case, "setup_method", bool)()
+            getattr(case, name)()
+
+
 def run_test(connection):
     """Runs the test on standard input; writes its token to standard output if every assertion held."""
     test = json.load(sys.stdin)
@@ -327,8 +344,11 @@ def run_test(connection):
         tree = ast.parse(test["code"])
         names = Names(solution, tree)
         exec(compile(tree, "test", "exec"), names)
-        for name in [name for name in names if name.startswith("test_") and callable(names[name])]:
-            names[name]()
+        for name, value in list(names.items()):
+            if name.startswith("test_") and callable(value):
+                value()
+            elif isinstance(value, type) and value.__module__ == names["__name__"]:
+                run_class(value)
     os.write(verdict, test["token"].encode())
 
 

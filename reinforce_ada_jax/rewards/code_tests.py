@@ -8,7 +8,7 @@
 | `public_tests`, `private_tests`, `generated_tests` | CodeContests | objects with the lists `input` and `output` |
 | `public_test_cases`, `private_test_cases` | LiveCodeBench | JSON text: objects with `input`, `output`, `testtype` |
 | `test_list` | MBPP | assertions, with `test_setup_code` and `test_imports` |
-| `test` | HumanEval, KodCode | Python that defines `check`, with `entry_point`; or functions `test_...` |
+| `test` | HumanEval, KodCode | Python that defines `check`, with `entry_point`; or `test_...`, also in classes |
 | `reward_model.ground_truth` | verl | JSON text of any form above |
 """
 
@@ -118,6 +118,20 @@ def _assertions(code: str) -> Assertions:
     return Assertions(code)
 
 
+def _runs(code: str) -> bool:
+    """Returns True if a test does more than define names, or a runner of tests would: else every program passes."""
+    defining = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for node in ast.parse(code).body:
+        inner = node.body if isinstance(node, ast.ClassDef) else [node]
+        if any(isinstance(each, ast.FunctionDef) and each.name.startswith("test_") for each in inner):
+            return True
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_guarded = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        if not (isinstance(node, defining) or is_text or is_guarded):
+            return True
+    return False
+
+
 def _packed(name: str, value: Any) -> bool:
     """Returns True for the private tests of LiveCodeBench: a pickle, which nothing here may open."""
     return name == "private_test_cases" and isinstance(_from_json(value), str)
@@ -163,10 +177,17 @@ def read_tests(columns: Mapping[str, Any]) -> list[Test]:
         raise ValueError(f"no tests: none of {', '.join(names)} among its columns {', '.join(sorted(columns)):.200}")
     setup, entry = _setup(columns), columns.get("entry_point")
     call = f"\ncheck({entry})\n" if name == "test" and isinstance(entry, str) and entry.isidentifier() else ""
-    return [
+    tests = [
         dataclasses.replace(test, code=setup + test.code + call) if isinstance(test, Assertions) else test
         for test in tests
     ]
+    tests = [test for test in tests if not isinstance(test, Assertions) or _runs(test.code)]
+    if not tests:
+        raise ValueError(
+            f"{name}: its code only defines names, so every program would pass. Call check(), give entry_point, or "
+            "define functions test_..."
+        )
+    return tests
 
 
 def tests_hash(problems: Iterable[Mapping[str, Any]]) -> str:

@@ -266,6 +266,19 @@ def test_tests_are_read_from_the_columns_of_public_sets(columns, tests):
         ({"tests": 3}, "tests: tests are a int"),
         ({"tests": "one, two three"}, "tests: a text is neither JSON nor Python"),
         ({"private_test_cases": "eJxrYJmqwwABtVMA"}, "no tests"),
+        # Without a call, every program would pass.
+        (
+            {"test": "'A text.'\nimport math\n\ndef check(f):\n    assert f(2) == 4"},
+            "test: its code only defines names",
+        ),
+        (
+            {
+                "test_list": [
+                    "class T:\n    def check(self):\n        assert f(2) == 4\n\nif __name__ == '__main__':\n    T()"
+                ]
+            },
+            "test_list: its code only defines names",
+        ),
     ],
 )
 def test_a_problem_without_tests_is_refused(columns, message):
