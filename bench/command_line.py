@@ -81,4 +81,4 @@ def start(
             before(flags.FLAGS)
         report(name, measured(run, flags.FLAGS, auto_dtype), flags.FLAGS.json)
 
-    cli.run(main)
+    cli.run(main, {f"Flags of {name}": ("json", *options.USED[name])})

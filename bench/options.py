@@ -104,6 +104,36 @@ VARIANTS = {
 DEFAULT_VARIANTS = ("rounds", "barrier", "overlap")  # possible with any configuration
 
 
+_MODEL = ("model", "shape", "dtype", "seed")
+_ENGINE = (
+    "attention", "kv_dtype", "open_prompts", "page_size", "pages", "prefill_tokens", "replicas", "slots",
+    "weight_dtype", "window",
+)  # fmt: skip
+_SIMULATION = ("bandwidth", "cost", "hosts", "max_response_tokens", "simulate")
+_LENGTHS = ("lengths", "response_tokens")
+# Flags that the help of each measurement has, beside --json.
+USED = {
+    "accelerator": (*_MODEL, "copy_mb", "micro_batches", "prompt_tokens", "repeat", "requests", "response_tokens",
+                    "rows", "slots"),
+    "adaptive": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "barrier", "max_rounds", "prompts", "repeat",
+                 "samples_per_round", "scale", "speculative", "strategy"),
+    "iteration": ("config", "model", "shape", *_LENGTHS, "against", "against_python", "micro_batches", "repeat", "seed",
+                  "variants"),
+    "learning": ("algorithms", "jobs", "learning_rate", "output", "seeds", "task", "updates"),
+    "loss": ("columns", "dtype", "repeat", "row_tokens", "rows", "words"),
+    "preemption": ("config", "repeat"),
+    "rollout": (*_MODEL, *_ENGINE, *_SIMULATION, *_LENGTHS, "against", "against_python", "copy_mb", "drafts",
+                "prompt_tokens", "repeat", "requests", "samples", "temperature", "workload"),
+    "serve": (*_MODEL, *_ENGINE, *_LENGTHS, "prompt_tokens", "repeat", "requests", "samples"),
+    "split": ("config", *_MODEL, *_ENGINE, *_LENGTHS, "repeat", "topology"),
+    "start": ("repeat",),
+    "turns": (*_MODEL, *_ENGINE, "environment_tokens", "prompt_tokens", "repeat", "requests", "response_tokens",
+              "turns"),
+    "update": (*_MODEL, "against", "against_plain", "against_python", "layers", "micro_batches", "pack",
+               "prompt_tokens", "repeat", "replicas", "response_tokens", "rows", "threads", "zero_rows"),
+}  # fmt: skip
+
+
 def define_flags(values: flags.FlagValues = flags.FLAGS) -> flags.FlagValues:
     """Defines every flag of every measurement."""
     for name, (default, text) in STRINGS.items():

@@ -3,13 +3,14 @@
 import contextlib
 import difflib
 import errno
+import functools
 import gc
 import os
 import re
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
@@ -42,6 +43,10 @@ _FOR_GOOD = frozenset({
 })  # fmt: skip
 # and errors of a disk, often without a name.
 _OF_DISKS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.ESTALE})
+
+
+# Flags by the heading of `--help` that they stand under; all others are left out. Empty: all flags under one heading.
+Groups = Mapping[str, Collection[str]]
 
 
 class _UnknownKeyError(KeyError):
@@ -170,8 +175,8 @@ def interruptible(kept: str) -> Iterator[None]:
         fail(f"interrupted. {kept}; the same command again goes on from there.", INTERRUPTED)
 
 
-def _flags_text() -> str:
-    """Returns the flags of the command with their defaults, those of libraries left out."""
+def _flags_text(groups: Groups) -> str:
+    """Returns the flags of the command with their defaults, by groups, those of libraries left out."""
     package = sys.modules["__main__"].__package__ or "reinforce_ada_jax"
     ours = ("reinforce_ada_jax", package.partition(".")[0], sys.argv[0])
     found = {
@@ -181,23 +186,27 @@ def _flags_text() -> str:
         if module.startswith(ours) or flag.name == "config"
     }
     lines = []
-    for name, flag in sorted(found.items()):
-        if flag.boolean:
-            lines.append(f"  --[no]{name}")
-        else:
-            default = (flag.default_as_str or "").strip("'") if name != "config" else ""
-            lines.append(f"  --{name}={default or 'VALUE'}")
-        lines += textwrap.wrap(flag.help or "", 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for heading, names in (groups or {"Flags": found}).items():
+        lines.append(f"\n{heading}:")
+        for name in sorted(found.keys() & names):
+            flag = found[name]
+            if flag.boolean:
+                lines.append(f"  --[no]{name}")
+            else:
+                default = (flag.default_as_str or "").strip("'") if name != "config" else ""
+                lines.append(f"  --{name}={default or 'VALUE'}")
+            text = (flag.help or "").partition(";\n")[0]  # after it absl says that a flag may be repeated
+            lines += textwrap.wrap(text, 112, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
-def _show_help(section: str) -> NoReturn:
+def _show_help(section: str, groups: Groups) -> NoReturn:
     """Prints what the command does, its flags and the sections of --config; or the settings of one section."""
     if section:
         with user_input():
             text = reference.help_text(section)
     else:
-        text = f"{(sys.modules['__main__'].__doc__ or '').strip()}\n\nFlags:\n{_flags_text()}"
+        text = f"{(sys.modules['__main__'].__doc__ or '').strip()}\n{_flags_text(groups)}"
         if "config" in flags.FLAGS:
             text += f"\n\nSections of settings, each set with --config.SECTION.KEY=VALUE:\n{reference.overview()}\n"
             text += (
@@ -224,11 +233,11 @@ def _wrong_type(message: str) -> str:
     return f"--{name} is {value!r}; it must be {expected}{example}.{described}"
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], groups: Groups) -> list[str]:
     for argument in argv[1:]:
         asked = re.fullmatch(r"-h|--?help(?:full)?(?:=(\w*))?", argument)
         if asked:
-            _show_help(asked[1] or "")
+            _show_help(asked[1] or "", groups)
     if "config" in flags.FLAGS:
         with user_input():
             arguments, notes = aliases.translate(argv[1:])
@@ -263,8 +272,8 @@ def _parse(argv: list[str]) -> list[str]:
     return arguments
 
 
-def run_with_arguments(main: Callable[[list[str]], None]) -> None:
-    """Parses the flags and calls `main` with the other arguments."""
+def run_with_arguments(main: Callable[[list[str]], None], groups: Groups | None = None) -> None:
+    """Parses the flags and calls `main` with the other arguments; `groups` orders the flags in `--help`."""
 
     def start(argv: list[str]) -> None:
         if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):  # a job in the background ignores it
@@ -278,15 +287,15 @@ def run_with_arguments(main: Callable[[list[str]], None]) -> None:
             gc.freeze()  # the end of Python would visit all that JAX imports, for half a second of the processor
 
     logging.set_verbosity(logging.WARNING)
-    app.run(start, flags_parser=_parse)
+    app.run(start, flags_parser=functools.partial(_parse, groups=groups or {}))
 
 
-def run(main: Callable[[], None]) -> None:
-    """Parses the flags and calls `main`; other arguments are refused."""
+def run(main: Callable[[], None], groups: Groups | None = None) -> None:
+    """Parses the flags and calls `main`; other arguments are refused. `groups` orders the flags in `--help`."""
 
     def without_arguments(arguments: list[str]) -> None:
         if arguments:
             fail(f"unexpected argument {arguments[0]!r}: options are written --name=value.")
         main()
 
-    run_with_arguments(without_arguments)
+    run_with_arguments(without_arguments, groups)

@@ -20,7 +20,7 @@ from absl import flags
 
 from reinforce_ada_jax import cli
 from reinforce_ada_jax.config import Config, DataConfig, MeshConfig, ModelConfig, SamplingConfig
-from reinforce_ada_jax.serving.settings import ServerSettings, bind
+from reinforce_ada_jax.serving.settings import INTERFACES, ServerSettings, bind
 
 if TYPE_CHECKING:
     from reinforce_ada_jax.policy.transformer import Params
@@ -157,4 +157,5 @@ if __name__ == "__main__":
         with processes.joined(cluster=DISTRIBUTED.value):
             main(settings_from_flags())
 
-    cli.run(start)
+    ONLY = {name for names in INTERFACES.values() for name in names}
+    cli.run(start, {"Flags of every interface": {*flags.FLAGS} - ONLY, **INTERFACES})

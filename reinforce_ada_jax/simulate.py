@@ -11,8 +11,9 @@
 
 The table is exact (analysis/enumeration.py defines its columns). A strategy is written NAME, NAME@n for groups of n,
 NAME/MxN for N rounds of M, and NAME+log, NAME+exact or NAME+log+none for another objective and correction; NAME may be
-file.py:function. For `estimate` the pass rates given are the prompts
-that share the budget. A --histogram is a JSONL file whose lines have a "pass_rate", as `prepare` writes them.
+file.py:function. For `estimate` the pass rates given are the prompts that share the budget. A --histogram is a JSONL
+file whose lines have a "pass_rate", as `prepare` writes them. Settings that decide what is drawn and kept are flags,
+too, such as --group_size=8 and --objective=log: --help=collection describes them.
 """
 
 import dataclasses
@@ -97,4 +98,4 @@ def main(options: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     define_flags()
-    cli.run(lambda: main(flags.FLAGS))
+    cli.run(lambda: main(flags.FLAGS), {"Flags": {*flags.FLAGS} - {*SETTINGS}})

@@ -1,7 +1,9 @@
 """Messages for mistakes of users: one screen that names value and remedy, exit code 2, and no file written."""
 
+import dataclasses
 import errno
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from reinforce_ada_jax import __main__ as dispatch
 from reinforce_ada_jax import cli, evaluate, export, prepare, train
 from reinforce_ada_jax import config as config_lib
 from reinforce_ada_jax.config import reference
+from reinforce_ada_jax.serving.settings import ServerSettings
 from reinforce_ada_jax.training import components as components_lib
 from reinforce_ada_jax.training import warm_start
 from tests.running import ROOT, cipher_file, environment, tiny
@@ -436,6 +439,23 @@ def test_help_lists_flags_and_sections(command, flag):
     assert "\n  --config=VALUE\n      " in done.stdout and SECTIONS in done.stdout
     assert ("\n  --workdir=VALUE\n      " in done.stdout) is (command != "simulate")
     assert "--config.seed=" not in done.stdout and "alsologtostderr" not in done.stdout
+
+
+def test_help_of_serve_has_a_group_for_each_interface():
+    groups = re.split("\n(Flags of .*):\n", run_python("-m", "reinforce_ada_jax.serve", "--help").stdout)
+    named = dict(
+        zip(groups[1::2], (re.findall(r"(?m)^  --(?:\[no\])?(\w+)", text) for text in groups[2::2]), strict=True)
+    )
+    assert named["Flags of --api=grpc"] == ["peer_calls"] and named["Flags of --api=openai"] == ["replicas", "tensor"]
+    assert "workdir" in named["Flags of --api=tinker"] and "api_key" in named["Flags of --api=openai and --api=tinker"]
+    every = {"distributed", *(field.name for field in dataclasses.fields(ServerSettings))}
+    assert sorted(name for names in named.values() for name in names) == sorted(every)  # each in one group
+
+
+def test_help_of_simulate_leaves_settings_to_their_section():
+    text = run_python("-m", "reinforce_ada_jax.simulate", "--help").stdout
+    assert "\n  --pass_rates=0.01:0.99\n" in text and "--group_size=VALUE" not in text
+    assert text.partition("\nSections")[0].count("\n") < 50  # with a line for each setting: 86
 
 
 def test_help_of_sections():

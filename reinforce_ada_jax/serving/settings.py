@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from reinforce_ada_jax.sampling.state import SamplingParams
 
 
+# Flags of some interfaces only, by their heading in `--help`.
+INTERFACES = {
+    "Flags of --api=openai": ("replicas", "tensor"),
+    "Flags of --api=openai and --api=tinker": ("api_key", "request_mib", "request_s"),
+    "Flags of --api=tinker": ("adapters", "max_rank", "models", "session_s", "sessions", "workdir"),
+    "Flags of --api=grpc": ("peer_calls",),
+}
 LOOPBACK = ("localhost", "127.", "::1")
 
 
