@@ -29,8 +29,9 @@ from bench.json_subprocess import JsonSubprocess
 from bench.measuring import in_turns
 from bench.options import log
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
-from reinforce_ada_jax.learning.loss import LossConfig, policy_loss
+from reinforce_ada_jax.learning.loss import policy_loss
 from reinforce_ada_jax.learning.scan_logprobs import TILE, HeadConfig
+from reinforce_ada_jax.learning.token_losses import LossConfig
 from reinforce_ada_jax.policy.logprobs import distribution
 
 TEMPERATURE = 1.0

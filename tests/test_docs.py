@@ -24,6 +24,7 @@ from reinforce_ada_jax.config import CollectionConfig, aliases
 from reinforce_ada_jax.data.prompts import load_problems
 from reinforce_ada_jax.evaluation import scores
 from reinforce_ada_jax.evaluation.response_store import GradedResponse
+from reinforce_ada_jax.learning import token_losses
 from reinforce_ada_jax.learning.update import UpdateMetrics
 from reinforce_ada_jax.types import FAILURES, Pool, Prompt, Verdict
 from tests.launch.cloud import Cloud, check, git, make_checkout
@@ -141,9 +142,18 @@ def test_the_reward_that_returns_a_verdict():
     assert names["grade"]("none", "12") == Verdict(correct=False, reward=0.0, reason="no_answer")
 
 
+def test_the_loss_of_ones_own(tmp_path):
+    file = tmp_path / "my_loss.py"
+    file.write_text(code_block("how_to/loss.md", "def masked_ratio"))
+    masked_ratio = token_losses.load(f"{file}:masked_ratio")
+    ratios = np.array([[0.4, 1.5, 3.0]], np.float32)
+    losses = masked_ratio(token_losses.LossConfig(0.2, 0.2, 10.0, "token-mean"), ratios, ratios, 2 * ratios).loss
+    np.testing.assert_allclose(losses, [[0.0, -4.5, 0.0]])
+
+
 def test_every_block_of_python_is_run_somewhere():
     with_blocks = {str(document.relative_to(ROOT)) for document in DOCUMENTS if "```python" in document.read_text()}
-    run_here = {"README.md", "docs/problems.md", "docs/strategies.md", "docs/how_to/reward.md"}
+    run_here = {"README.md", "docs/problems.md", "docs/strategies.md", "docs/how_to/reward.md", "docs/how_to/loss.md"}
     assert with_blocks == run_here | {
         "docs/api.md",
         "docs/how_to/openai.md",

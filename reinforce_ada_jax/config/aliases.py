@@ -19,7 +19,7 @@ class Alias:
       libraries: programs that have it.
       keys: our settings, which all get the value; empty if the name is refused.
       note: what differs; of a refused name, what to set.
-      values: our value for each of theirs; empty where values are the same.
+      values: our value for each of theirs, or our settings ("learning.loss=cispo"); empty where values are the same.
     """
 
     libraries: str
@@ -53,13 +53,18 @@ ALIASES = {
     "epsilon": Alias("TRL, tunix", _CLIP, "Both bounds; epsilon_high sets the upper one alone."),
     "epsilon_high": Alias("TRL, tunix", ("learning.clip_high",)),
     "loss_type": Alias(
-        "TRL", ("learning.aggregation",),
-        "Means are over the whole minibatch. dr_grpo is not divided by max_completion_length: its gradient is larger "
-        "by that factor before learning.clip_norm.",
+        "TRL", ("learning.aggregation",), "Means are over the whole minibatch.",
         {
-            "dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum",
+            "dapo": "token-mean", "bnpo": "token-mean", "grpo": "seq-mean-token-mean",
+            "dr_grpo": "seq-mean-token-sum-norm", "cispo": "learning.loss=cispo",
+            "sapo": "learning.loss=sapo learning.aggregation=seq-mean-token-mean",
         },
     ),
+    "vllm_importance_sampling_mode": Alias(
+        "TRL", ("learning.importance",), "Set learning.truncated_is_cap too: here there is no weight by default.",
+        {"token_truncate": "token", "sequence_truncate": "sequence", "token_mask": "mask"},
+    ),
+    "vllm_importance_sampling_cap": Alias("TRL", ("learning.truncated_is_cap",)),
     "importance_sampling_level": Alias("TRL", ("learning.ratio",)),
     "scale_rewards": Alias(
         "TRL", ("collection.normalize_by_std",), _DEVIATION, _YES_NO | {"group": "True", "none": "False"}
@@ -95,6 +100,18 @@ ALIASES = {
     "actor.clip_ratio_high": Alias("verl", ("learning.clip_high",)),
     "actor.clip_ratio_c": Alias("verl", ("learning.dual_clip",)),
     "actor.loss_agg_mode": Alias("verl", ("learning.aggregation",)),
+    "actor.policy_loss.loss_mode": Alias(
+        "verl", ("learning.loss",), "",
+        {
+            "vanilla": "ppo", "cispo": "cispo", "sapo": "sapo",
+            "gspo": "learning.ratio=sequence-token learning.aggregation=seq-mean-token-mean",
+        },
+    ),
+    "algorithm.rollout_correction.rollout_is": Alias(
+        "verl", ("learning.importance",), "Set learning.truncated_is_cap too: here there is no weight by default.",
+        {"token": "token", "sequence": "sequence"},
+    ),
+    "algorithm.rollout_correction.rollout_is_threshold": Alias("verl", ("learning.truncated_is_cap",)),
     "actor.kl_loss_coef": Alias("verl", ("learning.kl_coefficient",), "No use_kl_loss: 0 is no KL term."),
     "actor.kl_loss_type": Alias(
         "verl", ("learning.kl_kind",), "",
@@ -153,8 +170,9 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             raise ValueError(f"--config.{hint(match[1])}")
         value = _value(match[1], match[2], alias)
         keys = [key for key in alias.keys if given.get(key, match[1]) == match[1]]
-        result += [f"--config.{key}={value}" for key in keys]
-        what = " and ".join(f"{key}={value}" for key in keys) or "nothing, other flags set both"
+        settings = value.split() if "=" in value else [f"{key}={value}" for key in keys]
+        result += [f"--config.{setting}" for setting in settings]
+        what = " and ".join(settings) or "nothing, other flags set both"
         notes.append(f"{match[1]} of {alias.libraries} is {what} here. {alias.note}".strip())
     return result, notes
 

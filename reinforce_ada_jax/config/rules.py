@@ -265,6 +265,16 @@ def corrections_weigh_whole_responses(config: Config) -> None:
         )
 
 
+def importance_has_a_cap(config: Config) -> None:
+    """Importance "sequence" and "mask" have a cap."""
+    learning = config.learning
+    if learning.importance != "token" and learning.truncated_is_cap is None:
+        raise ValueError(
+            f"learning.importance is {learning.importance!r}, but learning.truncated_is_cap is None: set the largest "
+            "weight that counts (2.0 is usual; IcePop has 5.0)."
+        )
+
+
 def policy_is_sampled_whole(config: Config) -> None:
     """Training samples are not truncated: top_k 0 and top_p 1."""
     sampling = config.sampling
@@ -401,7 +411,7 @@ RULES: tuple[Callable[[Config], None], ...] = (
     a_judge_is_complete,
     weights_belong_to_functions, penalty_fits_the_response,
     iterations_are_whole_updates, updates_are_whole_micro_batches,
-    corrections_weigh_whole_responses, policy_is_sampled_whole,
+    corrections_weigh_whole_responses, importance_has_a_cap, policy_is_sampled_whole,
     overlap_knows_its_prompts, drawn_ahead_is_young, devices_are_split,
     barrier_holds_every_prompt, pages_hold_a_response,
 )  # fmt: skip

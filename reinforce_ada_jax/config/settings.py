@@ -400,15 +400,20 @@ class LearningConfig:
         one_of(("auto", *values.DTYPES)),
     )  # fmt: skip
     clip_norm: float = setting(1.0, "Largest global norm of the gradient.", values.POSITIVE)
+    loss: str = setting(
+        "ppo", 'The loss of a token: "ppo" clips the ratio, "cispo" clips it as a constant weight, "sapo" gates it '
+        "smoothly; or a function of yours (docs/how_to/loss.md).", values.LOSS,
+    )  # fmt: skip
     clip_low: float = setting(0.2, "The ratio is clipped at 1 - clip_low.", values.BELOW_1)
     clip_high: float = setting(0.28, "The ratio is clipped at 1 + clip_high.", values.POSITIVE)
-    dual_clip: float = setting(10.0, "Bound of the loss for A < 0, as a multiple of |A|.", values.ABOVE_1)
+    dual_clip: float = setting(10.0, 'Bound of the loss "ppo" for A < 0, as a multiple of |A|.', values.ABOVE_1)
     aggregation: str = setting("token-mean", "Mean over tokens or over responses.", one_of(values.AGGREGATIONS),
         rule="corrections_weigh_whole_responses",
     )  # fmt: skip
     ratio: str = setting(
-        "token", '"sequence": one ratio for each response, the geometric mean over its tokens (GSPO).',
-        one_of(("token", "sequence")),
+        "token", '"sequence": one ratio for each response, the geometric mean over its tokens (GSPO); '
+        '"sequence-token": the same value, with the slope of the own ratio of each token (GSPO-token).',
+        one_of(("token", "sequence", "sequence-token")),
     )  # fmt: skip
     entropy_coefficient: float = setting(
         0.0, "Weight of the entropy bonus; 0 in the reference script, 1e-4 in the paper's text.", values.FINITE
@@ -423,6 +428,13 @@ class LearningConfig:
         "(sampling.kv_dtype, sampling.weight_dtype).",
         values.POSITIVE_OR_NONE,
     )  # fmt: skip
+    importance: str = setting(
+        "token", 'With a cap: "token", each token has its own weight, at most the cap; "sequence", a response has the '
+        'product of its weights, at most the cap; "mask", a weight below importance_floor or above the cap counts as '
+        "0 (IcePop).",
+        one_of(("token", "sequence", "mask")), rule="importance_has_a_cap",
+    )  # fmt: skip
+    importance_floor: float = setting(0.5, 'With importance "mask": the least weight that counts.', values.SHARE)
     non_finite: str = setting(
         "stop", 'If a loss, gradient or log-probability is not finite: "stop" the run, or "skip" the update.',
         one_of(("stop", "skip")),

@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 ALLOCATIONS = ("hybrid", "sampling", "variance")
 CORRECTIONS = ("none", "stratified", "exact")
+LOSSES = ("ppo", "cispo", "sapo")
 DTYPES = ("float32", "bfloat16")
 DECODE_DTYPES = ("model", "int8")
 OBJECTIVES = ("identity", "log", "power", "maxrl", "pass_at_k")
@@ -84,6 +85,10 @@ def empty_or_one_of(names: Sequence[str]) -> Allowed:
 STRATEGY = Allowed(
     f"be one of {', '.join(STRATEGIES)}, or name a function of yours as file.py:function",
     lambda value: ":" in value or value in STRATEGIES,
+)
+LOSS = Allowed(
+    f"be one of {', '.join(LOSSES)}, or name a function of yours as file.py:function",
+    lambda value: ":" in value or value in LOSSES,
 )
 SELECTION = Allowed(
     f"be one of {', '.join(SELECTIONS)}, or name a class of yours as file.py:Class",

@@ -25,16 +25,16 @@ from jaxtyping import Array, Float, Int
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.distributed import mesh as mesh_lib
 from reinforce_ada_jax.distributed.compilation import Lower, with_shardings
-from reinforce_ada_jax.learning import layer_gather
+from reinforce_ada_jax.learning import layer_gather, token_losses
 from reinforce_ada_jax.learning import logprob_gap as gap_lib
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning import platform as platform_lib
 from reinforce_ada_jax.learning.batch import Batch
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.invariant_logprobs import invariant_logprobs
-from reinforce_ada_jax.learning.loss import LossConfig
 from reinforce_ada_jax.learning.optimizer import make_optimizer
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
+from reinforce_ada_jax.learning.token_losses import LossConfig
 from reinforce_ada_jax.learning.update import (
     LearnerState,
     Update,
@@ -97,8 +97,12 @@ def loss_config(config: Config) -> LossConfig:
     Where responses may have been drawn with earlier weights or in int8, the importance weight always has a cap. If none
     is set, it weighs responses of earlier weights alone, or all of those drawn in int8; a cap that is set weighs all.
     """
-    names = [field.name for field in dataclasses.fields(LossConfig)]
-    loss = LossConfig(**{name: getattr(config.learning, name) for name in names})
+    names = {field.name for field in dataclasses.fields(LossConfig)} - {"loss", "row_tokens"}
+    loss = LossConfig(
+        **{name: getattr(config.learning, name) for name in names},
+        loss=token_losses.load(config.learning.loss),
+        row_tokens=config.sampling.max_response_tokens,
+    )
     is_off_policy = config.collection.overlap_iterations or config.draws_ahead or config.draws_in_int8
     if loss.truncated_is_cap is None and is_off_policy:
         return dataclasses.replace(loss, truncated_is_cap=2.0)

@@ -1,10 +1,9 @@
-"""The policy loss and the KL estimates, per token and aggregated. Arrays in, arrays out; float32 inside.
+"""The policy loss of a minibatch and the KL estimates. Arrays in, arrays out; float32 inside.
 
 A minibatch may be computed in micro-batches: `policy_loss` on each, with the `counts` of the whole minibatch. The
 parts sum to the loss of the whole, and so do their gradients.
 """
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -13,44 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-Tokens = Float[Array | np.ndarray, "B T"]
-Mask = Bool[Array | np.ndarray, "B T"] | Float[Array | np.ndarray, "B T"]
-SegmentOneHot = Bool[Array | np.ndarray, "B T S"]
+from reinforce_ada_jax.learning.token_losses import (
+    MAX_LOG_RATIO,
+    LossConfig,
+    Mask,
+    SegmentOneHot,
+    Tokens,
+    masked,
+    policy_terms,
+    segment_sums,
+)
 
-# Bounds of the reference program: of a log ratio before it is exponentiated, and of k3.
-MAX_LOG_RATIO = 20.0
+# Bound of the reference program, of k3.
 MAX_K3 = 10.0
 # The series of exp(-d) - 1 + d ends before d^12: below 1 the rest is less than 5e-9 of the value.
 SERIES_LENGTH = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """Settings of `policy_loss`; the fields of the configuration's `learning` section with the same names.
-
-    Attributes:
-      clip_low: the ratio is clipped at 1 - clip_low, in (0, 1).
-      clip_high: the ratio is clipped at 1 + clip_high, > 0.
-      dual_clip: bound of the loss at negative advantages, in units of |A|, > 1.
-      aggregation: as for `aggregate`.
-      ratio: "token" or "sequence". A sequence's ratio moves far less than a token's: it needs clips narrower by orders
-        of magnitude (GSPO's runs: 3e-4 and 4e-4).
-      truncated_is_cap: cap of the importance weight between sampler and learner, > 0; None: no such weight. Each token
-        has its own weight with either `ratio`.
-      kl_kind: as for `kl_estimate`.
-      kl_coefficient: weight of the KL term.
-      entropy_coefficient: weight of the entropy bonus.
-    """
-
-    clip_low: float
-    clip_high: float
-    dual_clip: float
-    aggregation: str
-    ratio: str = "token"
-    truncated_is_cap: float | None = None
-    kl_kind: str = "k3"
-    kl_coefficient: float = 0.0
-    entropy_coefficient: float = 0.0
 
 
 class Counts(NamedTuple):
@@ -58,94 +34,6 @@ class Counts(NamedTuple):
 
     num_tokens: Float[Array, ""] | float
     num_rows: Float[Array, ""] | float  # responses that have tokens
-
-
-class PolicyTerms(NamedTuple):
-    """Per-token terms of the policy loss, all 0 where the mask is 0.
-
-    Attributes:
-      loss: to be minimised.
-      clipped: 1 where the clipped ratio decides.
-      dual_clipped: 1 where the dual clip decides.
-      old_minus_new: logp_old - logp, whose mean estimates KL(old || new).
-    """
-
-    loss: Float[Array, "B T"]
-    clipped: Float[Array, "B T"]
-    dual_clipped: Float[Array, "B T"]
-    old_minus_new: Float[Array, "B T"]
-
-
-def _masked(values: Array | np.ndarray, mask: Array | np.ndarray) -> Array:
-    """Float32 values, 0 where the mask is: before any exp, so that nothing there reaches a value or a slope."""
-    return jnp.where(mask.astype(bool), values.astype(jnp.float32), 0.0)
-
-
-def segment_sums(values: Tokens, segment_one_hot: SegmentOneHot | None) -> Float[Array, "B T"]:
-    """Computes at each token the sum over its own response's tokens.
-
-    Args:
-      values: 0 under the mask.
-      segment_one_hot: True where the token belongs to its row's response s; None: a row is one response.
-    """
-    if segment_one_hot is None:
-        return jnp.broadcast_to(values.sum(axis=-1, keepdims=True), values.shape)
-    sums = jnp.where(segment_one_hot, values[..., None], 0.0).sum(axis=-2, keepdims=True)
-    return jnp.where(segment_one_hot, sums, 0.0).sum(axis=-1)
-
-
-def policy_terms(
-    config: LossConfig,
-    logprobs: Tokens,
-    old_logprobs: Tokens,
-    advantages: Tokens,
-    mask: Mask,
-    *,
-    behaviour_logprobs: Tokens | None = None,
-    segment_one_hot: SegmentOneHot | None = None,
-) -> PolicyTerms:
-    """Computes the clipped policy loss of every token.
-
-    rho = exp(clip(logp - logp_old, -20, 20))
-    L   = max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A),  and where A < 0 at most dual_clip |A|
-    L  *= min(exp(logp_old - logp_behaviour), cap)                 when a cap is given
-
-    With ratio "sequence" all tokens of a response have one rho: that of the mean of logp - logp_old over them, the
-    geometric mean of the tokens' ratios. With the aggregation "seq-mean-token-mean" that is the objective of GSPO.
-
-    Source: PPO (arXiv 1707.06347), clip-higher (DAPO, 2503.14476), dual clip (1912.09729), as the reference program
-    of arXiv 2510.04996 puts them together; tests/golden/reference/policy_loss.jsonl. GSPO: 2507.18071, section 4.1.
-
-    Only `logprobs` is differentiated. Values under the mask may be anything, nan and infinities included.
-
-    Args and errors: as for `policy_loss`.
-    """
-    if config.ratio not in ("token", "sequence"):
-        raise ValueError(f"ratio is {config.ratio!r}; it must be one of token, sequence.")
-    logprobs = _masked(logprobs, mask)
-    old_logprobs = jax.lax.stop_gradient(_masked(old_logprobs, mask))
-    advantages = jax.lax.stop_gradient(_masked(advantages, mask))
-    log_ratio = logprobs - old_logprobs
-    if config.ratio == "sequence":
-        lengths = jnp.maximum(segment_sums(mask.astype(jnp.float32), segment_one_hot), 1.0)
-        log_ratio = segment_sums(log_ratio, segment_one_hot) / lengths
-    rho = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    plain = -rho * advantages
-    clipped = -jnp.clip(rho, 1 - config.clip_low, 1 + config.clip_high) * advantages
-    pessimistic = jnp.maximum(plain, clipped)
-    bound = -config.dual_clip * advantages
-    loss = jnp.where(advantages < 0, jnp.minimum(pessimistic, bound), pessimistic)
-    if config.truncated_is_cap is not None:
-        if behaviour_logprobs is None:
-            raise ValueError("truncated_is_cap needs behaviour_logprobs.")
-        weight = jnp.exp(old_logprobs - _masked(behaviour_logprobs, mask))
-        loss = loss * jax.lax.stop_gradient(jnp.minimum(weight, config.truncated_is_cap))
-    return PolicyTerms(
-        loss=loss,
-        clipped=_masked(clipped > plain, mask),
-        dual_clipped=_masked((advantages < 0) & (pessimistic > bound), mask),
-        old_minus_new=old_logprobs - jax.lax.stop_gradient(logprobs),
-    )
 
 
 def denominators(mask: Mask, segment_one_hot: SegmentOneHot | None = None) -> Counts:
@@ -191,35 +79,41 @@ def aggregate(
     *,
     num_tokens: Float[Array, ""] | float,
     num_rows: Float[Array, ""] | float,
+    row_tokens: int | None = None,
     segment_one_hot: SegmentOneHot | None = None,
 ) -> Float[Array, ""]:
     """Computes one number from per-token values.
 
-    token-mean           sum of all tokens / num_tokens: every token weighs the same (DAPO, arXiv 2503.14476)
-    seq-mean-token-sum   sum of all tokens / num_rows (Dr.GRPO, 2503.20783, up to a constant)
-    seq-mean-token-mean  sum over responses of their token means / num_rows (GRPO, 2402.03300)
+    token-mean               sum of all tokens / num_tokens: every token weighs the same (DAPO, arXiv 2503.14476)
+    seq-mean-token-sum       sum of all tokens / num_rows
+    seq-mean-token-sum-norm  sum of all tokens / (num_rows row_tokens), a constant length (Dr. GRPO, 2503.20783)
+    seq-mean-token-mean      sum over responses of their token means / num_rows (GRPO, 2402.03300)
 
     Args:
       per_token: values; anything under the mask (though nan there would spoil a gradient: mask before computing).
       mask: True or 1 at tokens of responses.
-      aggregation: one of the three names.
+      aggregation: one of the names.
       num_tokens: tokens of the whole minibatch, of which these rows may be a part (`denominators`).
       num_rows: its responses that have tokens, each a row unless rows are packed.
+      row_tokens: tokens that a response may have; None: T.
       segment_one_hot: the tokens of each response, where rows are packed; as for `segment_sums`.
 
     Raises:
       ValueError: an unknown name.
     """
-    row_sums = _masked(per_token, mask).sum(axis=-1)
+    row_sums = masked(per_token, mask).sum(axis=-1)
     if aggregation == "token-mean":
         return row_sums.sum() / num_tokens
     if aggregation == "seq-mean-token-sum":
         return row_sums.sum() / num_rows
+    if aggregation == "seq-mean-token-sum-norm":
+        return row_sums.sum() / (num_rows * (mask.shape[-1] if row_tokens is None else row_tokens))
     if aggregation == "seq-mean-token-mean":
         lengths = segment_sums(mask.astype(jnp.float32), segment_one_hot)
-        return (_masked(per_token, mask) / jnp.maximum(lengths, 1.0)).sum() / num_rows
+        return (masked(per_token, mask) / jnp.maximum(lengths, 1.0)).sum() / num_rows
     raise ValueError(
-        f"aggregation is {aggregation!r}; it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean."
+        f"aggregation is {aggregation!r}; it must be one of token-mean, seq-mean-token-sum, seq-mean-token-sum-norm, "
+        "seq-mean-token-mean."
     )
 
 
@@ -227,7 +121,7 @@ def _kl(config: LossConfig, logprobs: Tokens, reference_logprobs: Tokens | None,
     """Computes the KL of every token, 0 without a reference; raises ValueError where its coefficient needs one."""
     if reference_logprobs is not None:
         # Masked before the difference: values under the mask must reach neither the loss nor its slope.
-        return kl_estimate(_masked(logprobs, mask), _masked(reference_logprobs, mask), config.kl_kind)
+        return kl_estimate(masked(logprobs, mask), masked(reference_logprobs, mask), config.kl_kind)
     if config.kl_coefficient:
         raise ValueError(
             f"kl_coefficient is {config.kl_coefficient}, but there are no reference_logprobs: score the batch with the "
@@ -287,7 +181,8 @@ def policy_loss(
     )  # fmt: skip
 
     def mean(values, aggregation=config.aggregation):
-        return aggregate(values, mask, aggregation, **sizes, segment_one_hot=segment_one_hot)
+        rest = {"row_tokens": config.row_tokens, "segment_one_hot": segment_one_hot}
+        return aggregate(values, mask, aggregation, **sizes, **rest)
 
     def regularizer(values):
         return mean(values if regularization is None else regularization * values)
@@ -336,7 +231,9 @@ def clipped_policy_loss(
       The loss, and the means over all tokens of the minibatch: "clip_fraction" and "dual_clip_fraction", where a clip
       decided, in [0, 1], and "approx_kl", of logp_old - logp.
     """
-    config = LossConfig(clip_low, clip_high, dual_clip, aggregation, ratio, truncated_is_cap)
+    config = LossConfig(
+        clip_low, clip_high, dual_clip, aggregation, ratio=ratio, truncated_is_cap=truncated_is_cap
+    )  # fmt: skip
     loss, metrics = policy_loss(
         config, logprobs, jnp.zeros_like(logprobs), old_logprobs=old_logprobs, advantages=advantages, mask=mask,
         behaviour_logprobs=behaviour_logprobs,

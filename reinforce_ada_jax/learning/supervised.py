@@ -32,7 +32,10 @@ class SupervisedLearner(Learner):
         mask, segments = micro.response_mask, micro.segment_one_hot()
 
         def mean(values: loss_lib.Tokens, aggregation: str) -> Float[Array, ""]:
-            return loss_lib.aggregate(values, mask, aggregation, **counts._asdict(), segment_one_hot=segments)
+            row_tokens = self._loss_config.row_tokens
+            return loss_lib.aggregate(
+                values, mask, aggregation, **counts._asdict(), row_tokens=row_tokens, segment_one_hot=segments
+            )
 
         losses = loss_lib.cross_entropy(jnp.where(mask, logprobs, 0.0), micro.advantages)
         loss = mean(losses, self._loss_config.aggregation)

@@ -70,6 +70,8 @@ def coefficient_factor(config: Config, groups: Sequence[Group], rounds: float) -
     counted = sum(len(group.kept) for group in groups)
     if config.learning.aggregation == "token-mean":
         counted = sum(group.pool.responses[draw].num_sampled for group in groups for draw in group.kept.tolist())
+    if config.learning.aggregation == "seq-mean-token-sum-norm":
+        counted *= config.sampling.max_response_tokens
     return counted / (config.learning.prompts_per_update * rounds * config.sampling.max_response_tokens)
 
 

@@ -73,7 +73,7 @@ POSITIVE = """
         ("learning.dual_clip", 1.0, "above 1"),
         ("learning.truncated_is_cap", 0.0, "above 0, or None"),
         ("collection.strategy", "best", "it must be one of grpo, positive, balance"),
-        ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-mean"),
+        ("learning.aggregation", "mean", "it must be one of token-mean, seq-mean-token-sum, seq-mean-token-sum-norm"),
         ("model.compute_dtype", "float16", "it must be one of auto, float32, bfloat16"),
         ("model.parameter_dtype", "fp32", "it must be one of float32, bfloat16"),
         ("model.parameter_dtype", "bfloat16", "most would never change. Use float32"),

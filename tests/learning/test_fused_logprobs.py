@@ -16,9 +16,10 @@ from reinforce_ada_jax.distributed.mesh import make_mesh
 from reinforce_ada_jax.learning import loss as loss_lib
 from reinforce_ada_jax.learning.fused_logprobs import token_logprobs
 from reinforce_ada_jax.learning.scan_logprobs import HeadConfig
+from reinforce_ada_jax.learning.token_losses import LossConfig
 
 TEMPERATURE = 1.3
-PLAIN = loss_lib.LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=2.0, aggregation="token-mean")
+PLAIN = LossConfig(clip_low=0.2, clip_high=0.28, dual_clip=2.0, aggregation="token-mean")
 EVERYTHING = dataclasses.replace(
     PLAIN, aggregation="seq-mean-token-mean", truncated_is_cap=1.5, kl_coefficient=0.1, entropy_coefficient=0.05
 )

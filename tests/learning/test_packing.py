@@ -8,6 +8,7 @@ import pytest
 
 from reinforce_ada_jax.config import Config
 from reinforce_ada_jax.learning import loss as loss_lib
+from reinforce_ada_jax.learning import token_losses
 from reinforce_ada_jax.learning.batch import Example, make_batch, pack
 from reinforce_ada_jax.training.run import Run
 from reinforce_ada_jax.training.state import RunState
@@ -190,6 +191,6 @@ def test_counts_are_of_responses():
     assert [float(x) for x in loss_lib.denominators(mask, one_hot)] == [sum(RESPONSE_LENGTHS), 8]
     # A row for a sequence would make three of the eight.
     assert [float(x) for x in loss_lib.denominators(mask)] == [sum(RESPONSE_LENGTHS), 3]
-    lengths = loss_lib.segment_sums(jnp.asarray(mask, jnp.float32), jnp.asarray(one_hot))
+    lengths = token_losses.segment_sums(jnp.asarray(mask, jnp.float32), jnp.asarray(one_hot))
     wanted = np.concatenate([[RESPONSE_LENGTHS[number]] * RESPONSE_LENGTHS[number] for number in ROWS[2]])
     np.testing.assert_array_equal(lengths[2, : len(wanted)], wanted)

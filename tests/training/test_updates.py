@@ -396,7 +396,7 @@ def test_an_update_that_computed_nothing_says_nothing_of_the_entropy():
     assert means["update/loss"] == 0.5 and means["update/computed_share"] == 0.25 and means["update/count"] == 2
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])
 def test_a_corrected_update_is_a_sum_with_a_constant_divisor(tmp_path, aggregation):
     config = tiny(**{
         "collection.prompts_per_iteration": 4, "learning.prompts_per_update": 2, "collection.objective": "log",
@@ -413,7 +413,7 @@ def test_a_corrected_update_is_a_sum_with_a_constant_divisor(tmp_path, aggregati
     for minibatch, coefficients, tokens in ((first, [0.5, 0.5], 5), (second, [1.0, 1.0], 5)):
         rows = np.flatnonzero(minibatch.batch.response_mask[:, 0])
         assert minibatch.batch.response_length.sum() == tokens
-        counted = tokens if aggregation == "token-mean" else len(rows)
+        counted = {"token-mean": tokens, "seq-mean-token-sum": len(rows)}.get(aggregation, len(rows) * 8)
         expected = np.array(coefficients) / (2 * 3.5 * 8)
         np.testing.assert_allclose(minibatch.batch.advantages[rows, 0] / counted, expected, rtol=1e-6)
 
