@@ -438,9 +438,9 @@ from reinforce_ada_jax import config as config_lib
 
 def start(program, arguments, whole):
     without_arguments = []
-    def run(main):
+    def run(main, groups=None):
         without_arguments.append(True)
-        cli.run_with_arguments(main)
+        cli.run_with_arguments(main, groups)
     def parse(main, flags_parser):
         if not whole:
             names = [word[2:].partition("=")[0] for word in arguments if word.startswith("--")]

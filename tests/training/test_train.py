@@ -338,10 +338,10 @@ from reinforce_ada_jax.training import drawing
 
 calls = 0
 
-def poisoned(pool, strategy, ages, original=drawing.make_group):
+def poisoned(pool, strategy, ages, original=drawing.make_group, **weight):
     global calls
     calls += 1
-    group = original(pool, strategy, ages)
+    group = original(pool, strategy, ages, **weight)
     if calls == 8 * 2 + 6:  # the sixth prompt of iteration 3: its second update
         group.advantages[0] = numpy.nan
     return group
