@@ -115,10 +115,6 @@ class SimulatedEngine:
         """The time at which the last program ends."""
         return self._device_s
 
-    def decodes_from(self, params: Params | None) -> bool:
-        """Returns True: there are no weights."""
-        return True
-
     def decode_weights(self, params: Params | None) -> None:
         """Returns None: there are no weights."""
 

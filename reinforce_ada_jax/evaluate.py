@@ -83,7 +83,9 @@ def main(
             before = None if initial is None else buckets.local(initial)
             if run is not None or not regrade:
                 config = components_lib.for_devices(config, run)
-            if run is not None:
+            if run is None:
+                config = config_lib.replaced(config, {"lora.rank": 0})  # a folder has no adapters
+            else:
                 graded_by = () if regrade else config_lib.GRADED_BY
                 config_lib.check_evaluated(config, run, config_lib.DRAWN_WITH + graded_by)
             named = (config.model.path, config.model.revision) if model is None else (model,)

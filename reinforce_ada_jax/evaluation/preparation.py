@@ -361,7 +361,7 @@ def prepare(
         if samples < 1:
             raise ValueError(f"--samples is {samples}; it must be at least 1.")
         files.check(source)
-        changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": ()}
+        changes = {"data.prompts": source, "evaluation.benchmarks": (), "evaluation.graders": (), "lora.rank": 0}
         config = components_lib.for_devices(config_lib.check(config_lib.replaced(config, changes)))
         problems = components_lib.load_problems(source, config)
         components = components_lib.build(config, components_lib.model_folder(config.model.path, config.model.revision))

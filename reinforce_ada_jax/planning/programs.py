@@ -69,7 +69,7 @@ class AbstractRun:
     """A run without arrays, and the memory that it keeps on each device.
 
     Learner state and cache live as long as the run; so do the weights under adapters, and the reference's where there
-    is a KL term. Decoding's copy of the weights lives during a collection, unless decoding reads the learner's arrays.
+    is a KL term. What decoding copies of the weights lives during a collection.
     All minibatches of an iteration are placed before the first update.
 
     `base` are the frozen weights under the adapters; None where all weights are trained.
@@ -88,9 +88,9 @@ class AbstractRun:
         return self.learner.policy(self.state.params, self.base)
 
     @functools.cached_property
-    def shares_weights(self) -> bool:
-        """True where decoding reads the learner's own arrays; under adapters it reads merged ones."""
-        return self.base is None and self.engine.decodes_from(self.state.params)
+    def decode_copy(self) -> Params | None:
+        """Copy of weights for decoding: None, adapters alone, or all, with adapters merged or beside their base."""
+        return self.engine.abstract_copy(self.policy)
 
     @property
     def reference_bytes(self) -> int:
@@ -170,9 +170,9 @@ def _abstract_base(config: Config, learner: Learner) -> Params:
 def engine_programs(run: AbstractRun, mean_context: float | int) -> list[Program]:
     """Returns the engine's jitted programs on its mesh: the decode window, which also prefills."""
     engine = run.engine
-    beside = run.learner_bytes + run.reference_bytes
-    if run.shares_weights:
-        beside -= mesh_lib.shard_bytes(run.state.params)
+    # Weights of the learner that the window reads are among its own arguments.
+    shared = mesh_lib.shard_bytes(engine.abstract_weights()) - mesh_lib.shard_bytes(run.decode_copy)
+    beside = run.learner_bytes + run.reference_bytes - shared
     a, options, tensor = engine.architecture, engine.options, engine.mesh.shape["tensor"]
     platform = engine.mesh.devices.flat[0].platform
     cost = roofline.decode_step(a, options, tensor, mean_context, platform)
@@ -189,18 +189,19 @@ def learner_programs(run: AbstractRun) -> list[Program]:
     The last ones are those of the update: one, or the three of its chain.
     """
     layout, config = run.batch_layout(), run.config
-    decode_weights = 0 if run.shares_weights else mesh_lib.shard_bytes(run.engine.abstract_weights())
+    copied = mesh_lib.shard_bytes(run.decode_copy)
     always = run.cache_bytes + run.reference_bytes
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
     other_batches = (updates - 1) * mesh_lib.shard_bytes(run.batch)
     programs = []
-    if not run.shares_weights:
-        cost = ProgramCost(merge_flops(run), mesh_lib.shard_bytes(run.policy) + decode_weights)
-        programs.append(
-            Program("reshard", lambda: run.engine.lower_cast(run.policy), cost, "call", run.moment_bytes + always)
-        )
+    if run.decode_copy is not None:
+        is_whole = jax.tree.structure(run.decode_copy) == jax.tree.structure(run.engine.abstract_weights())
+        read, unread = (run.policy, None) if is_whole else (run.state.params, run.base)
+        cost = ProgramCost(merge_flops(run), mesh_lib.shard_bytes(read) + copied)
+        beside = run.moment_bytes + always + mesh_lib.shard_bytes(unread)
+        programs.append(Program("reshard", lambda: run.engine.lower_cast(run.policy), cost, "call", beside))
     if strategies.build(config.collection).estimates and config.estimator.kind == "value":
-        programs.append(_features_program(run, layout, run.moment_bytes + always + decode_weights))
+        programs.append(_features_program(run, layout, run.moment_bytes + always + copied))
     if not scores_in_update(config) or config.learning.kl_coefficient:
         programs += _score_programs(run, layout, run.moment_bytes + always + other_batches)
     return programs + _update_programs(run, layout, always + other_batches)
@@ -271,7 +272,7 @@ def _update_programs(run: AbstractRun, layout: BatchLayout, beside: int) -> list
 def merge_flops(run: AbstractRun) -> float:
     """FLOPs of merging adapters of rank r into plain weights, 2 r for each weight that has one, on each device."""
     adapters, mesh = run.learner.lora, run.learner.mesh
-    if adapters is None:
+    if adapters is None or run.engine.options.adapters is not None:
         return 0.0
     shapes = weight_shapes(run.engine.architecture)
     weights = sum(math.prod(shapes[lora.TARGETS[target]][0]) for target in adapters.targets)

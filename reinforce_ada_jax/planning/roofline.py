@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from reinforce_ada_jax.learning.platform import TPU_FLOPS, tpu_bytes
 from reinforce_ada_jax.planning.gpus import GPUS, MEMORY_SHARE
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
 
@@ -158,10 +159,14 @@ def chip_of(topology: str) -> Chip:
 # ---- decoding ----------------------------------------------------------------------------------------------------
 
 
+def _adapter_weights(a: Architecture, o: EngineOptions) -> int:
+    return 0 if o.adapters is None else lora.num_parameters(a, o.adapters)
+
+
 def _copied_bytes(a: Architecture, o: EngineOptions, platform: str) -> int:
     """Bytes of the copies of the layers' weights in a pass: XLA for GPUs copies each layer's slice, then reads that."""
     size = a.num_layers * layer_weights(a) * _weight_itemsize(o.dtype, o.weight_dtype)
-    return 2 * size if platform == "gpu" else 0
+    return 2 * (size + _adapter_weights(a, o) * jnp.dtype(o.dtype).itemsize) if platform == "gpu" else 0
 
 
 def decode_step(
@@ -170,12 +175,14 @@ def decode_step(
     """Cost of one token for every slot, on each of `tensor` devices.
 
     2 FLOPs per weight and slot, 4 N H per layer for each token that a slot sees (q k and p v). Every weight is read
-    once, and the slots' live cache; on GPUs the layers' weights are copied as well.
+    once, and the slots' live cache; on GPUs the layers' weights are copied as well. Adapters beside them are read like
+    weights; one half of each isn't split over `tensor`, and is counted as if it were.
     """
-    matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size
+    adapters = _adapter_weights(a, o)
+    matrices = a.num_layers * layer_weights(a) + a.vocab_size * a.hidden_size + adapters
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * mean_context
     cache = o.slots * mean_context * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
-    weights = decode_weight_bytes(a, o.dtype, o.weight_dtype)
+    weights = decode_weight_bytes(a, o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
     size = weights + cache + _copied_bytes(a, o, platform)
     return ProgramCost(o.slots * (2 * matrices + attention) / tensor, size / tensor)
 
@@ -187,12 +194,12 @@ def prefill_chunk(
 
     As `decode_step`, without the head; each token meets all those of its prompt, seen or not.
     """
-    matrices = a.num_layers * layer_weights(a)
+    matrices, adapters = a.num_layers * layer_weights(a), _adapter_weights(a, o)
     attention = 4 * a.num_heads * a.head_dim * a.num_layers * prompt_tokens
     positions = o.prefill_tokens
-    weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype) + _copied_bytes(a, o, platform)
-    size = weights + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
-    return ProgramCost(positions * (2 * matrices + attention) / tensor, size / tensor)
+    weights = matrices * _weight_itemsize(o.dtype, o.weight_dtype) + adapters * jnp.dtype(o.dtype).itemsize
+    size = weights + _copied_bytes(a, o, platform) + positions * kv_token_bytes(a, o.dtype, o.attention, o.kv_dtype)
+    return ProgramCost(positions * (2 * (matrices + adapters) + attention) / tensor, size / tensor)
 
 
 # ---- learning ----------------------------------------------------------------------------------------------------

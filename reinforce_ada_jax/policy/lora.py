@@ -2,7 +2,8 @@
 
 Adapters are a plain tree beside the base's, {"layers": {"attention": {"query": {"a": [L, D, r], "b": [L, r, N, H]}}}}:
 W becomes W + scaling * A B. `adapted` puts both side by side, to be trained; `merged` makes one weight of them, to be
-decoded from or exported. The product inside a layer is in `layers.py`, files are in `adapter_files.py`.
+exported, or decoded from in float32: a narrower weight would round most of the change away. The product inside a layer
+is in `layers.py`, files are in `adapter_files.py`.
 """
 
 import dataclasses
@@ -116,6 +117,16 @@ def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
     for name in (TARGETS[target] for target in lora.targets):
         weights[name] = Adapted(weights[name], matrices[f"{name}.a"], matrices[f"{name}.b"], lora.scaling)
     return nest(weights)
+
+
+def split(policy: Params) -> tuple[Params, Params]:
+    """Returns (base, adapters): the arrays that `adapted` put side by side."""
+    weights, matrices = flatten(policy), {}
+    for name, weight in weights.items():
+        if is_adapted(weight):
+            weights[name] = weight.weight
+            matrices |= {f"{name}.a": weight.a, f"{name}.b": weight.b}
+    return nest(weights), nest(matrices)
 
 
 def is_adapted(weight: object) -> bool:

@@ -9,7 +9,7 @@ layout or dtype differ.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from reinforce_ada_jax.distributed.mesh import local_rows
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, nest, weight_shapes
+from reinforce_ada_jax.policy.transformer import Declared, Params, nest, weight_shapes
 from reinforce_ada_jax.sampling.admission import Lengths
 from reinforce_ada_jax.sampling.programs import (
     as_decoded,
@@ -66,6 +67,13 @@ def buckets(longest: int) -> list[int]:
     while lengths[-1] < longest:
         lengths.append(2 * lengths[-1])
     return lengths
+
+
+def _are_alike(params: Params, expected: Params) -> bool:
+    if jax.tree.structure(params) != jax.tree.structure(expected):  # adapters, or matrices to be quantised
+        return False
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)
+    return all(w.dtype == x.dtype and w.sharding.is_equivalent_to(x.sharding, w.ndim) for w, x in pairs)
 
 
 # `EngineOptions.tail` of models from this size on.
@@ -132,32 +140,52 @@ class Engine:
 
     def decodes_from(self, params: Params) -> bool:
         """Returns True if decoding reads `params`, or arrays of such shapes, as they are; else it reads a copy."""
-        expected = self.abstract_weights()
-        if jax.tree.structure(params) != jax.tree.structure(expected):  # adapters, or matrices to be quantised
+        return _are_alike(params, self.abstract_weights())
+
+    def _decodes_from_base(self, params: Params) -> bool:
+        """Returns True if decoding reads the weights under adapters as they are, and copies the adapters alone."""
+        if self.options.adapters is None:
             return False
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True)
-        return all(w.dtype == x.dtype and w.sharding.is_equivalent_to(x.sharding, w.ndim) for w, x in pairs)
+        return _are_alike(lora.split(params)[0], lora.split(self.abstract_weights())[0])
 
     def decode_weights(self, params: Params) -> Params:
         """Returns `params` where they are laid out for decoding; else a copy, made by one jitted cast and reshard.
 
-        All processes take part in that program, which also merges adapters into their weights and rounds to int8 where
-        the options say so. Where the learner has other devices, its copy keeps the learner's layout, and is then sent
-        to the engine's.
+        All processes take part in that program, which also rounds to int8 and merges adapters into their weights where
+        the options say so. Where the weights under adapters are laid out for decoding, only the adapters are copied.
+        Where the learner has other devices, its copy keeps the learner's layout, and is then sent to the engine's.
         """
-        if not self.decodes_from(params):
-            params = self._programs.cast_weights(params)
-            if self._is_split:
-                return jax.device_put(params, weight_shardings(self.architecture, self.options, self.mesh))
+        if self.decodes_from(params):
+            return params
+        if self._decodes_from_base(params):
+            assert self.options.adapters is not None
+            base, adapters = lora.split(params)
+            return lora.adapted(base, self._programs.cast_adapters(adapters), self.options.adapters)
+        params = self._programs.cast_weights(params)
+        if self._is_split:
+            return jax.device_put(params, weight_shardings(self.architecture, self.options, self.mesh))
         return params
+
+    def abstract_copy(self, params: Params) -> Params | None:
+        """Returns shapes, dtypes and shardings of what `decode_weights` makes of such weights; None for nothing."""
+        if self.decodes_from(params):
+            return None
+        weights = self.abstract_weights()
+        return lora.split(weights)[1] if self._decodes_from_base(params) else weights
 
     def abstract_weights(self) -> Params:
         """Returns shapes, dtypes and shardings of the decode weights."""
-        declared = weight_shapes(self.architecture)
-        plain = nest({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in declared.items()})
+        adapters = self.options.adapters
+
+        def of_learner(declared: Mapping[str, Declared]) -> Params:
+            return nest({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in declared.items()})
+
+        params = of_learner(weight_shapes(self.architecture))
+        if adapters is not None:
+            params = lora.adapted(params, of_learner(lora.adapter_shapes(self.architecture, adapters)), adapters)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(functools.partial(as_decoded, options=self.options), plain),
+            jax.eval_shape(functools.partial(as_decoded, options=self.options), params),
             weight_shardings(self.architecture, self.options, self.mesh),
         )
 
@@ -191,7 +219,9 @@ class Engine:
         return programs | {f"prefill {tokens}": prefill(tokens) for tokens in buckets(self.options.max_prompt_tokens)}
 
     def lower_cast(self, params: Params) -> jax.stages.Lowered:
-        """Returns the program with which `decode_weights` copies weights such as `params`, lowered."""
+        """Returns the program with which `decode_weights` copies such weights, or their adapters, lowered."""
+        if self._decodes_from_base(params):
+            return self._programs.cast_adapters.lower(lora.split(params)[1])
         return self._programs.cast_weights.lower(params)
 
     @property

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from reinforce_ada_jax.distributed.mesh import tensor_spec, weight_sharding
 from reinforce_ada_jax.policy import lora, quantization
 from reinforce_ada_jax.policy.architecture import Architecture
-from reinforce_ada_jax.policy.transformer import Params, flatten, merge, nest, weight_shapes
+from reinforce_ada_jax.policy.transformer import Declared, Params, flatten, merge, nest, weight_shapes
 from reinforce_ada_jax.sampling import decode
 from reinforce_ada_jax.sampling.state import EngineOptions, empty_state
 
@@ -42,17 +42,38 @@ def learner_shardings(architecture: Architecture, options: EngineOptions, mesh: 
 
 def _map_weights(architecture: Architecture, options: EngineOptions, make: Callable[..., Any]) -> Params:
     """Returns `make(name, shape, logical axes)` of each array of the decode weights."""
+
+    def of_each(declared: Mapping[str, Declared]) -> Params:
+        return nest({name: make(name, *shape_axes) for name, shape_axes in declared.items()})
+
     declared = weight_shapes(architecture)
-    if options.weight_dtype == "int8":
-        return nest(quantization.map_declared(make, declared))
-    return nest({name: make(name, *shape_axes) for name, shape_axes in declared.items()})
+    is_int8 = options.weight_dtype == "int8"
+    base = nest(quantization.map_declared(make, declared)) if is_int8 else of_each(declared)
+    if options.adapters is None:
+        return base
+    return lora.adapted(base, of_each(lora.adapter_shapes(architecture, options.adapters)), options.adapters)
 
 
 def as_decoded(params: Params, options: EngineOptions) -> Params:
-    """Returns the learner's weights as decoding reads them: adapters merged, cast, matrices quantised if asked for."""
+    """Returns the learner's weights as decoding reads them: cast, matrices quantised if asked for.
+
+    Adapters stay beside their base where the options name them, and are merged into it where they do not.
+    """
+    if options.adapters is None:
+        return _plain(params, options)
+    base, adapters = lora.split(params)
+    return lora.adapted(_plain(base, options), cast_adapters(adapters, options), options.adapters)
+
+
+def _plain(params: Params, options: EngineOptions) -> Params:
     if options.weight_dtype == "int8":
         return nest(quantization.quantized_weights(flatten(lora.merged(params)), options.dtype))
     return lora.merged(params, dtype=options.dtype)
+
+
+def cast_adapters(adapters: Params, options: EngineOptions) -> Params:
+    """Returns adapters in the dtype to which the learner casts them for its products."""
+    return jax.tree.map(lambda x: x.astype(options.dtype), adapters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +87,7 @@ class Programs:
       insert: (state, prefix, slot, address, sampling) -> state.
       decode_token: (params, state) -> (state, int32[S, 3] of token, active, response tokens so far).
       cast_weights: the learner's weights -> decode weights on the learner's devices.
+      cast_adapters: the learner's adapters -> those of decoding, which then reads the learner's own base.
     """
 
     init_state: Any
@@ -74,6 +96,7 @@ class Programs:
     insert: Any
     decode_token: Any
     cast_weights: Any
+    cast_adapters: Any
 
 
 def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh, cast_shardings: Params) -> Programs:
@@ -111,6 +134,8 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         result = jnp.stack([state.slots.token, active.astype(jnp.int32), state.slots.count], axis=1)
         return decode.release_slots(state, ended), result
 
+    # Without the base, which it would copy: outputs of a program are arrays of their own.
+    as_adapters = functools.partial(cast_adapters, options=options)
     return Programs(
         init_state=jax.jit(init_state, out_shardings=layout),
         decode_window=jit_program(_on_each_replica(decode_window, mesh), out_shardings=(layout, own)),
@@ -118,6 +143,7 @@ def make_programs(architecture: Architecture, options: EngineOptions, mesh: Mesh
         insert=jax.jit(insert, donate_argnums=0, out_shardings=layout),
         decode_token=jit_program(decode_token, out_shardings=(layout, own)),
         cast_weights=jax.jit(functools.partial(as_decoded, options=options), out_shardings=cast_shardings),
+        cast_adapters=jax.jit(as_adapters, out_shardings=lora.split(cast_shardings)[1]),
     )
 
 

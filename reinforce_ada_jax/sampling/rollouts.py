@@ -54,7 +54,6 @@ class DecodeEngine(Protocol):
     def replicas(self) -> int: ...
     @property
     def spans_processes(self) -> bool: ...
-    def decodes_from(self, params: Any, /) -> bool: ...
     def decode_weights(self, params: Any, /) -> Any: ...
     def init_decode_state(self) -> Any: ...
     def decode_window(
@@ -179,8 +178,9 @@ class Rollouts:
         jax.block_until_ready(params)
         begin = time.monotonic()
         weights = jax.block_until_ready(self.engine.decode_weights(params))
-        copied = 0 if self.engine.decodes_from(params) else shard_bytes(weights)
-        self.reshard = Reshard(time.monotonic() - begin, copied)
+        own = {id(leaf) for leaf in jax.tree.leaves(params)}
+        copies = [leaf for leaf in jax.tree.leaves(weights) if id(leaf) not in own]
+        self.reshard = Reshard(time.monotonic() - begin, shard_bytes(copies))
         return weights
 
     def _check(self, sampling: SamplingParams) -> SamplingParams:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from reinforce_ada_jax.policy.architecture import Architecture
+from reinforce_ada_jax.policy.lora import Lora
 from reinforce_ada_jax.sampling import pages as pages_lib
 from reinforce_ada_jax.sampling.paged_attention import Pools, empty_pages
 from reinforce_ada_jax.sampling.pages import ArrayLike, PagePool, Record, padded_head_dim
@@ -278,6 +279,7 @@ class EngineOptions:
     attention: str = "jnp"
     kv_dtype: str = "model"  # of the pages: "model", as `dtype` says, or "int8"
     weight_dtype: str = "model"  # of the matrices: "model", as `dtype` says, or "int8"
+    adapters: Lora | None = None  # decoded beside their base; None: there are none, or they are merged
     drafts: int = 0  # most tokens that a step guesses and verifies for a slot (drafts.py)
     draft_rows: int = 0  # rows of a step up to which guesses add to the slots; others only fill rows of idle slots
     row_time: float = 0.0  # of one more row in a step, in times of reading all weights (draft_choice.py)

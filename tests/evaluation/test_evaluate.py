@@ -238,6 +238,13 @@ def test_a_graders_entry_of_a_benchmark_that_is_not_evaluated_now_is_fine(tmp_pa
     assert config.evaluation.graders == ("words=cipher",) and config.evaluation.samples == 3
 
 
+def test_a_folder_has_no_adapters_whatever_the_configuration_trains(tmp_path, words):
+    # In bfloat16 the engine of a training decodes from a base and adapters.
+    run(words, tmp_path / "out", samples=1, **{"lora.rank": 4, "model.compute_dtype": "bfloat16"})
+    rows = (tmp_path / "out" / "words.jsonl").read_bytes().splitlines()
+    assert len(rows) == 32
+
+
 def test_a_run_is_evaluated_with_its_own_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text(config_lib.to_json(tiny()))
 

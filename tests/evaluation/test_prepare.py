@@ -122,6 +122,7 @@ def test_rewards_that_fail_leave_their_prompts_out(tmp_path):
     reward.write_text(REWARD)
     source = four_answers(tmp_path / "four.jsonl")
     changes = {"reward.path": f"{reward}:grade", "reward.workers": 2, "reward.time_limit_s": 0.5}
+    changes |= {"lora.rank": 4, "model.compute_dtype": "bfloat16"}  # the model that is drawn from has no adapters
     run(source, output, band=(0.0, 1.0), **changes)
     manifest = json.loads(output.with_suffix(".manifest.json").read_text())
     assert manifest["counts"]["reference_fails"] == 3 and manifest["histogram"] == [0, 0, 0, 0, 1]

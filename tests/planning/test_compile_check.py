@@ -25,6 +25,7 @@ from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.policy.transformer import init
 from reinforce_ada_jax.sampling.rollouts import Rollouts
 from reinforce_ada_jax.sampling.state import EngineOptions
+from reinforce_ada_jax.training import components as components_lib
 from tests.policy import ggufs
 from tests.running import CONFIGS, ROOT, environment, load, tiny
 from tests.sampling import tiny as tiny_engine
@@ -112,9 +113,11 @@ ARCHITECTURE = from_hf(SIZES | {"num_key_value_heads": 2, "tie_word_embeddings":
 
 
 def abstract(dtype="float32", axes=None, **changes) -> AbstractRun:
-    options = dataclasses.replace(OPTIONS, dtype=dtype)
+    config = tiny(**{"model.compute_dtype": dtype} | changes)
+    adapters = components_lib.engine_options(config, ARCHITECTURE, (0,)).adapters
+    options = dataclasses.replace(OPTIONS, dtype=dtype, adapters=adapters)
     mesh = make_mesh(**(axes or dict(data=2, fsdp=2, tensor=2)))
-    return programs_lib.abstract_run(tiny(**changes), ARCHITECTURE, options, mesh)
+    return programs_lib.abstract_run(config, ARCHITECTURE, options, mesh)
 
 
 def test_the_learner_takes_just_what_training_hands_over():
@@ -148,11 +151,11 @@ def test_state_bytes():
 ])  # fmt: skip
 def test_what_stands_beside_decoding(axes, dtype, copies):
     run = abstract(dtype, axes)
-    assert run.shares_weights is (copies == 2)
+    assert (run.decode_copy is None) is (copies == 2)
     weights = shard_bytes(run.state.params)
     assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {copies * weights + 12}
     names = [program.name for program in programs_lib.learner_programs(run)]
-    assert names == (["update"] if run.shares_weights else ["reshard", "update"])
+    assert names == (["update"] if run.decode_copy is None else ["reshard", "update"])
     two_updates = abstract(dtype, axes, **{"collection.prompts_per_iteration": 64})
     assert [program.name for program in programs_lib.learner_programs(two_updates)][-2:] == ["score", "update"]
 
@@ -177,11 +180,11 @@ def test_what_stands_beside_the_learner():
     assert with_reference["reshard"] == moments + cache + 400  # the first weights, float32 here, as the learner's
 
 
-LORA = {"lora.rank": 1, "model.compute_dtype": "bfloat16", "learning.kl_coefficient": 0.1}
+LORA = {"lora.rank": 1, "learning.kl_coefficient": 0.1}
 
 
 def test_adapters_are_trained_over_what_training_hands_over():
-    run = abstract(**LORA, **{"learning.micro_batches": 2})
+    run = abstract("bfloat16", **LORA, **{"learning.micro_batches": 2})
     mesh, key = run.learner.mesh, jax.random.key(0)
     base = init(ARCHITECTURE, key, mesh, jnp.bfloat16)
     state = run.learner.init(lora.init(ARCHITECTURE, run.learner.lora, key, mesh))
@@ -197,26 +200,47 @@ def test_adapters_are_trained_over_what_training_hands_over():
 
 
 def test_what_stands_beside_programs_of_adapters():
-    run = abstract(**LORA)
+    run = abstract("bfloat16", **LORA)
     # A layer of rank 1, half of each adapter split over `fsdp` and half over `tensor`: four of attention with 2 + 2
     # weights a device, three of the feed-forward with 2 + 3. Two layers: 62 float32 numbers, two moments, 3 counts.
     params, moments = 248, 2 * 248 + 12
     assert (shard_bytes(run.state.params), shard_bytes(run.state)) == (params, params + moments)
     base = 200  # bfloat16; 400 in float32, see test_state_bytes
-    assert (run.learner_bytes, run.reference_bytes, run.shares_weights) == (params + moments + base, 0, False)
+    assert (run.learner_bytes, run.reference_bytes) == (params + moments + base, 0)
+    # Split over `tensor` only, with half of each adapter whole: 62 + 28 numbers of adapters in bfloat16.
+    decoding = (2 * (68 + 6 + 8) + 20 + 4) * 2
+    adapters = 2 * (4 * (2 + 4) + 2 * (4 + 3) + 3 + 4) * 2
+    assert shard_bytes(run.decode_copy) == decoding + adapters
     assert run.learner_bytes < shard_bytes(abstract().state)
     # The reference is the base itself.
     assert run.resident_bytes == run.learner_bytes + run.cache_bytes
     beside = {program.name: program.beside_bytes for program in programs_lib.learner_programs(run)}
-    assert beside == {"reshard": moments + 1152, "score": moments + 1152, "update": 1152}
+    cache = 9 * 4 * (2 * 2 * 2 * 2) * 2 // 2
+    assert beside == {"reshard": moments + cache, "score": moments + cache, "update": cache}
     assert {program.beside_bytes for program in programs_lib.engine_programs(run, 10)} == {params + moments + base}
+
+
+def test_of_a_base_in_decoding_s_layout_the_adapters_alone_are_copied():
+    run = abstract("bfloat16", dict(tensor=2), **LORA)
+    base, adapters = shard_bytes(run.base), shard_bytes(run.state.params)
+    assert shard_bytes(run.decode_copy) == adapters // 2
+    reshard = programs_lib.learner_programs(run)[0]
+    assert (reshard.name, reshard.cost) == ("reshard", ProgramCost(0.0, adapters + adapters // 2))
+    assert reshard.beside_bytes == run.moment_bytes + run.cache_bytes + base
+    assert shapes(reshard.lower().args_info[0][0]) == shapes(run.state.params)
+    # The base is an argument of the window.
+    (window,) = programs_lib.engine_programs(run, 10)
+    assert window.beside_bytes == run.moment_bytes + adapters
+    # Where float32 adapters are merged, all weights are copied.
+    merged = abstract(axes=dict(tensor=2), **LORA)
+    assert shard_bytes(merged.decode_copy) == shard_bytes(merged.base)
 
 
 def test_merging_adapters_is_counted():
     # Rank 1 on 136 matrix weights of each of two layers, 2 FLOPs each, on 4 devices; with queries alone on 16.
     assert programs_lib.merge_flops(abstract(**LORA)) == 2 * 2 * 136 / 4
     assert programs_lib.merge_flops(abstract(**LORA, **{"lora.targets": ("q_proj",)})) == 2 * 2 * 16 / 4
-    assert programs_lib.merge_flops(abstract()) == 0
+    assert programs_lib.merge_flops(abstract()) == programs_lib.merge_flops(abstract("bfloat16", **LORA)) == 0
 
 
 def test_every_program_of_adapters_lowers_and_the_update_is_in_place():

@@ -10,6 +10,7 @@ from reinforce_ada_jax.planning import plan, programs, roofline
 from reinforce_ada_jax.planning.compilation import ProgramResult
 from reinforce_ada_jax.planning.plan import Deployment, Statistics
 from reinforce_ada_jax.planning.roofline import CHIPS, GIB, BatchLayout, Chip, ProgramCost
+from reinforce_ada_jax.policy import lora
 from reinforce_ada_jax.policy.architecture import from_hf
 from reinforce_ada_jax.policy.presets import PUBLISHED
 from reinforce_ada_jax.sampling.state import EngineOptions, kv_token_bytes
@@ -68,6 +69,16 @@ def test_prefill_chunk():
     assert roofline.prefill_chunk(UNTIED, OPTIONS, 2, 4, "gpu") == ProgramCost(2432, 304 + 2 * 240)
     int8 = dataclasses.replace(OPTIONS, kv_dtype="int8", weight_dtype="int8")
     assert roofline.prefill_chunk(TIED, int8, 1, 4) == ProgramCost(4864, 2 * 120 + 8 * 24)
+
+
+def test_decoding_beside_adapters():
+    # Rank 1 on queries and down: of two layers 4 + 4 and 6 + 4 weights each, 36 in all, in bfloat16 also over int8.
+    adapted = dataclasses.replace(OPTIONS, adapters=lora.Lora(1, 1.0, ("q_proj", "down_proj")))
+    assert roofline.decode_step(TIED, adapted, 1, 5) == ProgramCost(2160 + 3 * 2 * 36, 872 + 2 * 36)
+    assert roofline.decode_step(TIED, adapted, 1, 5, "gpu") == ProgramCost(2376, 872 + 72 + 2 * (240 + 36) * 2)
+    int8 = dataclasses.replace(adapted, kv_dtype="int8", weight_dtype="int8")
+    assert roofline.decode_step(TIED, int8, 1, 5) == ProgramCost(2376, 316 + 3 * 5 * 24 + 72)
+    assert roofline.prefill_chunk(TIED, adapted, 1, 4) == ProgramCost(4864 + 8 * 2 * 36, 608 + 72)
 
 
 def test_score_call():

@@ -87,9 +87,6 @@ class PageEngine:
     def __init__(self, options: EngineOptions, replicas: int = 1):
         self.options, self.replicas, self.spans_processes = options, replicas, False
 
-    def decodes_from(self, params: None) -> bool:
-        return True
-
     def decode_weights(self, params: None) -> None:
         pass
 

@@ -112,7 +112,8 @@ def test_another_dtype_is_one_copy():
 
 def test_matrices_in_int8_are_one_copy():
     mesh = mesh_lib.make_mesh(fsdp=2, tensor=2)
-    rollouts, params = Rollouts(tiny_engine(mesh, weight_dtype="int8")), tiny.params_on(mesh)
+    engine, params = tiny_engine(mesh, weight_dtype="int8"), tiny.params_on(mesh)
+    rollouts = Rollouts(engine)
     weights = rollouts.decode_weights(params)
     # 2 devices share a tensor: 2 layers of query and output 32 x 32, key and value 32 x 16, MLP 3 x 32 x 64, and the
     # embedding and head 24 x 32, a byte each. Scales for the outputs of each: 4 bytes, those along `tensor` shared.
@@ -120,8 +121,8 @@ def test_matrices_in_int8_are_one_copy():
     scales = 4 * (2 * (32 // 2 + 32 + 2 * 16 // 2 + 2 * 64 // 2 + 32) + 2 * 24 // 2)
     norms_and_biases = 4 * (2 * (2 * 32 + (32 + 2 * 16) // 2) + 32)
     assert rollouts.reshard.bytes == matrices + scales + norms_and_biases
-    assert rollouts.engine.decodes_from(weights) and rollouts.engine.decode_weights(weights) is weights
-    assert not rollouts.engine.decodes_from(params)
+    assert engine.decodes_from(weights) and engine.decode_weights(weights) is weights
+    assert not engine.decodes_from(params)
     # A sampler of its own: the same numbers, from the learner's devices to others.
     learner, sampler = mesh_lib.split_meshes(MeshConfig(fsdp=2, tensor=2, learner=4, sampler=4))
     options = dataclasses.replace(tiny.OPTIONS, weight_dtype="int8")
@@ -198,6 +199,83 @@ def test_adapters_are_merged_on_their_way():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), weights, merged)
     # They are decoding's own from then on.
     assert engine.decode_weights(weights) is weights
+
+
+def small_policy(mesh):
+    """A base in bfloat16 under adapters as after a few updates: their product is a thousandth of the weights."""
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params_on(mesh))
+    flat = transformer.flatten(random_adapters(tiny.ARCHITECTURE))
+    adapters = transformer.nest({name: 0.003 * x if name.endswith(".b") else x for name, x in flat.items()})
+    return lora.adapted(base, jax.device_put(adapters, lora.shardings(tiny.ARCHITECTURE, ALL, mesh)), ALL)
+
+
+@pytest.mark.parametrize("weight_dtype", ["model", "int8"])
+def test_the_sampler_s_log_probabilities_change_by_what_the_policy_s_do(weight_dtype):
+    # W + scaling * A B, rounded to bfloat16, has 0.37 of the policy's change; rounded to int8, 0.43, and noise of 2.6
+    # times its size.
+    mesh = mesh_lib.make_mesh()
+    engine = tiny_engine(dtype="bfloat16", weight_dtype=weight_dtype, adapters=ALL)
+    policy = small_policy(mesh)
+    base, adapters = lora.split(policy)
+    nothing = lora.adapted(base, jax.tree.map(jnp.zeros_like, adapters), ALL)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 24, (8, 32)), jnp.int32)
+
+    def logprobs(weights):
+        # In float32, so that only what became of the weights counts.
+        return jax.nn.log_softmax(transformer.logits(tiny.ARCHITECTURE, weights, tokens))
+
+    wanted = logprobs(policy) - logprobs(nothing)
+    sampled = logprobs(engine.decode_weights(policy)) - logprobs(engine.decode_weights(nothing))
+    assert float(jnp.vdot(sampled, wanted) / jnp.vdot(wanted, wanted)) == pytest.approx(1, abs=0.02)
+    # Nothing else is in it, either.
+    assert float(jnp.linalg.norm(sampled - wanted) / jnp.linalg.norm(wanted)) < 0.05
+
+
+def test_of_a_base_that_is_laid_out_for_decoding_the_adapters_alone_are_copied():
+    mesh = mesh_lib.make_mesh(tensor=2)
+    engine, policy = tiny_engine(mesh, dtype="bfloat16", adapters=ALL), small_policy(mesh)
+    rollouts = Rollouts(engine)
+    base, adapters = lora.split(policy)
+    weights = rollouts.decode_weights(policy)
+    decoded_base, decoded = lora.split(weights)
+    assert pointers(decoded_base) == pointers(base)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.bfloat16)), decoded, adapters)
+    assert rollouts.reshard.bytes == mesh_lib.shard_bytes(decoded) == mesh_lib.shard_bytes(adapters) // 2
+    copied = engine.abstract_copy(policy)
+    assert [x.shape for x in jax.tree.leaves(copied)] == [x.shape for x in jax.tree.leaves(decoded)]
+    # The learner scores with the same numbers.
+    tokens = jnp.arange(3, 19)[None]
+    scored = [transformer.logits(tiny.ARCHITECTURE, params, tokens, jnp.bfloat16) for params in (weights, policy)]
+    np.testing.assert_array_equal(*scored)
+    assert engine.decode_weights(weights) is weights
+
+
+@pytest.mark.parametrize("weight_dtype", ["model", "int8"])
+def test_adapters_beside_their_base_are_split_over_tensor_only(weight_dtype):
+    mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+    engine = tiny_engine(mesh, dtype="bfloat16", weight_dtype=weight_dtype, adapters=ALL)
+    weights, expected = engine.decode_weights(small_policy(mesh)), engine.abstract_weights()
+    assert jax.tree.structure(weights) == jax.tree.structure(expected)
+    for made, shape in zip(jax.tree.leaves(weights), jax.tree.leaves(expected), strict=True):
+        assert (made.shape, made.dtype) == (shape.shape, shape.dtype)
+        assert made.sharding.is_equivalent_to(shape.sharding, made.ndim)
+    query = weights["layers"]["attention"]["query"]
+    assert query.a.sharding.shard_shape((2, 32, 4)) == (2, 32, 4)
+    assert query.b.sharding.shard_shape((2, 4, 4, 8)) == (2, 4, 2, 8)
+    alone = tiny_engine(mesh, dtype="bfloat16", weight_dtype=weight_dtype)
+    base = alone.decode_weights(lora.split(small_policy(mesh))[0])
+    jax.tree.map(np.testing.assert_array_equal, lora.split(weights)[0], base)
+
+
+@pytest.mark.parametrize("changes, is_apart", [
+    ({"model.compute_dtype": "bfloat16"}, True),
+    ({"model.compute_dtype": "float32"}, False),
+    ({"model.compute_dtype": "float32", "sampling.weight_dtype": "int8"}, True),
+])  # fmt: skip
+def test_adapters_are_decoded_beside_weights_that_are_narrower_than_float32(changes, is_apart):
+    config = replaced(Config(), {"lora.rank": 4, "lora.alpha": 8.0, **changes})
+    assert engine_options(config, tiny.ARCHITECTURE, (3,)).adapters == (ALL if is_apart else None)
+    assert engine_options(replaced(config, {"lora.rank": 0}), tiny.ARCHITECTURE, (3,)).adapters is None
 
 
 def test_pages_are_split_by_kv_heads():
