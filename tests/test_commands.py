@@ -79,7 +79,7 @@ def refused_run(tmp_path, capsys, *parts, **changes):
             ["key 'num_generations'", "TRL, tunix is collection.group_size here"],
         ),
         ([TINY, "--config.max_steps=8"], ["max_steps of TRL, tunix has no counterpart", "Set iterations"]),
-        ([TINY, "--config.iterations=many"], ["--config.iterations=many", "invalid literal"]),
+        ([TINY, "--config.iterations=many"], ["--config.iterations is 'many'", "a whole number"]),
         ([TINY, "--config.mesh=3"], ["--config.mesh=3", "not a dict"]),
         ([TINY, "grpo"], ["unexpected argument 'grpo'", "--name=value"]),
         ([TINY, "--strategy=grpo"], ["strategy"]),
