@@ -1,14 +1,20 @@
 """The sizes and switches of a decoder, read from a Hugging Face `config.json`, and written back to one.
 
-Three families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
-on queries and keys, a head dim of its own) and Llama-3.2 (scaled rotary frequencies). Everything that sets them
-apart is a field here.
+Six families share one decoder (`transformer.py`): Qwen2 and Qwen2.5 (biases on query, key and value), Qwen3 (a norm
+on queries and keys, a head dim of its own), Llama-3.2 (scaled rotary frequencies), Mistral (those of Llama, with full
+attention), SmolLM3 (layers without rotary positions) and OLMo 2 (norms after attention and feed-forward, and one norm
+over all queries of a token, and over all keys). Everything that sets them apart is a field here.
 """
 
 import dataclasses
 from typing import Any
 
-CLASS_NAMES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+CLASS_NAMES = {
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
+}  # fmt: skip
+# Of a config.json that does not say, as in transformers.
+MAX_POSITIONS = {"llama": 2048, "olmo2": 2048, "mistral": 4096 * 32}
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
@@ -32,7 +38,13 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of a decoder. Hashable: a static argument of every compiled program."""
+    """Sizes and switches of a decoder. Hashable: a static argument of every compiled program.
+
+    Attributes:
+      qk_norm: queries and keys have a norm, of each head, or of all heads together with `qk_norm_whole`.
+      norm_after: the norms of a layer are those of its outputs, not of its inputs.
+      unrotated_layers: indices of layers without rotary positions.
+    """
 
     family: str
     vocab_size: int
@@ -51,13 +63,17 @@ class Architecture:
     tied_embedding: bool
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    qk_norm_whole: bool = False
+    norm_after: bool = False
+    unrotated_layers: tuple[int, ...] = ()
 
     @property
     def num_parameters(self) -> int:
         """Weights in all, the embedding counted once where it is tied."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         attention += self.qkv_bias * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        attention += self.qk_norm * 2 * self.head_dim
+        normed = self.num_heads + self.num_kv_heads if self.qk_norm_whole else 2
+        attention += self.qk_norm * normed * self.head_dim
         layer = attention + 3 * self.hidden_size * self.ffn_size + 2 * self.hidden_size
         embedding = self.vocab_size * self.hidden_size
         return self.num_layers * layer + embedding * (2 - self.tied_embedding) + self.hidden_size
@@ -127,6 +143,19 @@ def _ids(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, list) else (value,)
 
 
+def _unrotated_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """The layers without rotary positions: 0 in `no_rope_layers`, else each last one of `no_rope_layer_interval`."""
+    layers, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval") or 4
+    if not _whole(interval, 1, MOST["num_hidden_layers"]):
+        raise ValueError(
+            f"config.json has no_rope_layer_interval = {interval!r:.80}; it must be a whole number from 1."
+        )
+    rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):
+        raise ValueError(f"config.json has no_rope_layers = {rotated!r:.80}; it must be {layers} numbers, 0 or 1.")
+    return tuple(layer for layer, is_rotated in enumerate(rotated) if not is_rotated)
+
+
 def from_hf(config: dict[str, Any]) -> Architecture:
     """The architecture that a Hugging Face `config.json` (transformers 4 or 5) describes.
 
@@ -137,7 +166,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in CLASS_NAMES:
         raise ValueError(
-            f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} (Qwen2/2.5, Qwen3, Llama-3)."
+            f"config.json has model_type {family!r}; supported: {', '.join(CLASS_NAMES)} "
+            "(Qwen2/2.5, Qwen3, Llama-3, SmolLM2, Mistral, SmolLM3, OLMo 2)."
         )
     missing = [key for key in NEEDED if key not in config]
     if missing:
@@ -145,6 +175,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     _check_values(config)
     refused = {
         "hidden_act": config.get("hidden_act", "silu") != "silu",
+        "sliding_window": family == "mistral" and config.get("sliding_window") is not None,
         "use_sliding_window": bool(config.get("use_sliding_window", False)),
         "layer_types": set(config.get("layer_types") or ()) - {"full_attention"} != set(),
         "mlp_bias": bool(config.get("mlp_bias", False)),
@@ -170,15 +201,18 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
         head_dim=head_dim,
-        max_positions=config.get("max_position_embeddings") or (32768 if family != "llama" else 2048),
+        max_positions=config.get("max_position_embeddings") or MAX_POSITIONS.get(family, 32768),
         norm_epsilon=config.get("rms_norm_eps") or 1e-6,
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tied_embedding=bool(config.get("tie_word_embeddings", False)),
+        qk_norm=family in ("qwen3", "olmo2"),
+        tied_embedding=bool(config.get("tie_word_embeddings", family == "smollm3")),
         eos_ids=_ids(config.get("eos_token_id")),
         bos_id=config.get("bos_token_id"),
+        qk_norm_whole=family == "olmo2",
+        norm_after=family == "olmo2",
+        unrotated_layers=_unrotated_layers(config) if family == "smollm3" else (),
     )
 
 
@@ -215,10 +249,15 @@ def to_hf(architecture: Architecture, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
         "bos_token_id": architecture.bos_id,
+        "pad_token_id": None,  # the default of a class in transformers may be beyond the vocabulary
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
     }
     if architecture.rope_scaling is not None:
         config["rope_scaling"] = rope
+    if architecture.family == "smollm3":
+        config["no_rope_layers"] = [int(i not in architecture.unrotated_layers) for i in range(architecture.num_layers)]
+    if architecture.family == "mistral":
+        config["sliding_window"] = None
     if architecture.family == "qwen2":
         config["use_sliding_window"] = False
     else:

@@ -46,6 +46,15 @@ TABLE = {
     "final_norm": ("D", "model.norm.weight", "D"),
     "head": ("D V", "lm_head.weight", "V D"),
 }
+# What other architectures have instead.
+NORM_AFTER = {
+    "layers.attention_norm": ("L D", "model.layers.{}.post_attention_layernorm.weight", "D"),
+    "layers.mlp_norm": ("L D", "model.layers.{}.post_feedforward_layernorm.weight", "D"),
+}
+QK_NORM_WHOLE = {
+    "layers.attention.query_norm": ("L N H", "model.layers.{}.self_attn.q_norm.weight", "NH"),
+    "layers.attention.key_norm": ("L K H", "model.layers.{}.self_attn.k_norm.weight", "KH"),
+}
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -93,12 +102,17 @@ def axis_sizes(architecture: Architecture) -> dict[str, int]:
     }  # fmt: skip
 
 
+def table(architecture: Architecture) -> dict[str, tuple[str, str, str]]:
+    """`TABLE` as this architecture has it."""
+    after, whole = architecture.norm_after, architecture.qk_norm_whole
+    return TABLE | (NORM_AFTER if after else {}) | (QK_NORM_WHOLE if whole else {})
+
+
 def parts(architecture: Architecture) -> dict[str, Part]:
     """Every tensor of a Hugging Face folder of this architecture, by its name there."""
-    sizes = axis_sizes(architecture)
-    found = {}
+    sizes, names, found = axis_sizes(architecture), table(architecture), {}
     for weight, (shape, _) in transformer.weight_shapes(architecture).items():
-        our_axes, name, their_axes = TABLE[weight]
+        our_axes, name, their_axes = names[weight]
         theirs = tuple(math.prod(sizes[letter] for letter in axis) for axis in their_axes.split())
         transposed = our_axes.replace(" ", "").removeprefix("L") != their_axes.replace(" ", "")
         if our_axes[0] != "L":

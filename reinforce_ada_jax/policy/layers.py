@@ -208,8 +208,9 @@ class Attention(nnx.Module):
             self.key_bias = declare((k, h), ("kv_heads", "head"))
             self.value_bias = declare((k, h), ("kv_heads", "head"))
         if architecture.qk_norm:
-            self.query_norm = declare((h,), ("head",), constant=1.0)
-            self.key_norm = declare((h,), ("head",), constant=1.0)
+            whole = architecture.qk_norm_whole
+            self.query_norm = declare(*(((n, h), ("heads", "head")) if whole else ((h,), ("head",))), constant=1.0)
+            self.key_norm = declare(*(((k, h), ("kv_heads", "head")) if whole else ((h,), ("head",))), constant=1.0)
 
     def project(
         self, x: Float[Array, "B T D"], positions: Int[Array | np.ndarray, "B T"]
@@ -224,10 +225,16 @@ class Attention(nnx.Module):
             key = key + self.key_bias[...].astype(dtype)[None, None]
             value = value + self.value_bias[...].astype(dtype)[None, None]
         if self.architecture.qk_norm:
-            query = rms_norm(query, self.query_norm[...], self.architecture.norm_epsilon)
-            key = rms_norm(key, self.key_norm[...], self.architecture.norm_epsilon)
+            query = self._norm(query, self.query_norm[...])
+            key = self._norm(key, self.key_norm[...])
         frequencies = rotary_frequencies(self.architecture)
         return rotate(query, positions, frequencies), rotate(key, positions, frequencies), value
+
+    def _norm(self, x: Float[Array, "B T N H"], scale: Float[Array, "*N H"]) -> Float[Array, "B T N H"]:
+        """The norm of each head, or of all heads of a token as one vector."""
+        if not self.architecture.qk_norm_whole:
+            return rms_norm(x, scale, self.architecture.norm_epsilon)
+        return rms_norm(x.reshape(*x.shape[:2], -1), scale.reshape(-1), self.architecture.norm_epsilon).reshape(x.shape)
 
     def merge_heads(self, mixed: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
         """The output projection."""
@@ -250,7 +257,7 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Pre-norm attention and feed-forward, each with its residual (assembled in `transformer.run`)."""
+    """Attention and feed-forward, each with a norm and its residual (assembled in `transformer.run`)."""
 
     def __init__(self, architecture: Architecture, declare: Declare):
         self.attention_norm = declare((architecture.hidden_size,), ("embed",), constant=1.0)

@@ -157,7 +157,10 @@ def run(
     """
     graph, state = nnx.split(model.layers)
     stacked, epsilon = nnx.to_pure_dict(state), model.architecture.norm_epsilon
+    norm_after = model.architecture.norm_after
     adapter_rows = None if adapter is None else row_adapters(stacked, adapter)
+    is_rotated = np.ones(model.architecture.num_layers, np.int32)
+    is_rotated[list(model.architecture.unrotated_layers)] = 0
 
     def one_layer(state, inputs):
         x, carry = state
@@ -166,14 +169,25 @@ def run(
             weights = choose_adapters(weights, adapter_rows)
         layer = nnx.merge(graph, weights)
 
+        def attention_norm(x):
+            return rms_norm(x, layer.attention_norm[...], epsilon)
+
+        def mlp_norm(x):
+            return rms_norm(x, layer.mlp_norm[...], epsilon)
+
         def before(x, positions):
-            return layer.attention.project(rms_norm(x, layer.attention_norm[...], epsilon), positions)
+            return layer.attention.project(x if norm_after else attention_norm(x), positions)
 
         def after(x, mixed):
+            if norm_after:
+                x = x + attention_norm(layer.attention.merge_heads(mixed))
+                return constrain(x + mlp_norm(layer.mlp(x)))
             x = x + layer.attention.merge_heads(mixed)
-            return constrain(x + layer.mlp(rms_norm(x, layer.mlp_norm[...], epsilon)))
+            return constrain(x + layer.mlp(mlp_norm(x)))
 
-        query, key, value = rowwise(before, x, positions)
+        # At position 0 nothing is rotated.
+        where = positions if is_rotated.all() else positions * jnp.asarray(is_rotated)[index]
+        query, key, value = rowwise(before, x, where)
         mixed, carry, kept = attend(query, key, value, index, carry)
         return (rowwise(after, x, mixed), carry), kept
 

@@ -36,6 +36,14 @@ MODELS = {
     "llama-scaled-tied": transformers.LlamaConfig(
         **SIZES, tie_word_embeddings=True, rope_parameters=make_golden.LLAMA3_ROPE, head_dim=16
     ),
+    "mistral-wide-heads": transformers.MistralConfig(
+        **SIZES, tie_word_embeddings=False, sliding_window=None, head_dim=32
+    ),
+    "smollm3-untied": transformers.SmolLM3Config(
+        **SIZES | dict(num_hidden_layers=5), tie_word_embeddings=False, pad_token_id=0
+    ),
+    "olmo2-no-groups": transformers.Olmo2Config(**SIZES | dict(num_key_value_heads=4), pad_token_id=0),
+    "olmo2-tied-group-of-2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=True, pad_token_id=0),
     "llama-plain-untied-no-groups": transformers.LlamaConfig(
         **SIZES | dict(num_key_value_heads=4), tie_word_embeddings=False, rms_norm_eps=1e-5
     ),

@@ -15,7 +15,7 @@ from flax import nnx
 from reinforce_ada_jax.policy import huggingface, layers, transformer
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "transformers"
-FAMILIES = ("qwen2", "qwen3", "llama")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "smollm3", "olmo2")
 
 
 @functools.cache
@@ -33,22 +33,32 @@ def _modules(architecture, params, recording):
     layer = nnx.merge(graph, jax.tree.map(lambda weight: weight[-1], nnx.to_pure_dict(stacked)))
     x, epsilon = recording["layer_input"], architecture.norm_epsilon
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    query, key, value = layer.attention.project(recording["attention_norm"], positions)
+    into = {
+        "attention_norm": x, "attention": recording["attention_norm"],
+        "feed_forward_norm": x + recording["attention"], "feed_forward": recording["feed_forward_norm"],
+    }  # fmt: skip
+    if architecture.norm_after:
+        into = {
+            "attention_norm": recording["attention"], "attention": x,
+            "feed_forward_norm": recording["feed_forward"], "feed_forward": x + recording["attention_norm"],
+        }  # fmt: skip
+    query, key, value = layer.attention.project(into["attention"], positions)
     mixed, _, _ = transformer.causal_attend(query, key, value, 0, None)
     return {
         "frequencies": layers.rotary_frequencies(architecture),
-        "attention_norm": layers.rms_norm(x, layer.attention_norm[...], epsilon),
+        "attention_norm": layers.rms_norm(into["attention_norm"], layer.attention_norm[...], epsilon),
         "query": query,
         "key": key,
         "attention": layer.attention.merge_heads(mixed),
-        "feed_forward_norm": layers.rms_norm(x + recording["attention"], layer.mlp_norm[...], epsilon),
-        "feed_forward": layer.mlp(recording["feed_forward_norm"]),
+        "feed_forward_norm": layers.rms_norm(into["feed_forward_norm"], layer.mlp_norm[...], epsilon),
+        "feed_forward": layer.mlp(into["feed_forward"]),
     }
 
 
 def check_modules(architecture, params, recording):
     """Each module of the last layer on its recorded input, to 1e-5."""
-    inputs = {name: recording[name] for name in ("layer_input", "attention_norm", "attention", "feed_forward_norm")}
+    names = ("layer_input", "attention_norm", "attention", "feed_forward_norm", "feed_forward")
+    inputs = {name: recording[name] for name in names}
     for name, value in _modules(architecture, params, inputs).items():
         np.testing.assert_allclose(value, recording[name], rtol=1e-5, atol=1e-5, err_msg=name)
 
@@ -57,7 +67,10 @@ def check_layer(architecture, params, recording):
     """The last layer as `transformer.run` composes it, to 1e-5: a model of that layer, embedding its recorded input."""
     x = recording["layer_input"]
     rows, length, width = x.shape
-    alone = dataclasses.replace(architecture, num_layers=1, vocab_size=rows * length)
+    unrotated = (0,) if architecture.num_layers - 1 in architecture.unrotated_layers else ()
+    alone = dataclasses.replace(
+        architecture, num_layers=1, vocab_size=rows * length, unrotated_layers=unrotated
+    )  # fmt: skip
     last = {"layers": jax.tree.map(lambda weight: weight[-1:], params["layers"])}
     model = transformer.merge(alone, params | last | {"embedding": jnp.asarray(x.reshape(-1, width))})
     hidden = transformer.hidden_states(model, jnp.arange(rows * length).reshape(rows, length), dtype=jnp.float32)

@@ -33,7 +33,34 @@ LLAMA32_3B = {
                      "original_max_position_embeddings": 8192, "rope_type": "llama3"},
     "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
 }  # fmt: skip
-PUBLISHED = {"qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B}
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}  # fmt: skip
+SMOLLM3_3B = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "bos_token_id": 128000, "eos_token_id": 128012,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+    "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4, "num_attention_heads": 16,
+    "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0,
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+OLMO2_1B = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "eos_token_id": 100257, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "olmo2",
+    "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-06,
+    "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352,
+}  # fmt: skip
+PUBLISHED = {
+    "qwen2": QWEN25_1P5B, "qwen3": QWEN3_4B, "llama": LLAMA32_3B, "mistral": MISTRAL_7B, "smollm3": SMOLLM3_3B,
+    "olmo2": OLMO2_1B,
+}  # fmt: skip
+COUNTS = {
+    "qwen2": 1543714304, "qwen3": 4022468096, "llama": 3212749824, "mistral": 7248023552, "smollm3": 3075098624,
+    "olmo2": 1484916736,
+}  # fmt: skip
 
 
 def test_llama_reads_field_by_field():
@@ -52,7 +79,15 @@ def test_what_sets_the_families_apart():
     assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim, qwen3.rope_scaling) == (False, True, 128, None)
 
 
-@pytest.mark.parametrize("family, count", [("qwen2", 1543714304), ("qwen3", 4022468096), ("llama", 3212749824)])
+def test_smollm3_rotates_three_layers_of_four():
+    every_fourth = tuple(range(3, 36, 4))
+    assert from_hf(SMOLLM3_3B).unrotated_layers == every_fourth
+    listed = SMOLLM3_3B | {"no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 7}
+    assert from_hf(listed) == from_hf(SMOLLM3_3B)
+    assert from_hf(SMOLLM3_3B).tied_embedding  # its default
+
+
+@pytest.mark.parametrize("family, count", COUNTS.items())
 def test_parameter_counts_are_the_published_ones(family, count):
     architecture = from_hf(PUBLISHED[family])
     assert architecture.num_parameters == count
@@ -93,10 +128,13 @@ def test_null_is_no_value():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported: qwen2, qwen3, llama"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported: qwen2, qwen3, llama, mistral, smollm3, olmo2"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"hidden_act": "gelu"}, "sets hidden_act = 'gelu'"),
         ({"use_sliding_window": True}, "sets use_sliding_window = True"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sets sliding_window = 4096"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "no_rope_layers = .* must be 36 numbers, 0 or 1"),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0.5}, "no_rope_layer_interval = 0.5"),
         ({"mlp_bias": True}, "sets mlp_bias = True"),
         ({"attention_bias": True}, "sets attention_bias = True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sets layer_types = .*sliding_attention"),

@@ -13,8 +13,9 @@ from safetensors.numpy import load_file
 from reinforce_ada_jax.data.tokenizer import Tokenizer
 from reinforce_ada_jax.files import gguf
 from reinforce_ada_jax.policy import adapter_files, gguf_files, huggingface
+from reinforce_ada_jax.policy.gguf_files import FAMILIES
 from tests.policy import ggufs
-from tests.policy.recording import FAMILIES, GOLDEN
+from tests.policy.recording import GOLDEN
 
 
 @pytest.mark.parametrize("family", FAMILIES)

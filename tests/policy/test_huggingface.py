@@ -45,7 +45,7 @@ def test_the_table_names_the_axes_of_every_weight(family):
     architecture = recording.golden(family)[0]
     sizes = huggingface.axis_sizes(architecture)
     for name, (shape, _) in transformer.weight_shapes(architecture).items():
-        assert shape == tuple(sizes[letter] for letter in huggingface.TABLE[name][0].split()), name
+        assert shape == tuple(sizes[letter] for letter in huggingface.table(architecture)[name][0].split()), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,10 +57,11 @@ def test_the_product_is_that_of_the_merged_weight(inputs, outputs):
 # ---- in the decoder ----------------------------------------------------------------------------------------------
 
 
+SLOW_FAMILIES = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama", "smollm3", "olmo2")]
+
+
 # The test below has a projection of qwen3.
-@pytest.mark.parametrize(
-    "family", ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama"))]
-)
+@pytest.mark.parametrize("family", ["qwen2", *SLOW_FAMILIES])
 def test_merged_weights_have_the_logits_of_unmerged_ones(family):
     architecture, base, adapters, chosen, tokens = example(family)
     policy = lora.adapted(base, adapters, chosen)

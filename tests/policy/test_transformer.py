@@ -18,10 +18,11 @@ def test_equals_transformers(family, check):
     check(*recording.golden(family))
 
 
-def test_the_golden_notices_rotary_scaling():
-    architecture, params, recorded = recording.golden("llama")
-    unscaled = dataclasses.replace(architecture, rope_scaling=None)
-    difference = transformer.logits(unscaled, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]
+@pytest.mark.parametrize(("family", "switch"), [("llama", "rope_scaling"), ("smollm3", "unrotated_layers")])
+def test_the_golden_notices_where_and_how_positions_are_rotated(family, switch):
+    architecture, params, recorded = recording.golden(family)
+    without = dataclasses.replace(architecture, **{switch: None if switch == "rope_scaling" else ()})
+    difference = transformer.logits(without, params, jnp.asarray(recorded["tokens"])) - recorded["logits"]
     assert jnp.abs(difference[:, -1]).max() > 0.1
 
 

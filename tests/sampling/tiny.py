@@ -99,10 +99,11 @@ def assert_idle(state, num_pages: int) -> None:
         assert sorted(stack[:count]) == list(range(1, num_pages))
 
 
-def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT, temperature=1.0, **how):
+def collect_pools(rollouts, strategy, *, prompts=PROMPTS, stream=0, limit=LIMIT, temperature=1.0, params=None, **how):
     """A session through the very collection loop, which refuses lost and doubled responses."""
     sampling = SamplingParams(limit, temperature)
-    sample_fn = rollouts.sampler(params_on(rollouts.engine.mesh), stream=stream, sampling=sampling)
+    params = params_on(rollouts.engine.mesh) if params is None else params
+    sample_fn = rollouts.sampler(params, stream=stream, sampling=sampling)
     pools = collect(prompts, sample_fn, verdicts, strategy, **how)
     assert_idle(rollouts.state, rollouts.engine.options.pages)
     return pools

@@ -12,7 +12,7 @@ initial value, so that a loader that drops one is caught. A recording holds, flo
     greedy int32[B, G]       greedy continuation of each row
     frequencies [H/2]        rotary, inverse
     layer_input, attention_norm, attention, feed_forward_norm, feed_forward, layer  [B, T, D]
-                             in and out of the modules of the last layer; the norms' outputs are the next one's input
+                             in and out of the modules of the last layer
     query [B, T, N, H], key [B, T, K, H]      of that layer, rotated
 """
 
@@ -38,7 +38,17 @@ CONFIGS = {
     "llama": transformers.LlamaConfig(
         **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE, rms_norm_eps=1e-5
     ),
+    "mistral": transformers.MistralConfig(
+        **SIZES, tie_word_embeddings=False, head_dim=16, sliding_window=None, rms_norm_eps=1e-5
+    ),
+    # The first layer has no rotary positions, the last one has.
+    "smollm3": transformers.SmolLM3Config(**SIZES, tie_word_embeddings=True, no_rope_layers=[0, 1], pad_token_id=0),
+    "olmo2": transformers.Olmo2Config(**SIZES, tie_word_embeddings=False, rms_norm_eps=1e-6, pad_token_id=0),
 }
+
+
+# Where the family's number gives two tokens that are equally likely.
+SEEDS = {"smollm3": 10}
 
 
 def random_model(config: transformers.PreTrainedConfig, seed: int) -> transformers.PreTrainedModel:
@@ -89,9 +99,12 @@ def _record_modules(model: transformers.PreTrainedModel, recording: dict[str, np
     def keep_input(module, args):
         recording["layer_input"] = args[0].numpy()
 
+    norm_after = not hasattr(layer, "input_layernorm")
+    attention_norm = layer.post_attention_layernorm if norm_after else layer.input_layernorm
+    feed_forward_norm = layer.post_feedforward_layernorm if norm_after else layer.post_attention_layernorm
     modules = {
-        "attention_norm": layer.input_layernorm, "attention": layer.self_attn, "layer": layer,
-        "feed_forward_norm": layer.post_attention_layernorm, "feed_forward": layer.mlp,
+        "attention_norm": attention_norm, "attention": layer.self_attn, "layer": layer,
+        "feed_forward_norm": feed_forward_norm, "feed_forward": layer.mlp,
     }  # fmt: skip
     hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
     return [*hooks, layer.register_forward_pre_hook(keep_input)]
@@ -121,7 +134,8 @@ def record(model: transformers.PreTrainedModel, seed: int, length: int = 24, cou
 
 
 def main():
-    for seed, (name, config) in enumerate(CONFIGS.items()):
+    for number, (name, config) in enumerate(CONFIGS.items()):
+        seed = SEEDS.get(name, number)
         model = random_model(config, seed)
         model.save_pretrained(HERE / name)
         (HERE / name / "generation_config.json").unlink()

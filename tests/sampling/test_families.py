@@ -1,0 +1,34 @@
+"""The engine's log-probabilities of its own tokens are those of a full forward pass, for what families alone have."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reinforce_ada_jax.distributed import mesh as mesh_lib
+from reinforce_ada_jax.policy import transformer
+from reinforce_ada_jax.sampling.engine import Engine, enough_pages
+from reinforce_ada_jax.sampling.rollouts import Rollouts
+from tests.policy import recording
+from tests.sampling import tiny
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("mistral", 1), ("smollm3", 1), ("olmo2", 1), ("olmo2", 2)])
+def test_the_engine_agrees_with_a_full_forward_pass(family, tensor):
+    architecture, params, _ = recording.golden(family)
+    mesh = mesh_lib.make_mesh(tensor=tensor)
+    options = dataclasses.replace(tiny.OPTIONS, slots=4)
+    options = dataclasses.replace(options, pages=enough_pages(options))
+    rollouts = Rollouts(Engine(architecture, options, mesh=mesh))
+    placed = jax.device_put(params, transformer.param_shardings(architecture, mesh))
+    prompts = tiny.PROMPTS[2:4]
+    pools = tiny.collect_pools(rollouts, tiny.strategies.fixed(3), prompts=prompts, params=placed)
+    for pool in pools:
+        for response in pool.responses:
+            row = jnp.asarray(np.concatenate([pool.prompt.tokens, response.tokens]))[None]
+            logprobs = jax.nn.log_softmax(transformer.logits(architecture, params, row)[0])
+            start = len(pool.prompt.tokens)
+            wanted = [logprobs[start + number - 1, token] for number, token in enumerate(response.tokens.tolist())]
+            np.testing.assert_allclose(response.logprobs, wanted, rtol=0, atol=1e-4)
