@@ -23,7 +23,11 @@ STRINGS = {
     "kv_dtype": ("model", "Type of the engine's keys and values: model (as --dtype) or int8."),
     "weight_dtype": ("model", "Type of the matrices that the engine decodes from: model (as --dtype) or int8."),
     "attention": ("auto", "The attention backend of the engine."),
-    "against": (None, "Also measure this baseline, in alternating repetitions: transformers, or trl for `iteration`."),
+    "against": (
+        None,
+        "Also measure this baseline, in alternating repetitions: transformers, llama.cpp for a GGUF file, or trl for "
+        "`iteration`.",
+    ),
     "against_python": (sys.executable, "Python interpreter of the environment of the baseline."),
     "lengths": (None, "Response lengths: median,sigma,shortest,longest of a lognormal distribution, a file, or a run."),
     "topology": (None, "`split`: predict the times of this TPU slice, such as v5e:2x4; nothing runs on it."),

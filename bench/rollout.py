@@ -30,7 +30,9 @@ from reinforce_ada_jax.sampling.pages import num_pages
 from reinforce_ada_jax.sampling.state import EngineOptions
 from reinforce_ada_jax.training.compile_counter import CompileCounter
 
-BASELINES = {"transformers": pathlib.Path(__file__).parent / "baselines" / "transformers_continuous.py"}
+FOLDER = pathlib.Path(__file__).parent / "baselines"
+# llama.cpp computes from the blocks of a GGUF file: its log-probabilities are not ours, and nothing compares them.
+BASELINES = {"transformers": FOLDER / "transformers_continuous.py", "llama.cpp": FOLDER / "llama_cpp.py"}
 # The best of those tried on two cores (docs/performance.md). Fewer requests at a time make the dense mask smaller
 # which sdpa gets over all of them; the defaults (256 at a time, pages of 256) reach three quarters of this speed.
 BASELINE_SETTINGS: dict[str, Any] = {
@@ -44,10 +46,12 @@ def start_baseline(options: flags.FlagValues, workload: Workload) -> tuple[JsonS
     Raises:
       ValueError: the interpreter doesn't start, or its environment lacks a package.
     """
-    longest = int(workload.lengths.max()) + workload.max_prompt_tokens
-    blocks = num_pages(longest, BASELINE_SETTINGS["page_size"]) * BASELINE_SETTINGS["max_requests_per_batch"]
-    # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
-    settings = BASELINE_SETTINGS | {"dtype": options.dtype, "num_blocks": 4 * blocks}
+    settings: dict[str, Any] = {"slots": options.slots}
+    if options.against != "llama.cpp":
+        longest = int(workload.lengths.max()) + workload.max_prompt_tokens
+        blocks = num_pages(longest, BASELINE_SETTINGS["page_size"]) * BASELINE_SETTINGS["max_requests_per_batch"]
+        # Four times what its requests can fill: below 15% of free blocks its scheduler holds requests back.
+        settings = BASELINE_SETTINGS | {"dtype": options.dtype, "num_blocks": 4 * blocks}
     process = JsonSubprocess(options.against, [options.against_python, str(BASELINES[options.against])])
     description = process.load_baseline(
         model=options.model, lengths=workload.lengths.tolist(),
@@ -151,7 +155,7 @@ def _logprob_gaps(
     gaps = {}
     if not options.shape and workload.reference is not None:
         gaps["workload"] = models.check_logprobs(architecture, params, *workload.reference, "the workload")
-    if baseline is not None and options.dtype == "float32":
+    if baseline is not None and baseline.name != "llama.cpp" and options.dtype == "float32":
         rows = [prompt.tokens for prompt in workload.prompts[:4]]
         scored = baseline.ask("score", rows=[row.tolist() for row in rows])["logprobs"]
         gaps[baseline.name] = max(
