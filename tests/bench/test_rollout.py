@@ -183,7 +183,7 @@ def test_a_baseline_that_cannot_start(model, workload, fake, capsys):
     assert "fake ended with exit code 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(*flag[:3], "--against=nobody")
-    assert "not one of transformers, fake" in capsys.readouterr().err
+    assert "not one of transformers, llama.cpp, fake" in capsys.readouterr().err
 
 
 def test_a_shaped_model_is_made_once(tmp_path, workload, capsys):
