@@ -12,7 +12,7 @@ Axis letters, used in every shape annotation and einsum of this project:
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -154,6 +154,25 @@ def counted_rewards(verdicts: Sequence[Verdict]) -> Float[np.ndarray, " N"]:
     return np.where(failed, rewards.min(initial=0.0), rewards)
 
 
+class ScoreNoise(NamedTuple):
+    """Mean squared norms of responses' scores, expected before drawing, in any unit.
+
+    Attributes:
+      success: of the score of a correct response, relative to the mean score of the prompt's correct ones: 0 where a
+        prompt has one correct response.
+      correct: of the score of a correct response.
+      wrong: of the score of a wrong one.
+    """
+
+    success: float
+    correct: float
+    wrong: float
+
+
+# Of scores that differ far more between responses than between verdicts, correct ones as much as wrong ones.
+EQUAL_NOISE = ScoreNoise(1.0, 1.0, 1.0)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
     """Every response drawn for one prompt in one iteration, in draw order, with its verdicts.
@@ -167,6 +186,7 @@ class Pool:
       estimate: pass rate expected before drawing, where the strategy plans; else None.
       round_sizes: draws of each round, in order; if none are given, all rounds have the same size.
       discarded: sampled tokens of each speculative draw that was not needed; such draws have no verdict.
+      noise: that of scores in the iterations before, for the control variate.
     """
 
     prompt: Prompt
@@ -177,6 +197,7 @@ class Pool:
     estimate: float | None = None
     round_sizes: tuple[int, ...] = ()
     discarded: tuple[int, ...] = ()
+    noise: ScoreNoise = EQUAL_NOISE
 
     def __post_init__(self):
         if not self.round_sizes and self.rounds:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from reinforce_ada_jax.collection import objectives, strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.strategies import PromptProgress, Strategy, StrategyConfig
-from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from reinforce_ada_jax.types import EQUAL_NOISE, Pool, Prompt, Response, ScoreNoise, Verdict
 
 # A strategy without a limit is followed until less than this probability is left,
 NEGLIGIBLE = 1e-12
@@ -73,7 +73,8 @@ class Expectations:
       variance_draws: `variance` * `draws`. Two strategies with equal values learn equally much from equal numbers of
         draws, whatever the number of prompts.
       score_noise: E[sum of a_i^2] / signal^2, the noise of responses that differ beyond their verdict, in units of the
-        variance of one score. In a large policy it is most of the noise.
+        variance of one score; squares of correct and wrong responses are weighed by their `noise`. In a large policy it
+        is most of the noise.
       rows: mean number of kept responses over the P prompts.
     """
 
@@ -170,7 +171,7 @@ class GroupTerms(NamedTuple):
     Attributes:
       kept_correct, kept_wrong: numbers of rows.
       sum_correct, sum_wrong: sums of their advantages.
-      squares: sum of the squares of all advantages.
+      squares_correct, squares_wrong: sums of the squares of their advantages.
       zero: all advantages are 0.
     """
 
@@ -178,7 +179,8 @@ class GroupTerms(NamedTuple):
     kept_wrong: int
     sum_correct: float
     sum_wrong: float
-    squares: float
+    squares_correct: float
+    squares_wrong: float
     zero: bool
 
 
@@ -190,6 +192,7 @@ def group_terms(
     success: tuple[int, int] = NO_SUCCESS,
     estimate: float | None = None,
     sizes: Sequence[int] = (),
+    noise: ScoreNoise = EQUAL_NOISE,
 ) -> GroupTerms:
     """Returns the terms of a pool with these counts.
 
@@ -211,14 +214,16 @@ def group_terms(
     verdicts = (_WRONG,) * before + (_CORRECT,) * first + (_WRONG,) * here
     verdicts += (_CORRECT,) * (correct - first) + (_WRONG,) * wrong
     met = not strategy.drop_unmet or strategy.met(PromptProgress(PROMPT, rounds, drawn, correct, estimate=estimate))
-    group = make_group(Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes), strategy)
+    pool = Pool(PROMPT, (_RESPONSE,) * drawn, verdicts, rounds, met, estimate, round_sizes, noise=noise)
+    group = make_group(pool, strategy)
     right, advantages = group.pool.correct[group.kept], group.advantages
     return GroupTerms(
         int(right.sum()),
         int((~right).sum()),
         float(advantages[right].sum()),
         float(advantages[~right].sum()),
-        float(np.square(advantages).sum()),
+        float(np.square(advantages[right]).sum()),
+        float(np.square(advantages[~right]).sum()),
         not advantages.any(),
     )
 
@@ -235,7 +240,7 @@ def sizes_without_success(
 
 
 def terms_by_state(
-    strategy: Strategy, estimate: float | None = None, planned: int | None = None
+    strategy: Strategy, estimate: float | None = None, planned: int | None = None, noise: ScoreNoise = EQUAL_NOISE
 ) -> Callable[..., GroupTerms]:
     """Returns `group_terms` as a function of a final state: the numbers of `Outcomes`, in their order.
 
@@ -248,7 +253,7 @@ def terms_by_state(
         if strategy.coefficients is not None:
             until = rounds if success == NO_SUCCESS else success[0] + 1
             sizes = sizes_without_success(strategy, until, estimate, planned)
-        return group_terms(strategy, drawn, correct, rounds, success, estimate, sizes)
+        return group_terms(strategy, drawn, correct, rounds, success, estimate, sizes, noise)
 
     def terms(rounds: int, drawn: int, correct: int, success_round: int, success_correct: int) -> GroupTerms:
         if strategy.coefficients is not None:
@@ -267,7 +272,11 @@ def _mean(ends: Outcomes, values: np.ndarray) -> Float[np.ndarray, " P"]:
 
 
 def _block(
-    strategy: Strategy, pass_rates: Float[np.ndarray, " P"], estimate: float | None, planned: int | None
+    strategy: Strategy,
+    pass_rates: Float[np.ndarray, " P"],
+    estimate: float | None,
+    planned: int | None,
+    noise: ScoreNoise,
 ) -> dict[str, Float[np.ndarray, " P"]]:
     """Returns the columns at some pass rates, and three sums over kept responses.
 
@@ -276,9 +285,10 @@ def _block(
     ends = outcomes(strategy, pass_rates, estimate, planned)
     numbers = ends.rounds, ends.drawn, ends.correct, ends.success_round, ends.success_correct
     states = np.stack(numbers, axis=1).tolist()
-    terms = terms_by_state(strategy, estimate, planned)
+    terms = terms_by_state(strategy, estimate, planned, noise)
     found = np.array([terms(*state) for state in states], np.float64)
-    kept_correct, kept_wrong, sum_correct, sum_wrong, squares, zero = found.T
+    kept_correct, kept_wrong, sum_correct, sum_wrong, squares_correct, squares_wrong, zero = found.T
+    squares = noise.success * squares_correct + noise.wrong * squares_wrong
     final = (PromptProgress(PROMPT, *state[:3], estimate=estimate, planned=planned) for state in states)
     mean = functools.partial(_mean, ends)
     total = sum_correct[:, None] * (1.0 - pass_rates) - sum_wrong[:, None] * pass_rates
@@ -300,7 +310,11 @@ def _block(
     }
 
 
-def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.ndarray, " P"]) -> Expectations:
+def expectations(
+    config: StrategyConfig,
+    pass_rates: Sequence[float] | Float[np.ndarray, " P"],
+    noise: ScoreNoise = EQUAL_NOISE,
+) -> Expectations:
     """Computes the expected results of a strategy for prompts of the given pass rates.
 
     A prompt adds g = sum of a_i s_i over its kept responses to the update, with the score s_i of response i and the
@@ -317,6 +331,7 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
     Args:
       config: the `collection` section of a configuration, or any object with the attributes of `StrategyConfig`.
       pass_rates: of P prompts, in [0, 1]; several prompts may have the same.
+      noise: of scores, which weighs the squares in `score_noise`; the control variate "noise" is made for it.
 
     Raises:
       ValueError: the settings break a rule, or a pass rate is not in [0, 1].
@@ -326,12 +341,12 @@ def expectations(config: StrategyConfig, pass_rates: Sequence[float] | Float[np.
     keys = pass_rates[None] if planned is None else np.stack([pass_rates, planned])
     distinct, index = np.unique(keys, axis=1, return_inverse=True)
     if planned is None and strategy.needs_estimates:
-        blocks = [_block(strategy, np.array([rate]), rate, None) for rate in distinct[0].tolist()]
+        blocks = [_block(strategy, np.array([rate]), rate, None, noise) for rate in distinct[0].tolist()]
     elif planned is None:
         starts = range(0, distinct.shape[1], BLOCK)
-        blocks = [_block(strategy, distinct[0, start : start + BLOCK], None, None) for start in starts]
+        blocks = [_block(strategy, distinct[0, start : start + BLOCK], None, None, noise) for start in starts]
     else:
-        blocks = [_block(strategy, np.array([rate]), rate, int(size)) for rate, size in distinct.T.tolist()]
+        blocks = [_block(strategy, np.array([rate]), rate, int(size), noise) for rate, size in distinct.T.tolist()]
     columns = {name: np.concatenate([block[name] for block in blocks])[index.reshape(-1)] for name in blocks[0]}
     gradient, gradient_variance = columns.pop("gradient"), columns.pop("gradient_variance")
     squares = columns.pop("squares")

@@ -1,7 +1,12 @@
 """Decayed averages over the iterations before: constants for the next one, because none of its outcomes is in them."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from reinforce_ada_jax.types import Pool, ScoreNoise
 
 # Weight of an iteration in the averages after the next one: half of an average is from the last iteration.
 DECAY = 0.5
@@ -31,3 +36,40 @@ class Averages:
         pairs = ((self.sums.get(name, none), observed.get(name, none)) for name in names)
         decayed = [(DECAY * before[0] + now[0], DECAY * before[1] + now[1]) for before, now in pairs]
         return Averages(dict(zip(names, decayed, strict=True)))
+
+    def score_noise(self) -> ScoreNoise:
+        """Returns the noise of scores; successes have none until something is known."""
+        correct, wrong = self.mean("square_correct", 0.0), self.mean("square_wrong", 0.0)
+        return ScoreNoise(correct * (1.0 - min(1.0, self.mean("repeated", 1.0))), correct, wrong)
+
+
+def rounds(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
+    """Returns the rounds of an iteration, to divide updates by."""
+    return {"rounds": (float(sum(pool.rounds for pool in pools)), float(len(pools)))}
+
+
+def score_squares(pools: Sequence[Pool]) -> dict[str, tuple[float, float]]:
+    """Returns what `Averages.score_noise` is made of.
+
+        square_correct, square_wrong   sum over tokens of (1 - pi)^2, of correct and of wrong draws
+        repeated                       pi(y) of correct draws / pass rates: the chance that two correct draws are equal
+
+    (1 - pi)^2 is the part of a token's squared score that its own logit has; the other logits add the sum of their
+    pi^2, at most as much. The log-probabilities are those of the sampler, so no draw needs a pass of the learner.
+    Given that it is correct, y has the probability pi(y) / p. Over prompts the chance is a ratio of sums: the pass rate
+    of one prompt is that of its first round, whose mean is p.
+    """
+    squares: dict[bool, list[float]] = {True: [], False: []}
+    repeated, pass_rates = [], []
+    for pool in pools:
+        logprobs = [response.logprobs[response.sampled].astype(np.float64) for response in pool.responses]
+        for correct, of_draw in zip(pool.correct.tolist(), logprobs, strict=True):
+            squares[correct].append(float(np.square(np.expm1(of_draw)).sum()))
+        probabilities = np.array([math.exp(of_draw.sum()) for of_draw in logprobs])
+        repeated.append(float(probabilities[pool.correct].mean()) if pool.correct.any() else 0.0)
+        pass_rates.append(float(pool.correct[: pool.round_sizes[0]].mean()))
+    return {
+        "square_correct": (math.fsum(squares[True]), float(len(squares[True]))),
+        "square_wrong": (math.fsum(squares[False]), float(len(squares[False]))),
+        "repeated": (math.fsum(repeated), math.fsum(pass_rates)),
+    }

@@ -368,7 +368,7 @@ def _check_estimates(config: CollectionConfig, strategy: Strategy) -> None:
     """Raises ValueError where prompts would have no estimate in time."""
     if config.overlap_iterations and strategy.estimates:
         does = "estimates pass rates" if strategy.plan is None else "plans draws"
-        choice = ", or use the control variate constant" if config.control_variate == "estimate" else ""
+        choice = ", or use the control variate constant" if config.control_variate == "noise" else ""
         raise ValueError(
             f"collection.overlap_iterations is {config.overlap_iterations}, but {config.strategy} {does} after "
             f"the last iteration's verdicts, so the next iteration's prompts can't start early: set it to 0{choice}."

@@ -254,9 +254,10 @@ class CollectionConfig:
         empty_or_one_of(values.CORRECTIONS), rule="correction_fits",
     )  # fmt: skip
     control_variate: str = setting(
-        "none", 'exact: b, which is subtracted from the weight of each draw of the first round: "none", 0; "constant", '
-        'a number; "estimate", from the pass rate that is estimated before drawing.',
-        one_of(("none", "constant", "estimate")), rule="correction_fits",
+        "none", 'exact: b, subtracted from the weights of draws: "none", 0; "constant", a number, in the first round; '
+        '"noise", in the rounds up to the first correct response, from the pass rate estimated before drawing and '
+        "the noise of correct and wrong responses.",
+        one_of(("none", "constant", "noise")), rule="correction_fits",
     )  # fmt: skip
     control_variate_constant: float = setting(0.03, 'b of the control variate "constant".', values.FINITE)
     penalize_all_wrong: bool = setting(

@@ -29,7 +29,7 @@ from reinforce_ada_jax.training.environments import shaped_verdicts, turn_sampli
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.sharded_collection import Job
 from reinforce_ada_jax.training.state import RunState
-from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, Verdict
+from reinforce_ada_jax.types import PartialRollouts, Pool, Prompt, Response, ScoreNoise, Verdict
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +44,7 @@ class Source:
       partial_rollouts: of `RunState`.
       reshard: cost of the weights where the engine made them before; None: their layout is made for this drawing.
       kept: what an earlier start of the run has drawn and kept of this iteration.
+      noise: of scores in the iterations before, where the control variate depends on it; else None.
     """
 
     iteration: int
@@ -53,6 +54,7 @@ class Source:
     partial_rollouts: Mapping[str, PartialRollouts] = dataclasses.field(default_factory=dict)
     reshard: Reshard | None = None
     kept: CollectedShard | None = None
+    noise: ScoreNoise | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +89,7 @@ def choose(run: Run, state: RunState, kept: CollectedShard | None = None) -> Sou
         policy_version=version,
         partial_rollouts=state.partial_rollouts,
         kept=kept,
+        noise=state.averages.score_noise() if run.config.collection.control_variate == "noise" else None,
     )
 
 
@@ -208,6 +211,8 @@ def draw_metrics(run: Run, drawn: Drawn, groups: Sequence[Group]) -> dict[str, f
         metrics |= discarded_metrics(pools)
     if run.components.environments is not None:
         metrics |= turn_metrics(pools)
+    if source.noise is not None:
+        metrics |= {f"collection/score_noise_{name}": value for name, value in source.noise._asdict().items()}
     counts = collections.Counter(drawn.collected.counts)
     if run.components.engine.options.drafts:
         metrics["collection/draft_tokens"] = counts["drafted"]
@@ -245,8 +250,9 @@ def make_groups(run: Run, drawn: Drawn) -> list[Group]:
     """Returns the group of each prompt: its kept responses and their advantages. Ages of responses count updates."""
     config, iteration = run.config, drawn.source.iteration
     updates = config.collection.prompts_per_iteration // config.learning.prompts_per_update
-    weights, groups = drawn.source.choice.weight_of(), []
+    weights, noise, groups = drawn.source.choice.weight_of(), drawn.source.noise, []
     for pool in drawn.collected.pools:
         ages = np.array([(iteration - 1 - response.policy_version) * updates for response in pool.responses])
-        groups.append(make_group(pool, run.strategy, ages, prompt_weight=weights.get(pool.prompt.id, 1.0)))
+        informed = pool if noise is None else dataclasses.replace(pool, noise=noise)
+        groups.append(make_group(informed, run.strategy, ages, prompt_weight=weights.get(pool.prompt.id, 1.0)))
     return groups

@@ -10,12 +10,13 @@ import functools
 import time
 from collections.abc import Sequence
 
+from reinforce_ada_jax.collection import averages
 from reinforce_ada_jax.collection.advantages import Group
 from reinforce_ada_jax.collection.serialization import CollectedShard
 from reinforce_ada_jax.distributed import processes
 from reinforce_ada_jax.reporting import samples
 from reinforce_ada_jax.training import reward_check
-from reinforce_ada_jax.training.drawing import choose, draw, draw_metrics, make_groups
+from reinforce_ada_jax.training.drawing import Drawn, choose, draw, draw_metrics, make_groups
 from reinforce_ada_jax.training.run import Run, TrainingStopped
 from reinforce_ada_jax.training.state import RunState
 from reinforce_ada_jax.training.updates import check_logprobs, make_minibatches, make_updates
@@ -53,7 +54,7 @@ def train_iteration(run: Run, state: RunState) -> tuple[RunState, TrainingStoppe
         iteration=state.iteration + 1,
         partial_rollouts=drawn.source.choice.upcoming.partial,
         estimator=None if run.estimator is None else run.estimator.to_json(),
-        averages=state.averages.after({"rounds": (sum(group.pool.rounds for group in groups), len(groups))}),
+        averages=_averages_after(state, drawn),
     )
     if run.config.draws_ahead:
         metrics["time/wait_s"] = waited_s
@@ -83,6 +84,12 @@ def _read_kept(run: Run, state: RunState) -> CollectedShard | None:
     if found is not None:
         run.progress.note(f"iteration {state.iteration + 1} begins with {found.num_responses:,} kept responses")
     return found
+
+
+def _averages_after(state: RunState, drawn: Drawn) -> averages.Averages:
+    """Returns the averages of a run after an iteration."""
+    pools, noise = drawn.collected.pools, drawn.source.noise
+    return state.averages.after(averages.rounds(pools) | ({} if noise is None else averages.score_squares(pools)))
 
 
 def _keep(run: Run, state: RunState, collected: CollectedShard) -> None:

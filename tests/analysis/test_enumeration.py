@@ -14,6 +14,7 @@ from reinforce_ada_jax.analysis.enumeration import expectations
 from reinforce_ada_jax.collection import strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.simulate import run_strategy
+from reinforce_ada_jax.types import ScoreNoise
 
 RATES = np.array([0.0, 0.01, 0.1, 0.5, 0.73, 1.0])
 COLUMNS = {field.name for field in dataclasses.fields(enumeration.Expectations)} - {"pass_rates", "rows"}
@@ -132,11 +133,15 @@ NINE = np.array([1e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.95])
     ("strategy", "settings"),
     [
         ("positive", {}),
-        ("positive", {"keep": "pool", "control_variate": "estimate"}),
+        ("positive", {"keep": "pool", "control_variate": "noise"}),
         ("balance", {"keep": "group"}),
         ("balance", {"control_variate": "constant", "control_variate_constant": 0.2}),
+        ("balance", {"control_variate": "noise"}),
         ("ngu", {}),
-        ("ngu", {"retry_probability": 0.8}),  # the weights of later rounds make up for the retries that chance ends
+        (
+            "ngu",
+            {"retry_probability": 0.8, "control_variate": "noise"},
+        ),  # the weights of later rounds make up for the retries that chance ends
     ],
 )
 def test_exact_is_the_series_of_the_objective(sizes, objective, strategy, settings):
@@ -202,6 +207,40 @@ def test_maxrl_is_the_series_of_its_round(penalize):
     np.testing.assert_allclose(found.signal, (1 - (1 - NINE) ** (5 + penalize)) / NINE, rtol=1e-9)
 
 
+SINGLE_LOG = {"samples_per_round": 1, "max_rounds": 16, "objective": "log"}
+RIVALS = [config("grpo", group_size=size, objective=name)
+          for name, sizes in (("identity", (4, 8, 16)), ("maxrl", (4, 8, 16, 32))) for size in sizes]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "noise", [ScoreNoise(1, 1, 0.25), ScoreNoise(1, 1, 1), ScoreNoise(1, 1, 4), ScoreNoise(0, 1, 1)]
+)
+def test_the_control_variate_by_noise_has_no_more_noise_than_fixed_groups(noise):
+    rates = np.linspace(0.02, 0.98, 49)
+
+    def noise_times_draws(settings):
+        found = expectations(settings, rates, noise)
+        return found.score_noise * found.draws
+
+    best = np.min([noise_times_draws(rival) for rival in RIVALS], axis=0)
+    none = noise_times_draws(config("positive", **SINGLE_LOG))
+    by_noise = noise_times_draws(config("positive", **SINGLE_LOG, control_variate="noise"))
+    assert (by_noise <= best).all() and (by_noise <= none * (1 + 1e-9)).all()
+    np.testing.assert_allclose(none, noise.success * rates, rtol=1e-9)
+    # Without a control variate easy prompts are noisier, unless correct responses have no noise.
+    assert (none > best)[rates > 0.8].all() == (noise.success > 0)
+
+
+def test_the_control_variate_of_a_known_pass_rate():
+    # With single draws without end the noise times draws is p s (1 - b) at the best b. Easy prompts have few failures,
+    # so an estimate that falls with each of them is nearly that.
+    rates, noise = np.array([0.8, 0.95]), ScoreNoise(1.0, 1.0, 0.5)
+    found = expectations(config("positive", **SINGLE_LOG, control_variate="noise"), rates, noise)
+    least = 1 - rates / (rates + (1 - rates) * 0.5)
+    ratio = found.score_noise * found.draws / (rates * least)
+    assert ((ratio >= 1 - 1e-9) & (ratio < 1.02)).all()
+
+
 def test_signal_is_absolute():
     # 1 - 1/n at every pass rate. With log, relative_signal is divided by f'(p) = 1 / p, and signal is not.
     found = expectations(config("grpo", group_size=4, objective="log"), HARD_TO_EASY)
@@ -254,8 +293,14 @@ SMALL = {
         "correction": "none",
     },
     "positive_exact": {"group_size": 4, "samples_per_round": 3, "max_rounds": 3, "objective": "log"},
-    "positive_exact_singles": {"group_size": 4, "samples_per_round": 1, "max_rounds": 8, "objective": "log"},
-    "positive_exact_estimate": {
+    "positive_exact_singles": {
+        "group_size": 4,
+        "samples_per_round": 1,
+        "max_rounds": 8,
+        "objective": "log",
+        "control_variate": "noise",
+    },
+    "positive_exact_constant": {
         "group_size": 4,
         "samples_per_round": 3,
         "max_rounds": 3,
@@ -307,6 +352,9 @@ def all_sequences(name: str):
 @pytest.mark.parametrize("p", [0.07, 0.5, 0.8])
 def test_every_sequence_through_the_loop(name, p):
     settings, sequences, pools, groups = all_sequences(name)
+    strategy = strategies.build(settings)
+    if strategy.coefficients is not None and strategy.needs_estimates:  # whose draws do not depend on them
+        groups = [make_group(dataclasses.replace(pool, estimate=p), strategy) for pool in pools]
     chance = np.prod(np.where(sequences == 1, p, 1 - p), axis=1)
 
     def mean(values) -> float:

@@ -1,5 +1,6 @@
 """Coefficients of corrections, by hand and through the real collection; tests/analysis has their exact signals."""
 
+import dataclasses
 import itertools
 import math
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.collect import collect
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.collection.simulate import run_strategy
-from reinforce_ada_jax.types import Pool, Prefetch, Prompt, Response, Verdict
+from reinforce_ada_jax.types import EQUAL_NOISE, Pool, Prefetch, Prompt, Response, ScoreNoise, Verdict
 
 
 def config(strategy: str, size: int, rounds: int, **settings: object) -> SimpleNamespace:
@@ -129,12 +130,73 @@ def test_the_control_variate_is_subtracted_from_the_whole_first_round():
     assert group_of(config("positive", 3, 4, **settings), [0] * 12).kept.tolist() == [0, 1, 2]
 
 
-def test_the_control_variate_of_an_estimate():
-    # Mean weight of a draw of the first round: the chance of a success in it, over M. run_strategy estimates 1/2.
-    group = group_of(config("positive", 2, 4, control_variate="estimate"), [0, 0, 1, 0] + [0] * 4)
-    np.testing.assert_allclose(group.advantages, [-0.375, -0.375, 1.0], rtol=1e-14)  # (1 - 1/4) / 2
-    assert corrections.control_variate_at(Objective("log"), 1, 0.3) == pytest.approx(0.3, rel=1e-14)
-    assert corrections.control_variate_at(Objective("identity"), 4, 0.3) == pytest.approx(0.3 / 4, rel=1e-14)
+@pytest.mark.parametrize(
+    ("objective", "size", "begin", "noise", "expected"),
+    [
+        (Objective("log"), 1, 5, EQUAL_NOISE, 0.3),
+        # Mean weight of a draw: that of the first success, over M.
+        (Objective("identity"), 4, 0, EQUAL_NOISE, 0.3 / 4),
+        (Objective("log"), 2, 2, EQUAL_NOISE, 0.3 * (1 + 0.7) / 2),
+        # 3 (1 - p)^2 is the weight of draw 2 alone.
+        (Objective("pass_at_k", k=3), 2, 0, EQUAL_NOISE, 0.0),
+        (Objective("pass_at_k", k=3), 2, 2, EQUAL_NOISE, 0.3 * 3 / 2),
+        (Objective("log"), 1, 0, ScoreNoise(0.5, 2.0, 4.0), 0.3 * 0.5 / (0.3 * 2 + 0.7 * 4)),
+        (Objective("log"), 1, 0, ScoreNoise(0.0, 0.0, 0.0), 0.0),
+    ],
+)
+def test_the_control_variate_of_a_round(objective, size, begin, noise, expected):
+    found = corrections.control_variate_at(objective, size, begin, 0.3, noise)
+    assert found == pytest.approx(expected, rel=1e-14)
+
+
+def noisy_group(settings, rewards, noise=EQUAL_NOISE, estimate=0.5):
+    (pool,) = run_strategy(settings, np.array([rewards]))
+    pool = dataclasses.replace(pool, noise=ScoreNoise(*noise), estimate=estimate)
+    return make_group(pool, strategies.build(settings))
+
+
+def test_the_control_variate_by_noise_covers_the_draws_until_the_first_success():
+    settings = config("positive", 1, 16, control_variate="noise")
+    # After j failures the pass rate is 8 * 0.5 / (8 + j); the objective log and M = 1 have b = p.
+    group = noisy_group(settings, [0, 0, 1] + [0] * 13)
+    assert group.kept.tolist() == [0, 1, 2]
+    np.testing.assert_allclose(group.advantages, [-4 / 8, -4 / 9, 1 - 4 / 10], rtol=1e-14)
+    # Noise 0.2 of a success beyond its mean, of 0.4 in all, and 1 of a wrong one: b = 0.2 p / (0.4 p + 1 - p).
+    group = noisy_group(settings, [1] + [0] * 15, noise=(0.2, 0.4, 1.0))
+    np.testing.assert_allclose(group.advantages, [1 - 0.1 / 0.7], rtol=1e-14)
+    # balance goes on after the success, without b. Its rounds of 2 weigh p + p (1 - p) over 2 at first.
+    settings = config("balance", 2, 8, control_variate="noise")
+    group = noisy_group(settings, [0, 1, 0, 0, 1, 0] + [0] * 10)
+    assert group.kept.tolist() == [0, 1, 4]
+    np.testing.assert_allclose(group.advantages, [-0.375, 0.5 - 0.375, 0.5], rtol=1e-14)
+
+
+def test_the_control_variate_by_noise_adds_few_rows():
+    settings = config("positive", 1, 16, control_variate="noise")
+    assert noisy_group(settings, [0] * 16).kept.tolist() == list(range(8)), "draws beyond 8 are not covered"
+    # p is 0.06, then 8 * 0.06 / 9 = 0.053 and 0.048: less than 0.05 is not worth a row.
+    assert noisy_group(settings, [0] * 16, estimate=0.06).kept.tolist() == [0, 1]
+    # Where each prompt has one correct response its score has no noise, so b is 0; so it is while nothing is known.
+    for noise in ((0.0, 0.4, 1.0), (0.0, 0.0, 0.0)):
+        group = noisy_group(settings, [0, 1] + [0] * 14, noise=noise)
+        assert (group.kept.tolist(), group.advantages.tolist()) == ([1], [1.0])
+    assert strategies.build(settings).max_kept == 9 and strategies.build(settings).needs_estimates
+    # Rounds of 3 cover 9 draws, and 3 or 4 correct ones of a later round or group follow; or all 8 draws are rows.
+    assert strategies.build(config("positive", 3, 6, control_variate="noise")).max_kept == 12
+    assert strategies.build(config("balance", 3, 6, control_variate="noise")).max_kept == 13
+    assert strategies.build(config("positive", 2, 4, control_variate="noise")).max_kept == 8
+
+
+def test_a_control_variate_is_fixed_before_its_round():
+    # Everything that b of round t may depend on is in the rounds before it: their sizes, since none had a success.
+    settings = config("positive", 2, 8, control_variate="noise")
+    longest = noisy_group(settings, [0] * 16).advantages
+    for draws in itertools.product((0, 1), repeat=6):
+        group = noisy_group(settings, [*draws] + [0] * 10)
+        correct = group.pool.correct
+        before_success = 2 + int(np.flatnonzero(correct)[0]) // 2 * 2 if correct.any() else 8
+        weights = np.where(correct, 1 / max(correct.sum(), 1), 0.0)[:before_success]
+        np.testing.assert_allclose(group.advantages, weights + longest[:before_success], rtol=1e-14)
 
 
 def test_a_reward_scales_its_own_response():
@@ -233,7 +295,8 @@ def gradient(settings: SimpleNamespace, *, barrier: bool = False, overlap: bool 
         (config("positive", 2, 8), {"barrier": True}),
         (config("positive", 2, 8), {"overlap": True}),
         (config("positive", 1, 16, control_variate="constant", control_variate_constant=0.15), {}),
-        (config("balance", 4, 4, objective="power", control_variate="estimate"), {}),
+        (config("balance", 4, 4, objective="power", control_variate="noise"), {}),
+        (config("positive", 1, 16, control_variate="noise"), {}),
         (config("ngu", 8, 4, group_size=2, retry_probability=1.0, max_draws=16), {}),
     ],
 )

@@ -617,6 +617,6 @@ def test_estimates_of_a_strategy_of_ones_own_are_there_in_time(tmp_path, fields,
 
 
 def test_estimates_of_a_control_variate_are_there_in_time():
-    settings = {"objective": "log", "control_variate": "estimate", "overlap_iterations": 1}
+    settings = {"objective": "log", "control_variate": "noise", "overlap_iterations": 1}
     with pytest.raises(ValueError, match="balance estimates pass rates after .* or use the control variate constant"):
         strategies.build(config("balance", group_size=4, **settings))

@@ -354,7 +354,7 @@ def test_iterations_consist_of_whole_updates_and_updates_of_whole_micro_batches(
         ),
         (
             {"mesh.sampler": 1, "mesh.learner": 1, "collection.strategy": "positive", "estimator.kind": "value"}
-            | {"collection.objective": "log", "collection.control_variate": "estimate"},
+            | {"collection.objective": "log", "collection.control_variate": "noise"},
             "estimator.kind is 'value', .* use 'ema'",
         ),
         ({"collection.max_staleness": 2}, "it must be 0 or 1"),

@@ -289,7 +289,7 @@ def test_what_is_there_throughout():
     ("kind", "collection"),
     [
         ("ema", {"collection.strategy": "estimate"}),
-        ("value", {"collection.objective": "log", "collection.control_variate": "estimate"}),
+        ("value", {"collection.objective": "log", "collection.control_variate": "noise"}),
     ],
 )
 def test_every_program_of_the_learner_lowers(kind, collection):

@@ -9,7 +9,7 @@ import pytest
 from reinforce_ada_jax.reporting import writers
 from reinforce_ada_jax.training.kept_responses import FOLDER, KeptResponses
 from reinforce_ada_jax.training.loop import Ending
-from tests.running import reproducible, restored, tiny, train
+from tests.running import ROOT, reproducible, restored, tiny, train
 
 ITERATIONS = 3
 FLAGS = {
@@ -54,7 +54,9 @@ RUNS = {
         "collection.objective": "log",
         "collection.samples_per_round": 1,
         "collection.max_rounds": 16,
-        "collection.control_variate": "estimate",
+        "collection.control_variate": "noise",
+        "reward.path": f"{ROOT}/examples/second_half.py:reward",
+        "reward.workers": 1,
         "learning.entropy_coefficient": 1e-3,
     },
 }
@@ -99,8 +101,8 @@ def check(name, lines, record):
             assert 0 <= line["estimator/brier"] <= 1
             assert record["estimator"] is not None and ("estimator/loss" in line) == (name == "value")
         if name == "exact":
-            # Of a prompt the first draw, and the first correct one where that is another.
-            assert 8 <= kept <= 16 and line["collection/rounds_mean"] == drawn / 8
+            # Of a prompt the first draw, the first correct one where that is another, and covered ones between them.
+            assert 8 <= kept <= drawn and line["collection/rounds_mean"] == drawn / 8
             assert record["estimator"] is not None
         if name == "dapo":
             # Groups with a signal only, as many as prompts were asked for unless three batches more did not do.
@@ -114,6 +116,10 @@ def check(name, lines, record):
             assert kept == 8 * 4 and drawn >= 8 * 8
     if name in ("ema", "value"):
         assert lines[0]["estimator/brier"] == 0.25  # 1/2 for everyone
+    if name == "exact":
+        # Nothing is known at first. Then draws between the first and the first correct one are rows as well.
+        noise = [line["collection/score_noise_success"] for line in lines]
+        assert lines[0]["collection/kept"] <= 16 < lines[1]["collection/kept"] and noise[0] == 0 < noise[1]
     if name == "dapo":
         assert any(line["collection/replacements"] for line in lines)
     if name.startswith("ngu"):

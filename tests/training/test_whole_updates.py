@@ -6,24 +6,26 @@ the score of kind r is e_r - pi. The expected update of a prompt must be f'(p), 
 with one constant for both prompts.
 """
 
+import dataclasses
 import itertools
 import math
 
 import numpy as np
 import pytest
 
-from reinforce_ada_jax.collection import strategies
+from reinforce_ada_jax.collection import corrections, strategies
 from reinforce_ada_jax.collection.advantages import make_group
 from reinforce_ada_jax.collection.objectives import Objective
 from reinforce_ada_jax.collection.strategies import PromptProgress
 from reinforce_ada_jax.training.updates import coefficient_factor, examples
-from reinforce_ada_jax.types import Pool, Prompt, Response, Verdict
+from reinforce_ada_jax.types import Pool, Prompt, Response, ScoreNoise, Verdict
 from tests.running import tiny
 
 # (correct, tokens) of each kind of response, and the probabilities of the kinds for two prompts: p = 0.25 and 0.7.
 KINDS = [(True, 1), (True, 5), (False, 1), (False, 2)]
 POLICIES = [np.array([0.1, 0.15, 0.45, 0.3]), np.array([0.5, 0.2, 0.1, 0.2])]
 RIGHT = np.array([correct for correct, _ in KINDS], float)
+ESTIMATE, NOISE = 0.4, ScoreNoise(0.6, 0.8, 1.1)  # known before drawing, and not quite right
 ROUNDS = 1.7  # expected
 CONSTANT = 1 / (2 * ROUNDS * 8)  # two prompts, and the longest response has 8 tokens
 
@@ -65,7 +67,7 @@ def pools_of(strategy, name, policy):
     while open_pools:
         kinds, sizes, probability = open_pools.pop()
         correct = sum(KINDS[kind][0] for kind in kinds)
-        progress = PromptProgress(prompt, len(sizes), len(kinds), correct, estimate=0.4)
+        progress = PromptProgress(prompt, len(sizes), len(kinds), correct, estimate=ESTIMATE)
         size = strategies.round_size(strategy, progress)
         if size:
             of_round = rounds_of(size, policy)
@@ -76,15 +78,17 @@ def pools_of(strategy, name, policy):
             for draw, kind in enumerate(kinds)
         )
         verdicts = tuple(Verdict(KINDS[kind][0], float(KINDS[kind][0])) for kind in kinds)
-        pool = Pool(prompt, responses, verdicts, len(sizes), strategy.met(progress), 0.4, sizes)
+        pool = Pool(prompt, responses, verdicts, len(sizes), strategy.met(progress), ESTIMATE, sizes, noise=NOISE)
         ended.append((kinds, pool, probability))
     assert math.fsum(probability for *_, probability in ended) == pytest.approx(1.0, abs=1e-12)
     return ended
 
 
-def expected_updates(config, factor_of=coefficient_factor):
-    """The expected update of each prompt's logits."""
+def expected_updates(config, factor_of=coefficient_factor, coefficients=None):
+    """The expected update of each prompt's logits; with other `coefficients` than those of the configuration."""
     strategy = strategies.build(config.collection, regularized=config.regularized)
+    if coefficients is not None:
+        strategy = dataclasses.replace(strategy, coefficients=coefficients)
     every = []
     for name, policy in zip("ab", POLICIES, strict=True):
         found = []
@@ -118,19 +122,30 @@ def wanted_updates(config, objective):
     return np.array(wanted)
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    ("aggregation", "control_variate"),
+    [("token-mean", "none"), ("seq-mean-token-sum", "none"), ("token-mean", "noise"), ("token-mean", "constant")],
+)
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_expected_update_is_the_gradient_of_the_objective(shape, objective, aggregation):
-    config = make_config(shape, objective, **{"learning.aggregation": aggregation})
+def test_the_expected_update_is_the_gradient_of_the_objective(shape, objective, aggregation, control_variate):
+    changes = {"learning.aggregation": aggregation, "collection.control_variate": control_variate}
+    config = make_config(shape, objective, **changes)
     np.testing.assert_allclose(
         expected_updates(config), CONSTANT * wanted_updates(config, objective), rtol=1e-9, atol=1e-12
     )
 
 
-def error_of(config, factor_of):
+@pytest.mark.parametrize("covered", [1, 2, 3])
+def test_a_limit_of_covered_draws_changes_no_expectation(monkeypatch, covered):
+    monkeypatch.setattr(corrections, "MAX_COVERED", covered)
+    config = make_config(SINGLE, OBJECTIVES["log"], **{"collection.control_variate": "noise"})
+    assert error_of(config) < 1e-9
+
+
+def error_of(config, factor_of=coefficient_factor, coefficients=None):
     """The largest relative error of the direction of an expected update, whatever its length is."""
-    found, wanted = expected_updates(config, factor_of), wanted_updates(config, OBJECTIVES["log"])
+    found, wanted = expected_updates(config, factor_of, coefficients), wanted_updates(config, OBJECTIVES["log"])
     scale = (found * wanted).sum() / (wanted * wanted).sum()
     return np.abs(found / (scale * wanted) - 1).max()
 
@@ -150,8 +165,40 @@ def solved_prompts(config, groups, rounds):
     return coefficient_factor(config, groups, rounds) / len(groups)
 
 
-@pytest.mark.parametrize("wrong", [own_rounds, own_tokens, solved_prompts])
-def test_a_divisor_that_depends_on_outcomes_is_found(wrong):
-    config = make_config(SINGLE, OBJECTIVES["log"])
-    assert error_of(config, coefficient_factor) < 1e-9
+@pytest.mark.parametrize(
+    ("wrong", "control_variate"),
+    [
+        (own_rounds, "none"),
+        (own_tokens, "none"),
+        (solved_prompts, "none"),
+        (own_rounds, "noise"),
+        (own_tokens, "noise"),
+    ],
+)
+def test_a_divisor_that_depends_on_outcomes_is_found(wrong, control_variate):
+    config = make_config(SINGLE, OBJECTIVES["log"], **{"collection.control_variate": control_variate})
+    assert error_of(config) < 1e-9
     assert error_of(config, wrong) > 1e-2
+
+
+def own_outcomes(pool):
+    """b from the pass rate of the draws that it is subtracted from."""
+    return [pool.correct.mean()] * pool.rounds
+
+
+def all_rounds(pool):
+    """b from the number of rounds, which is known at the end only."""
+    return [0.5 / pool.rounds] * pool.rounds
+
+
+def last_draw_left_out(pool):
+    """b for failures alone."""
+    return [0.4] * (pool.rounds - 1)
+
+
+@pytest.mark.parametrize("wrong", [own_outcomes, all_rounds, last_draw_left_out])
+def test_a_control_variate_that_is_not_fixed_before_its_draws_is_found(wrong):
+    config = make_config(SINGLE, OBJECTIVES["log"])
+    right = corrections.exact(OBJECTIVES["log"], control_variate=lambda pool: [0.4, 0.3, 0.2, 0.1])
+    assert error_of(config, coefficients=right) < 1e-9
+    assert error_of(config, coefficients=corrections.exact(OBJECTIVES["log"], control_variate=wrong)) > 1e-2
