@@ -74,19 +74,19 @@ class DraftModel:
         o, active = self._options, np.flatnonzero(slots.active)
         response, left = np.zeros((o.slots, o.max_response_tokens), np.int32), np.zeros(o.slots, int)
         for slot in active.tolist():
-            tokens = responses[int(slots.output_row[slot])][0]
+            tokens = responses[int(slots.requests.output_row[slot])][0]
             response[slot, : len(tokens)], left[slot] = tokens, len(tokens) - slots.count[slot]
-        text_row, prompt = self._row[slots.prompt_row], self._prompts[slots.prompt_row]
-        length, ahead = prompts.length[slots.prompt_row], np.arange(o.drafts)[None]
+        text_row, prompt = self._row[slots.requests.prompt_row], self._prompts[slots.requests.prompt_row]
+        length, ahead = prompts.length[slots.requests.prompt_row], np.arange(o.drafts)[None]
         guessed, chosen = _guess(
-            o, self._texts[text_row], prompt, length, response, self._recent[slots.prompt_row], slots
+            o, self._texts[text_row], prompt, length, response, self._recent[slots.requests.prompt_row], slots
         )
         place = np.minimum(slots.count[:, None] + ahead, o.max_response_tokens - 1)
         tokens = np.take_along_axis(response, place, axis=1)
         stopped = ahead >= left[:, None] - 1
         right = np.asarray(_accepted(guessed, chosen, tokens, stopped))
         compared = np.asarray(_num_compared(guessed, chosen, tokens, stopped))
-        np.add.at(self._recent, slots.prompt_row[active], compared[active])
+        np.add.at(self._recent, slots.requests.prompt_row[active], compared[active])
         self._recent = draft_choice.recent(self._recent)
         for slot in active.tolist():
             new = slice(slots.count[slot], slots.count[slot] + 1 + right[slot])

@@ -20,6 +20,7 @@ from reinforce_ada_jax.sampling.state import (
     EngineOptions,
     OpenedPrompts,
     Outputs,
+    Requests,
     WindowCounts,
     WindowInputs,
     WindowOutputs,
@@ -30,6 +31,14 @@ from reinforce_ada_jax.sampling.state import (
 expected_pages, admissible = jax.jit(admission.expected_pages), jax.jit(admission.admissible)
 # (address, max_tokens) -> the tokens of the response, and True if max_tokens ended it.
 Respond = Callable[[np.ndarray, int], tuple[np.ndarray, bool]]
+
+
+def _put(requests: Requests, place: int, new: Requests, index: int) -> None:
+    """Puts one of the new requests into a place. Keys and temperatures mean nothing here."""
+    requests.prompt_row[place] = new.prompt_row[index]
+    requests.output_row[place] = new.output_row[index]
+    requests.park_row[place] = new.park_row[index]
+    requests.sampling.max_tokens[place] = new.sampling.max_tokens[index]
 
 
 class WindowModel:
@@ -90,7 +99,7 @@ class WindowModel:
             """Decodes until a response ends, needs a page or the window ends, if nothing can change in between."""
             nonlocal decode_steps, busy, cached
             active = np.flatnonzero(slots.active)
-            left = [len(self.responses[row][0]) for row in slots.output_row[active].tolist()] - slots.count[active]
+            left = self._tokens_left(active)
             to_page_end = o.page_size - slots.position[active] % o.page_size
             steps = min(o.window - decode_steps, int(left.min()), int(to_page_end.min()))
             # Another chunk or other rows follow, or requests may be admissible, with other pages held.
@@ -105,7 +114,7 @@ class WindowModel:
             self.on_advance(active, num_tokens)
             slots.position[active] += num_tokens
             slots.count[active] += num_tokens
-            self.length[slots.output_row[active]] = slots.count[active]
+            self.length[slots.requests.output_row[active]] = slots.count[active]
             ended.extend(self._end(active[left == num_tokens], int(inputs.park_reserve)))
 
         widths, last_width = o.widths, o.slots
@@ -128,6 +137,12 @@ class WindowModel:
             if decoding:
                 advance(changed, prefilling)
         return self._outputs(ended, decode_steps, busy, redone), cached, chunks
+
+    def _tokens_left(self, active: np.ndarray) -> np.ndarray:
+        """Returns the tokens that these slots will still decode."""
+        slots = self.state.slots
+        rows = slots.requests.output_row[active].tolist()
+        return [len(self.responses[row][0]) for row in rows] - slots.count[active]
 
     # ---- parts of a window ---------------------------------------------------------------------------------------
 
@@ -172,27 +187,25 @@ class WindowModel:
             left -= taken
 
     def _cancel(self, cancelled: np.ndarray) -> None:
-        slots, queue = self.state.slots, self.state.queue
-        limits = {int(slots.output_row[slot]): int(slots.count[slot]) + 1 for slot in np.flatnonzero(slots.active)}
+        slots, running, waiting = self.state.slots, self.state.slots.requests, self.state.queue.requests
+        limits = {int(running.output_row[slot]): int(slots.count[slot]) + 1 for slot in np.flatnonzero(slots.active)}
         for row in np.flatnonzero(cancelled).tolist():
             if row in self.responses:  # else it has ended
                 tokens, truncated = self.responses[row]
                 limit = limits.get(row, 1)
                 self.responses[row] = tokens[:limit], truncated or limit < len(tokens)
-        of_slots = slots.active & cancelled[slots.output_row]
-        slots.sampling.max_tokens[of_slots] = np.minimum(slots.sampling.max_tokens, slots.count + 1)[of_slots]
-        queue.sampling.max_tokens[cancelled[queue.output_row]] = 1
+        of_slots, max_tokens = slots.active & cancelled[running.output_row], running.sampling.max_tokens
+        max_tokens[of_slots] = np.minimum(max_tokens, slots.count + 1)[of_slots]
+        waiting.sampling.max_tokens[cancelled[waiting.output_row]] = 1
 
     def _enqueue(self, inputs: WindowInputs) -> None:
-        queue, size = self.state.queue, self.options.output_rows
+        queue, size, new = self.state.queue, self.options.output_rows, inputs.requests
         assert queue.end - queue.head + inputs.count <= size, "the ring of requests is full"
         for index in range(int(inputs.count)):
-            entry, max_tokens = (int(queue.end) + index) % size, int(inputs.sampling.max_tokens[index])
-            queue.prompt_row[entry], queue.output_row[entry] = inputs.prompt_row[index], inputs.output_row[index]
-            queue.park_row[entry] = inputs.park_row[index]
-            queue.sampling.max_tokens[entry] = max_tokens
-            self.responses[int(inputs.output_row[index])] = self._respond(inputs.address[index], max_tokens)
-            self.length[inputs.output_row[index]] = 0
+            _put(queue.requests, (int(queue.end) + index) % size, new, index)
+            row, max_tokens = int(new.output_row[index]), int(new.sampling.max_tokens[index])
+            self.responses[row] = self._respond(new.key[index], max_tokens)
+            self.length[row] = 0
         self.start = self.length.copy()
         queue.end[...] += inputs.count
 
@@ -200,15 +213,16 @@ class WindowModel:
         """Idle slots take requests from the head of the queue, in order, as many as are admissible."""
         slots, queue, prompts = self.state.slots, self.state.queue, self.state.prompts
         page_size = self.options.page_size
-        waiting, idle = int(queue.end - queue.head), ~slots.active
-        if not waiting or not idle.any():
+        num_waiting, idle = int(queue.end - queue.head), ~slots.active
+        if not num_waiting or not idle.any():
             return
         number = idle.cumsum() - 1
         entry = (queue.head + number) % self.options.output_rows
-        row = np.where(idle, queue.prompt_row[entry], slots.prompt_row)
-        max_tokens = np.where(idle, queue.sampling.max_tokens[entry], slots.sampling.max_tokens)
+        running, waiting = slots.requests, queue.requests
+        row = np.where(idle, waiting.prompt_row[entry], running.prompt_row)
+        max_tokens = np.where(idle, waiting.sampling.max_tokens[entry], running.sampling.max_tokens)
         limit = own_pages(prompts.length[row], max_tokens, page_size)
-        limit[idle & (number >= waiting)] = 0
+        limit[idle & (number >= num_waiting)] = 0
         unready = idle & (prompts.missing[row] > 0)
         limit[idle & (unready.cumsum() > 0)] = 0
         held = slots.used - slots.shared
@@ -221,9 +235,8 @@ class WindowModel:
             slots.table[slot, :shared] = prompts.table[row[slot], :shared]
             slots.table[slot, shared] = self._allocate(1)[0]
             slots.active[slot], slots.position[slot], slots.count[slot] = True, length - 1, 0
-            slots.shared[slot], slots.used[slot], slots.prompt_row[slot] = shared, shared + 1, row[slot]
-            slots.output_row[slot], slots.park_row[slot] = queue.output_row[entry[slot]], queue.park_row[entry[slot]]
-            slots.sampling.max_tokens[slot] = max_tokens[slot]
+            slots.shared[slot], slots.used[slot] = shared, shared + 1
+            _put(running, slot, waiting, int(entry[slot]))
             self.on_start(slot, int(row[slot]))
 
     def _take_pages(self, floor: int) -> int:
@@ -250,11 +263,9 @@ class WindowModel:
             evicted.append(slot)
         for slot in evicted:  # the one with the most tokens comes to the front
             queue.head[...] -= 1
-            entry = int(queue.head) % self.options.output_rows
-            queue.prompt_row[entry], queue.output_row[entry] = slots.prompt_row[slot], slots.output_row[slot]
-            queue.park_row[entry] = slots.park_row[slot]
-            queue.sampling.max_tokens[entry] = slots.sampling.max_tokens[slot]
-        self.start[slots.output_row[evicted]] = self.length[slots.output_row[evicted]] = 0
+            _put(queue.requests, int(queue.head) % self.options.output_rows, slots.requests, slot)
+        rows = slots.requests.output_row[evicted]
+        self.start[rows] = self.length[rows] = 0
         for slot in sorted(evicted):
             self.on_evict(slot)
             self._give_up(slot)
@@ -265,18 +276,18 @@ class WindowModel:
         slots, prompts = self.state.slots, self.state.prompts
         num_rows, width = prompts.table.shape
         own, wanted = slots.used - slots.shared, np.zeros(len(slots.used), bool)
-        wanted[ended] = ((slots.park_row < num_rows) & (slots.used <= width))[ended]
+        wanted[ended] = ((slots.requests.park_row < num_rows) & (slots.used <= width))[ended]
         room = int(self.state.pool.available) + own.sum() - park_reserve
         parked = wanted & (np.where(wanted, own, 0).cumsum() <= room)
         for slot in ended.tolist():
             self.on_end(slot)
             if parked[slot]:
-                row, position, used = slots.park_row[slot], slots.position[slot], slots.used[slot]
+                row, position, used = slots.requests.park_row[slot], slots.position[slot], slots.used[slot]
                 prompts.table[row, :used] = slots.table[slot, :used]
                 prompts.length[row], prompts.cached[row] = position + 1, position
                 slots.shared[slot] = used
             self._give_up(slot)
-            yield int(slots.output_row[slot])
+            yield int(slots.requests.output_row[slot])
 
     def _give_up(self, slot: int) -> None:
         slots = self.state.slots

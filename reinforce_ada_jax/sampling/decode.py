@@ -101,21 +101,12 @@ def insert(
     length = prefix.length[0]
     used = num_pages(length + sampling.max_tokens, options.page_size)
     pool, table = pages_lib.allocate(state.pool, used[None], options.table_width)
-    old = state.slots
-    slots = Slots(
-        active=old.active | here,
-        token=jnp.where(here, prefix.last_token, old.token),
-        position=jnp.where(here, length - 1, old.position),
-        count=jnp.where(here, 0, old.count),
-        sampling=jax.tree.map(lambda new, old: jnp.where(here, new, old), sampling, old.sampling),
-        key=jnp.where(here[:, None], token_lib.draw_keys(state.seed, address[None]), old.key),
-        prompt_row=old.prompt_row,
-        output_row=jnp.where(here, slot, old.output_row),
-        park_row=old.park_row,
-        table=jnp.where(here[:, None], table, old.table),
-        shared=jnp.where(here, 0, old.shared),
-        used=jnp.where(here, used, old.used),
-    )
+    key = token_lib.draw_keys(state.seed, address[None])
+    started = Slots(
+        active=True, requests=state.slots.requests.replace(output_row=slot, sampling=sampling, key=key),
+        token=prefix.last_token, position=length - 1, count=0, table=table, shared=0, used=used,
+    )  # fmt: skip
+    slots = slots_lib.choose_rows(here, started, state.slots)
     return state.replace(pool=pool, slots=slots, pools=fill_pages(state.pools, prefix, table, mesh))
 
 
@@ -123,12 +114,12 @@ def _refill(
     state: DecodeState, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"], options: EngineOptions, mesh: Mesh
 ) -> DecodeState:
     """Starts requests from the head of the queue in idle slots, as `slots.start` does."""
-    before, page_size = state.slots.active, options.page_size
+    before = state.slots.active
     wanted = (state.queue.head < state.queue.end) & ~jnp.all(before)
 
     def start(small, _):
-        small = slots_lib.start(small, page_size, reserve, expected)
-        return small, slots_lib.first_pages(small, ~before, page_size)
+        small = slots_lib.start(small, options.page_size, reserve, expected)
+        return small, slots_lib.first_pages(small, ~before, options.page_size)
 
     nothing = jnp.zeros_like(state.slots.shared)
     state, (source, target, count) = _change(state, wanted, start, (nothing, nothing, jnp.int32(0)))
@@ -147,7 +138,7 @@ def _take_pages(
         evicted = before.active & ~small.slots.active
         redone = redone + jnp.sum(jnp.where(evicted, before.count, 0), dtype=jnp.int32)
         # All tokens are reported again, because programs of some shapes round otherwise, and so draw others.
-        row = jnp.where(evicted, before.output_row, length.shape[0])
+        row = jnp.where(evicted, before.requests.output_row, length.shape[0])
         return small, redone, start.at[row].set(0, mode="drop"), length.at[row].set(0, mode="drop")
 
     def change(small, other):
@@ -155,38 +146,38 @@ def _take_pages(
         small, *other = jax.lax.cond(short, evict, lambda *unchanged: unchanged, small, *other)
         return slots_lib.grow(small, needs_page & small.slots.active), tuple(other)
 
-    outputs, counts = state.outputs, state.counts
-    other = counts.redone, outputs.start, outputs.length
+    other = state.counts.redone, state.outputs.start, state.outputs.length
     state, (redone, start, length) = _change(state, wanted & jnp.any(needs_page), change, other)
-    return state.replace(counts=counts.replace(redone=redone), outputs=outputs.replace(start=start, length=length))
+    outputs = state.outputs.replace(start=start, length=length)
+    return state.replace(counts=state.counts.replace(redone=redone), outputs=outputs)
 
 
 def _forward(
     model: Decoder, slots: Slots, pools: Pools, adapters: Int[Array, " R"], options: EngineOptions, mesh: Mesh
 ) -> tuple[Pools, Float[Array, "S V"]]:
     """Computes log-probabilities of the next token of some slots; keys and values of the last one go into the pools."""
-    page_size, backend = options.page_size, options.attention
+    page_size = options.page_size
     page = jnp.take_along_axis(slots.table, (slots.position // page_size)[:, None], axis=1)[:, 0]
     page = jnp.where(slots.active, page, NULL)
     lengths = jnp.where(slots.active, slots.position + 1, 0)
-    attention = functools.partial(paged_attention, backend=backend, mesh=mesh)
+    adapter = jnp.where(slots.active, adapters[slots.requests.prompt_row], -1)
+    rowwise = choose_rowwise(options.attention, slots.active)
 
     def attend(query, key, value, layer_index, pools):
         first = layer_index * options.pages
         pools = write_tokens(pools, key[:, 0], value[:, 0], first + page, slots.position % page_size, mesh)
-        mixed = attention(query[:, 0], *pools, lengths, first + slots.table)
+        table = first + slots.table
+        mixed = paged_attention(query[:, 0], *pools, lengths, table, backend=options.attention, mesh=mesh)
         return mixed[:, None], pools, None
-
-    tokens, positions = slots.token[:, None], slots.position[:, None]
-    rowwise, adapter = choose_rowwise(backend, slots.active), jnp.where(slots.active, adapters[slots.prompt_row], -1)
 
     def next_logprobs(hidden, temperature):
         return token_lib.next_logprobs(head_logits(model, hidden)[:, 0], temperature)
 
     hidden, pools, _ = run(
-        model, tokens, positions, attend, pools, dtype=options.dtype, adapter=adapter, rowwise=rowwise
-    )
-    return pools, rowwise(next_logprobs, hidden, slots.sampling.temperature)
+        model, slots.token[:, None], slots.position[:, None], attend, pools,
+        dtype=options.dtype, adapter=adapter, rowwise=rowwise,
+    )  # fmt: skip
+    return pools, rowwise(next_logprobs, hidden, slots.requests.sampling.temperature)
 
 
 def _append_tokens(
@@ -212,24 +203,27 @@ def _append_tokens(
     Returns:
       The state, and which responses ended.
     """
-    slots, outputs, rows = state.slots, state.outputs, state.slots if drafted is None else drafted.slots
+    slots, requests, outputs = state.slots, state.slots.requests, state.outputs
+    rows = slots if drafted is None else drafted.slots
     # On accelerators all at a time: loops cost more there than the width of a step.
     at_a_time = token_lib.ROWS if options.attention in {"jnp", "invariant"} else len(logprobs)
-    drawn = token_lib.sample(logprobs, rows.key, rows.count, rows.sampling, num_rows, at_a_time, mesh)
+    drawn = token_lib.sample(logprobs, rows.requests.key, rows.count, rows.requests.sampling, num_rows, at_a_time, mesh)
     row_of = None if drafted is None else jnp.minimum(drafted.row_of, len(logprobs) - 1)
     tokens, logprobs = (x[:, None] if row_of is None else x[row_of] for x in drawn)
-    is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[slots.prompt_row][:, None], axis=-1)
-    active, right = slots.active & decoding, jnp.zeros_like(slots.count)
+    is_stop = jnp.any(tokens[..., None] == state.terms.stop_ids[requests.prompt_row][:, None], axis=-1)
+    active = slots.active & decoding
+    right = jnp.zeros_like(slots.count)
     if drafted is not None:
         state, right = drafts_lib.verify(state, drafted, tokens, is_stop, active)
 
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (place <= right[:, None])
-    count, at = slots.count + 1 + right, slots.count[:, None] + place
+    count = slots.count + 1 + right
     stopped = jnp.any(kept & is_stop, axis=1)
-    ended = stopped | (active & (count >= slots.sampling.max_tokens))
+    ended = stopped | (active & (count >= requests.sampling.max_tokens))
     status = jnp.where(stopped, STOPPED, jnp.where(ended, TRUNCATED, RUNNING))
-    row = jnp.where(kept, slots.output_row[:, None], outputs.length.shape[0])
+    row = jnp.where(kept, requests.output_row[:, None], outputs.length.shape[0])
+    at = slots.count[:, None] + place
     outputs = outputs.replace(
         tokens=outputs.tokens.at[row, at].set(tokens, mode="drop"),
         logprobs=outputs.logprobs.at[row, at].set(logprobs, mode="drop"),
@@ -271,16 +265,17 @@ def _begin_window(state: DecodeState, inputs: WindowInputs, options: EngineOptio
     state = slots_lib.enqueue(slots_lib.cancel(state, inputs.cancelled), inputs, state.seed)
     if state.drafts is not None:
         state = state.replace(drafts=drafts_lib.begin_window(state.drafts, inputs.opened, options.keep_drafts))
-    outputs, size = state.outputs, options.output_rows
-    new = jnp.where(jnp.arange(size) < inputs.count, inputs.output_row, size)
-    length = outputs.length.at[new].set(0, mode="drop")
-    outputs = outputs.replace(start=length, length=length, status=jnp.full_like(outputs.status, RUNNING))
+    size = options.output_rows
+    new = jnp.where(jnp.arange(size) < inputs.count, inputs.requests.output_row, size)
+    length = state.outputs.length.at[new].set(0, mode="drop")
+    outputs = state.outputs.replace(start=length, length=length, status=jnp.full_like(state.outputs.status, RUNNING))
     return state.replace(outputs=outputs, counts=jax.tree.map(jnp.zeros_like, state.counts))
 
 
 def _choose_width(state: DecodeState, widths: tuple[int, ...]) -> Int[Array, ""]:
     """Returns all slots; in the tail, with nothing left to refill from, ever fewer, the active ones among them."""
-    active, width = jnp.sum(state.slots.active), jnp.int32(widths[0])
+    active = jnp.sum(state.slots.active)
+    width = jnp.int32(widths[0])
     for narrower in widths[1:]:
         width = jnp.where((state.queue.head >= state.queue.end) & (active <= narrower), narrower, width)
     return width
@@ -336,7 +331,8 @@ def decode_window(
         drafted, rows, size, num_rows = None, slots, width, width
         if state.drafts is not None:
             drafted = drafts_lib.draft_rows(state.replace(slots=slots), options)
-            rows, size, num_rows = drafted.slots, drafted.size, jnp.sum(drafted.slots.active, dtype=jnp.int32)
+            rows, size = drafted.slots, drafted.size
+            num_rows = jnp.sum(rows.active, dtype=jnp.int32)
         computed = pools, logprobs
         for each in reversed(step_sizes):
             one_pass = functools.partial(compute_logprobs, num_rows=each, rows=rows)

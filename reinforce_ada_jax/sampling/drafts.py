@@ -110,7 +110,7 @@ def verifiable(guessed: Int[ArrayLike, "S drafts"], slots: Slots, page_size: int
     """
     ahead = jnp.arange(1, guessed.shape[1] + 1)[None]
     in_page = slots.position[:, None] + ahead < (slots.used * page_size)[:, None]
-    in_limit = slots.count[:, None] + ahead < slots.sampling.max_tokens[:, None]
+    in_limit = slots.count[:, None] + ahead < slots.requests.sampling.max_tokens[:, None]
     fits = slots.active[:, None] & (guessed != NONE) & in_page & in_limit
     return jnp.cumsum(~fits, axis=1) == 0
 
@@ -165,12 +165,13 @@ def draft_rows(state: DecodeState, options: EngineOptions) -> Rows:
     slots, drafts, sizes = state.slots, state.drafts, draft_choice.step_sizes(options)
     assert drafts is not None
     most_rows = sizes[-1]
-    chance = draft_choice.chances(drafts.counts[slots.prompt_row], options.drafts)
+    prompt_row = slots.requests.prompt_row
+    chance = draft_choice.chances(drafts.counts[prompt_row], options.drafts)
 
     def guesses():
-        prompt = state.prompt_tokens[slots.prompt_row], state.prompts.length[slots.prompt_row]
-        response = state.outputs.tokens[slots.output_row]
-        return guess(drafts.text[drafts.row[slots.prompt_row]], *prompt, response, slots.count, options.drafts)
+        prompt = state.prompt_tokens[prompt_row], state.prompts.length[prompt_row]
+        response = state.outputs.tokens[slots.requests.output_row]
+        return guess(drafts.text[drafts.row[prompt_row]], *prompt, response, slots.count, options.drafts)
 
     has_room = jnp.sum(slots.active) < most_rows
     guessed = jax.lax.cond(has_room, guesses, lambda: jnp.full_like(chance, NONE))
@@ -200,21 +201,21 @@ def verify(
     active: Bool[Array, " S"],
 ) -> tuple[DecodeState, Int[Array, " S"]]:
     """Compares guesses with the tokens drawn; returns the state with these in the texts, and each slot's right ones."""
-    slots, drafts, counts = state.slots, state.drafts, state.counts
+    slots, drafts, prompt_row = state.slots, state.drafts, state.slots.requests.prompt_row
     assert drafts is not None
     right = accepted(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     kept = active[:, None] & (place <= right[:, None])
     # Of responses that write into the same place the last slot stays: it may be wrong, and only costs time.
-    text_row = jnp.where(kept, drafts.row[slots.prompt_row][:, None], drafts.text.shape[0])
+    text_row = jnp.where(kept, drafts.row[prompt_row][:, None], drafts.text.shape[0])
     compared = num_compared(rows.guessed, rows.chosen, tokens[:, :-1], is_stop[:, :-1])
     compared = jnp.where(active[:, None], compared, 0)
     drafts = drafts.replace(
         text=drafts.text.at[text_row, slots.count[:, None] + place].set(tokens, mode="drop"),
-        counts=draft_choice.recent(drafts.counts.at[slots.prompt_row].add(compared)),
+        counts=draft_choice.recent(drafts.counts.at[prompt_row].add(compared)),
     )
-    counts = counts.replace(
-        verified=counts.verified + jnp.sum(active[:, None] & rows.chosen, dtype=jnp.int32),
-        accepted=counts.accepted + jnp.sum(jnp.where(active, right, 0), dtype=jnp.int32),
+    counts = state.counts.replace(
+        verified=state.counts.verified + jnp.sum(active[:, None] & rows.chosen, dtype=jnp.int32),
+        accepted=state.counts.accepted + jnp.sum(jnp.where(active, right, 0), dtype=jnp.int32),
     )
     return state.replace(drafts=drafts, counts=counts), right

@@ -7,11 +7,20 @@ for tests, and to find where a page or a request is lost.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
 
 from reinforce_ada_jax.sampling.pages import NULL, num_pages
 from reinforce_ada_jax.sampling.rows import Rows
-from reinforce_ada_jax.sampling.state import RUNNING, EngineOptions, Occupancy, WindowOutputs
+from reinforce_ada_jax.sampling.state import (
+    RUNNING,
+    EngineOptions,
+    Occupancy,
+    Prompts,
+    Requests,
+    Slots,
+    WindowOutputs,
+)
 
 
 class BrokenInvariant(RuntimeError):
@@ -66,69 +75,70 @@ def check_state(
       BrokenInvariant: a page is lost or held twice, a request is lost or in two places, a slot is not where its prompt
         and length put it, or fewer pages are free than the host counts on.
     """
-    size, head, end = len(state.queue.prompt_row), int(state.queue.head), int(state.queue.end)
+    size, head, end = options.output_rows, int(state.queue.head), int(state.queue.end)
     _require(0 <= end - head <= size, f"the queue of {size} reaches from {head} to {end}")
-    waiting, active = np.arange(head, end) % size, np.flatnonzero(state.slots.active)
-    _check_requests(state, rows, unread, waiting, active)
-    _check_pages(options, state, rows, active)
+    active = np.flatnonzero(state.slots.active)
+    waiting = jax.tree.map(lambda x: x[np.arange(head, end) % size], state.queue.requests)
+    running = jax.tree.map(lambda x: x[active], state.slots)
+    _check_requests(waiting, running.requests, rows, unread)
+    _check_pages(options, state, rows, running)
     available = int(state.pool.available)
     _require(
         available >= guaranteed_free_pages,
         f"{available} pages are free, and the host counts on {guaranteed_free_pages}",
     )
-    _check_slots(options, state, rows, active)
+    _check_slots(options, state.prompts, rows, running, active)
 
 
-def _check_requests(state: Occupancy, rows: Rows, unread: Sequence[WindowOutputs], waiting, active) -> None:
+def _check_requests(waiting: Requests, running: Requests, rows: Rows, unread: Sequence[WindowOutputs]) -> None:
     """Checks that each request waits for its prompt, is decoded, or has ended in a window that is not read yet."""
-    queue, in_flight = state.queue, rows.in_flight
+    in_flight = rows.in_flight
     ended = [row for outputs in unread for row in np.flatnonzero(outputs.rows.status != RUNNING).tolist()]
-    places = Counter([*queue.output_row[waiting].tolist(), *state.slots.output_row[active].tolist(), *ended])
+    places = Counter([*waiting.output_row.tolist(), *running.output_row.tolist(), *ended])
     if places != dict.fromkeys(in_flight, 1):
         twice = sorted(row for row, count in places.items() if count > 1)
         lost, unknown = sorted(in_flight.keys() - places), sorted(places.keys() - in_flight.keys())
         _require(False, f"requests of output rows {lost} lost, {unknown} unknown, {twice} twice")
-    for output_row, row in zip(queue.output_row[waiting].tolist(), queue.prompt_row[waiting].tolist(), strict=True):
+    for output_row, row in zip(waiting.output_row.tolist(), waiting.prompt_row.tolist(), strict=True):
         home = rows.prompts.get(in_flight[output_row].prompt.id, -1)
         _require(home == row, f"the request of output row {output_row} waits for prompt row {row}")
 
 
-def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
+def _check_pages(options: EngineOptions, state: Occupancy, rows: Rows, running: Slots) -> None:
     """Checks that each page is free, that of one or more prompts or parked turns, or a slot's own."""
-    pool, prompts, slots = state.pool, state.prompts, state.slots
+    pool, prompts = state.pool, state.prompts
     available = int(pool.available)
     _require(0 <= available <= options.pages - 1, f"{available} of {options.pages - 1} pages are free")
     parked = [turn.row for turn in rows.parked.values()]
     open_rows = np.array([*rows.prompts.values(), *parked, *rows.park_rows.values()], np.int64)
     counts = num_pages(prompts.length[open_rows] - 1, options.page_size)
     prompt_pages = prompts.table[open_rows][np.arange(prompts.table.shape[1]) < counts[:, None]]
-    column = np.arange(slots.table.shape[1])
-    own = (column >= slots.shared[active, None]) & (column < slots.used[active, None])
+    column = np.arange(running.table.shape[1])
+    own = (column >= running.shared[:, None]) & (column < running.used[:, None])
     _require_partition(options.pages, "pages", null=[NULL], free=pool.stack[:available],
-                       prompts=np.unique(prompt_pages), slots=slots.table[active][own])  # fmt: skip
+                       prompts=np.unique(prompt_pages), slots=running.table[own])  # fmt: skip
 
 
-def _check_slots(options: EngineOptions, state: Occupancy, rows: Rows, active: np.ndarray) -> None:
-    """Checks that slots read their own prompts' pages, with a page for each token."""
-    prompts, slots = state.prompts, state.slots
-    requests = [rows.in_flight[row] for row in slots.output_row[active].tolist()]
+def _check_slots(options: EngineOptions, prompts: Prompts, rows: Rows, running: Slots, active: np.ndarray) -> None:
+    """Checks that the active slots read their own prompts' pages, with a page for each token."""
+    of_slots = running.requests.output_row.tolist()
+    requests = [rows.in_flight[row] for row in of_slots]
     home = np.array([rows.prompts.get(request.prompt.id, -1) for request in requests], np.int64)
     _require(bool((home >= 0).all()), f"slots {active[home < 0].tolist()} decode for prompts that are closed")
-    length, table, shared, used = prompts.length[home], slots.table[active], slots.shared[active], slots.used[active]
-    of_slots = slots.output_row[active].tolist()
+    length = prompts.length[home]
     park_row = np.array([rows.park_rows.get(row, options.open_prompts) for row in of_slots], np.int64)
-    max_tokens, count, position = slots.sampling.max_tokens[active], slots.count[active], slots.position[active]
     right = (
-        (slots.prompt_row[active] == home)
-        & (slots.park_row[active] == park_row)
-        & (position == length - 1 + count)
-        & (count < max_tokens)
-        & (shared == (length - 1) // options.page_size)
-        & (used == np.maximum(position - 1, length - 1) // options.page_size + 1)
+        (running.requests.prompt_row == home)
+        & (running.requests.park_row == park_row)
+        & (running.position == length - 1 + running.count)
+        & (running.count < running.requests.sampling.max_tokens)
+        & (running.shared == (length - 1) // options.page_size)
+        & (running.used == np.maximum(running.position - 1, length - 1) // options.page_size + 1)
     )
     _require(bool(right.all()), f"slots {active[~right].tolist()} are not where their prompts and lengths put them")
-    width = min(table.shape[1], prompts.table.shape[1])
-    same = (table[:, :width] == prompts.table[home][:, :width]) | (np.arange(width) >= shared[:, None])
+    width = min(running.table.shape[1], prompts.table.shape[1])
+    same = running.table[:, :width] == prompts.table[home][:, :width]
+    same |= np.arange(width) >= running.shared[:, None]
     _require(bool(same.all()), f"slots {active[~same.all(1)].tolist()} read other pages than their prompts'")
 
 

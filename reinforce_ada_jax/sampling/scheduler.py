@@ -22,11 +22,12 @@ from reinforce_ada_jax.sampling.state import (
     TRUNCATED,
     EngineOptions,
     Occupancy,
+    Requests,
     SamplingParams,
     WindowInputs,
     WindowOutputs,
 )
-from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, QueueEntry, window_inputs
+from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, window_inputs
 from reinforce_ada_jax.types import Prompt, Request, Response
 
 # Requests are kept ready for a fifth of the slots, because slots become free inside a window. Simulated with rounds of
@@ -46,15 +47,10 @@ class _Beginning(NamedTuple):
     cached: int
 
 
-def _no_adapter(prompt: Prompt) -> int:
-    del prompt
-    return -1
-
-
 class Scheduler:
     """Requests of one replica, over its page budget and its rows."""
 
-    def __init__(self, options: EngineOptions, adapter_of: Callable[[Prompt], int] = _no_adapter):
+    def __init__(self, options: EngineOptions, adapter_of: Callable[[Prompt], int] = lambda _: -1):
         """Makes a scheduler without requests.
 
         Args:
@@ -266,9 +262,14 @@ class Scheduler:
         entries = []
         while self._ready and self.rows.free_output_rows:
             request = self._ready.popleft()
-            prompt_row, output_row = self.rows.prompts[request.prompt.id], self.rows.start(request)
-            park_row = self.rows.park_rows.get(output_row)
-            entries.append(QueueEntry(prompt_row, output_row, address(request), sampling(request), park_row))
+            output_row = self.rows.start(request)
+            entries.append(Requests(
+                prompt_row=self.rows.prompts[request.prompt.id],
+                output_row=output_row,
+                park_row=self.rows.park_rows.get(output_row, self.options.open_prompts),
+                sampling=sampling(request).as_arrays(),
+                key=address(request),
+            ))  # fmt: skip
         self.budget.parkable_turns = len(self.rows.park_rows)
         waiting = itertools.islice(self._unopened.values(), NEXT_PROMPTS)
         reserve = self.budget.submit_window((requests[0].prompt for requests in waiting), for_responses)
@@ -291,9 +292,11 @@ class Scheduler:
                 "room for one response beside the open prompts. Raise sampling.pages."
             )
         self.rows.write(outputs.rows)
-        status, responses = outputs.rows.status, []
+        responses = []
+        status = outputs.rows.status
         for row in np.flatnonzero(status != RUNNING).tolist():
-            request, (tokens, logprobs) = self.rows.finish(row), self.rows.response(row)
+            request = self.rows.finish(row)
+            tokens, logprobs = self.rows.response(row)
             self._lengths.add(own_pages(len(request.prompt.tokens), len(tokens), self.options.page_size))
             responses.append(Response(
                 prompt_id=request.prompt.id,

@@ -17,7 +17,7 @@ from reinforce_ada_jax.sampling.state import (
     Occupancy,
     OpenedPrompts,
     Prompts,
-    Queue,
+    Requests,
     Slots,
     WindowInputs,
 )
@@ -29,7 +29,8 @@ def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> S
     """Releases the pages of prompts that no other one holds; none of their draws runs or waits."""
     prompts = state.prompts
     counts = num_pages(prompts.length - 1, page_size)
-    held, pages = jnp.arange(prompts.table.shape[1])[None] < counts[:, None], jnp.arange(state.pool.stack.shape[0])
+    held = jnp.arange(prompts.table.shape[1])[None] < counts[:, None]
+    pages = jnp.arange(state.pool.stack.shape[0])
 
     def held_by(chosen):
         """Returns which pages prompts hold: several may hold the same one."""
@@ -46,7 +47,8 @@ def close_prompts(state: State, closing: Bool[Array, " R"], page_size: int) -> S
 def open_prompts(state: State, opened: OpenedPrompts, page_size: int) -> State:
     """Allocates the pages of prompts, which then wait to be prefilled; the caller ensures that there are enough."""
     old, row, length, shared = state.prompts, opened.row, opened.length, opened.shared
-    is_prompt, width = row < old.length.shape[0], old.table.shape[1]
+    width = old.table.shape[1]
+    is_prompt = row < old.length.shape[0]
     counts = jnp.where(is_prompt, num_pages(length - 1, page_size) - shared, 0)
     pool, own = pages_lib.allocate(state.pool, counts, width)
     column = jnp.arange(width)[None] - shared[:, None]
@@ -77,35 +79,35 @@ def cancel(state: State, cancelled: Bool[Array, " O"]) -> State:
 
     They end as any other response does, so that every request is answered and every page released.
     """
-    slots, queue = state.slots, state.queue
-    limit = jnp.minimum(slots.sampling.max_tokens, slots.count + 1)
-    of_slots = jnp.where(slots.active & cancelled[slots.output_row], limit, slots.sampling.max_tokens)
-    of_queue = jnp.where(cancelled[queue.output_row], 1, queue.sampling.max_tokens)
+    running, waiting = state.slots.requests, state.queue.requests
+    max_tokens = running.sampling.max_tokens
+    limit = jnp.minimum(max_tokens, state.slots.count + 1)
+    of_slots = jnp.where(state.slots.active & cancelled[running.output_row], limit, max_tokens)
+    of_queue = jnp.where(cancelled[waiting.output_row], 1, waiting.sampling.max_tokens)
     return state.replace(
-        slots=slots.replace(sampling=slots.sampling.replace(max_tokens=of_slots)),
-        queue=queue.replace(sampling=queue.sampling.replace(max_tokens=of_queue)),
+        slots=state.slots.replace(requests=running.with_max_tokens(of_slots)),
+        queue=state.queue.replace(requests=waiting.with_max_tokens(of_queue)),
     )
+
+
+def choose_rows(mask: Bool[Array, " S"], new: Slots, old: Slots) -> Slots:
+    """Returns the slots of `new` where the mask says so, and those of `old` elsewhere."""
+    return jax.tree.map(lambda new, old: jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old), new, old)
+
+
+def _put(requests: Requests, place: Int[Array, " Q"], new: Requests) -> Requests:
+    """Puts requests into the given places; those beyond the end are dropped."""
+    return jax.tree.map(lambda old, new: old.at[place].set(new, mode="drop"), requests, new)
 
 
 def enqueue(state: State, inputs: WindowInputs, seed: Int[Array, ""]) -> State:
     """Appends the host's requests to the queue, which has room for them."""
-    queue, size = state.queue, state.queue.prompt_row.shape[0]
+    queue, size = state.queue, state.queue.requests.prompt_row.shape[0]
     entry = jnp.arange(size)
     place = jnp.where(entry < inputs.count, (queue.end + entry) % size, size)
-
-    def put(waiting, new):
-        return waiting.at[place].set(new, mode="drop")
-
-    queue = Queue(
-        prompt_row=put(queue.prompt_row, inputs.prompt_row),
-        output_row=put(queue.output_row, inputs.output_row),
-        park_row=put(queue.park_row, inputs.park_row),
-        key=put(queue.key, token_lib.draw_keys(seed, inputs.address)),
-        sampling=jax.tree.map(put, queue.sampling, inputs.sampling),
-        head=queue.head,
-        end=queue.end + inputs.count,
-    )
-    return state.replace(queue=queue)
+    new = inputs.requests.replace(key=token_lib.draw_keys(seed, inputs.requests.key))
+    requests = _put(queue.requests, place, new)
+    return state.replace(queue=queue.replace(requests=requests, end=queue.end + inputs.count))
 
 
 def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: Int[Array, "rows ahead"]) -> Occupancy:
@@ -120,14 +122,16 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
       expected: pages that draws are expected to need (`admission.expected_pages`).
     """
     slots, queue, prompts = state.slots, state.queue, state.prompts
-    held, width = slots.used - slots.shared, slots.table.shape[1]
+    width = slots.table.shape[1]
+    held = slots.used - slots.shared
     room = state.pool.available + jnp.sum(held) - reserve
     number = queue.head + jnp.cumsum(~slots.active) - 1
-    entry = number % queue.prompt_row.shape[0]
-    row = jnp.where(slots.active, slots.prompt_row, queue.prompt_row[entry])
+    entry = number % queue.requests.prompt_row.shape[0]
+    waiting = jax.tree.map(lambda x: x[entry], queue.requests)
+    row = jnp.where(slots.active, slots.requests.prompt_row, waiting.prompt_row)
     length = prompts.length[row]
     shared = (length - 1) // page_size
-    max_tokens = jnp.where(slots.active, slots.sampling.max_tokens, queue.sampling.max_tokens[entry])
+    max_tokens = jnp.where(slots.active, slots.requests.sampling.max_tokens, waiting.sampling.max_tokens)
     limit = pages_lib.own_pages(length, max_tokens, page_size)
     ready = slots.active | ((number < queue.end) & (prompts.cached[row] >= length - 1))
     limit = jnp.where(slots.active | (jnp.cumsum(~ready) == 0), limit, 0)
@@ -137,26 +141,12 @@ def start(state: Occupancy, page_size: int, reserve: Int[Array, ""], expected: I
     column = jnp.arange(width)[None]
     prompt_table = jnp.pad(prompts.table, ((0, 0), (0, max(0, width - prompts.table.shape[1]))))[row][:, :width]
     table = jnp.where(column < shared[:, None], prompt_table, jnp.where(column == shared[:, None], own, NULL))
-
-    def choose(new, old):
-        return jnp.where(taken.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-    slots = Slots(
-        active=slots.active | taken,
-        token=choose(prompts.last_token[row], slots.token),
-        position=choose(length - 1, slots.position),
-        count=choose(jnp.zeros_like(slots.count), slots.count),
-        sampling=jax.tree.map(lambda new, old: choose(new[entry], old), queue.sampling, slots.sampling),
-        key=choose(queue.key[entry], slots.key),
-        prompt_row=choose(row, slots.prompt_row),
-        output_row=choose(queue.output_row[entry], slots.output_row),
-        park_row=choose(queue.park_row[entry], slots.park_row),
-        table=choose(table, slots.table),
-        shared=choose(shared, slots.shared),
-        used=choose(shared + 1, slots.used),
-    )
+    started = Slots(
+        active=True, requests=waiting, token=prompts.last_token[row], position=length - 1, count=0,
+        table=table, shared=shared, used=shared + 1,
+    )  # fmt: skip
     queue = queue.replace(head=queue.head + jnp.sum(taken, dtype=jnp.int32))
-    return state.replace(pool=pool, slots=slots, queue=queue)
+    return state.replace(pool=pool, slots=choose_rows(taken, started, slots), queue=queue)
 
 
 def first_pages(
@@ -168,7 +158,7 @@ def first_pages(
     """
     slots, prompts = state.slots, state.prompts
     partly_filled = slots.active & started & (slots.position % page_size > 0)
-    last_page = prompts.table[slots.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
+    last_page = prompts.table[slots.requests.prompt_row, jnp.minimum(slots.shared, prompts.table.shape[1] - 1)]
     first_own = jnp.take_along_axis(slots.table, slots.shared[:, None], axis=1)[:, 0]
     place = jnp.where(partly_filled, jnp.cumsum(partly_filled) - 1, partly_filled.shape[0])
     source, target = (jnp.zeros_like(page).at[place].set(page, mode="drop") for page in (last_page, first_own))
@@ -190,7 +180,7 @@ def choose_work(state: Occupancy, decode_steps: Any, num_ended: Any, window: int
     starved = ~is_waiting & many_idle & (num_ended >= max(1, num_slots // 8))
     prefilling = (missing > 0).any()
     go_on = (decode_steps < window) & ((active > 0) | prefilling) & ~starved
-    next_row = queue.prompt_row[queue.head % len(queue.prompt_row)]
+    next_row = queue.requests.prompt_row[queue.head % len(queue.requests.prompt_row)]
     held_up = many_idle & is_waiting & (missing[next_row] > 0)
     return go_on, go_on & prefilling, go_on & (active > 0) & ~held_up
 
@@ -221,22 +211,11 @@ def evict(state: Occupancy, needs_page: Bool[Array, " S"], floor: Int[Array, ""]
     gained = (slots.used - slots.shared + needs_page.astype(jnp.int32))[order]
     missing = jnp.sum(needs_page, dtype=jnp.int32) - (state.pool.available - floor) - (jnp.cumsum(gained) - gained)
     evicted = jnp.zeros_like(slots.active).at[order].set(missing > 0)
-    size = queue.prompt_row.shape[0]
+    size = queue.requests.prompt_row.shape[0]
     before_head = (queue.head - 1 - jnp.arange(order.shape[0])) % size
     place = jnp.zeros_like(order).at[order].set(jnp.where(missing > 0, before_head, size))
-
-    def put_back(waiting, of_slots):
-        return waiting.at[place].set(of_slots, mode="drop")
-
-    queue = Queue(
-        prompt_row=put_back(queue.prompt_row, slots.prompt_row),
-        output_row=put_back(queue.output_row, slots.output_row),
-        park_row=put_back(queue.park_row, slots.park_row),
-        key=put_back(queue.key, slots.key),
-        sampling=jax.tree.map(put_back, queue.sampling, slots.sampling),
-        head=queue.head - jnp.sum(evicted, dtype=jnp.int32),
-        end=queue.end,
-    )
+    requests = _put(queue.requests, place, slots.requests)
+    queue = queue.replace(requests=requests, head=queue.head - jnp.sum(evicted, dtype=jnp.int32))
     return release(state.replace(queue=queue), evicted)
 
 
@@ -254,10 +233,10 @@ def end(state: Occupancy, ended: Bool[Array, " S"], park_reserve: Int[Array, ""]
     slots, prompts = state.slots, state.prompts
     num_rows, width = prompts.table.shape
     own = slots.used - slots.shared
-    wanted = ended & (slots.park_row < num_rows) & (slots.used <= width)
+    wanted = ended & (slots.requests.park_row < num_rows) & (slots.used <= width)
     room = state.pool.available + jnp.sum(own) - park_reserve
     parked = wanted & (jnp.cumsum(jnp.where(wanted, own, 0)) <= room)
-    row = jnp.where(parked, slots.park_row, num_rows)
+    row = jnp.where(parked, slots.requests.park_row, num_rows)
     table = jnp.pad(slots.table, ((0, 0), (0, max(0, width - slots.table.shape[1]))))[:, :width]
     prompts = prompts.replace(
         table=prompts.table.at[row].set(table, mode="drop"),

@@ -106,17 +106,34 @@ class PromptTerms(Record):
     adapter: Int[ArrayLike, " R"]  # of those side by side in the weights; -1: none
 
 
+class Requests(Record):
+    """Requests on the device: those of a window's inputs, of queue entries, or of slots.
+
+    Attributes:
+      prompt_row: row of the open prompt.
+      output_row: row of `Outputs` that the response fills.
+      park_row: free prompt row that keeps the pages of prompt and response when it ends; beyond the rows: none does.
+      sampling: parameters.
+      key: uint32[R, 2] of the draw (`token.draw_keys`); in a window's inputs the address from which it is made.
+    """
+
+    prompt_row: Int[ArrayLike, "*R"]
+    output_row: Int[ArrayLike, "*R"]
+    park_row: Int[ArrayLike, "*R"]
+    sampling: Sampling
+    key: UInt32[ArrayLike, "*R words"]
+
+    def with_max_tokens(self, max_tokens: Int[ArrayLike, "*R"]) -> "Requests":
+        """Returns the same requests with other limits."""
+        return self.replace(sampling=self.sampling.replace(max_tokens=max_tokens))
+
+
 class WindowInputs(Record):
     """Host inputs of a decode window.
 
     Attributes:
-      prompt_row: of each request, the row of its open prompt.
-      output_row: of each request, the row of `Outputs` that it will fill.
-      park_row: of each request, the free prompt row that keeps the pages of prompt and response when it ends; beyond
-        the rows: none does.
-      address: of each request (`token.address`).
-      sampling: of each request.
-      count: number of requests, at the front; they queue behind those that wait already.
+      requests: new ones, which queue behind those that wait already.
+      count: number of requests, at the front.
       cancelled: output rows whose responses end with their next token; rows of finished ones mean nothing.
       closing: prompt rows to release; none of their draws runs or waits.
       opened: prompts to open, after that.
@@ -125,11 +142,7 @@ class WindowInputs(Record):
       survivors: responses seen that held at least 1, 2, ... pages of their own (admission.py).
     """
 
-    prompt_row: Int[ArrayLike, " Q"]
-    output_row: Int[ArrayLike, " Q"]
-    park_row: Int[ArrayLike, " Q"]
-    address: UInt32[ArrayLike, "Q 4"]
-    sampling: Sampling
+    requests: Requests
     count: Int[ArrayLike, ""]
     cancelled: Bool[ArrayLike, " O"]
     closing: Bool[ArrayLike, " R"]
@@ -142,11 +155,7 @@ class WindowInputs(Record):
 class Queue(Record):
     """Ring of requests that wait for a slot: entries head to end - 1, each at its number modulo the size."""
 
-    prompt_row: Int[ArrayLike, " Q"]
-    output_row: Int[ArrayLike, " Q"]
-    park_row: Int[ArrayLike, " Q"]
-    key: UInt32[ArrayLike, "Q 2"]
-    sampling: Sampling
+    requests: Requests
     head: Int[ArrayLike, ""]
     end: Int[ArrayLike, ""]
 
@@ -155,14 +164,10 @@ class Slots(Record):
     """Responses that are decoded at the same time. An inactive slot is masked padding."""
 
     active: Bool[ArrayLike, " S"]
+    requests: Requests
     token: Int[ArrayLike, " S"]  # the next input; its key and value are not in the cache yet
     position: Int[ArrayLike, " S"]  # of `token` in its sequence
     count: Int[ArrayLike, " S"]  # response tokens so far
-    sampling: Sampling
-    key: UInt32[ArrayLike, "S 2"]
-    prompt_row: Int[ArrayLike, " S"]
-    output_row: Int[ArrayLike, " S"]
-    park_row: Int[ArrayLike, " S"]  # prompt row that keeps the pages at the end; beyond the rows: none does
     table: Int[ArrayLike, "S width"]
     shared: Int[ArrayLike, " S"]  # leading table entries that belong to the prompt
     used: Int[ArrayLike, " S"]  # table entries in use; those from `shared` on are the slot's own
@@ -333,29 +338,25 @@ def empty_occupancy(o: EngineOptions) -> Occupancy:
     def integers(*shape: int) -> Any:
         return jnp.zeros(shape, jnp.int32)
 
-    def sampling(rows: int) -> Sampling:
+    def requests(rows: int) -> Requests:
         floats = dict(temperature=jnp.ones(rows, jnp.float32), top_p=jnp.ones(rows, jnp.float32))
-        return Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats)
+        return Requests(
+            prompt_row=integers(rows), output_row=integers(rows), park_row=integers(rows) + o.open_prompts,
+            sampling=Sampling(max_tokens=integers(rows), top_k=integers(rows), **floats),
+            key=jnp.zeros((rows, 2), jnp.uint32),
+        )  # fmt: skip
 
-    rows, slots, no_row = o.output_rows, o.slots, o.open_prompts
+    slots, prompts = o.slots, o.open_prompts
     return Occupancy(
         pool=pages_lib.make_pool(o.pages),
         prompts=Prompts(
-            table=integers(o.open_prompts, o.prompt_width),
-            length=jnp.ones(o.open_prompts, jnp.int32),
-            last_token=integers(o.open_prompts),
-            cached=integers(o.open_prompts),
-            number=integers(o.open_prompts),
+            table=integers(prompts, o.prompt_width), length=jnp.ones(prompts, jnp.int32), last_token=integers(prompts),
+            cached=integers(prompts), number=integers(prompts),
         ),
-        queue=Queue(
-            prompt_row=integers(rows), output_row=integers(rows), park_row=integers(rows) + no_row,
-            key=jnp.zeros((rows, 2), jnp.uint32), sampling=sampling(rows), head=integers(), end=integers(),
-        ),
+        queue=Queue(requests=requests(o.output_rows), head=integers(), end=integers()),
         slots=Slots(
-            active=jnp.zeros(slots, bool), token=integers(slots), position=integers(slots), count=integers(slots),
-            sampling=sampling(slots), key=jnp.zeros((slots, 2), jnp.uint32), prompt_row=integers(slots),
-            output_row=integers(slots), park_row=integers(slots) + no_row, table=integers(slots, o.table_width),
-            shared=integers(slots), used=integers(slots),
+            active=jnp.zeros(slots, bool), requests=requests(slots), token=integers(slots), position=integers(slots),
+            count=integers(slots), table=integers(slots, o.table_width), shared=integers(slots), used=integers(slots),
         ),
     )  # fmt: skip
 

@@ -4,26 +4,16 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt32
+from jaxtyping import Bool, Int
 
 from reinforce_ada_jax.sampling.state import (
     ADDRESS_WORDS,
     EngineOptions,
     OpenedPrompts,
+    Requests,
     Sampling,
-    SamplingParams,
     WindowInputs,
 )
-
-
-class QueueEntry(NamedTuple):
-    """One request as the device queues it."""
-
-    prompt_row: int
-    output_row: int
-    address: UInt32[np.ndarray, " 4"]
-    sampling: SamplingParams
-    park_row: int | None = None
 
 
 class OpenedPrompt(NamedTuple):
@@ -46,7 +36,7 @@ class OpenedPrompt(NamedTuple):
 
 def window_inputs(
     options: EngineOptions,
-    entries: Sequence[QueueEntry],
+    entries: Sequence[Requests],
     closing: Bool[np.ndarray, " R"],
     opened: Sequence[OpenedPrompt],
     reserve: int,
@@ -58,7 +48,7 @@ def window_inputs(
 
     Args:
       options: of the engine; there is room for `output_rows` entries.
-      entries: in the order in which slots take them.
+      entries: single requests, in the order in which slots take them.
       closing: prompt rows to release.
       opened: prompts to open, in the order in which they are prefilled.
       reserve: pages that new responses must leave free.
@@ -66,26 +56,22 @@ def window_inputs(
       cancelled: output rows whose responses end with their next token.
       park_reserve: pages that parked turns must leave free or to slots.
     """
-    no_row = options.open_prompts
-
-    def column(values: Sequence, dtype: type, empty: int = 0) -> np.ndarray:
-        array = np.full(options.output_rows, empty, dtype)
-        array[: len(entries)] = values
-        return array
-
-    address = np.zeros((options.output_rows, ADDRESS_WORDS), np.uint32)
-    for row, entry in zip(address, entries, strict=False):
-        row[:] = entry.address
+    size = options.output_rows
+    key = np.zeros((size, ADDRESS_WORDS), np.uint32)
+    for row, entry in zip(key, entries, strict=False):
+        row[:] = entry.key
     return WindowInputs(
-        prompt_row=column([entry.prompt_row for entry in entries], np.int32),
-        output_row=column([entry.output_row for entry in entries], np.int32),
-        park_row=column([no_row if entry.park_row is None else entry.park_row for entry in entries], np.int32, no_row),
-        address=address,
-        sampling=Sampling(
-            max_tokens=column([entry.sampling.max_tokens for entry in entries], np.int32),
-            temperature=column([entry.sampling.temperature for entry in entries], np.float32, 1),
-            top_k=column([entry.sampling.top_k for entry in entries], np.int32),
-            top_p=column([entry.sampling.top_p for entry in entries], np.float32, 1),
+        requests=Requests(
+            prompt_row=_column([entry.prompt_row for entry in entries], size),
+            output_row=_column([entry.output_row for entry in entries], size),
+            park_row=_column([entry.park_row for entry in entries], size, options.open_prompts),
+            sampling=Sampling(
+                max_tokens=_column([entry.sampling.max_tokens for entry in entries], size),
+                temperature=_column([entry.sampling.temperature for entry in entries], size, 1, np.float32),
+                top_k=_column([entry.sampling.top_k for entry in entries], size),
+                top_p=_column([entry.sampling.top_p for entry in entries], size, 1, np.float32),
+            ),
+            key=key,
         ),
         count=np.asarray(len(entries), np.int32),
         cancelled=np.isin(np.arange(options.output_rows), list(cancelled)),
@@ -97,18 +83,23 @@ def window_inputs(
     )
 
 
+def _column(values: Sequence, size: int, empty: int = 0, dtype: type = np.int32) -> np.ndarray:
+    """Returns an array with the values at its front."""
+    array = np.full(size, empty, dtype)
+    array[: len(values)] = values
+    return array
+
+
 def _opened_prompts(options: EngineOptions, opened: Sequence[OpenedPrompt]) -> OpenedPrompts:
     rows = options.open_prompts
-    prompts = OpenedPrompts(
-        row=np.full(rows, rows, np.int32),  # out of range: dropped
-        tokens=np.zeros((rows, options.max_prompt_tokens), np.int32),
-        length=np.ones(rows, np.int32),
-        like=np.zeros(rows, np.int32),
-        shared=np.zeros(rows, np.int32),
-        cached=np.zeros(rows, np.int32),
+    tokens = np.zeros((rows, options.max_prompt_tokens), np.int32)
+    for row, prompt in zip(tokens, opened, strict=False):
+        row[: len(prompt.tokens)] = prompt.tokens
+    return OpenedPrompts(
+        row=_column([prompt.row for prompt in opened], rows, rows),  # out of range: dropped
+        tokens=tokens,
+        length=_column([len(prompt.tokens) for prompt in opened], rows, 1),
+        like=_column([prompt.like for prompt in opened], rows),
+        shared=_column([prompt.shared for prompt in opened], rows),
+        cached=_column([prompt.cached for prompt in opened], rows),
     )
-    for index, prompt in enumerate(opened):
-        prompts.row[index], prompts.length[index] = prompt.row, len(prompt.tokens)
-        prompts.tokens[index, : len(prompt.tokens)] = prompt.tokens
-        prompts.like[index], prompts.shared[index], prompts.cached[index] = prompt.like, prompt.shared, prompt.cached
-    return prompts

@@ -59,7 +59,7 @@ class PageReplica(WindowModel):
 
     def on_start(self, slot: int, prompt_row: int) -> None:
         slots, prompt = self.state.slots, self.prompts[prompt_row]
-        shared, row = slots.shared[slot], int(slots.output_row[slot])
+        shared, row = slots.shared[slot], int(slots.requests.output_row[slot])
         if (len(prompt) - 1) % self.options.page_size:
             self.cache[slots.table[slot, shared]] = self.cache[self.state.prompts.table[prompt_row, shared]]
         self.sequences[row] = prompt + list(self.responses[row][0])
@@ -68,17 +68,17 @@ class PageReplica(WindowModel):
         slots = self.state.slots
         for slot, count in zip(active.tolist(), num_tokens.tolist(), strict=True):
             begin = int(slots.position[slot])
-            tokens = self.sequences[int(slots.output_row[slot])][begin : begin + count]
+            tokens = self.sequences[int(slots.requests.output_row[slot])][begin : begin + count]
             self._write(slots.table[slot], begin, tokens)
 
     def on_end(self, slot: int) -> None:
         slots = self.state.slots
-        sequence, end = self.sequences.pop(int(slots.output_row[slot])), int(slots.position[slot])
+        sequence, end = self.sequences.pop(int(slots.requests.output_row[slot])), int(slots.position[slot])
         context = self.cache[self._places(slots.table[slot], 0, end)]
         assert context.tolist() == sequence[:end], "a page was written by somebody else"
 
     def on_evict(self, slot: int) -> None:
-        del self.sequences[int(self.state.slots.output_row[slot])]
+        del self.sequences[int(self.state.slots.requests.output_row[slot])]
 
 
 class PageEngine:

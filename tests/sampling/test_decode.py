@@ -6,8 +6,8 @@ import pytest
 
 from reinforce_ada_jax.sampling import token as token_lib
 from reinforce_ada_jax.sampling.admission import Lengths
-from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, SamplingParams
-from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, QueueEntry, window_inputs
+from reinforce_ada_jax.sampling.state import RUNNING, STOPPED, TRUNCATED, Requests, SamplingParams
+from reinforce_ada_jax.sampling.window_inputs import OpenedPrompt, window_inputs
 from tests.sampling import tiny
 
 P1, P4, P5, P16, P17 = tiny.PROMPTS
@@ -28,9 +28,12 @@ def opened(engine, prompts, rows=None, state=None):
 def inputs(engine, *entries, first_output=0, closing=(), opened=(), reserve=0, cancelled=()):
     """Requests (prompt, draw, limit, prompt row), to be answered in output rows from `first_output` on."""
     queued = [
-        QueueEntry(row, first_output + index, token_lib.address(0, prompt.id, draw), SamplingParams(limit))
+        Requests(
+            prompt_row=row, output_row=first_output + index, park_row=engine.options.open_prompts,
+            sampling=SamplingParams(limit).as_arrays(), key=token_lib.address(0, prompt.id, draw),
+        )
         for index, (prompt, draw, limit, row) in enumerate(entries)
-    ]
+    ]  # fmt: skip
     survivors = Lengths(engine.options.table_width).survivors()
     closing = np.isin(np.arange(5), closing)
     return window_inputs(engine.options, queued, closing, opened, reserve, survivors, cancelled)

@@ -105,24 +105,25 @@ def test_ten_thousand_random_streams():
 def comparable(state, outputs) -> dict:
     """State of a replica that both engines have, without stale values in rows that nobody holds."""
     queue, slots = state.queue, state.slots
-    waiting = np.arange(queue.head, queue.end) % len(queue.prompt_row)
+    waiting = np.arange(queue.head, queue.end) % len(queue.requests.prompt_row)
     ended, new = np.flatnonzero(outputs.rows.status), np.flatnonzero(outputs.rows.length > outputs.rows.start)
     rows = lambda x, at: np.asarray(x)[at].tolist()  # noqa: E731
     used = np.arange(slots.table.shape[1]) < slots.used[:, None]
+    requested = queue.requests.prompt_row, queue.requests.output_row, queue.requests.sampling.max_tokens
     return dict(
         free=state.pool.stack[: state.pool.available].tolist(),
         prompts=[x.tolist() for x in (state.prompts.length, state.prompts.cached)],
-        waiting=[rows(x, waiting) for x in (queue.prompt_row, queue.output_row, queue.sampling.max_tokens)],
+        waiting=[rows(x, waiting) for x in requested],
         active=slots.active.tolist(),
         slots=[
             rows(x, slots.active)
             for x in (
                 slots.position,
                 slots.count,
-                slots.output_row,
+                slots.requests.output_row,
                 slots.shared,
                 slots.used,
-                slots.sampling.max_tokens,
+                slots.requests.sampling.max_tokens,
             )
         ],
         tables=rows(np.where(used, slots.table, 0), slots.active),
@@ -161,7 +162,7 @@ def recorded(rollouts: Rollouts, stream: RandomStream, cancelled: float = 0.0) -
     def recording(params, state, all_inputs, vote):
         all_inputs = [each.replace(cancelled=rng.random(len(each.cancelled)) < cancelled) for each in all_inputs]
         for replica, each in enumerate(all_inputs):
-            for row, words in zip(each.output_row[: each.count].tolist(), each.address, strict=False):
+            for row, words in zip(each.requests.output_row[: each.count].tolist(), each.requests.key, strict=False):
                 addresses[replica, row] = words.tobytes()
         state, outputs = decode_window(params, state, all_inputs, vote)
         of_replicas = engine.fetch_outputs(outputs)
@@ -260,7 +261,7 @@ def forget_a_waiting_request(scheduler, state):
 
 
 def decode_a_request_twice(scheduler, state):
-    state.slots.output_row[:] = state.slots.output_row[0]
+    state.slots.requests.output_row[:] = state.slots.requests.output_row[0]
 
 
 def read_the_pages_of_another_prompt(scheduler, state):

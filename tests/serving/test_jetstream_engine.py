@@ -141,7 +141,7 @@ def test_inserting_forever_uses_up_no_pages(served):
         state = insert(served, state, 0, 1)
         # 16 tokens at most, in pages of 4.
         assert int(state.pool.available) == everything - 4
-        keys.add(tuple(state.slots.key[1].tolist()))
+        keys.add(tuple(state.slots.requests.key[1].tolist()))
     assert state.slots.active.tolist() == [False, True, False]
     assert len(keys) == 20  # and no two of them would sample alike
 
